@@ -88,6 +88,7 @@ class ChatApp(EngineApp):
         self.call_after_refresh(self.load_model)
         if self._resumed is not None:
             self.chat.talk.call_later(self.chat.talk.open_conversation, self._resumed)
+        self.chat.talk.call_later(self.chat.talk.offer_draft)
         if self._question:
             self._ask(self._question)
 
@@ -161,6 +162,8 @@ class ChatApp(EngineApp):
 
     async def on_unmount(self) -> None:
         self.chat.talk.save()
+        with contextlib.suppress(MinillmError):
+            self.chat.talk.store.keep_draft(self.chat.talk.unsent)
 
     def leave(self, code: int) -> None:
         """End with this exit code, as soon as there is a whole screen to take down."""

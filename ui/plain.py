@@ -20,7 +20,7 @@ from minillm.ui.chat.conversation import Candidate, Conversation
 from minillm.ui.chat.export import export
 from minillm.ui.chat.files import with_files
 from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
-from minillm.ui.chat.slash import is_command, unescaped
+from minillm.ui.chat.slash import is_command
 from minillm.ui.settings import Settings, with_param
 
 HELP = """\
@@ -49,7 +49,7 @@ class PlainChat:
             if is_command(line):
                 name, _, argument = line[1:].partition(" ")
                 return self._command(name, argument.strip())
-            self._answer(with_files(unescaped(line), Path.cwd()))
+            self._answer(with_files(line.strip(), Path.cwd()))
         except MinillmError as error:
             self.note(str(error))
         return True

@@ -128,7 +128,7 @@ def test_commands_and_the_end_of_the_context(tiny_model: Path, tmp_path: Path) -
     chat.handle("/new")
     assert not chat.conversation.turns
     chat.handle("//slash")
-    assert chat.conversation.turns[0].question == "/slash"
+    assert chat.conversation.turns[0].question == "//slash"
     chat.handle("long " * 3000)
     assert "context holds" in dialogue.notes.getvalue()
     assert len(chat.conversation.turns) == 1, "the question that does not fit is taken back"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 from driving import ask, chat, notes, say, screen, seen, until
+from textual import events
 from textual.geometry import Region
 
 from minillm.errors import UsageError
@@ -14,6 +16,7 @@ from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.files import (
     LONGEST_FILE,
     best_matches,
+    dropped_files,
     files_below,
     folded_files,
     holds_file,
@@ -76,6 +79,60 @@ def test_what_is_no_text_is_refused_in_one_line(folder: Path) -> None:
         with pytest.raises(UsageError, match=words) as caught:
             with_files(f"see @{name}", folder)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("question", "name"),
+    [
+        ("Summarize @missing.txt", "missing.txt"),
+        ("@work/long, please", "work/long"), ('see @"no such.md"', "no such.md"),
+        ("see @/none", "/none"), ("@~/none.txt", "~/none.txt"),
+        (r"@no\ such.md", "no such.md"), ("(see) @src/x.", "src/x"),
+    ],
+)  # fmt: skip
+def test_a_name_of_no_file_is_an_error(question: str, name: str, folder: Path) -> None:
+    with pytest.raises(UsageError, match=f"@{re.escape(name)}: there is no such file"):
+        with_files(question, folder)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "tell @nobody", "a@b.c", "@ missing.txt", "at @3.5 GHz or @3/4", "```py\n@app.get\ndef f(): ...\n```",
+        "explain\n@pytest.mark.anyio\nasync def test(): ...", "@x.setter\n@y\ndef f(): ...", "see @...",
+        "about @gone.md\n\n```gone.md\nits text\n```",
+    ],
+)  # fmt: skip
+def test_other_words_with_an_at_sign_are_words(question: str, folder: Path) -> None:
+    assert with_files(question, folder) == question
+
+
+def test_files_that_are_dropped_on_the_terminal_are_named(folder: Path) -> None:
+    (folder / "it's.txt").write_text("its text\n")
+    mine, its = f'@"{folder}/my file.txt"', f'@"{folder}/it\'s.txt"'
+    for text, named in (
+        (f"'{folder}/my file.txt'", mine),
+        (f"{folder}/my\\ file.txt ", mine),
+        (f"file://{folder}/my%20file.txt\n", mine),
+        (f"'{folder}/it'\\''s.txt' \"{folder}/my file.txt\"", f"{its} {mine}"),
+        (f"{folder}/notes.md", f"@{folder}/notes.md"),
+    ):
+        assert dropped_files(text) == named + " ", text
+        assert with_files(named, folder) != named, "its text is added"
+    for text in ("", "/none/at all", f"see {folder}/notes.md", f"'{folder}/notes.md", str(folder), "/", "'/a\0b'"):
+        assert dropped_files(text) == "", text
+    for question in (f"'{folder}/my file.txt' says?", f"What says file://{folder}/my%20file.txt", "see @my\\ file.txt"):
+        assert with_files(question, folder).endswith("my file.txt\ntext of my file.txt\n```"), question
+        assert folded_files(with_files(question, folder))[0].endswith("my file.txt: 19 B, 1 line]"), question
+    assert with_files("'/none/x' and \"/b\"", folder) == "'/none/x' and \"/b\""
+
+
+@pytest.mark.anyio
+async def test_a_dropped_file_is_named_in_the_prompt(folder: Path) -> None:
+    async with chat() as pilot:
+        await pilot.press(*"about ")
+        pilot.app.post_message(events.Paste(f"'{folder}/my file.txt'"))
+        await until(pilot, lambda: screen(pilot).talk.prompt.text == f'about @"{folder}/my file.txt" ')
 
 
 @pytest.mark.anyio

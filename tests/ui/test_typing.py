@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from textual import events
 from minillm.ui import terminal
 from minillm.ui.chat import prompt as prompt_module
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.terminal import LateAnswers, Pastes, are_lines, pasted_text
 from minillm.ui.textual_internals import KeyParser
 
@@ -166,3 +169,39 @@ async def test_a_command_after_a_choice_by_digit_is_a_command(monkeypatch: pytes
         assert talk.prompt.text == " more"
         assert "sample3" in talk.conversation.turns[1].answer.text
         assert "undo" not in " ".join(notes(pilot)) + seen(pilot).replace("Alt+U undoes", "")
+
+
+@pytest.mark.anyio
+async def test_control_q_asks_during_an_answer_and_keeps_the_draft(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    async with chat(store=store) as pilot:
+        await say(pilot, "endless")
+        await until(pilot, lambda: "word word" in seen(pilot))
+        await pilot.press(*"a draft", "ctrl+q")
+        await until(pilot, lambda: any("again quits" in each.message for each in pilot.app._notifications))
+        assert pilot.app.return_code is None
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: pilot.app.return_code == 0)
+    async with chat(store=store) as pilot:
+        prompt = screen(pilot).talk.prompt
+        await until(pilot, lambda: any("was not sent" in note for note in notes(pilot)))
+        assert prompt.text == ""
+        await pilot.press("up")
+        assert prompt.text == "a draft"
+        await pilot.press("ctrl+a", "x")
+        assert prompt.text == "xa draft", "the start of the line, as in a shell"
+        await pilot.press("enter")
+        await until(pilot, lambda: screen(pilot).talk.run is None)
+        await pilot.press("up", "ctrl+q")
+        await until(pilot, lambda: pilot.app.return_code == 0)
+    assert store.take_draft() == "", "it was sent"
+
+
+def test_a_signal_keeps_the_draft(tmp_path: Path) -> None:
+    with session(environment={"MINILLM_DATA": str(tmp_path)}) as running:
+        running.wait_for("ready in")
+        running.type("my draft")
+        running.wait_for("my draft")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 143
+    assert SessionStore(tmp_path / "conversations").take_draft() == "my draft"

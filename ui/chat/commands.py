@@ -334,4 +334,8 @@ async def tour(talk: Talk, _: str) -> None:
 
 @command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere", also=("exit", "bye"))
 async def leave(talk: Talk, _: str) -> None:
+    busy = talk.run or talk.compaction
+    if busy is not None and talk.leaving is not busy:
+        talk.leaving = busy
+        raise UsageError("an answer is being given: Escape stops it, the same again quits")
     talk.app.exit()

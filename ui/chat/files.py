@@ -3,9 +3,11 @@
 import itertools
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from minillm.errors import UsageError
 from minillm.progress import size
@@ -16,9 +18,16 @@ from minillm.ui.numbers import plural
 LONGEST_FILE = 64 << 10  # bytes of text in a question
 _MOST_FILES, _LONGEST_WALK = 20_000, 0.3  # that are offered; seconds for looking
 _SKIPPED = {"node_modules", "__pycache__", "venv", "target", "dist", "build"}  # folders nobody means
-_MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+_MENTION = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|'([^'\n]+)'|((?:\\[^\n]|\S)+))""")
 _FENCE = re.compile(r"^`{3,}([^`\n]+)$", re.MULTILINE)
 _FENCED = re.compile(r"^(`{3,})([^`\n]+)\n(.*?)\n?^\1$", re.MULTILINE | re.DOTALL)
+_DROPPED = re.compile(r"""(?<!\S)(?:'/[^'\n]+'|"/[^"\n]+"|file:///\S+)(?!\S)""")
+_LONGEST_DROP = 10_000  # characters of paths
+_FILE_NAME = re.compile(r".*\.[A-Za-z]\w{0,4}|(?=.*[A-Za-z]).*/.*")  # an extension, or a path
+_FENCES = re.compile(r"^ *(`{3,}|~{3,}).*?(?:^ *\1|\Z)", re.MULTILINE | re.DOTALL)
+_DECORATOR = re.compile(
+    r"^[ \t]*@\S.*\n(?=\s*(?:@|(?:async|def|class|function|export|public|private|protected|static)\b))", re.MULTILINE
+)
 _BEGUN = re.compile(r'(?<!\S)@(?:"([^"\n]*)|([^"\s]*))$')
 _TRAILING = ",.;:!?)]}'"  # of a sentence, not of a name
 
@@ -93,17 +102,37 @@ def begun_mention(line: str) -> tuple[int, str] | None:
 
 def mention(name: str) -> str:
     """How a question names a file."""
-    return f'@"{name}"' if re.search(r"\s", name) else f"@{name}"
+    if '"' in name:
+        return "@" + re.sub(r"""([\s"'\\])""", r"\\\1", name)
+    return f'@"{name}"' if re.search(r"[\s'\\]", name) else f"@{name}"
+
+
+def dropped_files(text: str) -> str:
+    """How a question names files that were dropped on the terminal: it pastes their paths, quoted, with backslashes or
+    as URLs. Empty where the text is something else.
+    """
+    if len(text) > _LONGEST_DROP or not text.lstrip().startswith(("/", "'/", '"/', "file:///")):
+        return ""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return ""
+    names = [unquote(word.removeprefix("file://")) if word.startswith("file:///") else word for word in words]
+    if all(name.startswith("/") and os.path.isfile(name) for name in names):
+        return " ".join(map(mention, names)) + " "
+    return ""
 
 
 def with_files(question: str, folder: Path) -> str:
     """The question, and behind it the text of every file that it names, each in a fence with its name.
 
-    A name of no file is a word like any other. A file whose fence stands there already is not added again.
+    A quoted path or a URL of a file names it like an ``@``. A file whose fence stands there already is not added again.
 
     Raises:
-        UsageError: a file is too large, no text, or cannot be read.
+        UsageError: a file is too large, no text, or cannot be read; or a name that can only be a file's is of none.
     """
+    if "\n" not in question:
+        question = _DROPPED.sub(lambda found: dropped_files(found[0]).strip() or found[0], question)
     parts = [question]
     for name, path in dict(_mentioned(question, folder)).items():
         fence_of = re.compile(rf"^`{{3,}}{re.escape(clean_line(name))}$", re.MULTILINE)
@@ -135,21 +164,43 @@ def folded_files(question: str) -> tuple[str, dict[str, str]]:
 
 
 def _names_in(question: str) -> set[str]:
-    return {name.rstrip(_TRAILING) for pair in _MENTION.findall(question) for name in pair if name}
+    return {name.rstrip(_TRAILING) for found in _MENTION.finditer(question) for name in _possible_names(found)}
+
+
+def _possible_names(found: re.Match[str]) -> list[str]:
+    """The names that a mention may mean, without a sentence's end or with backslashes taken for blanks, say."""
+    quoted, apart, bare = found.groups()
+    if quoted or apart:
+        return [quoted or apart]
+    plain = re.sub(r"\\(.)", r"\1", bare)
+    names = [bare, bare.rstrip(_TRAILING), plain, plain.rstrip(_TRAILING)]
+    if bare.startswith("file:///"):
+        names += [unquote(name.removeprefix("file://")) for name in names[:2]]
+    return [name for name in dict.fromkeys(names) if name]
 
 
 def _mentioned(question: str, folder: Path) -> Iterator[tuple[str, Path]]:
     for found in _MENTION.finditer(question):
-        quoted, bare = found.groups()
-        for name in [quoted] if quoted else [bare, bare.rstrip(_TRAILING)]:
+        for name in (names := _possible_names(found)):
             try:
                 path = folder / expanded(name, "@")
-                is_there = bool(name) and path.exists()
-            except (UsageError, OSError):  # no path at all
+                is_there = path.exists()
+            except (UsageError, OSError, ValueError):  # no path at all
                 continue
             if is_there:
                 yield name, path
                 break
+        else:
+            is_name = _FILE_NAME.fullmatch(names[-1]) and names[-1] not in _FENCE.findall(question)
+            if is_name and not _is_code(question, found.start()):
+                shown = clean_line(names[-1], 80)
+                raise UsageError(f"@{shown}: there is no such file; with a blank after the @ it is a word")
+
+
+def _is_code(question: str, at: int) -> bool:
+    """Whether a place is in a fence, or a decorator's."""
+    spans = [found.span() for pattern in (_FENCES, _DECORATOR) for found in pattern.finditer(question)]
+    return any(start <= at < end for start, end in spans)
 
 
 def _text_of(name: str, path: Path) -> str:

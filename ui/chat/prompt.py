@@ -8,13 +8,21 @@ from functools import partial
 from pathlib import Path
 
 from textual import events
-from textual.binding import Binding
 from textual.message import Message
 from textual.strip import Strip
 from textual.timer import Timer
 from textual.widgets.text_area import Edit, EditResult, Location
 
-from minillm.ui.chat.files import begun_mention, best_matches, files_below, folded_files, is_path, mention, paths_begun
+from minillm.ui.chat.files import (
+    begun_mention,
+    best_matches,
+    dropped_files,
+    files_below,
+    folded_files,
+    is_path,
+    mention,
+    paths_begun,
+)
 from minillm.ui.chat.popup import Completion, Popup
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.engine_app import CommandAsked
@@ -37,8 +45,6 @@ class PromptInput(SteadyTextArea):
     Enter and shift+enter are the same byte in most terminals: shift+enter only works in those with the Kitty keyboard
     protocol, ctrl+j and alt+enter work everywhere.
     """
-
-    BINDINGS = [Binding("ctrl+a", "select_all", "Select all", show=False)]  # noqa: RUF012
 
     @dataclass
     class Submitted(Message):
@@ -65,6 +71,12 @@ class PromptInput(SteadyTextArea):
         for mark, held in reversed(self._held.items()):  # a paste may hold the marks of files
             text = text.replace(mark, held)
         return text
+
+    @property
+    def draft(self) -> str:
+        """The full text, empty where it is one that was sent before."""
+        text = self.full_text
+        return "" if not text.strip() or text in self._history else text
 
     def take(self) -> str:
         """The full text; the input is empty afterwards."""
@@ -192,7 +204,9 @@ class PromptInput(SteadyTextArea):
     async def on_paste(self, event: events.Paste) -> None:
         event.stop()
         event.prevent_default()
-        self.replace(self._stand_in(event.text), *self.selection, maintain_selection_offset=False)
+        self.replace(
+            self._stand_in(dropped_files(event.text) or event.text), *self.selection, maintain_selection_offset=False
+        )
 
     async def on_key(self, event: events.Key) -> None:
         if self._took(event):
@@ -233,7 +247,9 @@ class PromptInput(SteadyTextArea):
         elif event.key == "enter":
             self._popup.close()
             if self.full_text.strip():
-                self.post_message(self.Submitted(self.take().strip()))  # here: the next key may be there already
+                self.post_message(
+                    self.Submitted(self.take().rstrip().lstrip("\n"))
+                )  # here: the next key may be there already
         elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
             self._picked, self._picked_at = event.key, time.monotonic()
             self._pick = self.set_timer(_WAIT, partial(self._accept, event.key))

@@ -91,6 +91,35 @@ class SessionStore:
     def of_user(cls) -> SessionStore:
         return cls(data_dir() / "conversations")
 
+    def keep_draft(self, text: str) -> None:
+        """Keep a text that was not sent, for the next chat; an empty one keeps nothing.
+
+        Raises:
+            MinillmError: the disk or the directory does not allow it.
+        """
+        if not text.strip():
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
+        except OSError as error:
+            raise MinillmError(f"the draft cannot be kept: {error}") from None
+
+    def take_draft(self) -> str:
+        """Return the draft of the last chat and forget it; empty where there is none."""
+        try:
+            text = read_bytes(self._draft).decode("utf-8", "replace")
+            self._draft.unlink()
+        except OSError:
+            return ""
+        return text
+
+    @property
+    def _draft(self) -> Path:
+        return self.directory / ".draft"
+
     def latest(self) -> Path:
         """The file that was saved last.
 

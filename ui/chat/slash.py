@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 Action = Callable[[Any, str], Awaitable[None]]
 """Carries a command out for the talk that it was given to, with its argument."""
 Scope = Literal["chat", "app", "everywhere"]
+
+
+_COMMAND = re.compile(r"/(?:[^\W\d_][\w-]*)?(?:\s|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,8 @@ class CommandTable(dict[str, SlashCommand]):
         if begun:
             raise UsageError(f"/{name} may be {', '.join('/' + command.name for command in begun)}")
         close = nearest(name, list(self))
-        raise UsageError(f"there is no /{name}" + (f", did you mean /{close}?" if close else "; /help lists all"))
+        meant = f", did you mean /{close}?" if close else "; /help lists all;"
+        raise UsageError(f"there is no /{name}{meant} With a blank before the slash it is a question")
 
     def completions(self, text: str) -> list[SlashCommand]:
         """The commands that a half-typed line may become; none once its name is complete and an argument begins."""
@@ -98,10 +103,7 @@ class CommandTable(dict[str, SlashCommand]):
 
 
 def is_command(text: str) -> bool:
-    """Whether a text is a command: it begins with a slash. Two slashes begin a question that begins with one."""
-    return text.startswith("/") and not text.startswith("//")
-
-
-def unescaped(text: str) -> str:
-    """The question of a text that is no command."""
-    return text[1:] if text.startswith("//") else text
+    """Whether a text is a command: a slash and one word, or a slash alone. Paths, comments and a text that begins with
+    a blank are questions.
+    """
+    return _COMMAND.match(text) is not None

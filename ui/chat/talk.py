@@ -21,7 +21,7 @@ from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.search import SearchBar
 from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
-from minillm.ui.chat.slash import CommandTable, is_command, unescaped
+from minillm.ui.chat.slash import CommandTable, is_command
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, EngineEvent, EngineState
@@ -71,12 +71,15 @@ class Talk(Vertical):
         self._choice: Choice | None = None  # the last candidate that was accepted
         self._pinned_system = ""
         self._report_every = 0.0  # as the engine was told last
+        self._last_prompt: PromptInput | None = None  # `prompt`, also when the widgets are gone
+        self.leaving: object = None  # the answer during which the user wanted to leave
 
     def compose(self) -> ComposeResult:
         yield (transcript := Transcript())
         yield SearchBar(transcript)
         yield LoadingBar()
-        yield PromptInput(self.commands, popup := Popup())
+        self._last_prompt = PromptInput(self.commands, popup := Popup())
+        yield self._last_prompt
         yield popup
         yield StatusBar()
 
@@ -157,7 +160,7 @@ class Talk(Vertical):
             await self.run_command(command.name, argument)
             return
         try:
-            text = with_files(message.text, Path.cwd())
+            text = with_files(message.text.strip(), Path.cwd())
         except UsageError as error:
             self.notify(str(error))
             self.prompt.put_back(message.text)
@@ -172,7 +175,7 @@ class Talk(Vertical):
     async def _ask(self, question: str) -> None:
         editing, self.editing = self.editing, None
         await self.accept_best()
-        self.conversation.ask(unescaped(question), instead_of=editing)
+        self.conversation.ask(question, instead_of=editing)
         await self.request_answer()
 
     def _set_waiting(self, questions: list[str]) -> None:
@@ -199,6 +202,17 @@ class Talk(Vertical):
                 await self.run_command(self.commands.parse(question)[0].name)
             else:
                 await self._ask(question)
+
+    @property
+    def unsent(self) -> str:
+        """The questions that wait, and the text in the prompt unless it was sent before."""
+        return "\n\n".join(filter(None, [*self._waiting, self._last_prompt and self._last_prompt.draft]))
+
+    async def offer_draft(self) -> None:
+        """Have ↑ bring back the text that the last chat was closed with."""
+        if draft := self.store.take_draft():
+            self.prompt.remember(draft)
+            await self.transcript.add_note("↑ brings back the text that was not sent")
 
     def take_back(self) -> bool:
         """Put the questions that wait back into the prompt; False where none does."""
