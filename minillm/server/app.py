@@ -186,8 +186,9 @@ async def _chat(service: Service, request: Request) -> Generating:
     choice = choice_of(body)
     options = template_options(body, has_switch=service.facts.facts.has_thinking_switch)
     params = body.params(service.facts.defaults)
-    if (grammar := choice.grammar(call_form(service.facts.chat_template))) is not None:
-        params["grammar"] = grammar
+    calls, formats = call_form(service.facts.chat_template), call_formats(service.facts.chat_template)
+    if choice.schemas:
+        params["grammar"] = choice.grammar(calls)
     name, tenant = f"chatcmpl-{secrets.token_hex(12)}", request.state.tenant
     call = messages.Complete(
         name,
@@ -199,11 +200,12 @@ async def _chat(service: Service, request: Request) -> Generating:
         keep=body.keep,
         fork=body.fork,
         salt=_salt(tenant, body.cache_salt),
+        schemas=choice.schemas,
+        thinks=not choice.required and bool(calls.tag) and bool(choice.schemas),
     )
     frame = Frame(name, service.names[0], "chat.completion")
-    formats = call_formats(service.facts.chat_template)
-    form = ChatForm(bool(body.logprobs), lambda opened: ThoughtReader(choice.reader(formats), opened=opened))
-    return _generating(service, body, tenant, [call], frame, form, grammar_field="tools" if choice.required else "")
+    form = ChatForm(bool(body.logprobs), lambda opened: ThoughtReader(choice.reader(calls, formats), opened=opened))
+    return _generating(service, body, tenant, [call], frame, form, grammar_field="tools" if choice.schemas else "")
 
 
 async def _completions(service: Service, request: Request) -> Generating:

@@ -70,6 +70,8 @@ class Complete(Call):
     keep: bool = False  # the blocks stay when it has ended, for forks
     fork: ForkPoint | None = None
     salt: str | None = None
+    schemas: dict[str, Any] = {}  # of arguments, by the name of the tool: the grammar lacks their rules
+    thinks: bool = False  # the grammar has room for thoughts
 
 
 class Abort(Call):

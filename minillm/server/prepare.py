@@ -3,10 +3,16 @@
 This runs in threads beside the engine's: a template or a long text must not hold a step up.
 """
 
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from minillm.engine.driver import Driver
 from minillm.errors import UsageError
+from minillm.grammar.grammar import MAX_BYTES, Grammar
+from minillm.grammar.notation import WHITE_SPACE, followed
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.server.messages import Complete, Conversation, Token
 from minillm.text.tokenizer import Tokenizer
@@ -27,7 +33,7 @@ class Prepared:
 
 def prepare(driver: Driver, call: Complete) -> Prepared:
     """Make the token ids and the parameters of a request; raises MinillmError where it makes no sense."""
-    params: Params = (BeamSearchParams if "beam_width" in call.params else SamplingParams)(**call.params)
+    params = _params(call)
     driver.engine.requests.matcher(params)  # the engine's thread finds it compiled
     token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, special=call.fork is None)
     continuation = None
@@ -36,10 +42,47 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
     opened = False
     if isinstance(call.prompt, Conversation):
         opened = driver.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
-        if opened and "grammar" in call.params:  # an answer of a given form has no room for thoughts
+        if opened and "grammar" in call.params and not call.thinks:  # it has no room for thoughts
             token_ids = token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids)
             opened = False
     return Prepared(call, token_ids, params, opened, continuation)
+
+
+def _params(call: Complete) -> Params:
+    """Make the parameters; errors of a grammar of tools name the tool, and show no grammar that no client wrote."""
+    values = call.params
+    if call.schemas:
+        values = {**values, "grammar": {"lark": with_arguments(values["grammar"]["lark"], call.schemas)}}
+    try:
+        return (BeamSearchParams if "beam_width" in values else SamplingParams)(**values)
+    except UsageError as error:
+        if not call.schemas or not str(error).startswith("grammar: "):
+            raise
+    for name, schema in call.schemas.items():
+        with _naming(name):
+            Grammar.json(schema)
+    why = "the schemas of all tools together take too much to compile; give fewer tools or simpler schemas"
+    raise UsageError(f"grammar: {why}")
+
+
+def with_arguments(lark: str, schemas: Mapping[str, Any]) -> str:
+    """Return a grammar with a rule for the arguments of each tool: ``arguments_0`` and so on."""
+    lines = [lark]
+    for number, (name, schema) in enumerate(schemas.items()):
+        with _naming(name):
+            if len(json.dumps(schema)) > MAX_BYTES:
+                raise UsageError(f"the JSON schema has more than {MAX_BYTES:,} bytes; make it smaller")
+            spaced = {**followed(schema), "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+        lines.append(f"arguments_{number}: %json {json.dumps(spaced)}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _naming(tool: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"grammar: {tool}: {str(error).removeprefix('grammar: ')}") from None
 
 
 def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, special: bool = True) -> list[int]:

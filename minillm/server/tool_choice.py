@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from minillm.errors import UsageError
-from minillm.grammar.notation import WHITE_SPACE
 from minillm.server.bodies import BadField, ChatBody
 from minillm.server.parts import PlainReader, Reader
 from minillm.server.tool_calls import FORMATS, NAMED, CallReader, ForcedReader
@@ -25,14 +24,23 @@ class CallForm:
         around: the text before the first call, between two calls and behind the last one.
         arguments: the key of the arguments.
         has_many: it can call several tools at once.
+        tag: that each call begins with; empty: the answer as a whole is one call, or all of them.
     """
 
     around: tuple[str, str, str]
     arguments: str = "arguments"
     has_many: bool = True
+    tag: str = ""
+
+    @property
+    def formats(self) -> frozenset[str]:
+        """The formats of a `CallReader` that reads calls in this form only."""
+        return frozenset((self.tag or "json",))
 
 
-_HERMES = CallForm(("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"))
+_ANY = {"type": "object"}
+_UNTAGGED = r"[{\[]|<\|python_tag\|>|<think>"  # may be followed by calls
+_HERMES = CallForm(("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"), tag="<tool_call>")
 _LLAMA = CallForm(("", "", ""), "parameters", has_many=False)
 _MISTRAL = CallForm(("[", ", ", "]"))
 
@@ -74,43 +82,66 @@ class Choice:
         tools: that the model is shown.
         required: those of them of which one must be called; empty: none need be.
         most: calls that the answer may have.
+        strict: names of tools whose arguments follow the schema wherever they are called.
         has_schema: the answer is JSON of a schema, so it has no calls, whatever it looks like.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     required: tuple[Mapping[str, Any], ...] = ()
     most: int = _MOST_CALLS
+    strict: frozenset[str] = frozenset()
     has_schema: bool = False
 
-    def reader(self, formats: Collection[str]) -> Reader:
-        """Return a reader of an answer, for a model that writes calls in these formats."""
+    def reader(self, form: CallForm, formats: Collection[str]) -> Reader:
+        """Return a reader of an answer, for a model that writes calls in ``formats``, ``form`` above all."""
         if self.required:
             return ForcedReader()
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
-        return CallReader(tools, self.most, formats) if tools and not self.has_schema else PlainReader()
+        if not tools or self.has_schema:
+            return PlainReader()
+        return CallReader(tools, self.most, form.formats if self.strict else formats)
 
-    def grammar(self, form: CallForm) -> dict[str, Any] | None:
-        """The parameter ``grammar``; None where the answer is free."""
-        if not self.required:
-            return None
-        before, between, behind = map(json.dumps, form.around)
-        lines = []
-        for number, tool in enumerate(self.required):
-            head = json.dumps(f'{{"name": {json.dumps(tool["function"]["name"])}, "{form.arguments}": ')
-            schema = json.dumps(_schema(tool["function"]["parameters"]))
-            lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {schema}"]
-        calls = "call"
-        if form.has_many and self.most > 1:
-            calls += f" ({between} call){{0,{self.most - 1}}}"
-        one = " | ".join(f"call_{number}" for number in range(len(self.required)))
-        # The notation has no empty strings.
-        ends = [*([before] if form.around[0] else ()), calls, *([behind] if form.around[2] else ())]
-        return {"lark": "\n".join([f"start: {' '.join(ends)}", f"call: {one}", *lines])}
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The schemas that arguments must follow, by the name of the tool; none where answers are free."""
+        if self.has_schema or not (self.required or self.strict):
+            return {}
+        functions = [tool["function"] for tool in self.required or self.tools]
+        enforced = {each["name"] for each in functions} if self.required else self.strict
+        return {each["name"]: _schema(each["parameters"]) if each["name"] in enforced else _ANY for each in functions}
+
+    def grammar(self, form: CallForm) -> dict[str, Any]:
+        """Return the parameter ``grammar`` for `schemas`, without the rules ``arguments_0`` and so on of each."""
+        lines = _answer(form, self.most) if not self.required else [f"start: {_calls(form, self.most)}"]
+        lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(self.schemas)))}")
+        for number, name in enumerate(self.schemas):
+            head = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": ')
+            lines.append(f'call_{number}: {head} arguments_{number} "}}"')
+        return {"lark": "\n".join(lines)}
+
+
+def _calls(form: CallForm, most: int) -> str:
+    """Return the grammar of an answer that consists of calls."""
+    before, between, behind = map(json.dumps, form.around)
+    calls = "call"
+    if form.has_many and most > 1:
+        calls += f" ({between} call){{0,{most - 1}}}"
+    # The notation has no empty strings.
+    return " ".join([*([before] if form.around[0] else ()), calls, *([behind] if form.around[2] else ())])
+
+
+def _answer(form: CallForm, most: int) -> list[str]:
+    """Return the grammar of an answer that may have calls; a reader of the form's formats finds no other calls."""
+    if form.tag:  # text, in which each tag begins a call
+        before, behind = json.dumps(form.around[0].removeprefix(form.tag)), json.dumps(form.around[2])
+        text = f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{form.tag}(.|\\n)*/"
+        return [f"start: (words {before} call {behind}){{0,{most}}} TEXT?", f"words[lazy]: /(.|\\n)*{form.tag}/", text]
+    return [f"start: {_calls(form, most)} | TEXT?", f"TEXT: /(.|\\n)+/ & ~/\\s*({_UNTAGGED})(.|\\n)*/"]
 
 
 def _schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of arguments: an object, without properties that are not listed, unless it allows them."""
-    schema = {"type": "object", **parameters, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    schema = {"type": "object", **parameters}
     if not {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys():
         schema["additionalProperties"] = False
     return schema
@@ -136,7 +167,10 @@ def choice_of(body: ChatBody) -> Choice:
     if not tools:
         raise BadField("tool_choice: there are no tools; give tools as well", "tool_choice")
     if wanted in (None, "auto"):
-        return Choice(tools, most=most, has_schema=body.has_schema)
+        strict = frozenset(name for name in map(_strict_name, body.tools or ()) if name)
+        if strict and body.grammar() is not None and not body.has_schema:
+            raise BadField("tools: a strict call has its tool's form; leave the other form or strict out", "tools")
+        return Choice(tools, most=most, strict=strict, has_schema=body.has_schema)
     if body.grammar() is not None:
         raise BadField("tool_choice: a call has its tool's form; leave the other form out", "tool_choice")
     if wanted == "required":
@@ -146,6 +180,11 @@ def choice_of(body: ChatBody) -> Choice:
     if not named:
         raise BadField(f"tool_choice: there is no tool {name!r}; its name must be one of tools", "tool_choice")
     return Choice(tools, named, 1)
+
+
+def _strict_name(tool: dict[str, Any]) -> str:
+    """Return the name of a checked tool where it is strict."""
+    return str(tool["function"]["name"]) if tool["function"].get("strict") else ""
 
 
 def _named(wanted: Any) -> str:

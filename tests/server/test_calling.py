@@ -29,6 +29,13 @@ NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 SAYS = 'I see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bern", "days": 2}}\n</tool_call>'
 
 
+def tool(name: str, parameters: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+NOTHING = {"type": "object", "properties": {"a": {"type": "nothing"}}}
+
+
 def said(arguments: str) -> dict[str, Any]:
     """An assistant's message with a call that has these arguments."""
     function = {"name": "clock", "arguments": arguments}
@@ -146,6 +153,26 @@ def test_every_format_is_read_alike_whole_and_as_a_stream(client: openai.OpenAI,
     assert calls == [("clock", {}), ("weather", {"town": "Bern", "days": 2})]
 
 
+def test_a_tool_may_have_the_keywords_that_answers_may_have(client: openai.OpenAI) -> None:
+    kinds = [{"type": "integer", "enum": [number]} for number in (1, 2)]
+    schema = {
+        "type": "object",
+        "properties": {"a": {"oneOf": kinds}, "u": {"type": "string", "format": "uri-template", "maxLength": 3}},
+        "required": ["a"],
+    }
+    message = create(client, tools=[tool("f", schema)], tool_choice="required").choices[0].message
+    assert all(json.loads(call.function.arguments)["a"] in (1, 2) for call in message.tool_calls)
+
+
+def test_a_strict_tool_may_be_called_or_not(client: openai.OpenAI) -> None:
+    tools = [tool("weather", SCHEMA, strict=True), TOOLS[1]]
+    for choice in create(client, tools=tools, n=3, max_tokens=20).choices:
+        assert choice.message.content or choice.message.tool_calls
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 3}}}
+    [choice] = create(client, tools=tools, response_format=form).choices
+    assert choice.message.content == "3"
+
+
 def test_an_answer_of_a_schema_is_no_call(client: openai.OpenAI) -> None:
     for properties in ({"name": "clock", "arguments": {}}, {"name": "clock", "age": 3}):
         schema = {
@@ -203,7 +230,10 @@ def test_tools_are_part_of_the_prompt(client: openai.OpenAI, server: Server) -> 
         ({"tool_choice": "required", "tools": []}, "tool_choice", "there are no tools"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "other form"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
-            "type": "object", "properties": {"a": {"type": "nothing"}}}}}]}, "tools", "tools.*refused"),
+            "type": "object", "properties": {"a": {"type": "nothing"}}}}}]}, "tools", "tools: f: the JSON schema"),
+        ({"tool_choice": "required", "tools": [*TOOLS, tool("bad", NOTHING)]}, "tools", "tools: bad: the JSON schema"),
+        ({"tools": [tool("bad", NOTHING, strict=True), *TOOLS]}, "tools", "tools: bad: the JSON schema"),
+        ({"tools": [tool("strict", SCHEMA, strict=True)], "extra_body": {"guided_choice": ["x"]}}, "tools", "strict"),
         ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, None, r"tool_calls\[0\]"),
         ({"messages": [*MESSAGES, {"role": "user", "content": "x", "tool_calls": []}]}, None, "unknown key"),
         ({"messages": [*MESSAGES, said('{"a": NaN}')]}, None, "arguments are not JSON: NaN"),
@@ -214,3 +244,4 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], p
     with pytest.raises(openai.BadRequestError, match=said) as caught:
         create(client, **fields)
     assert caught.value.param == param
+    assert "Lark" not in caught.value.message

@@ -8,13 +8,15 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minillm.grammar.grammar import Grammar, grammar_of
 from minillm.server.call_formats import Scanner
 from minillm.server.parts import Arguments, Called, Part, Said
-from minillm.server.tool_calls import CallReader, ForcedReader
+from minillm.server.prepare import with_arguments
+from minillm.server.thoughts import ThoughtReader
+from minillm.server.tool_calls import FORMATS, CallReader, ForcedReader
 from minillm.server.tool_choice import CallForm, Choice, call_form
 
 F = '{"name": "f", "arguments": {"a": "} </tool_call> \\" {", "b": [1, {}]}}'
@@ -164,7 +166,7 @@ def test_a_forced_call_is_what_the_grammar_allows(form: CallForm) -> None:
     import llguidance
 
     choice = Choice(tuple(TOOLS), tuple(TOOLS), 3)
-    grammar = grammar_of("grammar", choice.grammar(form))
+    grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
     assert isinstance(grammar, Grammar)
     call = f'{{"name": "f", "{form.arguments}": {{"n": 3, "s": "a{{\\""}}}}'
     other = f'{{"name": "g.h-1", "{form.arguments}": {{}}}}'
@@ -189,6 +191,61 @@ def test_a_forced_call_is_what_the_grammar_allows(form: CallForm) -> None:
                 jsonschema.validate(
                     arguments, next(t for t in TOOLS if t["function"]["name"] == name)["function"]["parameters"]
                 )
+
+
+FREE = ["Hello", "", "  \n", "a < b <tool", "I see [1] {"]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_strict_call_is_what_the_schema_allows_in_an_answer_that_is_free(form: CallForm) -> None:
+    import llguidance
+
+    choice = Choice(tuple(TOOLS), strict=frozenset({"f"}), most=2)
+    grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
+    assert isinstance(grammar, Grammar)
+    before, between, behind = form.around
+    call = f'{{"name": "f", "{form.arguments}": {{"n": 3}}}}'
+    loose = f'{{"name": "g.h-1", "{form.arguments}": {{"x": [null]}}}}'
+    good = [before + call + behind, before + loose + behind, *FREE]
+    if form.has_many:
+        good.append(before + between.join([loose, call]) + behind)
+    if form.tag:
+        good += [f"Hm.\n{before}{call}{behind} So."]
+    bad = [before + call.replace("3", '"3"') + behind, before + call.replace('"f"', '"h"') + behind, before + call[:-1]]
+    bad += [f"\n {before}{call.replace('n', 'm')}", before + between.join([call] * 3) + behind]
+    bytes_of = llguidance.LLTokenizer("byte")
+    for text in (*good, *bad):
+        matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(grammar.source))
+        ids = bytes_of.tokenize_str(text)
+        complete = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert complete == (text in good), text
+    for text in good:
+        said, calls = together(read(choice.reader(form, FORMATS), text, list(range(len(text)))))
+        assert len(calls) == text.count('"name"')
+        assert calls or said == text
+
+
+@example(["<think>", "</think>", '{"name": "f", "', "parameters", '": {"m": 3', "}}"], FORMS["llama"])
+@example(["<|python_tag|>", '{"name": "f", "', "parameters", '": {"m": 3', "}}"], FORMS["llama"])
+@given(st.lists(st.sampled_from([
+    "<tool_call>", "\n", '{"name": "f", "', "arguments", "parameters", '": {"n": 3', '": {"m": 3', "}}",
+    "\n</tool_call>", "[", "]", "```json\n", "```", "[f(m=3)]", "<function=f>", '{"m": 3}', "</function>",
+    "<|python_tag|>", "x", " ", "<think>", "</think>",
+]), max_size=9), st.sampled_from(list(FORMS.values())))  # fmt: skip
+def test_no_other_call_of_a_strict_tool_is_found(pieces: list[str], form: CallForm) -> None:
+    """Read whatever the grammar allows as the server reads it, with all formats of the model."""
+    import llguidance
+
+    choice, text = Choice(tuple(TOOLS[:1]), strict=frozenset({"f"})), "".join(pieces)
+    grammar = with_arguments(choice.grammar(form)["lark"], choice.schemas)
+    bytes_of = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(grammar))
+    ids = bytes_of.tokenize_str(text)
+    text = bytes(ids[: matcher.try_consume_tokens(ids)]).decode()
+    reader = ThoughtReader(choice.reader(form, FORMATS), opened=False)
+    calls = [part.text for part in [*reader.push(text), *reader.finish()] if isinstance(part, Arguments)]
+    for arguments in calls:
+        assert json.loads(arguments) == {"n": 3}
 
 
 def test_arguments_of_a_forced_call_do_not_wait_for_the_end() -> None:
