@@ -33,6 +33,7 @@ from minillm.runner.fits import choose_form
 from minillm.runner.pool_size import budget_of
 from minillm.runner.runner import Runner
 from minillm.runner.step import StepObserver, StepWork
+from minillm.runner.threads import clocks, follows_free_cores
 from minillm.sequence import Method
 from minillm.weights.manifest import default_model
 
@@ -70,9 +71,10 @@ def load_engine(
     if size > 1 and torchrun is None and device.type == "cuda" and size > torch.cuda.device_count():
         there = torch.cuda.device_count()
         raise UsageError(f"tensor_parallel_size {size} needs {size} GPUs, and this machine has {there}")
+    since = clocks() if follows_free_cores() else None
     description = describe(name, config, on_progress, on_message)
     if size == 1:
-        runner, limits = build_runner(description, config, device, None, on_progress, on_message)
+        runner, limits = build_runner(description, config, device, None, on_progress, on_message, since)
         return new_engine(runner, config, limits, description, nullcontext, runner.close)
     check_size(description.config, size)
     if device.type == "cpu" and torchrun is None:

@@ -29,7 +29,7 @@ from minillm.runner.drafter import MOST_SEQS, Drafter
 from minillm.runner.fits import check_fits
 from minillm.runner.pool_size import activation_bytes, budget_of, free_bytes, size_pool
 from minillm.runner.runner import Runner
-from minillm.runner.threads import FreeCores, follows_free_cores
+from minillm.runner.threads import Clocks, FreeCores, follows_free_cores
 from minillm.system import compact_heap
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.accepted import read_config
@@ -259,8 +259,15 @@ def build_runner(
     ranks: Ranks | None,
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = ignore_message,
+    since: Clocks | None = None,
 ) -> tuple[Runner, Limits]:
-    """Load the weights, or this rank's part of them, and a draft model's, choose tiles, and allocate the pools."""
+    """Load the weights, or this rank's part of them, and a draft model's, choose tiles, and allocate the pools.
+
+    ``since``: the clocks at an earlier moment, to tell which cores others keep busy.
+    """
+    cores = free_cores(config, device, since)
+    if cores is not None:
+        on_progress = following(cores, on_progress)
     drafting = describe_draft(description, config, device, on_progress, on_message)
     model, budget = load_weights(description, config, device, ranks, on_progress, drafting)
     longest = config.max_model_len or description.config.max_position_embeddings
@@ -313,12 +320,33 @@ def build_runner(
                 f"speculate {config.draft}: a guess takes {drafter.price:.2f} of the time of a token here; where that "
                 "does not pay, none is made"
             )
-    if device.type == "cpu":
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        elif follows_free_cores():
-            runner.observers.append(FreeCores())
+    if cores is not None:
+        runner.observers.append(cores)
     return runner, limits
+
+
+def free_cores(config: EngineConfig, device: torch.device, since: Clocks | None) -> FreeCores | None:
+    """Set torch's number of threads on a CPU, and return what adapts it; None where the number is the user's."""
+    if device.type != "cpu":
+        return None
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+        return None
+    if not follows_free_cores():
+        return None
+    cores = FreeCores(since=since)
+    cores.follow()
+    return cores
+
+
+def following(cores: FreeCores, on_progress: OnProgress) -> OnProgress:
+    """Return ``on_progress`` that looks which cores are free before it goes on."""
+
+    def progress(made: Progress) -> None:
+        cores.follow()
+        on_progress(made)
+
+    return progress
 
 
 def _check_smaller(draft: Llama, model: Llama, config: EngineConfig) -> None:

@@ -1,4 +1,4 @@
-"""As many threads as cores are free.
+"""Use as many threads as cores are free, from the loading of the weights on.
 
 The threads of an op wait for each other at its end. Where one of them has lost its core to another program, all others
 spin until it is back, and every op becomes as slow as the scheduler's time slices. One thread fewer costs little.
@@ -19,40 +19,46 @@ _IDLE = 0.1  # seconds without a step, after which the load of others is measure
 _TOLERATED = 0.35  # of a core: less than that may be taken by others from the last thread
 _STAT = Path("/proc/stat")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+Clocks = tuple[float, float, float]  # seconds: of the wall, in which the cores were busy, of this process's threads
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 
 
 class FreeCores(StepObserver):
-    """Sets torch's number of threads before a step.
+    """Sets torch's number of threads before a step, and while weights are loaded.
 
     It never exceeds the number that torch has when this is made, and a number that somebody else sets stays.
 
     Args:
         read: seconds of all cores that this process may use, since the start of the machine, in which they were busy;
             by default the system's own count.
+        since: the `clocks` of an earlier moment, from which on the first look counts.
     """
 
-    def __init__(self, read: Callable[[], float] | None = None) -> None:
+    def __init__(self, read: Callable[[], float] | None = None, since: Clocks | None = None) -> None:
         self._read = read or _busy_seconds
         self._most = max(1, min(torch.get_num_threads(), _quota()))
         self._cores = len(os.sched_getaffinity(0))
         self._ours = torch.get_num_threads()
-        self._seen = self._clocks()
+        self._seen = since or clocks(self._read)
         self._ended = math.inf  # no step yet: the first one looks back at the loading of the model
 
     def begin(self, work: StepWork) -> None:
-        now = time.monotonic()
-        if now - self._ended > _IDLE:  # others may have used the cores that this process left to them
-            self._seen = self._clocks()
-        elif now - self._seen[0] >= _EVERY:
-            self.look()
+        if time.monotonic() - self._ended > _IDLE:  # others may have used the cores that this process left to them
+            self._seen = clocks(self._read)
+        else:
+            self.follow()
 
     def end(self) -> None:
         self._ended = time.monotonic()
 
+    def follow(self) -> None:
+        """Look, if the last look is long enough ago."""
+        if time.monotonic() - self._seen[0] >= _EVERY:
+            self.look()
+
     def look(self) -> None:
         """Give torch the cores that were free since the last look."""
-        before, self._seen = self._seen, self._clocks()
+        before, self._seen = self._seen, clocks(self._read)
         seconds, busy, own = (now - then for now, then in zip(self._seen, before, strict=True))
         others = max(0.0, busy - own) / seconds
         wanted = max(1, min(self._most, math.floor(self._cores - others + _TOLERATED)))
@@ -60,8 +66,10 @@ class FreeCores(StepObserver):
             torch.set_num_threads(wanted)
             self._ours = wanted
 
-    def _clocks(self) -> tuple[float, float, float]:
-        return time.monotonic(), self._read(), time.process_time()
+
+def clocks(read: Callable[[], float] | None = None) -> Clocks:
+    """Return the clocks of this moment, for `FreeCores`."""
+    return time.monotonic(), (read or _busy_seconds)(), time.process_time()
 
 
 def follows_free_cores() -> bool:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support import write_tiny_model
 
+from minillm import LLM, load
+from minillm.progress import Progress
 from minillm.runner import threads
 from minillm.runner.threads import FreeCores, follows_free_cores
 
@@ -63,6 +68,32 @@ def test_the_load_while_the_engine_was_idle_does_not_count(machine: Machine) -> 
     assert after(cores, machine, 3.0) == 1
     assert after(cores, machine, 0.0, idle=10.0) == 1
     assert after(cores, machine, 0.0) == 4
+
+
+def test_weights_are_loaded_with_as_many_threads_as_cores_are_free(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the first layer on: the cores are watched while the tokenizer is read, and then at each layer."""
+    for name in threads._USERS_OWN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "_busy_seconds", lambda: machine.busy)
+    describe, used = load.describe, []
+
+    def slow(*arguments: Any) -> Any:
+        machine.others = 3.0
+        machine.go_on()
+        return describe(*arguments)
+
+    def progress(made: Progress) -> None:
+        if made.unit == "layers":
+            used.append(torch.get_num_threads())
+        machine.others = 1.0
+        machine.go_on()
+
+    monkeypatch.setattr(load, "describe", slow)
+    LLM(str(write_tiny_model(tmp_path)), device="cpu", on_progress=progress, num_blocks=16).close()
+    assert used[0] == 1
+    assert set(used[1:]) == {3}
 
 
 def test_a_number_that_somebody_else_sets_stays(machine: Machine) -> None:
