@@ -62,6 +62,11 @@ class Matcher:
         self.vocabulary.fill([self.state], words)
         return not words.any()
 
+    def spellings(self) -> list[int]:
+        """Return the tokens that may follow where only one text can; a mask has the first of one spelling alone."""
+        text = self.state.compute_ff_bytes()
+        return [each for each in self.vocabulary.along(text) if self.state.validate_tokens([each])] if text else []
+
     def advance(self, token_id: int, *, ends: bool = False) -> None:
         """Go on by a token; ``ends`` says that it is not text, but ends it. Sets `error` where that is not allowed."""
         if self.error is not None:

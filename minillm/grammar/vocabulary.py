@@ -30,7 +30,7 @@ class Vocabulary:
         tokens: the bytes of each of the model's ids. Those of control tokens, and of ids that no token uses, are empty:
             no grammar allows them.
         encode: makes ids of a text, without special tokens. Where a grammar leaves no choice of bytes, only the tokens
-            that it would choose are allowed.
+            that it would choose are in a mask; `Matcher.spellings` has the others.
     """
 
     def __init__(self, tokens: Sequence[bytes], encode: Callable[[str], Sequence[int]]) -> None:
@@ -74,6 +74,11 @@ class Vocabulary:
         may_end: list[bool] = (end & bit != 0).tolist()
         end &= ~bit
         return may_end
+
+    def along(self, text: bytes) -> list[int]:
+        """Return the tokens that are beginnings of a text, or begin with it."""
+        tokens = enumerate(self._tokens[: self.size])
+        return [each for each, data in tokens if data and (text.startswith(data) or data.startswith(text))]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text within another text; as many as its bytes allow."""

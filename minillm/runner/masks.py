@@ -69,6 +69,9 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
             continue
         if _is_bounded(group, sequence):
             _exclude(words[number], group, sequence)
+            if not words[number].any() and sequence.matcher is not None:
+                _set(words[number], sequence.matcher.spellings(), True)
+                _exclude(words[number], group, sequence)
             if not words[number].any():
                 empty.append(row)
         kept.append(number)
@@ -132,6 +135,8 @@ def _follow_grammars(owners: SequenceOf[tuple[SequenceGroup, Sequence]], words: 
         stops = bool(group.params.stop_token_ids)  # ids that may stand for text as well
         if stops:
             _set(allowed, group.end_ids, False)
+            if not (ends or allowed.any()):
+                _set(allowed, [each for each in matcher.spellings() if each not in group.end_ids], True)
         if ends and matcher.may_stop:
             if not (is_early(group, sequence) and allowed.any()):
                 _set(allowed, group.end_ids, True)

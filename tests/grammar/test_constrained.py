@@ -366,6 +366,30 @@ def test_bad_words_that_leave_nothing_are_an_error(llm: LLM, cls: Any) -> None:
     assert llm.generate(["x"], fewer)[0].outputs[0].text == "yes"
 
 
+@pytest.mark.parametrize("cls", [SamplingParams, BeamSearchParams])
+@pytest.mark.parametrize("text", ["hello there, hello world", "naïve 🎉 the then", '{"name": "the"}'])
+def test_a_text_that_is_the_only_one_may_be_spelled_with_any_tokens(llm: LLM, cls: Any, text: str) -> None:
+    """What excludes its longest tokens leaves shorter ones: four parameters that exclude tokens."""
+    grammar, ids = Grammar.choice([text]), set(ids_of(llm, text))
+    [plain] = llm.generate(["x"], cls(grammar=grammar, max_tokens=60))
+    spelled = set(plain.outputs[0].token_ids)
+    long = [each for each in sorted(ids | spelled) if len(llm.tokenizer.token_bytes(each)) > 1]
+    assert long, "the text has tokens of several bytes"
+    single = [each for each in range(640) if len(llm.tokenizer.token_bytes(each)) == 1]
+    for bounds in (
+        {"bad_words": [[each] for each in long]},
+        {"allowed_token_ids": single},
+        {"stop_token_ids": long},
+        {"no_repeat_ngram_size": 1, "max_tokens": 3},  # a token that comes again is excluded
+    ):
+        [output] = llm.generate(["x"], cls(**{"grammar": grammar, "max_tokens": 60, **bounds}))
+        assert output.error is None, bounds
+        assert text.startswith(output.outputs[0].text)
+        if "no_repeat_ngram_size" not in bounds:
+            assert output.outputs[0].text == text
+            assert not set(output.outputs[0].token_ids) & set(long)
+
+
 def test_branches_go_on_under_a_grammar_each(llm: LLM) -> None:
     root = llm.branch("hello")
     forks = [root.fork() for _ in range(4)]
