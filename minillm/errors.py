@@ -6,7 +6,9 @@ Anything that is not a `MinillmError` is a defect of ours.
 import contextlib
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 
 # How torch's allocators say it, CUDA itself, its libraries, and NCCL.
 _OUT_OF_MEMORY = re.compile(
@@ -58,6 +60,19 @@ def memory_errors() -> Iterator[None]:
             f"{where} has not enough memory; take a smaller model or form of it (`minillm fit` shows them), "
             "fewer blocks or fewer prompts"
         ) from None
+
+
+def as_known(error: Exception) -> MinillmError:
+    """Return the error of a request that an exception ends: a defect's is a line with its type, text and place."""
+    try:
+        with memory_errors():
+            raise error
+    except MinillmError as known:
+        return known
+    except Exception:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return MinillmError(f"internal error: {text} ({PurePath(place.filename).name}, line {place.lineno})")
 
 
 def nearest(word: str, words: Iterable[str], alike: float = 0.5) -> str:

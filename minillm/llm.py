@@ -120,6 +120,8 @@ class LLM(Scorer):
                 is vLLM's name for it.
             use_tqdm: show a progress bar; by default on terminals and in notebooks, for more than one prompt.
 
+        A request that fails while it runs fails alone: its output carries ``error``.
+
         Raises:
             MinillmError: a prompt or parameter is bad; nothing has been generated then.
         """
@@ -211,13 +213,15 @@ class LLM(Scorer):
     ) -> Generator[Delta, None, None]:
         """Complete one prompt, yielding the additions of each step. Leaving the iterator early aborts the request.
 
-        Log-probabilities are in the outputs of `generate` alone.
+        Log-probabilities are in the outputs of `generate` alone. Raises MinillmError if the request fails.
         """
         [params] = _params_list(params, 1, self.default_params)
         jobs = iter([[(0, partial(_request, self._driver, prompt, params, streamed=True, request_id=request_id))]])
         for _, result in self._driver.run(lambda room: next(jobs, [])):
             if isinstance(result, Delta):
                 yield result
+            elif result.error is not None:
+                raise MinillmError(result.error)
 
     def astream(self, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
         """`stream` for asyncio: any number of them are computed in one batch. Leaving it early aborts the request."""

@@ -202,7 +202,10 @@ class Schedule:
 
 
 class Method(Protocol):
-    """A way of decoding: how the sequences of a group go on. The engine and the scheduler know this door only."""
+    """A way of decoding: how the sequences of a group go on. The engine and the scheduler know this door only.
+
+    A group ends alone, with an error, where one of these raises an exception for it.
+    """
 
     def begin(self, group: SequenceGroup) -> None:
         """Give a new group, which has one sequence, all that the method needs."""
@@ -214,7 +217,10 @@ class Method(Protocol):
         """Fork the group where its prompt, computed by ``leader``, is all that was missing."""
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        """Begin to decide how the sequences go on whose last tokens these chunks compute."""
+        """Begin to decide how the sequences go on whose last tokens these chunks compute.
+
+        If it raises, nothing has been decided: the engine asks again without the group that fails.
+        """
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
         """Everything that a group has generated so far."""

@@ -47,19 +47,24 @@ class Followed:
     def conclude(self) -> list[Delta]:
         deltas: list[Delta] = []
         for group, number in self.following.items():
-            found = self.found[number]
             for sequence in group.sequences:
                 sequence.num_pending -= 1
             if group.finished or group.error is not None:
                 continue
-            if any(math.isnan(value) for value, _, _ in found):
-                self.requests.note_nan(group)
-                continue
-            # The device names a beam by its place among the group's sequences, a search by its rank.
-            ranks = [sequence.index for sequence in group.sequences]
-            candidates = [Candidate(value, ranks[place], token_id) for value, place, token_id in found]
-            deltas += self.follow(BeamStep(group, [Choice(group, ranks, group.state.beams[0])]), candidates)
+            try:
+                deltas += self._follow(group, self.found[number])
+            except Exception as error:
+                self.requests.scheduler.fail(group, error)
         return deltas if self.hosted is None else deltas + self.hosted.conclude()
+
+    def _follow(self, group: SequenceGroup, found: list[tuple[float, int, int]]) -> list[Delta]:
+        if any(math.isnan(value) for value, _, _ in found):
+            self.requests.note_nan(group)
+            return []
+        # The device names a beam by its place among the group's sequences, a search by its rank.
+        ranks = [sequence.index for sequence in group.sequences]
+        candidates = [Candidate(value, ranks[place], token_id) for value, place, token_id in found]
+        return self.follow(BeamStep(group, [Choice(group, ranks, group.state.beams[0])]), candidates)
 
     def discard(self) -> None:
         for group in self.following:

@@ -72,16 +72,17 @@ class Beams:
             self.requests.fork_prompt(group, leader)
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
+        on_device = [chunk for chunk in chunks if chunk.group.on_device]
+        hosted = [chunk for chunk in chunks if not chunk.group.on_device]
         choices = None if self._device is None else self._device.take_choices()
         if choices is None:
-            return self._search(logits, chunks)
-        on_device = [chunk for chunk in chunks if chunk.group.on_device]
-        for chunk in on_device:
-            chunk.sequence.num_pending += 1
-        hosted = [chunk for chunk in chunks if not chunk.group.on_device]
+            assert not on_device, "the device has taken no steps of its searches"
+            return self._search(logits, hosted)
         groups, chosen = choices
         # Those of other groups have ended since their step was launched.
         following = {chunk.group: groups.index(chunk.group) for chunk in on_device}
+        for chunk in on_device:
+            chunk.sequence.num_pending += 1
         return Followed(self.follow, self.requests, following, chosen, self._search(logits, hosted) if hosted else None)
 
     def _search(self, logits: Tensor, chunks: list[Chunk]) -> Searches:
@@ -169,8 +170,9 @@ class Beams:
                 sequence = parent = choice.beams[candidate.beam]
                 if parent.seq_id in taken:
                     sequence = self.requests.fork(parent, len(parent.token_ids))
+                    group.sequences.append(sequence)  # its blocks are the group's, whatever fails from here on
                     sequence.logprobs = parent.logprobs.copy()
-                taken.add(parent.seq_id)
+                taken.add(sequence.seq_id)
                 beams[-1].append(sequence)
                 grown.append((sequence, choice, candidate))
         for sequence in group.sequences:
@@ -235,18 +237,32 @@ class Searches:
 
     def wait(self) -> None:
         steps = [beam_step(group, row_of) for group, row_of in self.searching if not group.finished]
-        self.found = list(zip(steps, beam_candidates(self.logits, steps), strict=True)) if steps else []
+        try:
+            self.found = list(zip(steps, beam_candidates(self.logits, steps), strict=True)) if steps else []
+        except Exception:
+            for step in steps:
+                try:
+                    self.found.append((step, beam_candidates(self.logits, [step])[0]))
+                except Exception as error:
+                    self.beams.requests.scheduler.fail(step.group, error)
 
     def conclude(self) -> list[Delta]:
         deltas = []
         for step, candidates in self.found:
-            if any(math.isnan(candidate.logprob) for each in candidates for candidate in each):
-                self.beams.requests.note_nan(step.group)
-                continue
-            step.group.error = step.group.error or grammar_error(step)
-            if step.group.error is None:
-                deltas += self.beams.advance(step, candidates, self._logprobs(step, candidates))
+            try:
+                deltas += self._conclude(step, candidates)
+            except Exception as error:
+                self.beams.requests.scheduler.fail(step.group, error)
         return deltas
+
+    def _conclude(self, step: BeamStep, candidates: list[list[Candidate]]) -> list[Delta]:
+        if any(math.isnan(candidate.logprob) for each in candidates for candidate in each):
+            self.beams.requests.note_nan(step.group)
+            return []
+        step.group.error = step.group.error or grammar_error(step)
+        if step.group.error is not None:
+            return []
+        return self.beams.advance(step, candidates, self._logprobs(step, candidates))
 
     def discard(self) -> None:
         self.searching = []

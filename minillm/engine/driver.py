@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import MinillmError, UsageError, as_known
 from minillm.outputs import Delta, RequestOutput
 from minillm.sequence import SequenceGroup
 from minillm.system import deferred_interrupt
@@ -100,10 +100,10 @@ class Driver:
                         more = True
                         try:
                             group = self._add(make())
-                        except MinillmError as error:
+                        except Exception as error:
                             if refuse is None:
                                 raise
-                            yield key, refuse(key, error)
+                            yield key, refuse(key, as_known(error))
                         else:
                             mine[group.request_id] = key
                             added(key, group)
@@ -127,10 +127,21 @@ class Driver:
                     self._deltas.pop(request_id, None)
 
     def step(self) -> list[Delta]:
-        """Compute one step of the engine, with ctrl-c held back; returns the deltas that no stream waits for."""
+        """Compute one step of the engine, with ctrl-c held back; returns the deltas that no stream waits for.
+
+        An exception that ends requests is in their outputs. It is raised where it has ended none, and if it says that
+        the engine cannot go on.
+        """
         others: list[Delta] = []
         with self._lock, deferred_interrupt():
-            for delta in self.engine.step():
+            num_groups = len(self.engine.requests.groups)
+            try:
+                deltas = self.engine.step()
+            except Exception as error:
+                if isinstance(error, MinillmError) or len(self.engine.requests.groups) == num_groups:
+                    raise
+                return others
+            for delta in deltas:
                 box = self._deltas.get(delta.request_id)
                 (others if box is None else box).append(delta)
         return others

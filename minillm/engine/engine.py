@@ -85,11 +85,11 @@ class Engine:
         self._methods, self._guard, self._on_close = methods, guard, on_close
         self._aborts: deque[str] = deque()
         self._under_way: Step | None = None
-        self._undelivered: list[Delta] = []  # where a failure came between
+        self._undelivered: list[Delta] = []  # of requests that ended between two steps, or before a failure
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.requests.groups)
 
     def add(self, request: Request) -> SequenceGroup:
         """Queue a request; raises UsageError for a bad prompt or an id in use, CapacityError if it can never fit."""
@@ -107,7 +107,8 @@ class Engine:
     def carry_out_aborts(self) -> list[Delta]:
         """End the requests that `abort` named, without computing anything."""
         names = dict.fromkeys(self._aborts.popleft() for _ in range(len(self._aborts)))
-        return self.requests.end([self.requests.groups[name] for name in names if name in self.requests.groups])
+        groups = self.requests.groups
+        return self.requests.end([groups[name] for name in names if name in groups]) + self.requests.end_failed()
 
     def take_finished(self) -> list[RequestOutput]:
         """The requests that have finished since the last call, in the order in which they did."""
@@ -120,17 +121,19 @@ class Engine:
     def step(self) -> list[Delta]:
         """Compute one step, and perhaps launch the next. Return its additions to each completion.
 
-        If the device fails, every request that was part of the step ends with the error, its blocks are freed, and the
-        exception is raised; the engine itself stays usable, unless its guard says otherwise.
+        A request whose method raises ends alone, with the error. If the device fails, every request that was part of
+        the step ends with the error, its blocks are freed, and the exception is raised; the engine itself stays usable,
+        unless its guard says otherwise.
         """
         with self._guard():
             began = time.monotonic()
-            deltas, self._undelivered = self._undelivered + self.carry_out_aborts(), []
+            deltas = self._take_undelivered() + self.carry_out_aborts()
             step, self._under_way = self._under_way, None
             if step is None or not step.is_wanted:
                 step = self._launch()
             if step is None:
-                assert not self.has_work, "no progress: there is work, and nothing of it can run"
+                deltas += self._take_undelivered()
+                assert deltas or not self.has_work, "no progress: there is work, and nothing of it can run"
                 return deltas
             try:
                 deltas += self._advance(step)
@@ -138,7 +141,11 @@ class Engine:
                 self._undelivered = deltas + self._undelivered
                 raise
             self.figures.report(step.schedule, began)
-            return deltas
+            return deltas + self._take_undelivered()
+
+    def _take_undelivered(self) -> list[Delta]:
+        deltas, self._undelivered = self._undelivered, []
+        return deltas
 
     def _advance(self, step: Step) -> list[Delta]:
         """Launch the step behind ``step`` where that is possible, then conclude ``step``."""
@@ -159,7 +166,7 @@ class Engine:
             self._under_way = None
             raise
         if failure is not None:
-            self._undelivered = deltas
+            self._undelivered += deltas
             raise failure
         if self._under_way is not None and not self._under_way.is_wanted:
             self._under_way.discard()
@@ -169,6 +176,7 @@ class Engine:
     def _launch(self, *, decide: bool = True) -> Step | None:
         """Schedule a step and give it to the device; None where nothing can run. `_decide` may come later."""
         schedule = self.scheduler.schedule()
+        self._undelivered += self.requests.end_failed()
         if not schedule.chunks:
             # A group that had to go while all others only wait for their last token: its blocks must be saved now.
             self.runner.move(schedule)
@@ -201,8 +209,30 @@ class Engine:
         parts: dict[Method, list[Chunk]] = {}
         for chunk in sampled:
             parts.setdefault(chunk.group.method, []).append(chunk)
+        failed: set[SequenceGroup] = set()
         for method, chunks in parts.items():
-            step.flights.append(method.launch(logits, chunks))
+            try:
+                step.flights.append(method.launch(logits, chunks))
+            except Exception as error:
+                failed |= self._launch_others(step, method, logits, chunks, error)
+                if failed.issuperset(chunk.group for chunk in step.schedule.chunks):
+                    raise  # no request of the step goes on: the device has failed
+
+    def _launch_others(
+        self, step: Step, method: Method, logits: Tensor, chunks: list[Chunk], error: Exception
+    ) -> set[SequenceGroup]:
+        """Fail the group that a method cannot decide about, and launch the others'; all fail if there are several."""
+        groups = dict.fromkeys(chunk.group for chunk in chunks)
+        for culprit in groups if len(groups) > 1 else ():
+            try:
+                step.flights.append(method.launch(logits, [chunk for chunk in chunks if chunk.group is not culprit]))
+            except Exception:
+                continue
+            groups = {culprit: None}
+            break
+        for group in groups:
+            self.scheduler.fail(group, error)
+        return set(groups)
 
     def note_computed(self, schedule: Schedule) -> None:
         """Note the computed tokens, make full blocks findable, and fork groups whose prompt is complete.
@@ -220,7 +250,10 @@ class Engine:
         for chunk in schedule.prefills:
             group, sequence = chunk.group, chunk.sequence
             if group.stage is Stage.PROMPT and sequence.num_computed == group.num_prompt_tokens:
-                group.method.prompt_computed(group, sequence)
+                try:
+                    group.method.prompt_computed(group, sequence)
+                except Exception as error:
+                    self.scheduler.fail(group, error)
 
     def conclude(self, step: Step) -> list[Delta]:
         """Wait for a step's decisions and let its sequences go on accordingly."""
@@ -232,11 +265,15 @@ class Engine:
         groups: dict[SequenceGroup, None] = {}
         for flight in step.flights:
             groups.update(dict.fromkeys(flight.groups))
-            deltas += flight.conclude()
+            try:
+                deltas += flight.conclude()
+            except Exception as error:
+                for group in flight.groups:
+                    self.scheduler.fail(group, error)
         running = [group for group in groups if group.request_id in self.requests.groups]
         deltas += self.requests.end([group for group in running if group.error is not None])
         self.requests.retire([group for group in running if group.error is None and group.finished])
-        return deltas
+        return deltas + self.requests.end_failed()
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """End every request that was part of a step in which the device failed."""

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError, as_known
 from minillm.grammar.compiler import Compiler
 from minillm.grammar.matcher import Matcher
 from minillm.grammar.vocabulary import Vocabulary
@@ -92,8 +92,13 @@ class Requests:
         )
         if params.prompt_logprobs is not None:
             group.scores = PromptScores(params.prompt_logprobs, max(1, request.score_from), [None] * len(token_ids))
-        method.begin(group)
-        self.scheduler.add(group)
+        try:
+            method.begin(group)
+            self.scheduler.add(group)
+        except MinillmError:
+            raise
+        except Exception as error:
+            self.scheduler.fail(group, error)
         self.groups[request_id] = group
         return group
 
@@ -144,7 +149,7 @@ class Requests:
         if table is not None and group.error is None:
             computed = min(sequence.num_computed, len(sequence.token_ids))
             self.scheduler.cache.commit(table, sequence.token_ids, computed)
-        if group.hold and table is not None:
+        if group.hold and table is not None and group.error is None:
             last = len(sequence.token_ids) - 1
             if table.num_tokens > last and sequence.num_output_tokens:  # a step that ran ahead has computed it, too
                 sequence.seq_id = self.new_seq_id()
@@ -184,6 +189,11 @@ class Requests:
         self.retire(groups)
         return deltas
 
+    def end_failed(self) -> list[Delta]:
+        """End the groups of `Scheduler.fail`."""
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        return self.end([group for group in dict.fromkeys(failed) if group.request_id in self.groups])
+
     def retire(self, groups: SequenceOf[SequenceGroup]) -> None:
         """Free everything that finished groups still hold; their outputs can be taken."""
         if groups:
@@ -199,11 +209,15 @@ class Requests:
 
     def output_of(self, group: SequenceGroup) -> RequestOutput:
         """Everything that a group has generated so far."""
+        try:
+            outputs = group.method.outputs(group)
+        except Exception as error:
+            outputs, group.error = [], group.error or str(as_known(error))
         return RequestOutput(
             request_id=group.request_id,
             prompt=group.prompt,
             prompt_token_ids=group.sequences[0].token_ids[: group.num_prompt_tokens],
-            outputs=group.method.outputs(group),
+            outputs=outputs,
             finished=group.finished,
             num_cached_tokens=group.num_cached_tokens,
             metrics=group.metrics,

@@ -149,10 +149,13 @@ class Draws:
             sequence.num_pending -= 1
             if sequence.finish_reason is not None:
                 continue
-            if is_nan:
-                self.samples.requests.note_nan(group)
-            elif group.error is None and self.samples.requests.advance(group, sequence, token_id):
-                deltas.append(append(group, sequence, token_id, logprobs))
+            try:
+                if is_nan:
+                    self.samples.requests.note_nan(group)
+                elif group.error is None and self.samples.requests.advance(group, sequence, token_id):
+                    deltas.append(append(group, sequence, token_id, logprobs))
+            except Exception as error:
+                self.samples.requests.scheduler.fail(group, error)
         return deltas
 
     def discard(self) -> None:

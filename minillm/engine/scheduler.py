@@ -14,7 +14,7 @@ from minillm.cache import BlockManager, OutOfBlocks, SwapSpace
 from minillm.engine import admission as need
 from minillm.engine.idle import IdleSequences, shared_length
 from minillm.engine.preemption import Preemption
-from minillm.errors import CapacityError
+from minillm.errors import CapacityError, as_known
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup, Stage
 
 
@@ -30,6 +30,7 @@ class Scheduler:
     prefill_chunk: int | None = None  # tokens of a step in which some decode and others have prompts; None: the budget
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
+    failed: list[SequenceGroup] = field(default_factory=list)  # their errors are known, and they have yet to end
 
     def __post_init__(self) -> None:
         self.idle = IdleSequences(self.cache)
@@ -77,7 +78,12 @@ class Scheduler:
         """Schedule every sequence that lacks its last token only. Returns the chunks of those that lack more."""
         decodes, preempted, behind = schedule.decodes, schedule.preempted, []
         for group in list(self.running):
-            for chunk in group.method.due(group):
+            try:
+                due = group.method.due(group)
+            except Exception as error:
+                self.fail(group, error)
+                continue
+            for chunk in due:
                 if not chunk.decodes:
                     behind.append(chunk)
                 elif not (preempted and group in preempted):
@@ -145,7 +151,12 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             if group.metrics.first_scheduled_time is None:
                 group.metrics.first_scheduled_time = time.monotonic()
-            for chunk in group.method.due(group):
+            try:
+                due = group.method.due(group)
+            except Exception as error:
+                self.fail(group, error)
+                due = []
+            for chunk in due:
                 chunk.count = min(chunk.count, budget)
                 if chunk.count > 0:
                     self.cache.append(chunk.sequence.own_table, chunk.count)
@@ -154,6 +165,11 @@ class Scheduler:
             seats -= group.num_seqs
             promised += need.blocks_promised(group, size)
         return budget
+
+    def fail(self, group: SequenceGroup, error: Exception) -> None:
+        """Note the exception that ends a group, and the group alone: see `Requests.end_failed`."""
+        group.error = group.error or str(as_known(error))
+        self.failed.append(group)
 
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's blocks, wherever they are."""

@@ -96,14 +96,15 @@ class GuessingSamples(Samples):
             return DeviceVerification(self, chunks[0], drawn, guesses, chunks[0].sequence.own_table)
         drafted = [chunk for chunk in chunks if chunk.num_guesses]
         plain = [chunk for chunk in chunks if not chunk.num_guesses]
-        draws = self.draw(logits, plain) if plain else None
-        if draws is not None and not drafted:
+        if not drafted:
+            draws = self.draw(logits, plain)
             return Unguessed(self, draws) if any(chunk.group.state is not None for chunk in plain) else draws
         rows = [row for chunk in drafted for row in _rows(chunk)]
         drawn = self._runner.draw_guessed(logits, rows, [chunk.sequence for chunk in drafted])
+        beside = self.draw(logits, plain) if plain else None
         for chunk in drafted:
             chunk.sequence.num_pending += 1
-        return Verification(self, draws, drafted, rows, drawn)
+        return Verification(self, beside, drafted, rows, drawn)
 
     def note_guesses(self, chunk: Chunk, num_right: int) -> None:
         """Count a step's guesses, and learn from them. There may be none where some were wanted."""
@@ -118,7 +119,7 @@ class GuessingSamples(Samples):
             return False
         if self._is_guessed_by_device(chunk):
             return False
-        return bool(_tried(chunk.group, lambda: guesses.expects(chunk.group, sequence), False))
+        return bool(guesses.expects(chunk.group, sequence))
 
     def _is_guessed_by_device(self, chunk: Chunk) -> bool:
         """Whether the device makes guesses behind a sequence's last token, if any are made, and nobody waits for them.
@@ -241,7 +242,8 @@ class Unguessed:
 
     def _expects(self) -> bool:
         if self.waits is None:
-            self.waits = any(map(self.samples.expects, self.draws.chunks))
+            expects = self.samples.expects
+            self.waits = any(_tried(chunk.group, partial(expects, chunk), False) for chunk in self.draws.chunks)
         return self.waits
 
 
@@ -326,7 +328,10 @@ class Verification:
         for chunk in self.chunks:
             chunk.sequence.num_pending -= 1
             if chunk.sequence.finish_reason is None:
-                deltas += self._go_on(chunk, first)
+                try:
+                    deltas += self._go_on(chunk, first)
+                except Exception as error:
+                    self.samples.requests.scheduler.fail(chunk.group, error)
             first += 1 + len(chunk.draft)
         return deltas
 

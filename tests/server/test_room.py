@@ -1,0 +1,90 @@
+"""The requests of the HTTP side on one engine, without its process: what is kept of them, and what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import engine_for, hf_model, ours
+
+from minillm.engine.driver import Driver
+from minillm.errors import UsageError
+from minillm.model.llama import Llama
+from minillm.params import SamplingParams
+from minillm.server import messages, room
+from minillm.server.prepare import Prepared
+from minillm.server.room import Room
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return ours(hf_model(vocab_size=97))
+
+
+def around(model: Llama) -> tuple[Room, list[messages.Event]]:
+    """A room, and the events that it sends."""
+    events: list[messages.Event] = []
+    return Room(Driver(engine_for(model)), events.append), events
+
+
+def prepared(name: str, prompt: list[int], count: int = 3, **options: Any) -> Prepared:
+    params = {"max_tokens": count, "temperature": 0.0}
+    call = messages.Complete(name, "tenant", prompt, params, **options)
+    values: dict[str, Any] = {"call": call, "token_ids": prompt, "params": SamplingParams(**params)}
+    return Prepared(**values, in_reasoning=False)
+
+
+def run(room: Room) -> None:
+    while room.engine.has_work:
+        room.step()
+
+
+def test_as_many_tokens_are_remembered_as_have_room(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer here has 8 tokens with its prompt: of any number of them the latest two are remembered."""
+    monkeypatch.setattr(room, "_MOST_REMEMBERED_TOKENS", 20)
+    inside, _ = around(model)
+    for number in range(6):
+        inside.add(prepared(f"r{number}", [5, 6, 7, 8, 9 + number]))
+        run(inside)
+        assert list(inside.remembered) == [f"r{each}" for each in range(max(0, number - 1), number + 1)]
+
+
+def test_a_request_that_is_aborted_while_it_is_prepared_never_runs(model: Llama) -> None:
+    inside, events = around(model)
+    inside.preparing |= {"gone", "wrong", "stays"}
+    inside.abort("gone")
+    inside.abort("wrong")
+    inside.add(prepared("gone", [5, 6]))
+    inside.refuse("wrong", UsageError("nobody waits for this"))
+    inside.add(prepared("stays", [5, 6]))
+    assert list(inside.live) == ["stays"]
+    run(inside)
+    assert [event.request_id for event in events if isinstance(event, messages.Ended | messages.Refused)] == ["stays"]
+    assert not inside.preparing
+    inside.preparing.add("gone")
+    inside.add(prepared("gone", [5, 6]))  # an id that is used again is another request
+    assert list(inside.live) == ["gone"]
+    run(inside)
+
+
+def test_a_defect_in_one_request_refuses_that_one(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, events = around(model)
+    samples: Any = inside.engine._methods[SamplingParams]
+    append = samples.append
+
+    def broken(group: Any, *rest: Any) -> Any:
+        if group.request_id == "broken":
+            raise IndexError("injected")
+        return append(group, *rest)
+
+    monkeypatch.setattr(samples, "append", broken)
+    for name in ("first", "broken", "last"):
+        inside.add(prepared(name, [5, 6, 7], keep=True))
+    run(inside)
+    ended = {event.request_id: event for event in events if isinstance(event, messages.Ended | messages.Refused)}
+    assert isinstance(ended["first"], messages.Ended)
+    assert isinstance(ended["last"], messages.Ended)
+    refused = ended["broken"]
+    assert isinstance(refused, messages.Refused)
+    assert refused.kind == "internal"
+    assert "IndexError: injected" in refused.error
