@@ -48,6 +48,8 @@ ABORTS = FAILURES + "test_aborts_at_every_step_give_every_block_back[False]"
 DYNAMIC = "tests/engine/test_dynamic_rope.py"
 BAD_WORDS = "tests/engine/test_bad_words.py"
 LLM = "tests/engine/test_llm.py::"
+METHODS = "tests/engine/test_method_failures.py::"
+ANY_CALL = METHODS + "test_an_exception_at_any_call_of_a_method_ends_that_request_alone"
 BEAMS = "tests/beams/test_beam_search.py::"
 SEARCH = "tests/beams/test_search.py"
 THEIR_BEAMS = BEAMS + "test_the_same_beams_and_scores_as_transformers"
@@ -83,6 +85,11 @@ KNOWN_DRAFTS = DRAFTS + "test_what_is_known_of_a_draft_is_so"
 TABLE: dict[str, list[tuple[str, ...]]] = {
     # --- the cache ----------------------------------------------------------------------------------------------------
     "minillm/cache/block_manager.py": [
+        ("freed-tail-keeps-a-node-too-many", "table.nodes[num_tokens // self.block_size :]", "table.nodes[kept:]",
+         BLOCKS + "test_what_a_freed_tail_held_is_not_found_and_what_takes_its_place_is"),
+        ("reset-leaves-held-blocks-findable",
+         "        for table in self.tables.values():\n            self.distrust(table)", "        pass",
+         BLOCKS + "test_a_reset_forgets_blocks_that_tables_hold"),
         ("followed-blocks-not-held", "for block in shared:\n            self.ref_counts[block] += 1", "pass",
          BLOCKS + "test_a_fork_into_a_table_keeps_its_own_last_block"),
         ("followed-blocks-not-freed", "gone, shared = table.blocks[same:count]", "gone, shared = [][same:count]",
@@ -181,6 +188,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_a_step_keeps_to_its_budget_and_its_seats"),
         ("promise-forgotten", "promised += need.blocks_promised(group, size)", "pass",
          ENGINE + "test_two_requests_are_not_admitted_into_the_room_of_one"),
+        ("failed-group-goes-on", "self.failed.append(group)", "pass", ANY_CALL),
         ("oldest-preempted", "victim = self.running.pop()", "victim = self.running.pop(0)",
          ENGINE + "test_the_latest_is_preempted_and_comes_back_first"),
         ("preempted-group-lost", "self.waiting.appendleft(victim)", "pass", ANYHOW),
@@ -221,6 +229,13 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_bad_token_ids_are_refused_before_they_reach_the_device"),
         ("stop-id-beyond-the-vocabulary", "if any(token_id >= vocab_size", "if any(token_id > vocab_size", BAD_WORDS),
     ],
+    "minillm/server/room.py": [
+        ("remembered-tokens-never-subtracted", "self._num_remembered_tokens -= len(old.prompt_ids)",
+         "id(old.prompt_ids)",
+         "tests/server/test_room.py::test_as_many_tokens_are_remembered_as_have_room"),
+        ("abort-of-a-request-that-is-prepared-lost", "self._gone.add(request_id)", "pass",
+         "tests/server/test_room.py::test_a_request_that_is_aborted_while_it_is_prepared_never_runs"),
+    ],
     "minillm/engine/idle.py": [
         ("parent-of-another-salt", "or parent.table.salt != salt", "", DYNAMIC),
         ("parents-last-token-shared", "min(parent.num_computed, len(ours) - 1)", "min(parent.num_computed, len(ours))",
@@ -243,6 +258,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/engine/requests.py": [
         ("aborted-request-keeps-its-blocks", "        self.retire(groups)", "        pass",
          ENGINE + "test_abort_at_any_step_returns_every_block"),
+        ("failed-request-keeps-its-blocks", "if group.hold and table is not None and group.error is None:",
+         "if group.hold and table is not None:", ANY_CALL),
         ("output-twice", "self.finished.pop(request_id)", "self.finished[request_id]",
          ENGINE + "test_sample_i_is_the_same_for_any_n"),
         ("failed-request-fills-the-cache", "if table is not None and group.error is None:", "if table is not None:",
@@ -259,12 +276,13 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_prompts_at_the_edge_of_the_context"),
     ],
     "minillm/engine/engine.py": [
+        ("everybody-fails-with-the-culprit", "groups = {culprit: None}", "pass", ANY_CALL),
         ("error-spreads", "[group for group in running if group.error is not None]",
          "running if any(group.error for group in running) else []",
          ENGINE + "test_a_request_whose_logits_are_nan_fails_alone"),
         ("broken-request-ends-twice", "if group.error is None and group.finished]", "if group.finished]",
          ENGINE + "test_a_request_whose_logits_are_nan_fails_alone"),
-        ("tokens-lost-with-the-next-step", "self._undelivered = deltas\n", "pass\n",
+        ("tokens-lost-with-the-next-step", "self._undelivered += deltas\n", "pass\n",
          ROWS + "test_a_failure_between_two_steps_loses_no_finished_answer"),
         ("failed-step-found-in-the-cache", "self.cache.distrust(chunk.sequence.table)", "pass",
          FAILURES + "test_blocks_of_a_failed_step_are_not_found"),
@@ -275,6 +293,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          FAILURES + "test_what_outlives_a_failure_has_its_own_tokens[False]"),
         ("rows-trusted-after-a-failure", "self.runner.forget()", "pass",
          FAILURES + "test_the_device_is_told_everything_after_a_failure"),
+    ],
+    "minillm/engine/driver.py": [
+        ("failed-step-loses-the-others", "if isinstance(error, MinillmError) or len(", "if True or len(",
+         METHODS + "test_generate_returns_the_other_prompts_results"),
     ],
     "minillm/engine/speculation.py": [
         ("guess-drawn-at-its-first-place", "[*sequence.token_ids, *chunk.draft[:number]]", "[*sequence.token_ids]",
@@ -399,6 +421,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/beams/method.py": [
         ("wrong-parent", "parent = choice.beams[candidate.beam]", "parent = choice.beams[0]", THEIR_BEAMS),
         ("dead-beam-keeps-its-blocks", "if sequence.seq_id not in taken:", "if False:", THEIR_BEAMS),
+        ("forked-beam-lost-in-a-failure", "group.sequences.append(sequence)  #", "pass  #",
+         METHODS + "test_beams_that_fail_in_the_middle_of_a_fork_leave_no_block"),
         ("beams-share-their-logprobs", "sequence.logprobs = parent.logprobs.copy()",
          "sequence.logprobs = parent.logprobs",
          BEAMS + "test_logprobs_of_beams_add_up"),
@@ -519,6 +543,11 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_log_probabilities_are_the_models_own"),
     ],
     # --- the device's rows --------------------------------------------------------------------------------------------
+    "minillm/runner/threads.py": [
+        ("load-of-others-unknown-at-the-first-layer", "self._seen = since or clocks(self._read)",
+         "self._seen = clocks(self._read)",
+         "tests/runner/test_threads.py::test_weights_are_loaded_with_as_many_threads_as_cores_are_free"),
+    ],
     "minillm/runner/rows.py": [
         ("plan-for-ever", "self._good_for -= 1", "pass",
          ROWS + "test_a_plan_is_made_anew_when_own_tokens_have_doubled"),

@@ -372,6 +372,33 @@ def test_of_a_table_the_tail_is_evicted_first() -> None:
         assert manager.find_cached(tokens).num_tokens == left
 
 
+def test_what_a_freed_tail_held_is_not_found_and_what_takes_its_place_is() -> None:
+    """The tail ends within a block, which is written again: that block is another one then."""
+    manager = BlockManager(8, 4, prefix_caching=True)
+    old, new = list(range(12)), [*range(5), *range(20, 28)]
+    table = committed(manager, 0, old)
+    manager.free_tail(table, 5)
+    manager.append(table, 8)
+    manager.commit(table, new, 13)
+    assert manager.find_cached([*new, 99]).blocks == table.blocks[:3]
+    assert manager.find_cached([*old, 99]).blocks == table.blocks[:1]
+    check(manager)
+
+
+def test_a_reset_forgets_blocks_that_tables_hold() -> None:
+    """They stay their tables', and are free with them."""
+    manager, tokens = BlockManager(8, 4, prefix_caching=True), list(range(9))
+    table, other = committed(manager, 0, tokens), committed(manager, 1, [*range(50, 59)])
+    manager.free(other)
+    manager.reset_prefix_cache()
+    assert manager.find_cached(tokens).num_tokens == 0
+    assert len(table.blocks) == 3
+    assert (manager.num_cached, manager.num_free) == (0, 5)
+    manager.free(table)
+    assert (manager.num_cached, manager.num_free) == (0, 8)
+    check(manager)
+
+
 def test_a_salt_survives_the_host() -> None:
     manager, swap = BlockManager(8, 4, prefix_caching=True), SwapSpace(8)
     tokens = list(range(9))
