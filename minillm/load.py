@@ -139,9 +139,7 @@ def new_engine(
     prefill_chunk = config.prefill_chunk
     if prefill_chunk is None and model.device.type == "cuda":
         prefill_chunk = max(config.max_num_seqs, _tokens_in_a_stall(model.local, model.device))
-    defaults = dict(description.config.generation_defaults)
-    if defaults.pop("do_sample", True) is False:
-        defaults["temperature"] = 0.0
+    defaults = sampling_defaults(description.config.generation_defaults)
     cache = BlockManager(limits.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
     swap = SwapSpace(limits.num_host_blocks)
     scheduler = Scheduler(cache, config.max_num_seqs, limits.num_tokens, swap, config.admission, prefill_chunk)
@@ -162,6 +160,17 @@ def new_engine(
         source=description.served_by,
         defaults=defaults,
     )
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `SamplingParams` that a model's generation_config.json asks for."""
+    names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+    defaults = {names.get(name, name): value for name, value in generation.items()}
+    if defaults.pop("do_sample", True) is False:
+        defaults["temperature"] = 0.0
+    if "min_tokens" in defaults:
+        defaults["min_tokens"] = min(defaults["min_tokens"], defaults.get("max_tokens", SamplingParams.max_tokens))
+    return defaults
 
 
 def methods_for(

@@ -250,4 +250,19 @@ class BeamSearchParams(_Params):
         return self.beam_width
 
 
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request's parameters, and a model's ``defaults`` where it gives none.
+
+    A default of ``min_tokens`` or ``max_tokens`` that contradicts the request's other one gives way.
+    """
+    values = {**defaults, **given}
+    most, least = values.get("max_tokens"), values.get("min_tokens")
+    if isinstance(most, int) and isinstance(least, int) and least > most:
+        if "min_tokens" not in given:
+            values["min_tokens"] = most
+        elif "max_tokens" not in given:
+            del values["max_tokens"]
+    return values
+
+
 Params = SamplingParams | BeamSearchParams

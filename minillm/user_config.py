@@ -28,7 +28,7 @@ from typing import Any
 from minillm.checks import check_names, declared, shown
 from minillm.config import EngineConfig
 from minillm.errors import UsageError, nearest
-from minillm.params import BeamSearchParams, SamplingParams
+from minillm.params import BeamSearchParams, SamplingParams, with_defaults
 from minillm.system import config_dir, expanded
 from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line
@@ -85,12 +85,12 @@ class UserConfig:
                 name this file does.
             defaults: the model's own, which this file goes before.
         """
-        values = {**defaults, **self.sampling}
+        values = with_defaults({**self.sampling, **given}, defaults)
         search, sample = set(given) & (_SEARCH - _SAMPLING), set(given) & (_SAMPLING - _SEARCH)
         if search or (int(self.beams.get("beam_width", 1)) > 1 and not sample):
             shared = {name: value for name, value in values.items() if name in _SHARED}
-            return {"beam_width": BeamSearchParams.beam_width, **shared, **self.beams, **given}
-        return {**values, **given}
+            return with_defaults({"beam_width": BeamSearchParams.beam_width, **self.beams, **given}, shared)
+        return values
 
 
 def read_config(file: str | None = None) -> UserConfig:

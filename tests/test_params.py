@@ -11,7 +11,7 @@ import pytest
 from minillm.checks import declared
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
-from minillm.params import BeamSearchParams, SamplingParams
+from minillm.params import BeamSearchParams, SamplingParams, with_defaults
 from minillm.text.stop import OutputText, StreamingDetokenizer
 
 NAN, INF = float("nan"), float("inf")
@@ -187,3 +187,20 @@ def test_every_default_is_in_its_one_form(kind: type) -> None:
 def test_self_is_an_unknown_parameter(made: Any) -> None:
     with pytest.raises(UsageError, match="unknown parameter 'self'"):
         made(self=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "defaults", "expected"),
+    [
+        ({}, {"max_tokens": 7, "min_tokens": 2}, {"max_tokens": 7, "min_tokens": 2}),
+        ({"max_tokens": 1}, {"max_tokens": 7, "min_tokens": 2}, {"max_tokens": 1, "min_tokens": 1}),
+        ({"min_tokens": 9}, {"max_tokens": 7, "top_k": 5}, {"min_tokens": 9, "top_k": 5}),
+        ({"min_tokens": 9, "max_tokens": 3}, {"max_tokens": 7}, {"min_tokens": 9, "max_tokens": 3}),  # the user's own
+        ({"max_tokens": None}, {"min_tokens": 2}, {"max_tokens": None, "min_tokens": 2}),
+        ({"max_tokens": "1"}, {"min_tokens": 2}, {"max_tokens": "1", "min_tokens": 2}),  # for the checks to refuse
+    ],
+)
+def test_a_default_that_contradicts_a_request_gives_way(
+    given: dict[str, Any], defaults: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert with_defaults(given, defaults) == expected

@@ -36,6 +36,14 @@ _FULL, _WINDOWED = "full_attention", "sliding_attention"  # the values of layer_
 
 # Far above any model; they keep a forged size from being counted up to. Sizes are compared with the file's later.
 _MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_VOCAB = 1 << 14, 1 << 16, 1 << 24, 1 << 24
+_MAX_TOKENS = 1 << 24
+# Keys of generation_config.json that change answers, with the values that change nothing.
+_UNSUPPORTED: dict[str, Any] = {
+    "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "penalty_alpha": 0.0,
+    "guidance_scale": 1.0, "num_beams": 1, "min_length": 0, "encoder_repetition_penalty": 1.0, "stop_strings": None,
+    "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -235,13 +243,22 @@ def _windows(values: Values, architecture: str, num_layers: int, no_rope: tuple[
     return tuple(window if each == _WINDOWED else None for each in kinds) if _WINDOWED in kinds else ()
 
 
+def ignored_settings(generation: Mapping[str, Any]) -> list[str]:
+    """Return the keys of generation_config.json that would change answers and are not supported."""
+    return [name for name, neutral in _UNSUPPORTED.items() if generation.get(name) not in (None, neutral, [], {})]
+
+
 def _generation_defaults(values: Values) -> dict[str, Any]:
     """The sampling parameters of generation_config.json, as far as it has them."""
     checks: dict[str, Callable[[str], Any]] = {
         "temperature": partial(values.number, most=1e6),
         "top_p": partial(values.positive, most=1.0),
         "top_k": partial(values.integer, least=-1, most=1 << 31),
+        "min_p": partial(values.number, most=1.0),
         "repetition_penalty": partial(values.positive, most=100.0),
+        "no_repeat_ngram_size": partial(values.integer, least=0, most=_MAX_TOKENS),
+        "max_new_tokens": partial(values.integer, most=_MAX_TOKENS),
+        "min_new_tokens": partial(values.integer, least=0, most=_MAX_TOKENS),
         "do_sample": values.flag,
     }
     found = {key: check(key) for key, check in checks.items() if values.has(key)}

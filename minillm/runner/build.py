@@ -13,7 +13,7 @@ from minillm.fit.budget import GRAPH_BYTES, Budget
 from minillm.fit.forms import shape_of
 from minillm.fit.weights import QUANTIZED, Weights, weights_in_memory
 from minillm.kernels import Costs
-from minillm.model.config import ModelConfig
+from minillm.model.config import ModelConfig, ignored_settings
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama, parameter_shapes
 from minillm.model.random_tensors import RandomTensors
@@ -73,6 +73,8 @@ def describe(
         files = resolve(name, on_progress=on_progress, on_message=on_message)
         checkpoint = open_checkpoint(files)
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        if ignored := ignored_settings(checkpoint.generation_config):
+            on_message(f"generation_config.json: {', '.join(ignored)} not supported, so answers ignore it")
         tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
         stored = tuple(
             StoredTensor(key, checkpoint.shape(key), checkpoint.stored_as(key)) for key in checkpoint.names()

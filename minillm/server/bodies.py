@@ -13,7 +13,7 @@ import msgspec
 
 from minillm.checks import declared
 from minillm.errors import UsageError
-from minillm.params import BeamSearchParams, SamplingParams
+from minillm.params import BeamSearchParams, SamplingParams, with_defaults
 from minillm.server.messages import Conversation, ForkPoint
 
 MAX_N = 64
@@ -240,7 +240,7 @@ class CompletionBody(_Generation):
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
         """The engine's parameters; ``defaults`` are the model's own for samples."""
         values = _given(self, defaults)
-        values.setdefault("max_tokens", 16)
+        values.setdefault("max_tokens", max(16, values.get("min_tokens", 0)))
         values["logprobs"] = self.logprobs
         if self.echo and (self.logprobs is not None or values["max_tokens"] == 0):
             values.setdefault("prompt_logprobs", self.logprobs or 0)
@@ -352,7 +352,7 @@ def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
         values["grammar"] = grammar
     if body.use_beam_search:
         values.setdefault("beam_width", getattr(body, "best_of", None) or body.n or BeamSearchParams.beam_width)
-    return values if "beam_width" in values else {**defaults, **values}
+    return values if "beam_width" in values else with_defaults(values, defaults)
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from support import TINY, hf_model
 
 from minillm import LLM, SamplingParams
 from minillm.errors import UsageError, WeightsError
+from minillm.load import sampling_defaults
 from minillm.model.config import ModelConfig
 
 LLAMA = {**TINY, "architectures": ["LlamaForCausalLM"]}
@@ -97,11 +98,40 @@ def test_defaults_of_sampling_are_read() -> None:
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
         ("do_sample", "yes"),
+        ("min_p", 1.5),
+        ("max_new_tokens", 0),
+        ("min_new_tokens", -1),
+        ("no_repeat_ngram_size", 2.5),
     ],
 )
 def test_defaults_that_make_no_sense_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(WeightsError, match=rf"generation_config\.json: {name} must be"):
         read({name: value})
+
+
+def test_a_model_brings_every_default_that_is_supported_and_the_others_are_named(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
+    given = {"temperature": 0.7, "min_p": 0.15, "max_new_tokens": 7, "min_new_tokens": 2, "no_repeat_ngram_size": 3}
+    others = {"typical_p": 0.9, "num_beams": 4, "suppress_tokens": [5], "eta_cutoff": 0.0, "forced_eos_token_id": None}
+    (copy / "generation_config.json").write_text(json.dumps({**given, **others}))
+    messages: list[str] = []
+    with LLM(str(copy), device="cpu", num_blocks=8, on_message=messages.append) as llm:
+        assert llm.default_params() == SamplingParams(
+            temperature=0.7, min_p=0.15, max_tokens=7, min_tokens=2, no_repeat_ngram_size=3
+        )
+        [output] = llm.generate([[3, 4, 5]])
+        assert 2 <= len(output.outputs[0].token_ids) <= 7
+    [message] = [each for each in messages if "generation_config" in each]
+    assert message == (
+        "generation_config.json: typical_p, num_beams, suppress_tokens not supported, so answers ignore it"
+    )
+
+
+def test_a_model_that_wants_more_tokens_than_it_allows_has_as_many_as_it_allows() -> None:
+    assert sampling_defaults({"min_new_tokens": 9, "max_new_tokens": 5}) == {"min_tokens": 5, "max_tokens": 5}
+    assert sampling_defaults({"min_new_tokens": 10**6}) == {"min_tokens": SamplingParams.max_tokens}
 
 
 NONSENSE: list[tuple[dict[str, Any], str]] = [

@@ -82,7 +82,17 @@ GOOD_ROPE = {
 }
 KINDS = ["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 OTHER_FILES = {
-    "generation_config.json": ["eos_token_id", "temperature", "top_p", "top_k", "repetition_penalty", "do_sample"],
+    "generation_config.json": [
+        "eos_token_id",
+        "temperature",
+        "top_p",
+        "top_k",
+        "repetition_penalty",
+        "do_sample",
+        "min_p",
+        "max_new_tokens",
+        "no_repeat_ngram_size",
+    ],
     "tokenizer_config.json": ["bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "tokenizer_class"],
     "special_tokens_map.json": ["bos_token", "eos_token"],
 }
