@@ -15,8 +15,9 @@ from minillm.text.tools import knows_tools, plain_calls, plain_tools, texts_in, 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name")
-_KEYS_OF = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}  # besides
-_EMPTY_KEYS = ("refusal", "audio", "function_call", "annotations", "tool_calls", "reasoning_content")  # as answers have
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the same; the first one that is there counts
+_KEYS_OF = {"assistant": ("tool_calls", *_THOUGHTS), "tool": ("tool_call_id",)}  # besides
+_EMPTY_KEYS = ("refusal", "audio", "function_call", "annotations", "tool_calls", *_THOUGHTS)  # as answers have
 _MEMORY_BYTES = 512 << 20
 _MAX_CHARACTERS = 16 << 20  # of all messages together
 
@@ -69,6 +70,8 @@ class ChatTemplate:
         for message in own:
             if message["role"] == "developer" and "developer" not in self.source:
                 message["role"] = "system"
+            if "reasoning_content" in message:
+                message["thinking"] = message["reasoning_content"]  # the name in templates of gpt-oss and LFM2
         # The space tells whether the template trims its messages.
         own[-1]["content"] += f"{END_OF_MESSAGE} " if continue_final_message else ""
         variables = {**self._variables, "messages": own, "tools": shown_tools, "documents": None}
@@ -94,9 +97,11 @@ def _up_to_end(text: str, content: str) -> str:
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages in their one form: a role, text as content, and a name where one was given.
 
-    An assistant's may have ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``, a tool's
-    has a ``tool_call_id``. Content may also be None, which is empty, or a list of parts of text, which are joined by
-    newlines. Raises UsageError for an unknown role or key, or content that is not text.
+    An assistant's may have ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``, which may
+    be called ``thinking`` or ``reasoning``. A tool's has a ``tool_call_id``. Content may also be None, which is empty,
+    or a list of parts of text, which are joined by newlines.
+
+    Raises UsageError for an unknown role or key, or content that is not text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         form = '{"role": "user", "content": "…"}'
@@ -124,9 +129,11 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     parts = content if isinstance(content, list | tuple) else [] if content is None else [content]
     plain = {**message, "content": "\n".join(map(_text_of, parts))}
-    for key in ("name", "tool_call_id", "reasoning_content"):
+    for key in ("name", "tool_call_id", *_THOUGHTS):
         if not isinstance(plain.get(key, ""), str):
             raise UsageError(f"the {key} in a message must be text, not {shown(message[key])}")
+    if thoughts := [plain.pop(key) for key in _THOUGHTS if key in plain]:
+        plain["reasoning_content"] = thoughts[0]
     if "tool_calls" in plain:
         plain["tool_calls"] = plain_calls(plain["tool_calls"])
     return plain

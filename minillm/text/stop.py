@@ -97,11 +97,13 @@ class StreamingDetokenizer:
         table: the bytes of each token id. Ids beyond it have none: embeddings are often padded.
         prompt_ids: the beginning of the sequence. It is not decoded again, but if it ends inside a character, the
             character comes out when it is complete.
-        strip_space: drop one leading space of the whole text, prompt included (SentencePiece writes one before the
-            first word).
+        strips: drop so many spaces at most at the beginning of the whole text, prompt included, and at its end
+            (SentencePiece writes one before the first word).
     """
 
-    def __init__(self, table: Sequence[bytes], prompt_ids: Sequence[int] = (), *, strip_space: bool = False) -> None:
+    def __init__(
+        self, table: Sequence[bytes], prompt_ids: Sequence[int] = (), *, strips: tuple[int, int] = (0, 0)
+    ) -> None:
         self._table = table
         self._decoder = _Utf8Decoder("replace")
         tail = b""
@@ -112,7 +114,8 @@ class StreamingDetokenizer:
         before = _Utf8Decoder("replace")
         before.decode(tail)
         self._decoder.decode(before.getstate()[0])  # the bytes that begin a character without completing it
-        self._strip_space = strip_space and not tail
+        self._leading = 0 if tail else strips[0]
+        self._trailing, self._held = strips[1], ""
 
     def copy(self) -> Self:
         """Return a decoder that goes on from here by itself."""
@@ -127,13 +130,23 @@ class StreamingDetokenizer:
 
     def finish(self) -> str:
         """The rest when no more tokens come: U+FFFD for an unfinished character."""
-        return self._trim(self._decoder.decode(b"", final=True))
+        text = self._trim(self._decoder.decode(b"", final=True))
+        self._held = ""
+        return text
 
     def _bytes(self, token_id: int) -> bytes:
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def _trim(self, text: str) -> str:
-        if self._strip_space and text:
-            self._strip_space = False
-            return text.removeprefix(" ")
+        """The text without spaces that are stripped, or may be when no more text comes."""
+        while self._leading and text:
+            self._leading -= 1
+            if text[0] != " ":
+                self._leading = 0
+            else:
+                text = text[1:]
+        if self._trailing:
+            text = self._held + text
+            end = max(len(text.rstrip(" ")), len(text) - self._trailing)
+            text, self._held = text[:end], text[end:]
         return text

@@ -24,13 +24,15 @@ class TokenBytes:
         byte_level: entries are written in GPT-2's printable characters, one for each byte.
         space_mark: the text that stands for a space in an entry.
         byte_fallback: entries like ``<0x0A>`` stand for that byte.
-        strips_space: the first space of a whole text is not part of it.
+        strips: so many spaces are not part of a text, at most, at its beginning and at its end.
+        strips_each: the same of each entry.
     """
 
     byte_level: bool = False
     space_mark: str = ""
     byte_fallback: bool = False
-    strips_space: bool = False
+    strips: tuple[int, int] = (0, 0)
+    strips_each: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes:
@@ -43,20 +45,24 @@ class TokenBytes:
             return cls(byte_level=True)
         if kinds == ["Metaspace"]:
             first = parts[0].get("prepend_scheme", "always") != "never"
-            return cls(space_mark=parts[0]["replacement"], strips_space=first)
-        mark, fallback, strips = "", False, False
+            return cls(space_mark=parts[0]["replacement"], strips=(int(first), 0))
+        mark, fallback, fused = "", False, False
+        strips = {False: (0, 0), True: (0, 0)}
         for part in parts:
             if part["type"] == "Replace" and part.get("content") == " ":
                 mark = part["pattern"].get("String") or ""
             elif part["type"] == "ByteFallback":
                 fallback = True
             elif part["type"] == "Strip" and part.get("content") == " ":
-                strips = part.get("start", 0) > 0
-            elif part["type"] != "Fuse":
+                left, right = strips[fused]
+                strips[fused] = (left + part.get("start", 0), right + part.get("stop", 0))
+            elif part["type"] == "Fuse":
+                fused = True
+            else:
                 raise WeightsError(f"tokenizer.json: the decoder {clean_line(part['type'], 60)} is not supported")
         if not mark:
             raise WeightsError(f"tokenizer.json: the decoder {clean_line('+'.join(kinds))} is not supported")
-        return cls(space_mark=mark, byte_fallback=fallback, strips_space=strips)
+        return cls(space_mark=mark, byte_fallback=fallback, strips=strips[True], strips_each=strips[False])
 
     def table(self, entries: Sequence[str]) -> list[bytes]:
         """The bytes of each entry."""
@@ -73,8 +79,12 @@ class TokenBytes:
             except UnicodeEncodeError:
                 return entry.encode()
         if self.byte_fallback and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", entry):
-            return bytes([int(entry[3:5], 16)])
-        return entry.replace(self.space_mark, " ").encode()
+            data = bytes([int(entry[3:5], 16)])
+        else:
+            data = entry.replace(self.space_mark, " ").encode()
+        left, right = self.strips_each
+        first = min(left, len(data) - len(data.lstrip(b" ")))
+        return data[first : max(first, len(data) - right, len(data.rstrip(b" ")))]
 
 
 def _bytes() -> dict[int, int]:

@@ -58,6 +58,7 @@ class Tokenizer:
             backend is without them; they run in a process of their own.
         num_rows: of the model's embedding. Added tokens may lie beyond it (a ``<pad>`` that the model was never given):
             the model cannot produce them, and a text that holds one is refused. None: there is no bound.
+        added_as_written: the text of an added token is what it stands for. Otherwise the decoder makes it one.
 
     Raises WeightsError where it decodes in a way that is not supported, or belongs to another model.
     """
@@ -69,6 +70,8 @@ class Tokenizer:
         chat_template: str | None,
         steps: Mapping[str, Any] | None = None,
         num_rows: int | None = None,
+        *,
+        added_as_written: bool = False,
     ) -> None:
         self._backend, self._steps = backend, steps
         self.special_tokens = dict(special_tokens)
@@ -84,7 +87,8 @@ class Tokenizer:
         self._longest = max(map(len, self._texts), default=0)
         self._table = self._decoding.table(self._texts)
         for token_id, token in self._added.items():
-            self._table[token_id] = b"" if token.special else token.content.encode()
+            if token.special or added_as_written:
+                self._table[token_id] = b"" if token.special else token.content.encode()
         self.control_ids = frozenset(i for i, token in self._added.items() if is_control(token))
         self._user_spellings = Spellings(self._added[i].content for i in self.control_ids)
         allowed = [text for text in self._user_spellings.texts if text not in _REASONING_TAGS]
@@ -154,7 +158,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], num_rows: int | None = None) -> Tokenizer:
         """Rebuild the tokenizer from a GGUF file's metadata. Raises WeightsError if it is damaged or not supported."""
-        return cls(*rebuild(metadata), num_rows=num_rows)
+        return cls(*rebuild(metadata), num_rows=num_rows, added_as_written=True)
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as `from_directory` and transformers read them."""
@@ -312,7 +316,7 @@ class Tokenizer:
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> StreamingDetokenizer:
         """A decoder for the tokens behind ``prompt_ids``, one by one."""
-        return StreamingDetokenizer(self._table, prompt_ids, strip_space=self._decoding.strips_space)
+        return StreamingDetokenizer(self._table, prompt_ids, strips=self._decoding.strips)
 
     def difference(self, other: Tokenizer) -> str | None:
         """Which of the ids that both have means something else to another tokenizer, in words; None where none does."""

@@ -363,3 +363,13 @@ def test_a_name_cannot_forge_a_turn(tmp_path: Path) -> None:
 def test_a_long_conversation_fits_through_the_pipe() -> None:
     text = "x" * 3_000_000
     assert ChatTemplate("{{ messages[0].content }}", {}).render(say(text)) == text
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_have_the_names_that_templates_read(key: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", key: "hm"}]
+    text = ChatTemplate(template, {}).render(messages, add_generation_prompt=False)
+    assert text == render_jinja_template(conversations=[messages], chat_template=template)[0][0] == "||a;hm|hm|b;"
