@@ -26,15 +26,19 @@ from minillm.kernels.arguments import (
     Search,
     SearchField,
 )
+from minillm.kernels.attention.plan import AttentionShape, Costs, Plan, WorkList, plan_attention
 from minillm.kernels.cpu import HostPlan
-from minillm.kernels.low_bit import FP8, LowBit, dequantise
-from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
+from minillm.kernels.linear.low_bit.layouts import FP8, LowBit, dequantise
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
-    from minillm.kernels import decode_attention, gpu, low_bit_bound, low_bit_linear, matvec
+    from minillm.kernels import gpu
+    from minillm.kernels.attention import decode as decode_attention
+    from minillm.kernels.linear import matvec
+    from minillm.kernels.linear.low_bit import bound as low_bit_bound
+    from minillm.kernels.linear.low_bit import choose as low_bit_linear
 
 if TYPE_CHECKING:
-    from minillm.kernels.low_bit_matmul import FixedScale
+    from minillm.kernels.linear.low_bit.few_tokens import FixedScale
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -278,7 +282,7 @@ class Ops(NamedTuple):
     """The ops of a model that compute sums over more than a token's row: products and attention.
 
     There are two sets. `FASTEST` chooses how to add by how many tokens there are, so a token's last digits depend on
-    those beside it. `minillm.kernels.invariant.OPS` adds in one order, on a GPU.
+    those beside it. `minillm.kernels.deterministic.OPS` adds in one order, on a GPU.
     """
 
     linear: Callable[..., Tensor]

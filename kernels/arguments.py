@@ -151,7 +151,7 @@ class DecodeInputs(NamedTuple):
 
 
 class Field:
-    """The place of each word in a row of `minillm.kernels.decode_rows`. Floats are stored by their bits."""
+    """The place of each word in a row of `minillm.kernels.decode_state.decode`. Floats are stored by their bits."""
 
     TOKEN = 0  # to be computed next
     POSITION = 1  # of that token
@@ -178,7 +178,7 @@ class Search(NamedTuple):
     end_ids: tuple[int, ...]
 
     def fits(self, vocab: int) -> bool:
-        """Whether `minillm.kernels.beam_rows` can take its steps."""
+        """Whether `minillm.kernels.decode_state.beams` can take its steps."""
         lanes = _power_of_two(self.width) * _power_of_two(self.num_candidates)
         return lanes <= 4096 and len(self.end_ids) <= SearchField.MOST_ENDS and self.num_candidates <= vocab
 
@@ -188,7 +188,7 @@ def _power_of_two(n: int) -> int:
 
 
 class SearchField:
-    """The place of each word that describes a beam search to `minillm.kernels.beam_rows`."""
+    """The place of each word that describes a beam search to `minillm.kernels.decode_state.beams`."""
 
     FIRST = 0  # the place of its first beam in the list of rows; the others follow
     WIDTH = 1  # beams; 0: there is no such search

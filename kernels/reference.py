@@ -19,7 +19,7 @@ from minillm.kernels.arguments import (
     SamplingInputs,
     SearchField,
 )
-from minillm.kernels.prefix_plan import WorkList
+from minillm.kernels.attention.plan import WorkList
 
 
 def _wide(x: Tensor) -> Tensor:

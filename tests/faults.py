@@ -26,14 +26,14 @@ SIZES = "tests/fit/test_sizes.py::"
 BUDGET = "tests/fit/test_budget.py::"
 FITTING = "tests/runner/test_fits.py::"
 SHORT_PROMPTS = "tests/runner/test_short_prompts.py::"
-LOW_BIT = "tests/kernels/test_low_bit.py::"
-ATTEND_ADD = "tests/kernels/test_attend_add.py::"
-LOW_BIT_MLP = "tests/kernels/test_low_bit_mlp.py::"
-FP8 = "tests/kernels/test_fp8.py::"
-TUNING = "tests/kernels/test_low_bit_tuning.py::"
+LOW_BIT = "tests/kernels/linear/test_low_bit.py::"
+ATTEND_ADD = "tests/kernels/attention/test_attend_add.py::"
+LOW_BIT_MLP = "tests/kernels/linear/test_low_bit_mlp.py::"
+FP8 = "tests/kernels/linear/test_fp8.py::"
+TUNING = "tests/kernels/linear/test_low_bit_tuning.py::"
 TILES = "tests/runner/test_tiles.py::"
 PACKED_FILES = "tests/weights/test_quantised.py"
-CPU_LOW_BIT = "tests/kernels/test_cpu_low_bit.py"
+CPU_LOW_BIT = "tests/kernels/cpu/test_cpu_low_bit.py"
 BLOCKS_OF_FILES = (
     "tests/weights/test_gguf_low_bit.py::test_blocks_are_the_numbers_that_the_library_makes_of_them"
 )
@@ -73,9 +73,8 @@ KERNELS = "tests/kernels/"
 ACCESS = "tests/server/test_access.py::"
 SLOW_CLIENTS = "tests/server/test_slow_clients.py::"
 LANES = "tests/kernels/test_lanes.py::"
-INVARIANT = "tests/kernels/test_invariant_"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
-EIGHT_BITS_WRITTEN = "tests/kernels/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
+EIGHT_BITS_WRITTEN = "tests/kernels/cache/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
 BY_DEVICE = "tests/engine/test_device_guesses.py::"
 GUESSES = "tests/engine/test_speculation.py::"
 DRAFTS = "tests/engine/test_drafts.py::"
@@ -676,94 +675,95 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/reference.py": [
         ("kv8-reference-of-128", "largest * (1 / 127)", "largest * (1 / 128)", KERNELS + "test_reference.py"),
         ("reference-mask", "visible = (distances >= 0)", "visible = (distances > 0)", KERNELS + "test_reference.py",
-         KERNELS + "test_cpu_attention.py::test_prefill_attention"),
+         KERNELS + "cpu/test_cpu_attention.py::test_prefill_attention"),
         ("reference-context-one-short", "positions[length - q.shape[1] :, None]",
          "positions[length - q.shape[1] - 1 : -1, None]", KERNELS + "test_reference.py",
-         KERNELS + "test_cpu_attention.py::test_paged_attention"),
+         KERNELS + "cpu/test_cpu_attention.py::test_paged_attention"),
         ("reference-window-one-more", "distances < (pages.window or length)", "distances <= (pages.window or length)",
-         KERNELS + "test_cpu_attention.py::test_paged_attention"),
+         KERNELS + "cpu/test_cpu_attention.py::test_paged_attention"),
         ("reference-norm-of-k-as-of-q", "k = rms_norm(k, norms.k, norms.eps)", "k = rms_norm(k, norms.q, norms.eps)",
-         KERNELS + "test_rotary.py"),
+         KERNELS + "cache/test_rotary.py"),
         ("reference-head-group", "v.repeat_interleave(group, 0)", "v.repeat(group, 1, 1)",
-         KERNELS + "test_reference.py", KERNELS + "test_cpu_attention.py::test_paged_attention"),
+         KERNELS + "test_reference.py", KERNELS + "cpu/test_cpu_attention.py::test_paged_attention"),
         ("reference-top-k-one-more", "rank < torch.where(top_k > 0", "rank <= torch.where(top_k > 0",
-         KERNELS + "test_cpu_sampling.py"),
+         KERNELS + "cpu/test_cpu_sampling.py"),
         ("reference-top-p-one-less", "(before < top_p[:, None])", "(before + probabilities < top_p[:, None])",
-         KERNELS + "test_cpu_sampling.py"),
+         KERNELS + "cpu/test_cpu_sampling.py"),
         ("reference-min-p", "kept &= scaled >= torch.log(min_p)[:, None]", "kept &= scaled >= min_p[:, None] - 1",
-         KERNELS + "test_cpu_sampling.py"),
+         KERNELS + "cpu/test_cpu_sampling.py"),
         ("reference-seed-ignored", "_mix64(seeds + _as_signed(0x9E3779B97F4A7C15, 64))",
          "_mix64(0 * seeds + _as_signed(0x9E3779B97F4A7C15, 64))",
          ENGINE + "test_samples_share_the_prompt_and_differ"),
         ("reference-prompt-pays", "counts[row] > 0, counts[row] >> 1", "counts[row] > 0, counts[row]",
-         KERNELS + "test_decode_rows.py"),
+         KERNELS + "decode_state/test_decode_rows.py"),
     ],
     "kernels/cpu/attention.py": [
         ("kv8-cpu-scales-in-front-of-the-window", "[:, span.skipped : end]", "[:, : span.length]",
-         KERNELS + "test_cpu_attention.py::test_paged_attention"),
+         KERNELS + "cpu/test_cpu_attention.py::test_paged_attention"),
         ("kv8-cpu-scales-of-the-first-head", "torch.arange(num_kv_heads)[:, None], alpha=block_size).flatten()",
          "torch.arange(num_kv_heads)[:, None], alpha=0).flatten()",
-         KERNELS + "test_cpu_attention.py::test_a_plan_serves_every_layer_of_its_step"),
+         KERNELS + "cpu/test_cpu_attention.py::test_a_plan_serves_every_layer_of_its_step"),
         ("cpu-decode-one-token-more", "hidden = torch.arange(longest) >= lens[:, None]",
          "hidden = torch.arange(longest) > lens[:, None]",
-         KERNELS + "test_cpu_attention.py"),
+         KERNELS + "cpu/test_cpu_attention.py"),
         ("cpu-decode-unscaled", "torch.bmm(query * softmax_scale,", "torch.bmm(query,",
-         KERNELS + "test_cpu_attention.py"),
+         KERNELS + "cpu/test_cpu_attention.py"),
         ("cpu-padding-reads-unused-slots", "slots = torch.where(hidden, slots[:, :1], slots)", "pass",
-         KERNELS + "test_cpu_attention.py"),
+         KERNELS + "cpu/test_cpu_attention.py"),
         ("cpu-prefill-mask", "visible = tokens <= queries", "visible = tokens < queries",
-         KERNELS + "test_cpu_attention.py::test_prefill_attention"),
+         KERNELS + "cpu/test_cpu_attention.py::test_prefill_attention"),
         ("cpu-prefill-mask-from-zero", "torch.arange(length - count, length)[:, None]",
          "torch.arange(count)[:, None]",
-         KERNELS + "test_cpu_attention.py::test_prefill_attention"),
+         KERNELS + "cpu/test_cpu_attention.py::test_prefill_attention"),
         ("cpu-decode-window-one-less", "seen = [min(length, pages.window or length) for",
          "seen = [min(length, (pages.window or length + 1) - 1) for",
-         KERNELS + "test_cpu_attention.py::test_paged_attention"),
+         KERNELS + "cpu/test_cpu_attention.py::test_paged_attention"),
         ("cpu-window-from-the-start", "(lens - window).clamp_(min=0)[:, None]", "(lens - lens)[:, None]",
-         KERNELS + "test_cpu_attention.py::test_a_plan_serves_every_layer_of_its_step"),
+         KERNELS + "cpu/test_cpu_attention.py::test_a_plan_serves_every_layer_of_its_step"),
         ("cpu-window-skips-no-slots", "slot = first * block_size + span.skipped", "slot = first * block_size",
-         KERNELS + "test_cpu_attention.py::test_paged_attention"),
+         KERNELS + "cpu/test_cpu_attention.py::test_paged_attention"),
         ("cpu-prefill-window-one-more", "tokens > queries - window", "tokens >= queries - window",
-         KERNELS + "test_cpu_attention.py::test_prefill_attention"),
+         KERNELS + "cpu/test_cpu_attention.py::test_prefill_attention"),
         ("cpu-prefill-window-of-the-last-query", "(pages.window or n) + end - begin - 1", "(pages.window or n)",
-         KERNELS + "test_cpu_attention.py::test_prefill_attention"),
-        ("cpu-norm-of-k-as-of-q", "(k, norms.k)", "(k, norms.q)", KERNELS + "test_cpu_attention.py"),
+         KERNELS + "cpu/test_cpu_attention.py::test_prefill_attention"),
+        ("cpu-norm-of-k-as-of-q", "(k, norms.k)", "(k, norms.q)", KERNELS + "cpu/test_cpu_attention.py"),
         ("cpu-rotation-backwards", "torch.stack((-places.sin, places.sin), dim=1)",
          "torch.stack((places.sin, -places.sin), dim=1)",
-         KERNELS + "test_cpu_attention.py"),
+         KERNELS + "cpu/test_cpu_attention.py"),
     ],
     "kernels/cpu/sampling.py": [
         ("cpu-top-k-one-more", "kept = rank < torch.where(top_k > 0", "kept = rank <= torch.where(top_k > 0",
-         KERNELS + "test_cpu_sampling.py"),
+         KERNELS + "cpu/test_cpu_sampling.py"),
         ("cpu-top-p-excludes-the-first-above", "cut = (before >= top_p[:, None])",
-         "cut = (before + probabilities >= top_p[:, None])", KERNELS + "test_cpu_sampling.py"),
+         "cut = (before + probabilities >= top_p[:, None])", KERNELS + "cpu/test_cpu_sampling.py"),
         ("cpu-min-p-halved", "cut |= scaled < torch.log(min_p)[:, None]",
-         "cut |= scaled < torch.log(min_p / 2)[:, None]", KERNELS + "test_cpu_sampling.py"),
+         "cut |= scaled < torch.log(min_p / 2)[:, None]", KERNELS + "cpu/test_cpu_sampling.py"),
         ("cpu-most-probable-may-be-cut", "(top_p < 1)[:, None] & (rank > 0)", "(top_p < 1)[:, None] & (rank > 1)",
-         KERNELS + "test_cpu_sampling.py"),
+         KERNELS + "cpu/test_cpu_sampling.py"),
         ("cpu-ties-decided-by-chance", "sure = (top_k > 0) & ~tied[:, 0]", "sure = top_k > 0",
-         KERNELS + "test_cpu_sampling.py"),
+         KERNELS + "cpu/test_cpu_sampling.py"),
     ],
     "kernels/cpu/linear.py": [
-        ("float16-holds-less", "if largest <= 2**-23 *", "if largest <= 2**-13 *", KERNELS + "test_cpu_linear.py"),
+        ("float16-holds-less", "if largest <= 2**-23 *", "if largest <= 2**-13 *", KERNELS + "cpu/test_cpu_linear.py"),
         ("blocked-without-its-bias", 'multiply(x, blocked, bias, "none"', 'multiply(x, blocked, None, "none"',
-         KERNELS + "test_cpu_linear.py::test_linear"),
+         KERNELS + "cpu/test_cpu_linear.py::test_linear"),
         ("cpu-norm-without-eps", "/ row.shape[0] + eps) ** -0.5", "/ row.shape[0]) ** -0.5",
-         KERNELS + "test_cpu_linear.py"),
+         KERNELS + "cpu/test_cpu_linear.py"),
     ],
-    "kernels/prefix_plan.py": [
+    "kernels/attention/plan.py": [
         ("one-item-at-a-time-after-all", "return replace(self, at_a_time=plan.counts[2], ", "return replace(self, ",
-         KERNELS + "test_prefix_plan.py"),
-        ("tails-beside-no-nodes", "left = tails - min(", "left = tails - 0 * min(", KERNELS + "test_prefix_plan.py"),
+         KERNELS + "attention/test_prefix_plan.py"),
+        ("tails-beside-no-nodes", "left = tails - min(", "left = tails - 0 * min(",
+         KERNELS + "attention/test_prefix_plan.py"),
         ("tails-of-any-length-alike", "more if tokens >= more * _LONG_PART else splits", "splits",
-         KERNELS + "test_prefix_plan.py"),
+         KERNELS + "attention/test_prefix_plan.py"),
         ("partly-filled-block-shared", "if num_full[member] > depth else", "if num_full[member] >= depth else",
-         KERNELS + "test_prefix_plan.py"),
+         KERNELS + "attention/test_prefix_plan.py"),
         ("node-longer-than-common", "min(num_full[member] for member in members))",
-         "max(num_full[member] for member in members))", KERNELS + "test_prefix_plan.py"),
+         "max(num_full[member] for member in members))", KERNELS + "attention/test_prefix_plan.py"),
     ],
     # --- kernels: Triton, interpreted ---------------------------------------------------------------------------------
-    "kernels/decode_attention.py": [
+    "kernels/attention/decode.py": [
         ("attended-not-grown", "out *= tl.load(growth_ptr)", "out *= 1.0",
          ATTEND_ADD + "test_the_sum_is_that_of_float64"),
         ("attended-token-of-another-eight", "by_eights(seq // 8, seq % 8,", "by_eights(seq // 8, seq % 4,",
@@ -771,77 +771,79 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("attended-behind-the-last-head", "if num_splits == 1 or num_heads * head_dim % SPAN:", "if num_splits == 1:",
          ATTEND_ADD + "test_what_is_handed_over"),
         ("kv8-scores-unscaled", "scores = scores * k_scales[None, :]", "pass",
-         KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
+         KERNELS + "attention/test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
         ("kv8-weights-unscaled", "return weights * scales[None, :]", "return weights",
-         KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
+         KERNELS + "attention/test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
         ("kv8-scales-of-the-first-head", "(kv_head * BLOCK_SIZE + tokens % BLOCK_SIZE)", "tokens % BLOCK_SIZE",
-         KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
+         KERNELS + "attention/test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
         ("decode-head-group", "heads = kv_head * GROUP + rows", "heads = kv_head + rows * tl.num_programs(0)",
-         KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
+         KERNELS + "attention/test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
         ("decode-unscaled", "tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e", "tl.zeros([ROWS, TILE], tl.float32))",
-         KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
+         KERNELS + "attention/test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
         ("decode-context-one-short", "return start, tl.minimum(start + size, context)",
          "return start, tl.minimum(start + size, context - 1)",
-         KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
+         KERNELS + "attention/test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
         ("decode-window-one-more", "seen = tl.minimum(context, WINDOW)", "seen = tl.minimum(context, WINDOW + 1)",
-         KERNELS + "test_decode_attention.py::test_paged_attention_in_a_window"),
+         KERNELS + "attention/test_decode_attention.py::test_paged_attention_in_a_window"),
         ("decode-merge-of-the-whole-context", "        context = tl.minimum(context, WINDOW)", "        pass",
-         KERNELS + "test_decode_attention.py::test_paged_attention_in_a_window"),
+         KERNELS + "attention/test_decode_attention.py::test_paged_attention_in_a_window"),
         ("decode-sum-not-corrected", "total = total * correction + tl.sum(weights, axis=1)",
          "total = total + tl.sum(weights, axis=1)",
-         KERNELS + "test_decode_attention.py"),
+         KERNELS + "attention/test_decode_attention.py"),
         ("decode-splits-unweighed", "out = tl.sum(partial * weights[:, None], axis=0)", "out = tl.sum(partial, axis=0)",
-         KERNELS + "test_decode_attention.py"),
+         KERNELS + "attention/test_decode_attention.py"),
     ],
-    "kernels/chunked_prefill.py": [
+    "kernels/attention/prefill.py": [
         ("prefill-mask", "(seen[None, :] <= positions[:, None])", "(seen[None, :] < positions[:, None])",
-         KERNELS + "test_chunked_prefill.py"),
+         KERNELS + "attention/test_chunked_prefill.py"),
         ("prefill-unmasked-too-far", "unmasked_end = (first_position + 1) // TILE * TILE",
          "unmasked_end = (first_position + ROWS) // TILE * TILE",
-         KERNELS + "test_chunked_prefill.py"),
+         KERNELS + "attention/test_chunked_prefill.py"),
         ("prefill-window-one-more", "(seen[None, :] > positions[:, None] - WINDOW)",
          "(seen[None, :] >= positions[:, None] - WINDOW)",
-         KERNELS + "test_chunked_prefill.py::test_prefill_attention_in_a_window"),
+         KERNELS + "attention/test_chunked_prefill.py::test_prefill_attention_in_a_window"),
         ("prefill-window-unmasked-too-early", "tl.maximum(first_position + ROWS - WINDOW, 0)",
          "tl.maximum(first_position - WINDOW, 0)",
-         KERNELS + "test_chunked_prefill.py::test_prefill_attention_in_a_window"),
+         KERNELS + "attention/test_chunked_prefill.py::test_prefill_attention_in_a_window"),
         ("prefill-window-begins-late", "tl.maximum(first_position - WINDOW + 1, 0)",
          "tl.maximum(first_position - WINDOW + 1 + TILE, 0)",
-         KERNELS + "test_chunked_prefill.py::test_prefill_attention_in_a_window"),
+         KERNELS + "attention/test_chunked_prefill.py::test_prefill_attention_in_a_window"),
         ("prefill-window-reads-everything", "seen_begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE",
-         "seen_begin = 0", KERNELS + "test_chunked_prefill.py::test_tokens_in_front_of_every_window_are_not_read"),
+         "seen_begin = 0",
+         KERNELS + "attention/test_chunked_prefill.py::test_tokens_in_front_of_every_window_are_not_read"),
         ("prefill-head-group", "kv_head = head // GROUP", "kv_head = head % (tl.num_programs(0) // GROUP)",
-         KERNELS + "test_chunked_prefill.py"),
+         KERNELS + "attention/test_chunked_prefill.py"),
     ],
-    "kernels/invariant_linear.py": [
+    "kernels/linear/invariant.py": [
         ("invariant-up-is-gate", "up_total = dot(tl.trans(up_weights), tl.trans(x), up_total)",
-         "up_total = dot(tl.trans(weights), tl.trans(x), up_total)", INVARIANT + "linear.py"),
-        ("invariant-tail-of-columns", "EVEN=columns % depth == 0", "EVEN=True", INVARIANT + "linear.py"),
+         "up_total = dot(tl.trans(weights), tl.trans(x), up_total)", KERNELS + "linear/test_invariant_linear.py"),
+        ("invariant-tail-of-columns", "EVEN=columns % depth == 0", "EVEN=True",
+         KERNELS + "linear/test_invariant_linear.py"),
         ("invariant-second-part", "tokens = first_token + TOKENS + tl", "tokens = first_token + TOKENS + 1 + tl",
-         INVARIANT + "linear.py"),
+         KERNELS + "linear/test_invariant_linear.py"),
         ("invariant-parts-of-a-later-tile", "tile // across * (TOKENS + MORE), tile", "tile // across * TOKENS, tile",
-         INVARIANT + "linear.py"),
+         KERNELS + "linear/test_invariant_linear.py"),
         ("invariant-last-group-of-tiles", "height = tl.minimum(down - group * GROUP, GROUP)", "height = GROUP",
-         INVARIANT + "linear.py::test_many_tiles_of_one_program"),
+         KERNELS + "linear/test_invariant_linear.py::test_many_tiles_of_one_program"),
     ],
-    "kernels/invariant_attention.py": [
+    "kernels/attention/invariant.py": [
         ("invariant-segments-not-joined", "total, out * factor[:, None] + part_out", "total, out + part_out",
-         INVARIANT + "attention.py"),
+         KERNELS + "attention/test_invariant_attention.py"),
         ("invariant-part-joined-twice", "is_there = segment + i + one < end", "is_there = segment + i + one <= end",
-         INVARIANT + "attention.py"),
+         KERNELS + "attention/test_invariant_attention.py"),
         ("invariant-in-front-of-the-window", "(tokens >= seen_begin) & (tokens < end)", "tokens < end",
-         INVARIANT + "attention.py"),
+         KERNELS + "attention/test_invariant_attention.py"),
         ("invariant-future-seen", "(seen[None, :] <= positions[:, None])", "(seen[None, :] < 2 + positions[:, None])",
-         INVARIANT + "attention.py"),
+         KERNELS + "attention/test_invariant_attention.py"),
     ],
-    "kernels/lane_products.py": [
+    "kernels/lanes.py": [
         ("digits-are-all-signed", "if UNSIGNED:\n        b = b & 255", "if False:\n        pass",
          LANES + "test_instructions_do_what_their_manual_says",
          LANES + "test_scores_and_weighted_sums_are_exact_but_for_16_bits_of_the_largest[1-64]"),
         ("turned-by-words", "tl.permute(tl.reshape(halves, [WARPS, 8, 8]), [0, 2, 1])",
          "tl.reshape(halves, [WARPS, 8, 8])", LANES + "test_instructions_do_what_their_manual_says"),
     ],
-    "kernels/attention_lanes.py": [
+    "kernels/attention/int8_decode.py": [
         ("lanes-higher-digit-cut-off", "tl.where(is_higher, _WHOLE + 128.0, _WHOLE)", "_WHOLE",
          LANES + "test_scores_and_weighted_sums_are_exact_but_for_16_bits_of_the_largest[1-64]"),
         ("lanes-one-digit-of-weights", "(sums[2 * row] * 256 + sums[2 * row + 1]).to(tl.float32)",
@@ -857,7 +859,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tl.where(largest < 1e30, factor, 0.0)",
          LANES + "test_a_query_that_is_not_finite_spoils_its_own_head_only[inf]"),
     ],
-    "kernels/prefix_lanes.py": [
+    "kernels/attention/int8_shared.py": [
         ("node-results-of-no-row", "tl.where(is_row, at, -1)", "at", LANES + "test_trees_in_8_bits"),
         ("node-keys-times-too-little", "(1.0 / BFLOAT_UNIT if q.dtype == tl.bfloat16 else 1.0)", "1.0",
          LANES + "test_nodes_in_8_bits_of_any_length"),
@@ -878,81 +880,85 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("node-behind-the-table", "tl.minimum(block, (end - 1) // BLOCK_SIZE)", "block",
          LANES + "test_nodes_in_8_bits_of_any_length"),
     ],
-    "kernels/staging.py": [
+    "kernels/attention/int8_prefill.py": [
         ("context-beyond-the-scratch", "if begin + context > capacity:", "if begin > capacity:",
          LANES + "test_a_context_is_unpacked_if_it_ends_in_the_scratch_and_read_as_it_is_if_not"),
         ("context-that-fits-left-out", "if begin + context > capacity:", "if begin + context >= capacity:",
          LANES + "test_a_context_is_unpacked_if_it_ends_in_the_scratch_and_read_as_it_is_if_not"),
         ("window-unpacked-too-late", "context - chunk - WINDOW - _LARGEST_TILE", "context - WINDOW + _LARGEST_TILE",
-         KERNELS + "test_chunked_prefill.py::"
+         KERNELS + "attention/test_chunked_prefill.py::"
          "test_prefill_attention_of_contexts_that_are_unpacked_as_far_as_there_is_room"),
     ],
-    "kernels/prefix_decode_attention.py": [
+    "kernels/attention/shared.py": [
         ("tail-reads-what-is-shared", "begin = tl.load(tails_ptr + place)", "begin = tl.load(tails_ptr + place) * 0",
-         KERNELS + "test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
+         KERNELS + "attention/test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
         ("node-without-its-weight", "out, lse = out / total[:, None], maximum + tl.log2(total)",
          "out, lse = out / total[:, None], maximum",
-         KERNELS + "test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
+         KERNELS + "attention/test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
         ("parts-of-a-node-in-one-place", "+ tl.load(item_ptr + 5)\n", "\n",
-         KERNELS + "test_prefix_decode_attention.py"),
+         KERNELS + "attention/test_prefix_decode_attention.py"),
         ("pairs-with-the-same-items", "program // num_processors * num_pairs + pair", "pair",
          KERNELS + "test_lanes.py::test_trees_in_8_bits"),
         ("pairs-leave-items-out", "num_programs = 2 * num_pairs", "pass",
          KERNELS + "test_lanes.py::test_trees_in_8_bits"),
         ("item-read-twice", "following = task + num_programs", "following = task",
-         KERNELS + "test_prefix_decode_attention.py"),
+         KERNELS + "attention/test_prefix_decode_attention.py"),
     ],
-    "kernels/masks.py": [
+    "kernels/sampling/masks.py": [
         ("bits-the-other-way-round", "(ids % 32)) & 1 == 1", "(31 - ids % 32)) & 1 == 1",
-         KERNELS + "test_mask_logits.py"),
-        ("nan-is-hidden", "may_follow | (x != x)", "may_follow", KERNELS + "test_mask_logits.py"),
-        ("padding-has-a-mask", "if mask >= 0:", "if mask >= -1:", KERNELS + "test_mask_logits.py"),
+         KERNELS + "sampling/test_mask_logits.py"),
+        ("nan-is-hidden", "may_follow | (x != x)", "may_follow", KERNELS + "sampling/test_mask_logits.py"),
+        ("padding-has-a-mask", "if mask >= 0:", "if mask >= -1:", KERNELS + "sampling/test_mask_logits.py"),
     ],
-    "kernels/decode_rows.py": [
+    "kernels/decode_state/decode.py": [
         ("row-context-one-short", "tl.store(lens_ptr + i, position + 1)", "tl.store(lens_ptr + i, position)",
-         KERNELS + "test_decode_rows.py"),
+         KERNELS + "decode_state/test_decode_rows.py"),
         ("row-table-one-short", "used = position // BLOCK_SIZE + 1", "used = position // BLOCK_SIZE",
-         KERNELS + "test_decode_rows.py"),
-        ("row-prompt-pays", "generated = count >> 1", "generated = count", KERNELS + "test_decode_rows.py"),
+         KERNELS + "decode_state/test_decode_rows.py"),
+        ("row-prompt-pays", "generated = count >> 1", "generated = count",
+         KERNELS + "decode_state/test_decode_rows.py"),
         ("row-token-counted-as-prompt", "other=0) + 2, mask=draws)", "other=0) + 1, mask=draws)",
-         KERNELS + "test_decode_rows.py"),
+         KERNELS + "decode_state/test_decode_rows.py"),
         ("beam-row-takes-a-draw", "mask=draws, other=1) == 0", "mask=draws, other=1) >= 0",
-         KERNELS + "test_decode_rows.py"),
+         KERNELS + "decode_state/test_decode_rows.py"),
     ],
-    "kernels/beam_rows.py": [
+    "kernels/decode_state/beams.py": [
         ("nan-comes-last", "ordered(value), 0x7FFFFFFF)", "ordered(value), -0x7FFFFFFF)",
-         KERNELS + "test_beam_rows.py"),
+         KERNELS + "decode_state/test_beam_rows.py"),
         ("second-child-stays", "is_first = tl.sum(twins.to(tl.int32), axis=1) == 0",
-         "is_first = tl.sum(twins.to(tl.int32), axis=1) >= 0", KERNELS + "test_beam_rows.py"),
-        ("ended-beam-lives-on", "(ended == 0).to(tl.int32)", "1", KERNELS + "test_beam_rows.py"),
-        ("last-block-not-copied", "if position % BLOCK_SIZE != 0:", "if position < 0:", KERNELS + "test_beam_rows.py"),
+         "is_first = tl.sum(twins.to(tl.int32), axis=1) >= 0", KERNELS + "decode_state/test_beam_rows.py"),
+        ("ended-beam-lives-on", "(ended == 0).to(tl.int32)", "1", KERNELS + "decode_state/test_beam_rows.py"),
+        ("last-block-not-copied", "if position % BLOCK_SIZE != 0:", "if position < 0:",
+         KERNELS + "decode_state/test_beam_rows.py"),
         ("last-block-shared", "full = position // BLOCK_SIZE", "full = position // BLOCK_SIZE + 1",
-         KERNELS + "test_beam_rows.py"),
+         KERNELS + "decode_state/test_beam_rows.py"),
     ],
-    "kernels/sampling.py": [
+    "kernels/sampling/draw.py": [
         ("triton-top-p-one-less", "tl.sum(tl.where(above, weights, 0.0), axis=0) < top_p * total",
          "tl.sum(tl.where(above | (ids == token), weights, 0.0), axis=0) < top_p * total",
-         KERNELS + "test_sampling.py::test_each_cut_keeps_just_what_it_should"),
+         KERNELS + "sampling/test_sampling.py::test_each_cut_keeps_just_what_it_should"),
         ("triton-min-p-without-its-temperature", "enough = (x - anchor) / temperature >= least",
          "enough = x - anchor >= least",
-         KERNELS + "test_sampling.py::test_each_cut_keeps_just_what_it_should"),
+         KERNELS + "sampling/test_sampling.py::test_each_cut_keeps_just_what_it_should"),
     ],
-    "kernels/scan.py": [
+    "kernels/sampling/scan.py": [
         ("triton-seed", "tl.load(positions_ptr + row), ids)", "tl.load(positions_ptr + row) + 1, ids)",
-         KERNELS + "test_sampling.py::test_sampling_draws_what_the_reference_draws"),
+         KERNELS + "sampling/test_sampling.py::test_sampling_draws_what_the_reference_draws"),
         ("triton-tokens-beyond-the-vocabulary", 'ids, mask=ids < vocab, other=float("-inf")',
          "ids, mask=ids < vocab, other=0.0",
-         KERNELS + "test_sampling.py::test_sampling_draws_what_the_reference_draws"),
+         KERNELS + "sampling/test_sampling.py::test_sampling_draws_what_the_reference_draws"),
     ],
-    "kernels/top_k.py": [
-        ("triton-top-k-one-less-of-equals", "axis=0) <= missing)", "axis=0) < missing)", KERNELS + "test_top_k.py"),
+    "kernels/sampling/top_k.py": [
+        ("triton-top-k-one-less-of-equals", "axis=0) <= missing)", "axis=0) < missing)",
+         KERNELS + "sampling/test_top_k.py"),
         ("triton-few-with-the-higher-id-first", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)",
-         KERNELS + "test_top_k.py"),
-        ("triton-few-negative-as-their-bits", "bits, bits ^ 0x7FFFFFFF)", "bits, bits)", KERNELS + "test_top_k.py"),
+         KERNELS + "sampling/test_top_k.py"),
+        ("triton-few-negative-as-their-bits", "bits, bits ^ 0x7FFFFFFF)", "bits, bits)",
+         KERNELS + "sampling/test_top_k.py"),
         ("triton-higher-id-first", "(ids[:, None] < ids[None, :])", "(ids[:, None] > ids[None, :])",
-         KERNELS + "test_top_k.py"),
+         KERNELS + "sampling/test_top_k.py"),
     ],
-    "kernels/rotary.py": [
+    "kernels/cache/rotary.py": [
         ("kv8-fractions-cut-off", " + 12582912.0 - 12582912.0", "", EIGHT_BITS_WRITTEN),
         ("kv8-infinity-is-a-number", "largest < 0x7F800000", "largest <= 0x7F800000", EIGHT_BITS_WRITTEN),
         ("kv8-scale-of-a-half", "largest = tl.maximum(_largest(first), _largest(second))", "largest = _largest(first)",
@@ -960,46 +966,46 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("kv8-scales-token-by-token", "(slot // BLOCK_SIZE * num_kv_heads + heads) * BLOCK_SIZE + slot % BLOCK_SIZE",
          "slot * num_kv_heads + heads", EIGHT_BITS_WRITTEN),
         ("rotary-norm-of-half-a-head", "squares / (2 * HALF) + EPS", "squares / HALF + EPS",
-         KERNELS + "test_rotary.py"),
+         KERNELS + "cache/test_rotary.py"),
         ("triton-rotation-backwards", "return first * cos - second * sin, second * cos + first * sin",
          "return first * cos + second * sin, second * cos - first * sin",
-         KERNELS + "test_rotary.py"),
+         KERNELS + "cache/test_rotary.py"),
         ("triton-v-in-part", "tl.store(v_out + HALF + pairs[None, :], tl.load(v_in + HALF +",
-         "tl.store(v_out + HALF + pairs[None, :], tl.load(v_in +", KERNELS + "test_rotary.py"),
+         "tl.store(v_out + HALF + pairs[None, :], tl.load(v_in +", KERNELS + "cache/test_rotary.py"),
     ],
-    "kernels/norm.py": [
-        ("triton-norm-by-its-tile", "axis=0) / SIZE + eps)", "axis=0) / TILE + eps)", KERNELS + "test_norm.py"),
+    "kernels/norm/rms_norm.py": [
+        ("triton-norm-by-its-tile", "axis=0) / SIZE + eps)", "axis=0) / TILE + eps)", KERNELS + "norm/test_norm.py"),
     ],
-    "kernels/activation.py": [
+    "kernels/norm/activation.py": [
         ("triton-gate-and-up-swapped", "silu = (gate * tl.sigmoid(gate))",
-         "silu = (gate * tl.sigmoid(up.to(tl.float32)))", KERNELS + "test_activation.py"),
+         "silu = (gate * tl.sigmoid(up.to(tl.float32)))", KERNELS + "norm/test_activation.py"),
     ],
-    "kernels/few_linear.py": [
+    "kernels/linear/few_tokens.py": [
         ("few-tokens-norm", "tl.sum(squares, axis=0) / num_columns", "tl.sum(squares, axis=0) / DEPTH",
-         KERNELS + "test_few_linear.py::test_a_few_tokens"),
+         KERNELS + "linear/test_few_linear.py::test_a_few_tokens"),
         ("few-tokens-gates-bias", "tl.load(bias_ptr + num_rows + rows,", "tl.load(bias_ptr + rows,",
-         KERNELS + "test_few_linear.py::test_a_few_tokens"),
+         KERNELS + "linear/test_few_linear.py::test_a_few_tokens"),
         ("few-tokens-rest-of-the-columns", "rest = PARTS * DEPTH + part * REST", "rest = DEPTH + part * REST",
-         KERNELS + "test_few_linear.py::test_a_few_tokens"),
+         KERNELS + "linear/test_few_linear.py::test_a_few_tokens"),
         ("few-tokens-write-behind-the-last", "is_row[:, None] & (tokens < num_tokens)[None, :]", "is_row[:, None]",
-         KERNELS + "test_few_linear.py::test_what_no_token_and_no_row_covers_is_neither_read_nor_written"),
+         KERNELS + "linear/test_few_linear.py::test_what_no_token_and_no_row_covers_is_neither_read_nor_written"),
     ],
-    "kernels/guess_rows.py": [
+    "kernels/decode_state/guesses.py": [
         ("guesses-from-a-worse-place", "tl.maximum(found, tl.max(best, axis=0))", "tl.max(best, axis=0)",
-         KERNELS + "test_guess_rows.py::test_guesses"),
+         KERNELS + "decode_state/test_guess_rows.py::test_guesses"),
         ("guesses-behind-the-text", "(i - 1) % tl.maximum(last - place, 1)", "(i - 1)",
-         KERNELS + "test_guess_rows.py::test_guesses"),
+         KERNELS + "decode_state/test_guess_rows.py::test_guesses"),
         ("text-lacks-right-guesses", "mask=lanes < right)", "mask=lanes < 0)",
-         KERNELS + "test_guess_rows.py::test_guesses"),
+         KERNELS + "decode_state/test_guess_rows.py::test_guesses"),
     ],
-    "kernels/matvec.py": [
+    "kernels/linear/matvec.py": [
         ("triton-matvec-norm", "axis=0 if TOKENS == 1 else 2) / num_columns + eps",
          "axis=0 if TOKENS == 1 else 2) / COLUMNS + eps",
-         KERNELS + "test_matvec.py::test_matvec"),
+         KERNELS + "linear/test_matvec.py::test_matvec"),
         ("triton-matvec-bias-of-the-gate", "tl.load(bias_ptr + num_rows + rows,", "tl.load(bias_ptr + rows,",
-         KERNELS + "test_matvec.py::test_matvec"),
+         KERNELS + "linear/test_matvec.py::test_matvec"),
     ],
-    "kernels/fp8_matvec.py": [
+    "kernels/linear/fp8_matvec.py": [
         ("fp8-scale-of-the-gate", "scales_ptr + num_rows + rows,", "scales_ptr + rows,",
          FP8 + "test_products_are_those_of_the_unpacked_weights[1-shape0-dtype0]"),
         ("fp8-next-tile-forgotten", "weights = load_weights(weight_ptr, rows, columns + COLUMNS,",
@@ -1011,23 +1017,23 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("fp8-nan-is-480", "tl.where((bits & 0x7F) == 0x7F,", "tl.where((bits & 0x7F) == 0x80,",
          FP8 + "test_every_number_is_widened_exactly"),
     ],
-    "kernels/fp8_linear.py": [
+    "kernels/linear/fp8.py": [
         ("fp8-norm-forgotten", "scale * factor)", "scale)", FP8 + "test_tokens_are_rounded_each_by_its_largest_number"),
         ("fp8-scale-of-zero", "LARGEST), _LEAST)", "LARGEST), 0.0)",
          FP8 + "test_tokens_are_rounded_each_by_its_largest_number"),
     ],
-    "kernels/blocks.py": [
+    "kernels/cache/blocks.py": [
         ("triton-last-word-not-copied", "tl.where(source >= 0, words, 0)", "tl.where(source >= 0, words - 1, 0)",
-         KERNELS + "test_blocks.py"),
+         KERNELS + "cache/test_blocks.py"),
     ],
-    "kernels/low_bit.py": [
+    "kernels/linear/low_bit/layouts.py": [
         ("low-bit-zero-kept", "(levels - zeros)", "levels", LOW_BIT + "test_products[q4_0-1-shape0]"),
         ("low-bit-bytes-in-order", "_BYTES = (0, 16, 8, 24)", "_BYTES = (0, 8, 16, 24)",
          LOW_BIT + "test_products[q4_0-1-shape0]"),
         ("low-bit-mins-added", "(mins * -min_unit", "(mins * min_unit",
          LOW_BIT + "test_six_bits_of_scales_and_minima_come_back"),
     ],
-    "kernels/low_bit_tiles.py": [
+    "kernels/linear/low_bit/planes.py": [
         ("low-bit-neighbours-mixed", "((high << 11) & 0x10001000)", "((high << 10) & 0x10001000)",
          LOW_BIT + "test_products[q5_0-1-shape0]"),
         ("low-bit-word-of-another-two", "(4 * PLANES * (tl.arange(0, 4) % SHARE))", "(4 * (tl.arange(0, 4) % SHARE))",
@@ -1037,7 +1043,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("low-bit-factors-beyond-the-rows", "at = row * (num_groups // (GROUP // 32)) + each // (GROUP // 32)",
          "at = row * num_groups + each // (GROUP // 32)", LOW_BIT + "test_products[awq-1-shape0]"),
     ],
-    "kernels/low_bit_matvec.py": [
+    "kernels/linear/low_bit/one_token.py": [
         ("low-bit-fine-plane-dropped", "(coarse * 256 + fine)", "(coarse * 256)",
          LOW_BIT + "test_products[q4_0-1-shape0]"),
         ("low-bit-offset-of-half-a-group", "both = first_sum + second_sum", "both = first_sum",
@@ -1045,7 +1051,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("low-bit-nan-is-a-number", " + 0.0 * tl.sum(tl.sum(x, 2), 1)", "",
          LOW_BIT + "test_numbers_that_are_none_are_seen[2-nan]"),
     ],
-    "kernels/low_bit_matmul.py": [
+    "kernels/linear/low_bit/few_tokens.py": [
         ("low-bit-warps-not-added", "second = tl.sum(tl.reshape(totals", "second = tl.max(tl.reshape(totals",
          LOW_BIT + "test_tiles[q8_0-tile0]"),
         ("low-bit-token-of-another-eight", "by_eights(token // 8, token % 8,", "by_eights(token // 8, token % 4,",
@@ -1058,7 +1064,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          LOW_BIT_MLP + "test_columns_behind_the_last_are_zeros_wherever_they_are"),
         ("gated-product-not-grown", "first *= growth", "first *= 1.0", LOW_BIT_MLP + "test_weights_of_any_size[300.0]"),
     ],
-    "kernels/low_bit_bound.py": [
+    "kernels/linear/low_bit/bound.py": [
         ("bound-without-the-norm", "weights.mul_(norm)", "weights",
          LOW_BIT_MLP + "test_no_input_is_beyond_the_bound[q4_0]"),
         ("bound-of-keys-too", "rows = slice(max(first - start, 0), part.shape[0])", "rows = slice(0, part.shape[0])",
@@ -1066,14 +1072,14 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("bound-in-another-order", "norm_weight[matrix.order]", "norm_weight",
          LOW_BIT_MLP + "test_no_input_is_beyond_the_bound[awq]"),
     ],
-    "kernels/low_bit_dot.py": [
+    "kernels/linear/low_bit/many_tokens.py": [
         ("dot-of-small-scales", "(words >> (at % SHARE * BITS))", "(words >> (at % SHARE * 0))",
          LOW_BIT + "test_dozens_of_tokens[q5_0-shape0]"),
         ("dot-gate-is-up", "is_second * num_rows", "is_second * 0", LOW_BIT + "test_dozens_of_tokens[q4_1-shape0]"),
         ("dot-parts-overlap", "begin = tl.program_id(2) * share", "begin = tl.program_id(2) * 0",
          LOW_BIT + "test_dozens_of_tokens[q4_1-shape0]"),
     ],
-    "kernels/low_bit_linear.py": [
+    "kernels/linear/low_bit/choose.py": [
         ("gated-columns-in-no-order", "return parts[0].order is None and", "return parts[0].order is not True and",
          LOW_BIT_MLP + "test_what_is_handed_over"),
         ("low-bit-never-unpacked", "!= UNPACKED for part", "is not None or True for part",
@@ -1084,7 +1090,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("copy-for-few-tokens", "return min(16 if part.layout.table", "return min(4 if part.layout.table",
          LOW_BIT + "test_a_copy_multiplies_many_tokens"),
     ],
-    "kernels/low_bit_tuning.py": [
+    "kernels/linear/low_bit/tuning.py": [
         ("slowest-tile-taken", "best = min(range", "best = max(range",
          TUNING + "test_the_fastest_candidate_of_each_number_of_tokens_is_found"),
         ("tile-that-fits-no-card-timed", "return [job for job in jobs if runs.get(job.kernel, True)]", "return jobs",
@@ -1108,7 +1114,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("gate-of-two-matrices", "if len(layer.gate_up.parts) == 1 else", "if True else",
          TILES + "test_a_gate_of_two_layouts_has_no_gate_in_its_products"),
     ],
-    "kernels/low_bit_lanes.py": [
+    "kernels/linear/low_bit/lanes.py": [
         ("low-bit-scale-of-the-other-half", "factors[1] if WORD > 1 else factors[0]", "factors[0]",
          LOW_BIT + "test_products[q6_k-2-shape0]"),
         ("low-bit-lane-of-another-group", "part = (group % 8) * 4", "part = (group % 4) * 4",
@@ -1130,11 +1136,11 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          CPU_LOW_BIT),
         ("int4-of-tables", "and not part.layout.table and", "and", CPU_LOW_BIT),
     ],
-    "kernels/low_bit_rounding.py": [
+    "kernels/linear/low_bit/rounding.py": [
         ("rounded-without-a-search", "better = error < least", "better = (error < least) & (wider == _WIDER[bits][-1])",
-         "tests/kernels/test_low_bit_rounding.py"),
+         "tests/kernels/linear/test_low_bit_rounding.py"),
         ("infinity-rounded-away", "0.0 * (low + high)", "0.0 * (low + high).nan_to_num(0, 0, 0)",
-         "tests/kernels/test_low_bit_rounding.py"),
+         "tests/kernels/linear/test_low_bit_rounding.py"),
     ],
     "minillm/model/rounded_tensors.py": [
         ("rank-rounds-the-whole", "numbers = self.source.tensor(name, rows, columns)",

@@ -22,8 +22,8 @@ from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.forms import Held
 from minillm.kernels import Costs
+from minillm.kernels.attention.plan import FREE
 from minillm.kernels.cpu.linear import FBGEMM
-from minillm.kernels.prefix_plan import FREE
 from minillm.load import methods_for
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Batch, Llama

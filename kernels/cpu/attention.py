@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from minillm.kernels import reference
 from minillm.kernels.arguments import HeadNorms, LayerCache, Pages, Places
+from minillm.kernels.attention.plan import WorkList
 from minillm.kernels.cpu.linear import rms_norm
-from minillm.kernels.prefix_plan import WorkList
 
 # Several sequences at once are faster than one by one (16 of 270 tokens, 9/3 heads x 64: 0.83 ms a layer, 1.46) unless
 # padding spoils it.

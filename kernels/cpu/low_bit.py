@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels.cpu.linear import FBGEMM, PackedLinear, scalar
-from minillm.kernels.low_bit import AT_ONCE_ON_CPU, GROUP, LowBit, factors, unpack_levels
+from minillm.kernels.linear.low_bit.layouts import AT_ONCE_ON_CPU, GROUP, LowBit, factors, unpack_levels
 
 _LEVELS = 127  # of a weight: -127 to 127
 _HIGH = 63  # of an activation's first part

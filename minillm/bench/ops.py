@@ -20,7 +20,7 @@ from minillm.kernels import (
     plan_attention,
     reference,
 )
-from minillm.kernels.prefix_plan import FREE, Costs
+from minillm.kernels.attention.plan import FREE, Costs
 from minillm.kernels.timing import copies_for_cold_l2
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16

@@ -7,7 +7,7 @@ that token. So the answer is the one that would have come without guesses, whate
 fewer steps lead to it.
 
 Where waiting for the host would take long beside a step, the device itself makes guesses at a sequence that runs alone,
-and judges them: see `minillm.kernels.guess_rows`. The host says only for which steps.
+and judges them: see `minillm.kernels.decode_state.guesses`. The host says only for which steps.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 from minillm.errors import WeightsError
 from minillm.forms import Held
 from minillm.kernels import HeadNorms, LinearWeight, LowBit
-from minillm.kernels.low_bit import GROUP, concatenated, expanded, in_eight_bits, padded
+from minillm.kernels.linear.low_bit.layouts import GROUP, concatenated, expanded, in_eight_bits, padded
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Attention, Layer, Llama
 from minillm.model.rope import RotaryTable

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import FASTEST, KVCache, LinearWeight
-from minillm.kernels.low_bit import GROUP
+from minillm.kernels.linear.low_bit.layouts import GROUP
 from minillm.model.llama import Attention, Batch, Llama
 from minillm.model.llama import Layer as Weights
 

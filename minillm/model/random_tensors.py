@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from minillm.forms import FORMS
-from minillm.kernels.low_bit import FP8, Layout, LowBit, random_matrix
+from minillm.kernels.linear.low_bit.layouts import FP8, Layout, LowBit, random_matrix
 from minillm.model.config import ModelConfig
 from minillm.model.loader import parameter_shapes
 

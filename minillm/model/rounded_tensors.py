@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from minillm.kernels import LowBit
-from minillm.kernels.low_bit import GROUP, in_fp8
-from minillm.kernels.low_bit_rounding import rounded
+from minillm.kernels.linear.low_bit.layouts import GROUP, in_fp8
+from minillm.kernels.linear.low_bit.rounding import rounded
 from minillm.model.loader import TensorSource
 
 _BITS = {"int8": 8, "int4": 4}

@@ -242,7 +242,7 @@ def _load(
         if config.kv_cache_dtype == "int8":
             model = replace(model, kv_in_8_bits=True)
         if config.deterministic:
-            from minillm.kernels.invariant import OPS  # not at the top: it imports Triton
+            from minillm.kernels.deterministic import OPS  # not at the top: it imports Triton
 
             model = replace(model, ops=OPS)
             if ranks is not None:

@@ -7,7 +7,7 @@ sequences, and of few sequences for padded lengths of the longest, when these ar
 included, is data. Short prompts are graphs, too: `minillm.runner.short_prompts`.
 
 A text that runs alone and repeats itself is guessed on the device, which also judges these guesses
-(`minillm.kernels.guess_rows`); the host hears a step later how far the sequence has come.
+(`minillm.kernels.decode_state.guesses`); the host hears a step later how far the sequence has come.
 
 Other guesses at a sequence's next tokens are computed as if they were sequences that decode, with one table and other
 lengths (a layer writes all K and V before any token reads them). So these steps and their draws are graphs, too; their
@@ -71,7 +71,7 @@ def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size
     rows, width = _capacity(max_num_seqs), -(-max_model_len // block_size)
     c = model.local
     if model.is_deterministic:
-        from minillm.kernels.invariant_attention import partial_bytes  # not at the top: it imports Triton
+        from minillm.kernels.attention.invariant import partial_bytes  # not at the top: it imports Triton
 
         heads = c.num_heads, c.num_kv_heads, c.head_dim
         partial = partial_bytes(rows, width * block_size, *heads, model.dtype.itemsize, model.device)

@@ -1,4 +1,4 @@
-"""The rows of decoding sequences on the device (`minillm.kernels.decode_rows`), as the host knows them.
+"""The rows of decoding sequences on the device (`minillm.kernels.decode_state.decode`), as the host knows them.
 
 A row has a sequence's next token, that token's position, its sampling parameters and its block table. The host sends
 only the words that have changed since the last step.

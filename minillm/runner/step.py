@@ -69,7 +69,7 @@ class DecodeWork:
 
 @dataclass(slots=True)
 class GuessWork:
-    """Guesses that the device makes behind the token of the only sequence of a step (`minillm.kernels.guess_rows`)."""
+    """Guesses that the device makes behind the token of the only sequence of a step (`decode_state.guesses`)."""
 
     count: int
     first: int  # where what the device lacks of the sequence's text begins

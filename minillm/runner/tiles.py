@@ -17,16 +17,13 @@ from pathlib import Path
 import torch
 import triton
 
-from minillm.kernels import (
-    LinearWeight,
-    LowBit,
-    low_bit_lanes,
-    low_bit_matmul,
-    low_bit_matvec,
-    low_bit_tiles,
-    low_bit_tuning,
-)
-from minillm.kernels.low_bit_tuning import OnCount, Place, Product, Tile, Timed, buckets, candidates
+from minillm.kernels import LinearWeight, LowBit
+from minillm.kernels.linear.low_bit import few_tokens as low_bit_matmul
+from minillm.kernels.linear.low_bit import lanes as low_bit_lanes
+from minillm.kernels.linear.low_bit import one_token as low_bit_matvec
+from minillm.kernels.linear.low_bit import planes as low_bit_tiles
+from minillm.kernels.linear.low_bit import tuning as low_bit_tuning
+from minillm.kernels.linear.low_bit.tuning import OnCount, Place, Product, Tile, Timed, buckets, candidates
 from minillm.model.llama import Llama
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message

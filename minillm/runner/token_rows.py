@@ -1,6 +1,6 @@
 """Rows of the device for the tokens of a step that are computed as if each were the last one of its own sequence.
 
-They are rows as `minillm.kernels.decode_rows` reads them, but no sequence keeps one: they are written anew for every
+They are rows as `kernels.decode_state.decode` reads them, but no sequence keeps one: they are written anew for every
 step, in one transfer. A sequence's guesses have the same block table and sampling parameters as its last token.
 """
 

@@ -1,4 +1,4 @@
-"""The blocks of GGUF's low-bit types, taken apart into the planes of `minillm.kernels.low_bit`, on any device.
+"""The blocks of GGUF's low-bit types, taken apart into the planes of `kernels.linear.low_bit.layouts`, on any device.
 
 Formats: ggml's ``ggml-common.h`` and ``ggml-quants.c``. Where no scale is changed and no level, so is no weight.
 """
@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from minillm.kernels.low_bit import AT_ONCE_ON_CPU, GROUP, SUPER, Layout, LowBit, pack_levels, pack_super
+from minillm.kernels.linear.low_bit.layouts import AT_ONCE_ON_CPU, GROUP, SUPER, Layout, LowBit, pack_levels, pack_super
 
 _AT_ONCE = 1 << 24  # weights on a GPU, so that what is made on the way stays small beside the model
 

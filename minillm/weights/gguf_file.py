@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minillm.errors import WeightsError
 from minillm.kernels import LowBit
-from minillm.kernels.low_bit import GROUP, in_eight_bits
+from minillm.kernels.linear.low_bit.layouts import GROUP, in_eight_bits
 from minillm.text.gguf_tokens import end_ids, special_ids
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line

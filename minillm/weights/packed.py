@@ -1,4 +1,4 @@
-"""Matrices of few bits in safetensors, unpacked to levels, and turned to numbers or to `minillm.kernels.low_bit`.
+"""Low-bit matrices in safetensors, unpacked to levels, and dequantized or to `kernels.linear.low_bit.layouts`.
 
 A weight is ``scale * (level - zero)``, with a scale and a zero for each group along the input:
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from minillm.kernels import LowBit
-from minillm.kernels.low_bit import FP8, GROUP, Layout, pack_levels
+from minillm.kernels.linear.low_bit.layouts import FP8, GROUP, Layout, pack_levels
 from minillm.weights.quantised import BITS, Quantised, Quantization
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its first column, its second, ...

@@ -12,7 +12,7 @@ from minillm import LLM, BeamSearchParams, SamplingParams, kernels
 from minillm.errors import UsageError
 
 pytest.importorskip("triton")
-from minillm.kernels.invariant import OPS
+from minillm.kernels.deterministic import OPS
 
 REQUESTS: list[tuple[list[int], Any]] = [
     ([3, 14, 15, 92, 65, 35, 89, 79, 32], SamplingParams(max_tokens=7, temperature=0, ignore_eos=True)),

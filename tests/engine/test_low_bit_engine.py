@@ -10,7 +10,7 @@ import torch
 from support import DEVICE, engine_for, hf_model, run
 
 from minillm import BeamSearchParams, SamplingParams, kernels
-from minillm.kernels.low_bit import dequantise
+from minillm.kernels.linear.low_bit.layouts import dequantise
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
@@ -18,7 +18,7 @@ from minillm.model.rounded_tensors import RoundedTensors
 from minillm.weights.checkpoint import SafetensorsCheckpoint
 
 pytest.importorskip("triton")
-from minillm.kernels import low_bit_linear
+from minillm.kernels.linear.low_bit import choose as low_bit_linear
 
 REQUESTS: list[tuple[list[int], Any]] = [
     ([3, 14, 15, 92, 65, 35], SamplingParams(max_tokens=7, temperature=0, ignore_eos=True)),

@@ -99,7 +99,7 @@ def test_a_context_in_8_bits_that_a_prompt_unpacks_has_room_on_a_gpu() -> None:
 
 def test_the_step_that_is_measured_unpacks_as_much_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts of any step, of sequences no longer than the longest and of no more tokens, fit where its did."""
-    chunked_prefill = pytest.importorskip("minillm.kernels.chunked_prefill")
+    chunked_prefill = pytest.importorskip("minillm.kernels.attention.prefill")
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "synchronize", "empty_cache"):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *device: 0)
     steps: list[Batch] = []

@@ -12,34 +12,25 @@ from __future__ import annotations
 import torch
 from shapes import DEVICE, make_pool, randn, rounded, shape_of
 
-from minillm.kernels import (
-    DecodeInputs,
-    Field,
-    LayerCache,
-    Places,
-    SamplingInputs,
-    SearchField,
-    activation,
-    beam_rows,
-    blocks,
-    decode_rows,
-    guess_rows,
-    invariant_attention,
-    invariant_linear,
-    masks,
-    matvec,
-    norm,
-    rotary,
-    sampling,
-    top_k,
-)
-from minillm.kernels import low_bit_linear as few_bits
+from minillm.kernels import DecodeInputs, Field, LayerCache, Places, SamplingInputs, SearchField
 from minillm.kernels.arguments import HeadNorms
-from minillm.kernels.chunked_prefill import prefill_attention
-from minillm.kernels.decode_attention import paged_attention
-from minillm.kernels.low_bit import FP8, Layout, random_matrix
-from minillm.kernels.prefix_decode_attention import prefix_attention
-from minillm.kernels.prefix_plan import FREE, WorkList, plan_attention
+from minillm.kernels.attention import invariant as invariant_attention
+from minillm.kernels.attention.decode import paged_attention
+from minillm.kernels.attention.plan import FREE, WorkList, plan_attention
+from minillm.kernels.attention.prefill import prefill_attention
+from minillm.kernels.attention.shared import prefix_attention
+from minillm.kernels.cache import blocks, rotary
+from minillm.kernels.decode_state import beams as beam_rows
+from minillm.kernels.decode_state import decode as decode_rows
+from minillm.kernels.decode_state import guesses as guess_rows
+from minillm.kernels.linear import invariant as invariant_linear
+from minillm.kernels.linear import matvec
+from minillm.kernels.linear.low_bit import choose as few_bits
+from minillm.kernels.linear.low_bit.layouts import FP8, Layout, random_matrix
+from minillm.kernels.norm import activation
+from minillm.kernels.norm import rms_norm as norm
+from minillm.kernels.sampling import draw as sampling
+from minillm.kernels.sampling import masks, top_k
 
 
 def check_attention(dtype: torch.dtype) -> None:

@@ -14,9 +14,13 @@ from minillm import kernels
 from minillm.kernels import LayerCache, Pages, Places, cpu, reference
 
 pytest.importorskip("triton")
-from minillm.kernels import blocks, gpu, norm, rotary, sampling, top_k
-from minillm.kernels.chunked_prefill import prefill_attention
-from minillm.kernels.decode_attention import paged_attention
+from minillm.kernels import gpu
+from minillm.kernels.attention.decode import paged_attention
+from minillm.kernels.attention.prefill import prefill_attention
+from minillm.kernels.cache import blocks, rotary
+from minillm.kernels.norm import rms_norm as norm
+from minillm.kernels.sampling import draw as sampling
+from minillm.kernels.sampling import top_k
 
 
 def test_the_same_inputs_give_the_same_bits_ten_times() -> None:

@@ -10,9 +10,10 @@ from torch import Tensor
 from minillm.kernels import LinearWeight, LowBit
 
 pytest.importorskip("triton")
-from minillm.kernels import invariant, low_bit_linear
-from minillm.kernels.invariant import OPS
-from minillm.kernels.low_bit import FP8, Layout, expanded, random_matrix
+from minillm.kernels import deterministic as invariant
+from minillm.kernels.deterministic import OPS
+from minillm.kernels.linear.low_bit import choose as low_bit_linear
+from minillm.kernels.linear.low_bit.layouts import FP8, Layout, expanded, random_matrix
 
 EPS = 1e-5
 PARTS = {

@@ -25,17 +25,20 @@ from shapes import (
 from torch import Tensor
 
 from minillm.kernels import Pages, reference
-from minillm.kernels.prefix_plan import FREE, WorkList, plan_attention
+from minillm.kernels.attention.plan import FREE, WorkList, plan_attention
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from minillm.kernels import attention_lanes, prefix_lanes
-from minillm.kernels.attention_lanes import attend_group, load_group
-from minillm.kernels.chunked_prefill import prefill_attention
-from minillm.kernels.decode_attention import paged_attention
-from minillm.kernels.lane_products import (
+from minillm.kernels.attention import int8_decode as attention_lanes
+from minillm.kernels.attention import int8_shared as prefix_lanes
+from minillm.kernels.attention.decode import paged_attention
+from minillm.kernels.attention.int8_decode import attend_group, load_group
+from minillm.kernels.attention.int8_prefill import stage
+from minillm.kernels.attention.prefill import prefill_attention
+from minillm.kernels.attention.shared import prefix_attention
+from minillm.kernels.lanes import (
     brains,
     by_number,
     bytes_at,
@@ -49,8 +52,6 @@ from minillm.kernels.lane_products import (
     turned,
     two_digits,
 )
-from minillm.kernels.prefix_decode_attention import prefix_attention
-from minillm.kernels.staging import stage
 
 Attend = Callable[[Tensor, Pages], Tensor]
 WARPS = 2
@@ -413,5 +414,5 @@ def test_a_context_is_unpacked_if_it_ends_in_the_scratch_and_read_as_it_is_if_no
                 scales[pages.tables[0, :8].long()] = float("nan")
         return unpacked
 
-    monkeypatch.setattr("minillm.kernels.chunked_prefill.stage", stage_and_forget)
+    monkeypatch.setattr("minillm.kernels.attention.prefill.stage", stage_and_forget)
     assert relative_error(prefill_attention(q, pages, starts, 0.1, capacity=capacity), exact) < TOLERANCE[q.dtype]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minillm.forms import FORMS
-from minillm.kernels.low_bit import FP8, dequantise
+from minillm.kernels.linear.low_bit.layouts import FP8, dequantise
 from minillm.model.random_tensors import RandomTensors
 from minillm.model.shapes import SHAPES
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from minillm import LLM, kernels
 from minillm.errors import UsageError
-from minillm.kernels.low_bit import dequantise, in_fp8
-from minillm.kernels.low_bit_rounding import rounded
+from minillm.kernels.linear.low_bit.layouts import dequantise, in_fp8
+from minillm.kernels.linear.low_bit.rounding import rounded
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama
@@ -49,7 +49,7 @@ def test_a_model_computes_with_them(
     checkpoint: SafetensorsCheckpoint, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     pytest.importorskip("triton")
-    from minillm.kernels import low_bit_linear
+    from minillm.kernels.linear.low_bit import choose as low_bit_linear
 
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
     expected = load(Numbers(checkpoint, form), checkpoint, "expanded")

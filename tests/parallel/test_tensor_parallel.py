@@ -33,7 +33,7 @@ from minillm.engine.engine import Engine
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
-from minillm.kernels.prefix_plan import FREE
+from minillm.kernels.attention.plan import FREE
 from minillm.load import Followers, methods_for
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama

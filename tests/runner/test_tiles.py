@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from minillm.kernels.low_bit import Layout, LowBit
+from minillm.kernels.linear.low_bit.layouts import Layout, LowBit
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
 from minillm.model.random_tensors import RandomTensors
@@ -20,7 +20,7 @@ from minillm.progress import Progress, ignore_progress
 
 pytest.importorskip("triton")
 
-from minillm.kernels.low_bit_tuning import OnCount, Product, Timed, buckets, candidates
+from minillm.kernels.linear.low_bit.tuning import OnCount, Product, Timed, buckets, candidates
 from minillm.runner.tiles import RECORDED, TileFile, choose_tiles, known, products_of
 
 CONFIG = replace(

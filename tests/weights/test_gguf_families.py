@@ -17,7 +17,7 @@ from test_gguf_kinds import Without
 
 from minillm import LLM, SamplingParams
 from minillm.errors import WeightsError
-from minillm.kernels.low_bit import dequantise
+from minillm.kernels.linear.low_bit.layouts import dequantise
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama

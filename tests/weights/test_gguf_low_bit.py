@@ -17,7 +17,7 @@ from test_checkpoint import gguf_model, write_gguf
 from minillm import LLM, kernels
 from minillm.errors import UsageError
 from minillm.kernels import LowBit
-from minillm.kernels.low_bit import dequantise
+from minillm.kernels.linear.low_bit.layouts import dequantise
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
@@ -96,7 +96,7 @@ def load(path: Path, weights: str) -> Llama:
 @pytest.mark.parametrize(("name", "tied"), [("Q4_1", True), ("Q8_0", False)])
 def test_a_model_computes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tied: bool) -> None:
     pytest.importorskip("triton")
-    from minillm.kernels import low_bit_linear
+    from minillm.kernels.linear.low_bit import choose as low_bit_linear
 
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
     write_gguf(tmp_path / "m.gguf", gguf_model(tie_word_embeddings=tied, attention_bias=True), Type[name])
@@ -160,7 +160,7 @@ def test_ways_to_hold_weights_are_refused_where_there_are_none(weights: str, sai
 def test_a_file_of_mixed_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused matrix with a part in 16 bits is held in 16 bits; all others stay."""
     pytest.importorskip("triton")
-    from minillm.kernels import low_bit_linear
+    from minillm.kernels.linear.low_bit import choose as low_bit_linear
 
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
     write_gguf(tmp_path / "m.gguf", gguf_model(), Type.Q4_1)

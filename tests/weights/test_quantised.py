@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from minillm import kernels
 from minillm.errors import WeightsError
 from minillm.forms import Held
-from minillm.kernels.low_bit import FP8, dequantise
+from minillm.kernels.linear.low_bit.layouts import FP8, dequantise
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama, parameter_shapes
@@ -185,7 +185,7 @@ def test_logits_of_a_mixture_are_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Held
 ) -> None:
     pytest.importorskip("triton")
-    from minillm.kernels import low_bit_linear
+    from minillm.kernels.linear.low_bit import choose as low_bit_linear
 
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
     exact = write(tmp_path, "packed:4-32-sym", "channel", "packed:8-32", "fp8_block")
@@ -214,7 +214,7 @@ def test_columns_cut_within_a_group_are_widened(tmp_path: Path) -> None:
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     pytest.importorskip("triton")
-    from minillm.kernels import low_bit_linear
+    from minillm.kernels.linear.low_bit import choose as low_bit_linear
 
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
     exact = write(tmp_path, kind)

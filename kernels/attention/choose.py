@@ -1,0 +1,32 @@
+"""The kernel that computes the attention of a step's chunks of prompts."""
+
+import functools
+import warnings
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from minillm.kernels.arguments import Pages
+from minillm.kernels.attention import prefill
+from minillm.kernels.compat import has_wgmma
+
+
+def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
+    """Choose Hopper's kernel where it takes the chunks, else the general one: see `reference.prefill_attention`."""
+    hopper = _hopper_prefill(q.device)
+    by = hopper if hopper is not None and hopper.takes(q, pages) else prefill
+    return by.prefill_attention(q, pages, cu_seqlens, softmax_scale)
+
+
+@functools.cache
+def _hopper_prefill(device: torch.device) -> ModuleType | None:
+    """Return `hopper_prefill` on Hopper; a warning says what this Triton lacks."""
+    if not has_wgmma(device):
+        return None
+    try:  # Gluon is experimental: another Triton may lack a part of it
+        from minillm.kernels.attention import hopper_prefill
+    except (ImportError, AttributeError) as error:
+        warnings.warn(f"long prompts use the general attention kernel: {error}", stacklevel=2)
+        return None
+    return hopper_prefill

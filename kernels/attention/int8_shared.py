@@ -1,0 +1,342 @@
+"""Attention of many queries over shared tokens in 8 bits: numbers get 16 bits in the registers that `wgmma` reads.
+
+Everything is transposed: scores are K times queries, outputs V times weights. So K and V are the matrix unit's first
+operand, which it takes from registers: they go from memory to registers as they lie there, a tile ahead, and never
+through shared memory. Queries lie in shared memory while an item lasts, and each tile's weights of the softmax pass
+through it. Whole numbers of 8 bits are exact in both types of 16 bits. K has that of the queries, V is in bfloat16; in
+bfloat16 they are times `BFLOAT_UNIT`, for then they are a product of their own bits.
+
+Weights are powers of two of scores less an anchor: a query's highest score of the first tile. A running maximum would
+cost all warps a barrier a tile, and bfloat16 needs none: the first tile's may be up to 2^100 times too low or too high.
+Where weights overflow all the same, an item is computed again, with the highest of all scores. Scores have the
+logarithm of V's scale added, so weights are in proportion to what they contribute, however large V is. (A token whose
+scale is 2^126 times smaller than another's of the item loses its weight.)
+
+Lane 4r + t of warp w has, of 64 tokens,
+
+- of K, tokens 16w + r and 16w + r + 8, dimensions 16t to 16t + 15 of each 64: the queries' are put in that order;
+- of V, tokens 2t and 2t + 1 of each 8, four (of 64: two) neighbouring dimensions;
+- scores, weights and scales of its tokens of K; of the output, its dimensions of V, which it stores itself.
+
+What happens once an item is kept short, for instructions that are seldom used come late: 1,500 of them behind the last
+tile took 4 us.
+"""
+
+# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.arguments import Pages
+from minillm.kernels.compat import call_into_l2, dot, finished, has_whole_products
+from minillm.kernels.lanes import BFLOAT_UNIT, brains, halves, logarithm, neighbours, power, reciprocal
+from minillm.kernels.linear.low_bit.lanes import fours
+from minillm.kernels.linear.low_bit.many_tokens import joined, unpacked
+
+TOKENS = tl.constexpr(64)  # of a tile
+WARPS = tl.constexpr(4)
+_AHEAD = tl.constexpr(3)  # tiles between the one that goes to registers and the one that is called into the L2
+_LEAST = tl.constexpr(1e-30)  # of V's scales: those of zeros have a logarithm too
+
+
+@triton.jit
+def _k_tile(loaded, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile of K, ``[TOKENS, HEAD_DIM]`` of 16 bits; the order of the dimensions is `_in_order_of_k`'s.
+
+    In bfloat16 it is times `BFLOAT_UNIT`.
+    """
+    pairs = ()
+    for chunk in tl.static_range(HEAD_DIM // 64):
+        words = fours(loaded[chunk], TOKENS * 4)
+        for i in tl.static_range(4):
+            pairs = pairs + (brains(words[i]) if DTYPE == tl.bfloat16 else halves(words[i]))  # noqa: SIM300
+    words = tl.reshape(joined(pairs, HEAD_DIM // 8), [2, WARPS, 8, 4, HEAD_DIM // 8])
+    return unpacked(tl.permute(words, (1, 0, 2, 4, 3)), TOKENS, HEAD_DIM, DTYPE)
+
+
+@triton.jit
+def _in_order_of_k(q, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Queries ``[ROWS, HEAD_DIM]``, transposed, with their dimensions in the order of `_k_tile`'s."""
+    q = tl.reshape(q, [ROWS, HEAD_DIM // 64, 4, 8, 2])
+    return tl.reshape(tl.permute(q, (1, 3, 2, 4, 0)), [HEAD_DIM, ROWS])
+
+
+@triton.jit
+def _v_tile(loaded, HEAD_DIM: tl.constexpr):
+    """A tile of V, transposed, ``[HEAD_DIM, TOKENS]`` bfloat16; the order of the dimensions is `store_rows`'s."""
+    PARTS: tl.constexpr = HEAD_DIM // 32  # dimensions of a lane
+    pairs = ()
+    for part in tl.static_range(PARTS):
+        for i in tl.static_range(TOKENS // 8):
+            pairs = pairs + (neighbours(loaded[2 * i], loaded[2 * i + 1], part),)
+    words = tl.reshape(joined(pairs, PARTS * TOKENS // 8), [WARPS, 8, 4, PARTS // 2, 2, TOKENS // 8])
+    return unpacked(tl.permute(words, (3, 0, 4, 1, 5, 2)), HEAD_DIM, TOKENS, tl.bfloat16)
+
+
+@triton.jit
+def _parts(x, COUNT: tl.constexpr):
+    """The last dimension's elements of ``[…, …, COUNT]``, each as ``[…, …]``, for all x in the same order."""
+    if COUNT == 1:
+        return (tl.reshape(x, [x.shape[0], x.shape[1]]),)
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], COUNT // 2, 2]))
+        return _parts(even, COUNT // 2) + _parts(odd, COUNT // 2)
+
+
+@triton.jit
+def _by_lanes(rows, ROWS: tl.constexpr):
+    """``[ROWS]`` for each lane's rows, ``[lanes, 1, ROWS / 4]``."""
+    rows = tl.broadcast_to(tl.reshape(rows, [1, ROWS // 8, 4, 2]), [WARPS * 8, ROWS // 8, 4, 2])
+    return tl.reshape(tl.permute(rows, (0, 2, 1, 3)), [WARPS * 32, 1, ROWS // 4])
+
+
+@triton.jit
+def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Store ``out``, ``[dimensions of _v_tile, ROWS]``, times ``factors [ROWS]``, of `attend_rows`, where ``is_row``.
+
+    ``at [ROWS]`` (int64) are rows of HEAD_DIM numbers from ``ptr`` on. A lane stores its neighbouring dimensions of
+    each of its rows as it has them.
+    """
+    LANES: tl.constexpr = WARPS * 32
+    PARTS: tl.constexpr = HEAD_DIM // 32
+    out = tl.reshape(out, [HEAD_DIM // 64, WARPS, 2, 8, ROWS // 8, 4, 2])
+    out = tl.reshape(tl.permute(out, (1, 3, 5, 0, 2, 4, 6)), [LANES, PARTS, ROWS // 4])
+    outs = _parts(out, ROWS // 4)
+    ats = _parts(_by_lanes(tl.where(is_row, at, -1), ROWS), ROWS // 4)
+    factors = _parts(_by_lanes(factors, ROWS), ROWS // 4)
+    dims = (tl.arange(0, LANES) // 4 * PARTS)[:, None] + tl.arange(0, PARTS)[None, :]
+    for i in tl.static_range(ROWS // 4):
+        tl.store(ptr + ats[i] * HEAD_DIM + dims, outs[i] * factors[i], mask=ats[i] >= 0)
+
+
+@triton.jit
+def _ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
+    """The ids of the blocks of tokens ``position + at``; of those behind the end, the last one's."""
+    block = position // BLOCK_SIZE
+    if BLOCK_SIZE < TOKENS:
+        block += at // BLOCK_SIZE
+    return tl.load(table_ptr + tl.minimum(block, (end - 1) // BLOCK_SIZE))
+
+
+@triton.jit
+def _in_blocks(ptr, ids, position, STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Each lane's ``ptr``, its token's place in a block, in the tile at ``position``; strides are a token's, a block's.
+
+    A tile begins with a block or lies in one, so a token's place in a block is its place in the tile but for that of
+    the tile.
+    """
+    at = ptr + ids.to(tl.int64) * BLOCK_STRIDE
+    if BLOCK_SIZE > TOKENS:
+        at += position % BLOCK_SIZE * STRIDE
+    return at
+
+
+@triton.jit
+def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """A lane's words of K. Behind the end they are anything."""
+    at = _in_blocks(k_ptr, ids, position, STRIDE, STRIDE * BLOCK_SIZE, BLOCK_SIZE)
+    words = ()
+    for chunk in tl.static_range(HEAD_DIM // 64):
+        words = words + (tl.load((at + chunk * 16)[:, None] + tl.arange(0, 4)[None, :]),)
+    return words
+
+
+@triton.jit
+def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
+    """The ids of a lane's tokens of V, of which ``at`` is the first: one for each block or each two tokens."""
+    ids = ()
+    for i in tl.static_range(0, TOKENS, max(8, min(TOKENS, BLOCK_SIZE))):
+        for n in tl.static_range(2 if BLOCK_SIZE == 1 else 1):
+            if BLOCK_SIZE >= 8:
+                ids = ids + (_ids(table_ptr, position, i, end, BLOCK_SIZE),)
+            else:
+                ids = ids + (_ids(table_ptr, position, i + at + n, end, BLOCK_SIZE),)
+    return ids
+
+
+@triton.jit
+def _load_v(v_ptr, ids, position, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """A lane's numbers of V, a word, or two dimensions, for each token. As `_load_k`."""
+    numbers = ()
+    for i in tl.static_range(TOKENS // 8):
+        for n in tl.static_range(2):
+            if BLOCK_SIZE == 1:
+                block = ids[2 * i + n]
+            else:
+                block = ids[i // max(1, min(TOKENS, BLOCK_SIZE) // 8)]
+            at = _in_blocks(v_ptr, block, position, STRIDE, STRIDE * BLOCK_SIZE, BLOCK_SIZE)
+            numbers = numbers + (tl.load(at + (8 * i + n) % BLOCK_SIZE * STRIDE).to(tl.int32),)
+    return numbers
+
+
+@triton.jit
+def _load_scales(ptr, ids, position, at, end, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr):
+    at_scale = _in_blocks(ptr, ids, position, 1, KV_HEADS * BLOCK_SIZE, BLOCK_SIZE)
+    return tl.load(at_scale, mask=position + at < end, other=0.0)
+
+
+@triton.jit
+def _load_keys(
+    k_ptr, k_scales_ptr, v_scales_ptr, ids, position, at, end,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """A lane's words of K, and the scales of K and V of their tokens."""
+    k = _load_k(k_ptr, ids, position, HEAD_DIM, BLOCK_SIZE, KV_HEADS * HEAD_DIM // 4)
+    k_scales = _load_scales(k_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
+    v_scales = _load_scales(v_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
+    return k, k_scales, v_scales
+
+
+@triton.jit
+def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, SLOT: tl.constexpr):
+    """Call a lane's token and scale, whose places are addresses in bytes, into the L2."""
+    token = _in_blocks(tokens_ptr, ids, position, SLOT, SLOT * BLOCK_SIZE, BLOCK_SIZE)
+    scale = _in_blocks(scales_ptr, ids, position, 4, 4 * KV_HEADS * BLOCK_SIZE, BLOCK_SIZE)
+    call_into_l2(token)
+    call_into_l2(scale)
+
+
+@triton.jit
+def _by_rows(x):
+    """What lanes have of each token of K, as ``[TOKENS, 1, 4, 1]``; scores are ``[TOKENS, ROWS / 8, 4, 2]``."""
+    x = tl.permute(tl.reshape(x, [2, WARPS, 8, 4]), (1, 0, 2, 3))
+    return tl.reshape(x, [TOKENS, 1, 4, 1])
+
+
+@triton.jit
+def _token_pairs(x):
+    """A lane's two tokens of ``[TOKENS, …]``; each has ``[TOKENS / 2, …]``."""
+    x = tl.reshape(x, [WARPS, 2, 8, x.shape[1], x.shape[2], x.shape[3]])
+    first, second = tl.split(tl.permute(x, (0, 2, 3, 4, 5, 1)))
+    shape: tl.constexpr = [TOKENS // 2, first.shape[2], first.shape[3], first.shape[4]]
+    return tl.reshape(first, shape), tl.reshape(second, shape)
+
+
+@triton.jit
+def _scores(k, q, k_scales, v_scales, valid, factor, ROWS: tl.constexpr):
+    """Scores of a tile of K with the logarithm of V's scale added, and the scale's inverse."""
+    products = finished(dot(k, q, tl.zeros([TOKENS, ROWS], tl.float32)))
+    bias = logarithm(tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL))
+    inverse = power(-bias)  # of just what is added, whatever that lacks
+    bias = tl.where(valid, bias, float("-inf"))
+    return tl.reshape(products, [TOKENS, ROWS // 8, 4, 2]) * _by_rows(k_scales * factor) + _by_rows(bias), inverse
+
+
+@triton.jit
+def _first_tile(
+    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, k_at, v_at, begin, end,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """K, V and their scales in the first tile, and the ids of the second's blocks, for K and for V."""
+    SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
+    PARTS: tl.constexpr = HEAD_DIM // 32
+    k_ids = _ids(table_ptr, begin, k_at, end, BLOCK_SIZE)
+    v_ids = _v_ids(table_ptr, begin, v_at, end, BLOCK_SIZE)
+    k, k_scales, v_scales = _load_keys(
+        k_ptr, k_scales_ptr, v_scales_ptr, k_ids, begin, k_at, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
+    )
+    v = _load_v(v_ptr, v_ids, begin, BLOCK_SIZE, SLOT // PARTS)
+    k_ids = _ids(table_ptr, begin + TOKENS, k_at, end, BLOCK_SIZE)
+    v_ids = _v_ids(table_ptr, begin + TOKENS, v_at, end, BLOCK_SIZE)
+    return k, v, k_scales, v_scales, k_ids, v_ids
+
+
+@triton.jit
+def attend_rows(
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, end, scale_log2e,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Attention of ``q [ROWS, HEAD_DIM]`` over tokens ``begin … end - 1``, at least one, from a block's first on.
+
+    Returns:
+        Outputs and what they are to be times, for `store_rows`, and log-sum-exps, base 2, ``[ROWS]``, in float32.
+    """
+    SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
+    PARTS: tl.constexpr = HEAD_DIM // 32
+    lanes = tl.arange(0, TOKENS * 4)
+    k_at = lanes // 32 % WARPS * 16 + lanes // (32 * WARPS) * 8 + lanes // 4 % 8
+    v_at = tl.arange(0, WARPS * 32) % 4 * 2
+    both = tl.arange(0, TOKENS * 2)  # the tokens of K, then those of V
+    far_at, is_v = both % TOKENS, both >= TOKENS
+    k_ptr += kv_head * HEAD_DIM
+    v_ptr += kv_head * HEAD_DIM
+    k_scales_ptr += kv_head * BLOCK_SIZE
+    v_scales_ptr += kv_head * BLOCK_SIZE
+    far_tokens = tl.where(is_v, v_ptr.to(tl.int64), k_ptr.to(tl.int64)) + far_at % BLOCK_SIZE * SLOT
+    far_scales = tl.where(is_v, v_scales_ptr.to(tl.int64), k_scales_ptr.to(tl.int64)) + far_at % BLOCK_SIZE * 4
+    k_ptr = k_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + lanes % 4 * 4 + k_at % BLOCK_SIZE * (SLOT // 4)
+    if HEAD_DIM == 128:
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    v_ptr += tl.arange(0, WARPS * 32) // 4 + v_at % BLOCK_SIZE * (SLOT // PARTS)
+    k_scales_ptr += k_at % BLOCK_SIZE
+    v_scales_ptr += k_at % BLOCK_SIZE
+
+    k, v, k_scales, v_scales, k_ids, v_ids = _first_tile(
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, k_at, v_at, begin, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
+    )
+    for i in tl.static_range(1, _AHEAD + 1):
+        far_ids = _ids(table_ptr, begin + i * TOKENS, far_at, end, BLOCK_SIZE)
+        _call(far_tokens, far_scales, far_ids, begin + i * TOKENS, BLOCK_SIZE, KV_HEADS, SLOT)
+
+    q = _in_order_of_k(q, ROWS, HEAD_DIM)
+    factor = scale_log2e * (1.0 / BFLOAT_UNIT if q.dtype == tl.bfloat16 else 1.0)
+
+    anchor = tl.full([1, ROWS // 8, 4, 2], -1e30, tl.float32)
+    totals = tl.zeros([TOKENS // 2, ROWS // 8, 4, 2], tl.float32)
+    out = tl.zeros([HEAD_DIM, ROWS], tl.float32)
+    anchor_at = begin
+    goes_on = True
+    while goes_on:
+        totals = tl.zeros([TOKENS // 2, ROWS // 8, 4, 2], tl.float32)
+        out = tl.zeros([HEAD_DIM, ROWS], tl.float32)
+        for position in range(begin, end, TOKENS):
+            following, far = position + TOKENS, position + (_AHEAD + 1) * TOKENS
+            far_ids = _ids(table_ptr, far, far_at, end, BLOCK_SIZE)
+            k_tile, old_k_scales, old_v_scales = _k_tile(k, HEAD_DIM, q.dtype), k_scales, v_scales
+            k, k_scales, v_scales = _load_keys(
+                k_ptr, k_scales_ptr, v_scales_ptr, k_ids, following, k_at, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
+            )
+            k_ids = _ids(table_ptr, following + TOKENS, k_at, end, BLOCK_SIZE)
+            scores, inverse = _scores(k_tile, q, old_k_scales, old_v_scales, position + k_at < end, factor, ROWS)
+            if position == anchor_at:
+                anchor = tl.max(scores, 0, keep_dims=True)
+            weights = power(scores - anchor)  # times V's scales
+            first, second = _token_pairs(weights)
+            first_inverse, second_inverse = _token_pairs(_by_rows(inverse))
+            totals += first * first_inverse
+            totals += second * second_inverse
+            weights = tl.reshape(weights, [TOKENS, ROWS]).to(tl.bfloat16)
+            v_tile = _v_tile(v, HEAD_DIM)
+            v = _load_v(v_ptr, v_ids, following, BLOCK_SIZE, SLOT // PARTS)
+            out = finished(dot(v_tile, weights, out))
+            v_ids = _v_ids(table_ptr, following + TOKENS, v_at, end, BLOCK_SIZE)
+            _call(far_tokens, far_scales, far_ids, far, BLOCK_SIZE, KV_HEADS, SLOT)
+        is_wrong = tl.sum(out * 0.0) != 0.0  # NaN, of an infinity or a NaN
+        goes_on = is_wrong & (anchor_at == begin)
+        if goes_on:
+            anchor_at = -1
+            anchor = tl.full([1, ROWS // 8, 4, 2], -1e30, tl.float32)
+            for position in tl.range(begin, end, TOKENS, num_stages=1):
+                k_ids = _ids(table_ptr, position, k_at, end, BLOCK_SIZE)
+                k, k_scales, v_scales = _load_keys(
+                    k_ptr, k_scales_ptr, v_scales_ptr, k_ids, position, k_at, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
+                )
+                scores, inverse = _scores(
+                    _k_tile(k, HEAD_DIM, q.dtype), q, k_scales, v_scales, position + k_at < end, factor, ROWS
+                )
+                anchor = tl.maximum(anchor, tl.max(scores, 0, keep_dims=True))
+            k, v, k_scales, v_scales, k_ids, v_ids = _first_tile(
+                k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, k_at, v_at, begin, end,
+                HEAD_DIM, BLOCK_SIZE, KV_HEADS,
+            )  # fmt: skip
+    total = tl.sum(totals, 0, keep_dims=True)
+    factors = tl.reshape(reciprocal(total) * (1.0 / BFLOAT_UNIT), [ROWS])
+    return out, factors, tl.reshape(anchor + logarithm(total), [ROWS])
+
+
+def takes(q: Tensor, pages: Pages) -> bool:
+    """Whether shared tokens can be read this way: in 8 bits, for queries of 16 bits, where there is bfloat16 (8.0)."""
+    of_16_bits = q.element_size() == 2 and q.shape[2] in (64, 128)
+    return pages.k_scales is not None and of_16_bits and has_whole_products(q.device)

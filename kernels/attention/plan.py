@@ -1,0 +1,392 @@
+"""The blocks that sequences of a batch share, as a list of work for `minillm.kernels.attention.shared`.
+
+Block tables that begin with the same ids are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of
+blocks that some sequences share and no others, and the leaves are the sequences' own tails. `prefix_tree` finds it;
+`plan_attention` cuts its nodes into items of about the same cost, so that few sequences fill the chip as well as many;
+a `WorkList` holds the items on the device, where a captured CUDA graph finds them. The kernels read the ends of the
+tails from the context lengths, so a list stays valid while sequences only grow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+# The words of an item: its number of sequences (0: no work), one of them, the place of the first in the order, the
+# first token, the token behind the last, and the place of its result among those of each of its sequences.
+ITEM_WORDS = 6
+
+_PROGRAMS = 4  # a multiprocessor, in decode attention; `minillm bench kernels --op paged_attention` measured 1 to 16
+_TAIL_PROGRAMS = 4, 8  # tails, or parts of them, that a multiprocessor should have: short ones, and long ones
+_LONG_PART = 256  # tokens
+
+
+def most_parts(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
+    """The most parts of each context in decode attention: enough programs to fill the chip, by shapes alone."""
+    return max(1, _PROGRAMS * num_processors // max(1, num_seqs * num_kv_heads))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How nodes are cut into items, and laid over multiprocessors."""
+
+    at_a_time: int  # items that share a multiprocessor
+    num_processors: int  # that have items
+    parts: list[int]  # of each node, along its tokens
+    longest: int  # tiles of an item
+    num_tasks: int  # items, for each kv head
+    num_results: float  # of a sequence, on average
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The times that decide whether to read shared blocks once, and how: microseconds, and bytes per microsecond.
+
+    It saves reads, most of which would hit the L2. It costs two more launches, results that are written and merged, and
+    a kernel for the tails that is made for short ones. The defaults were measured on an H200: see the README.
+    """
+
+    launch: float = 3.0
+    spared_rate: float = 7e6
+    tail_rate: float = 4.3e6
+    tail_loss: float = 0.15  # share of the time of the tails
+    node_bytes: float = 1e6  # least that a node must save
+    # Of nodes in 8 bits, which can be spread in several ways:
+    tile: float = 1.0  # of an item that has a multiprocessor to itself, but for tails
+    pair_tile: float = 1.45  # of two items that share one, without tails
+    pair: float = 3.0  # more than for one item to begin and to end, and for tails to begin behind them
+    turn: float = 8.0  # for each item behind a program's first
+    result: float = 0.6  # for each result of a sequence to be written and merged
+    processor_rate: float = 4.4e4  # of tails on a multiprocessor that has no nodes
+
+    def worth(self, spared: int, tails: int) -> bool:
+        """Whether to save ``spared`` bytes of reads, beside tails of ``tails`` bytes."""
+        return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
+
+    def of_spread(self, spread: Spread, tails: int, num_processors: int) -> float:
+        """Microseconds of nodes and ``tails``, in bytes, on a chip.
+
+        Where both lie on one multiprocessor they take as long as one after the other. Two items at a time leave no room
+        for tails, which take the other multiprocessors.
+        """
+        turns = -(-spread.num_tasks // (spread.at_a_time * spread.num_processors))
+        nodes = (turns - 1) * self.turn
+        merged = self.result * spread.num_results
+        if spread.at_a_time == 1:
+            return nodes + turns * spread.longest * self.tile + tails / self.tail_rate + merged
+        nodes += self.pair + turns * spread.longest * self.pair_tile
+        others = num_processors - spread.num_processors
+        left = tails - min(self.tail_rate, others * self.processor_rate) * nodes
+        behind = max(0.0, left / self.tail_rate)
+        return nodes + merged + behind + min(behind, self.pair)
+
+
+MEASURED = Costs()
+FREE = Costs(launch=0, tail_loss=0, node_bytes=0)  # sharing is always worth it
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The properties of a model and a device that determine how attention is cut up."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element_size: int  # bytes of a number of the queries
+    num_processors: int
+    row_bytes: int | None = None  # of a token's K or V in one head; None: of numbers of that size
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of a token."""
+        return 2 * self.num_kv_heads * (self.row_bytes or self.head_dim * self.element_size)
+
+    @property
+    def dim_tile(self) -> int:
+        return max(16, _power_of_two(self.head_dim))
+
+    @property
+    def tile(self) -> int:
+        """Tokens a tile: 16 kB of K keep memory busy without filling shared memory."""
+        widest = 32 if self.element_size == 4 else 128  # full float32 has no matrix unit: small, or registers overflow
+        return max(16, min(widest, 16384 // (self.dim_tile * self.element_size)))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a node's tile: at least as many as Hopper's matrix unit takes."""
+        return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
+
+    def ways(self, num_seqs: int) -> list[tuple[int, int]]:
+        """Items that may share a multiprocessor, and on how many of them.
+
+        In 8 bits an item waits long for itself, and two have time for each other. In 16 bits two at a time are no
+        faster than one after the other. Beside many tails an item takes twice as long.
+        """
+        everywhere = self.num_processors
+        one = [(1, everywhere)]
+        if self.row_bytes is None or self.row_bytes >= self.head_dim * self.element_size:
+            return one
+        many_tails = num_seqs * self.num_kv_heads > _TAIL_PROGRAMS[0] * everywhere
+        return [*([] if many_tails else one), *((2, max(1, everywhere * i // 4)) for i in (2, 3, 4))]
+
+    @property
+    def seqs(self) -> int:
+        """Sequences whose queries fit a node's tile."""
+        return self.rows // self.group
+
+    def num_parts(self, num_seqs: int) -> int:
+        """The most parts that contexts are cut into in decode attention, where each has enough tokens."""
+        return most_parts(num_seqs, self.num_kv_heads, self.num_processors)
+
+    def tail_splits(self, num_seqs: int, tokens: float = 0) -> int:
+        """The number of parts that tails of ``tokens``, on average, are cut into.
+
+        A program waits for each of its loads, so a multiprocessor should have several, and twice as many where tails
+        are long. Of short ones so many would cost more to merge than they save.
+        """
+        splits, more = (programs * self.num_processors // (num_seqs * self.num_kv_heads) for programs in _TAIL_PROGRAMS)
+        return max(1, min(64, more if tokens >= more * _LONG_PART else splits))
+
+    def max_items(self, num_seqs: int) -> int:
+        """The most items of a batch."""
+        return num_seqs // 4 + 4 * self.num_processors // self.num_kv_heads + 4
+
+    def max_results(self, num_seqs: int) -> int:
+        """The most partial results of all sequences of a batch."""
+        return 4 * (num_seqs + self.num_processors)
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """A plan on the device, for a batch of n sequences; slices of one buffer that never moves."""
+
+    order: Tensor  # [n] int32, the sequences so that those of a node are neighbours
+    tails: Tensor  # [n] int32, in that order: the first token that a sequence reads on its own
+    starts: Tensor  # [n + 1] int32, in that order: the start of a sequence's results
+    counts: Tensor  # [2] int32: items, and the multiprocessors that have some where they have two at a time
+    items: Tensor  # [max_items(n), ITEM_WORDS] int32
+    shape: AttentionShape
+    words: Tensor  # int32, the whole buffer
+    capacity: int  # sequences that it has room for
+    # Known to the host, for launches depend on them:
+    at_a_time: int = 1  # items that a multiprocessor works on
+    tail_splits: int = 1  # parts of each tail
+
+    @classmethod
+    def allocate(cls, num_seqs: int, shape: AttentionShape, device: torch.device) -> WorkList:
+        """Room for plans of up to ``num_seqs`` sequences; `fill` it before it is used."""
+        size = 3 * num_seqs + 3 + shape.max_items(num_seqs) * ITEM_WORDS
+        return cls._view(torch.zeros(size, dtype=torch.int32, device=device), num_seqs, num_seqs, shape)
+
+    @classmethod
+    def _view(cls, words: Tensor, capacity: int, num_seqs: int, shape: AttentionShape) -> WorkList:
+        items = words[3 * capacity + 3 :][: shape.max_items(num_seqs) * ITEM_WORDS]
+        order, tails = words[:num_seqs], words[capacity:][:num_seqs]
+        starts, counts = words[2 * capacity :][: num_seqs + 1], words[3 * capacity + 1 :][:2]
+        return cls(order, tails, starts, counts, items.view(-1, ITEM_WORDS), shape, words, capacity)
+
+    def first(self, num_seqs: int) -> WorkList:
+        """The list of a smaller batch, in the same memory."""
+        smaller = self._view(self.words, self.capacity, num_seqs, self.shape)
+        return replace(smaller, at_a_time=self.at_a_time, tail_splits=self.tail_splits)
+
+    @property
+    def launch(self) -> tuple[int, int]:
+        """The launches that the list needs: a graph holds for lists with the same."""
+        return self.at_a_time, self.tail_splits
+
+    def fill(self, plan: Plan) -> WorkList:
+        """Send a plan for as many sequences or fewer, in one copy. Returns the list with the plan's `launch`."""
+        room = [0] * (self.capacity - len(plan.order))
+        words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts[:2] + plan.items
+        sent = torch.tensor(words, dtype=torch.int32, pin_memory=self.words.is_cuda)
+        self.words[: len(words)].copy_(sent, non_blocking=True)
+        return replace(self, at_a_time=plan.counts[2], tail_splits=plan.counts[3])
+
+
+@dataclass(frozen=True)
+class Node:
+    """Blocks ``begin … end - 1`` of ``count`` sequences, neighbours from ``first`` on in the tree's order."""
+
+    first: int
+    count: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """The runs that sequences share, and where each one's own tail begins."""
+
+    order: list[int]  # the sequences
+    tails: list[int]  # in that order: the first block of the tail
+    nodes: list[Node]  # parents before their children
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A work list before it is sent: see `WorkList`."""
+
+    order: list[int]
+    tails: list[int]
+    starts: list[int]
+    counts: list[int]  # items, multiprocessors for them, items that one works on at a time, parts of each tail
+    items: list[int]
+
+
+def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_blocks: int = 1) -> PrefixTree:
+    """The prefix tree of block tables, which hold the ids of each sequence's blocks in logical order.
+
+    Only the first ``num_full`` blocks of each are full; the others belong to the tail. A run becomes a node if its
+    blocks, times its sequences but one, are at least ``min_blocks``.
+    """
+    order: list[int] = []
+    tails: list[int] = []
+    nodes: list[Node] = []
+    # (sequences that agree up to a block, that block, the first block that no node above holds)
+    stack = [(list(range(len(tables))), 0, 0)] if tables else []
+    while stack:
+        members, depth, unread = stack.pop()
+        if len(members) == 1:
+            order.append(members[0])
+            tails.append(unread)
+            continue
+        groups: dict[int, list[int]] = {}
+        for member in members:
+            # A sequence that ends here is a group of its own: its key is no block's id.
+            key = tables[member][depth] if num_full[member] > depth else -1 - member
+            groups.setdefault(key, []).append(member)
+        if len(groups) > 1:
+            stack += [(group, depth, unread) for group in reversed(groups.values())]
+            continue
+        end = _common_blocks(tables, members, depth, min(num_full[member] for member in members))
+        if (end - unread) * (len(members) - 1) >= min_blocks:
+            nodes.append(Node(len(order), len(members), unread, end))
+            unread = end
+        stack.append((members, end, unread))
+    return PrefixTree(order, tails, nodes)
+
+
+def _common_blocks(tables: Sequence[Sequence[int]], members: list[int], begin: int, end: int) -> int:
+    """The block, at most ``end``, up to which the members' tables agree from ``begin`` on.
+
+    All are compared: where two sequences computed the same tokens at a time, equal blocks may follow different ones.
+    """
+    lead = tables[members[0]]
+    run = lead[begin:end]
+    for member in members[1:]:
+        table = tables[member]
+        if table[begin:end] != run:
+            end = next(i for i in range(begin, end) if table[i] != lead[i])
+            run = lead[begin:end]
+    return end
+
+
+def plan_attention(
+    tables: Sequence[Sequence[int]],
+    context_lens: Sequence[int],
+    block_size: int,
+    shape: AttentionShape,
+    num_rows: int | None = None,
+    costs: Costs = MEASURED,
+    fixed: Sequence[int] | None = None,
+) -> Plan | None:
+    """Cut up the attention of a batch; None where its sequences share nothing that is worth it.
+
+    Args:
+        num_rows: those of the batch, padding behind the sequences included; by default there is none.
+        fixed: how many of each sequence's first blocks may be thought of as shared; by default all full ones.
+    """
+    num_rows = len(tables) if num_rows is None else num_rows
+    total = sum(context_lens) * shape.token_bytes
+    if not costs.worth(total, 0):
+        return None  # even if all were shared
+    num_full = [length // block_size for length in context_lens]
+    if fixed is not None:
+        num_full = [min(pair) for pair in zip(num_full, fixed, strict=True)]
+    min_blocks = max(1, math.ceil(costs.node_bytes / (shape.token_bytes * block_size)))
+    while True:
+        tree = prefix_tree(tables, num_full, min_blocks)
+        lengths = [(node.end - node.begin) * block_size * shape.token_bytes for node in tree.nodes]
+        shared = sum(length * node.count for length, node in zip(lengths, tree.nodes, strict=True))
+        if not tree.nodes or not costs.worth(shared - sum(lengths), total - shared):
+            return None
+        plan = _cut(tree, block_size, shape, num_rows, total - shared, costs)
+        if plan is not None:
+            return plan
+        min_blocks *= 4
+
+
+def _cut(
+    tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int, tail_bytes: int, costs: Costs
+) -> Plan | None:
+    """Split a tree's nodes into items of similar length; None if there are too many even without a split."""
+    tiles = [-(-(node.end - node.begin) * block_size // shape.tile) for node in tree.nodes]
+    spreads = [_spread(tree, tiles, shape, num_rows, *way) for way in shape.ways(num_rows)]
+    possible = [spread for spread in spreads if spread is not None]
+    if not possible:
+        return None
+    spread = min(possible, key=lambda each: costs.of_spread(each, tail_bytes, shape.num_processors))
+    results = [0] * len(tree.order)  # of each sequence, from the nodes so far
+    items: list[tuple[int, list[int]]] = []
+    for node, num_tiles, num_parts in zip(tree.nodes, tiles, spread.parts, strict=True):
+        last, end = node.first + node.count, node.end * block_size
+        step = -(-num_tiles // num_parts) * shape.tile
+        for part, begin in enumerate(range(node.begin * block_size, end, step)):
+            for first in range(node.first, last, shape.seqs):
+                words = [min(shape.seqs, last - first), tree.order[first], first, begin, min(begin + step, end)]
+                items.append((min(begin + step, end) - begin, [*words, results[node.first] + part]))
+        results[node.first : last] = [results[node.first] + part + 1] * node.count
+    items.sort(key=lambda item: -item[0])  # the longest first, so that none begins when the others end
+    starts = list(accumulate(results, initial=0))
+    padding = num_rows - len(results)
+    own = tail_bytes / shape.token_bytes
+    return Plan(
+        order=tree.order + list(range(len(results), num_rows)),
+        tails=[block * block_size for block in tree.tails] + [0] * padding,
+        starts=starts + [starts[-1]] * padding,
+        counts=[len(items), spread.num_processors, spread.at_a_time, shape.tail_splits(num_rows, own / num_rows)],
+        items=[word for _, words in items for word in words],
+    )
+
+
+def _spread(
+    tree: PrefixTree, tiles: list[int], shape: AttentionShape, num_rows: int, at_a_time: int, num_processors: int
+) -> Spread | None:
+    """Cut nodes of ``tiles`` each into items, ``at_a_time`` for each multiprocessor; None if they have no room."""
+    chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
+    deepest = max(tiles)
+    # A tile costs about as much as a result to merge, so a node of n tiles in parts of t takes t + n / t. Few sequences
+    # have a chip for themselves.
+    longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1
+    at_once = at_a_time * num_processors // shape.num_kv_heads
+    while True:
+        parts = [-(-count // longest) for count in tiles]
+        num_items = sum(map(int.__mul__, parts, chunks))
+        num_results = sum(count * node.count for count, node in zip(parts, tree.nodes, strict=True))
+        fits = num_items <= shape.max_items(num_rows) and num_results <= shape.max_results(num_rows)
+        # A few items more than the chip works on at a time would double the time. Short ones fill the gaps.
+        long = sum(p * c for p, c, count in zip(parts, chunks, tiles, strict=True) if 2 * count > longest)
+        if fits and (long <= at_once or longest >= deepest):
+            break
+        if longest >= deepest:
+            return None
+        longest += -(-longest // 8)
+    longest = max(-(-count // p) for count, p in zip(tiles, parts, strict=True))
+    num_tasks = num_items * shape.num_kv_heads
+    return Spread(at_a_time, num_processors, parts, longest, num_tasks, num_results / len(tree.order))
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()

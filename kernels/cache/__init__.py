@@ -1,0 +1,1 @@
+"""Ops that write and copy the KV cache."""

@@ -1,0 +1,1 @@
+"""Ops on the state of decode steps that is kept on the device."""

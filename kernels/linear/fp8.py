@@ -1,0 +1,165 @@
+"""Linear layers of FP8 matrices on a GPU.
+
+    x[t, k] ~ scale[t] * level[t, k]        scale: the token's largest number / 448, levels of float8_e4m3fn
+
+=================  ==================================================================================================
+tokens             computed by
+=================  ==================================================================================================
+up to MOST_FUSED   `fp8_matvec` or `matvec`: weights become float32 in registers, x keeps its bits
+more               `torch._scaled_mm`: x rounded token by token, FP8 x FP8 on the matrix unit
+=================  ==================================================================================================
+
+`_quantise_kernel`: grid (tokens); tile: a whole row, read once and written in 8 bits. The norm in front is fused: its
+``1 / sqrt(mean(x^2) + eps)`` is a factor of the scale. `_finish_kernel`: grid (tokens, columns / TILE); scales the sums
+of levels, with SwiGLU or the residual, for `torch._scaled_mm` with scales of tokens and columns takes twice the time at
+few tokens. It is the faster one from `_SCALED_INSIDE` tokens on. What `takes` refuses is unpacked: see
+`minillm.kernels.linear.low_bit.choose`.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.compat import has_fp8, narrow, pdl_options, wait_for_inputs
+from minillm.kernels.linear import fp8_matvec, matvec
+from minillm.kernels.linear.fp8_matvec import Norm
+from minillm.kernels.linear.low_bit.layouts import LARGEST_FP8, LowBit
+from minillm.kernels.norm.activation import silu_mul
+
+MOST_FUSED = 2  # tokens
+_UNIT = 16  # of which both sides of a matrix are a multiple, for `torch._scaled_mm`
+_SCALED_INSIDE = 1024  # tokens
+_TILE = 1024
+_LEAST = tl.constexpr(1e-30)  # of a scale: zeros stay zeros, and numbers far below it become zeros
+
+
+@triton.jit
+def _quantise_kernel(
+    out_ptr, scales_ptr, x_ptr, norm_ptr, x_stride, eps,
+    NORM: tl.constexpr, LARGEST: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, TILE)
+    mask = offsets < SIZE
+    x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+        x *= tl.load(norm_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    # Infinity makes an infinite scale, and becomes NaN itself; so the token is NaN in every product.
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=0), LARGEST), _LEAST)
+    tl.store(out_ptr + row * SIZE + offsets, narrow(x * tl.div_rn(1.0, scale)), mask=mask)
+    tl.store(scales_ptr + row, scale * factor)
+
+
+def quantise(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Levels ``[tokens, in]`` float8_e4m3fn and scales ``[tokens, 1]`` float32 of x, with ``norm`` of its RMSNorm.
+
+    Rows of ``x`` may be strided.
+    """
+    tokens, size = x.shape
+    levels = torch.empty(tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    weight, eps = norm or (x, 0.0)
+    tile = triton.next_power_of_2(size)
+    _quantise_kernel[(tokens,)](
+        levels, scales, x, weight, x.stride(0), eps,
+        NORM=norm is not None, LARGEST=LARGEST_FP8, SIZE=size, TILE=tile,
+        num_warps=min(max(tile // 512, 1), 16), **pdl_options(x.device),
+    )  # fmt: skip
+    return levels, scales
+
+
+@triton.jit
+def _finish_kernel(
+    out_ptr, sums_ptr, token_scales_ptr, scales_ptr, bias_ptr, num_columns, out_stride,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < num_columns
+    wait_for_inputs(PDL)
+    token_scale = tl.load(token_scales_ptr + token)
+    sums_ptr += token * num_columns * (2 if GATED else 1)
+    result = tl.load(sums_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    result *= token_scale * tl.load(scales_ptr + columns, mask=mask, other=0.0)
+    if BIAS:
+        result += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        columns_up = num_columns + columns
+        up = tl.load(sums_ptr + columns_up, mask=mask, other=0.0).to(tl.float32)
+        up *= token_scale * tl.load(scales_ptr + columns_up, mask=mask, other=0.0)
+        if BIAS:
+            up += tl.load(bias_ptr + columns_up, mask=mask, other=0.0).to(tl.float32)
+        result = result * tl.sigmoid(result) * up
+    at = out_ptr + token * out_stride + columns
+    if ADD:
+        result += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def takes(x: Tensor, matrix: LowBit) -> bool:
+    """Whether the product of any number of tokens is computed here: more than a few where the GPU computes with FP8."""
+    fits = not (matrix.shape[0] % _UNIT or matrix.shape[1] % _UNIT)
+    return _are_few(x) or (fits and x.dtype == torch.bfloat16 and has_fp8(x.device))
+
+
+def _are_few(x: Tensor) -> bool:
+    return 0 < x.shape[0] <= MOST_FUSED
+
+
+def linear(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
+    """``x [tokens, in] @ matrix.T + bias``, in ``out`` if given, contiguous; with ``norm`` of RMSNorm's result."""
+    return _product(x, matrix, bias, x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out, norm)
+
+
+def gated_linear(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm) -> Tensor:
+    """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
+    return _product(x, matrix, bias, x.new_empty(x.shape[0], matrix.shape[0] // 2), norm, gated=True)
+
+
+def linear_add(x: Tensor, matrix: LowBit, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """``residual += linear(x, …)``."""
+    return _product(x, matrix, bias, residual, None, add=True)
+
+
+def _product(
+    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None,
+    *, gated: bool = False, add: bool = False,
+) -> Tensor:  # fmt: skip
+    if not _are_few(x):
+        return _product_of_many(x, matrix, bias, out, norm, gated=gated, add=add)
+    if fp8_matvec.takes(x.shape[0], matrix, gated=gated):
+        return fp8_matvec.product(x, matrix, bias, out, norm, gated=gated, add=add)
+    return matvec.launch(out, x, matrix.levels, bias, norm, gated=gated, add=add, scales=matrix.scales)
+
+
+def _product_of_many(
+    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None, *, gated: bool, add: bool
+) -> Tensor:
+    levels, token_scales = quantise(x, norm)
+    if x.shape[0] >= _SCALED_INSIDE:
+        product = torch._scaled_mm(
+            levels, matrix.levels.t(), scale_a=token_scales, scale_b=matrix.scales.t(), bias=bias, out_dtype=x.dtype,
+            use_fast_accum=True,
+        )  # fmt: skip
+        return silu_mul(product) if gated else out.add_(product) if add else out.copy_(product)
+    one = _one(x.device)
+    sums = torch._scaled_mm(
+        levels, matrix.levels.t(), scale_a=one, scale_b=one, out_dtype=x.dtype, use_fast_accum=True
+    )  # in bfloat16, which has the range
+    columns = out.shape[1]
+    _finish_kernel[(x.shape[0], triton.cdiv(columns, _TILE))](
+        out, sums, token_scales, matrix.scales, token_scales if bias is None else bias, columns, out.stride(0),
+        GATED=gated, ADD=add, BIAS=bias is not None, TILE=_TILE, **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)

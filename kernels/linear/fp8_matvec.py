@@ -1,0 +1,113 @@
+"""A matrix of FP8 times the activations of one token, where a program has many of its weights: long rows, or a gate.
+
+Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes a load, the next one on its way while one is
+multiplied. Bytes: the matrix, once. Weights become float32 in registers, so x keeps its bits.
+
+Half the bytes leave half the time for a weight's instructions. So a thread adds up its own weights, from one tile to
+the next, and the threads' sums come together once, at the end. (In `matvec` they do so for every tile: a weight of a
+long row takes 4.2 instructions there, 3.5 here, and a program's warps wait for each other.) With short rows and no
+gate, and with two tokens, `matvec` is faster.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.linear.low_bit.layouts import LowBit
+from minillm.kernels.linear.matvec import load_weights
+
+Norm = tuple[Tensor, float]  # weight, eps
+_SHORT = 4096  # columns
+_RUN = tl.constexpr(16)  # weights of a load
+
+
+@triton.jit
+def _sums(weights, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Products ``[rows, columns / _RUN]`` of weights and ``x [columns]``, summed within a thread."""
+    return tl.sum(tl.reshape(widen(weights) * x[None, :], [ROWS, COLUMNS // _RUN, _RUN]), axis=2)
+
+
+@triton.jit
+def _product_kernel(
+    out_ptr, x_ptr, weight_ptr, scales_ptr, norm_ptr, bias_ptr, num_rows, num_columns, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    lanes = tl.arange(0, COLUMNS)
+    weights = load_weights(weight_ptr, rows, lanes, num_rows, num_columns)
+    up_ptr = weight_ptr + tl.cast(num_rows, tl.int64) * num_columns
+    up_weights = weights
+    if GATED:
+        up_weights = load_weights(up_ptr, rows, lanes, num_rows, num_columns)
+    wait_for_inputs(PDL)
+    squares = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS // _RUN], tl.float32)
+    up_total = total
+    for tile in tl.static_range(NUM_TILES):
+        columns = tile * COLUMNS + lanes
+        is_column = columns < num_columns
+        x = tl.load(x_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+        now, up_now = weights, up_weights
+        if tile + 1 < NUM_TILES:
+            weights = load_weights(weight_ptr, rows, columns + COLUMNS, num_rows, num_columns)
+        total += _sums(now, x, ROWS, COLUMNS)
+        if GATED:
+            if tile + 1 < NUM_TILES:
+                up_weights = load_weights(up_ptr, rows, columns + COLUMNS, num_rows, num_columns)
+            up_total += _sums(up_now, x, ROWS, COLUMNS)
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / num_columns + eps)
+    result = tl.sum(total, axis=1) * scale * tl.load(scales_ptr + rows, mask=is_row, other=0.0)
+    if BIAS:
+        result += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(up_total, axis=1) * scale * tl.load(scales_ptr + num_rows + rows, mask=is_row, other=0.0)
+        if BIAS:
+            up += tl.load(bias_ptr + num_rows + rows, mask=is_row, other=0.0).to(tl.float32)
+        result = result * tl.sigmoid(result) * up
+    at = out_ptr + rows
+    if ADD:
+        result += tl.load(at, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+def takes(tokens: int, matrix: LowBit, *, gated: bool = False) -> bool:
+    """Whether this is the fastest way to multiply the matrix with so many tokens."""
+    return tokens == 1 and (gated or matrix.shape[1] > _SHORT)
+
+
+def product(
+    x: Tensor,
+    matrix: LowBit,
+    bias: Tensor | None,
+    out: Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+) -> Tensor:
+    """``x [1, in] @ matrix.T + bias``, written to ``out [1, out]``, or added to it.
+
+    Args:
+        norm: weight and eps of an RMSNorm of x in front.
+        gated: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[1, out / 2]``.
+    """
+    features, columns = matrix.shape
+    num_rows = features // 2 if gated else features
+    rows, widest = (4, 4096) if gated else (8, 2048)  # the fastest within an 8B model on an H100
+    width = min(widest, max(_RUN.value, triton.next_power_of_2(columns)))
+    weight, eps = norm or (x, 0.0)
+    _product_kernel[(triton.cdiv(num_rows, rows),)](
+        out, x, readable(matrix.levels), matrix.scales, weight, x if bias is None else bias, num_rows, columns, eps,
+        NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None,
+        ROWS=rows, COLUMNS=width, NUM_TILES=triton.cdiv(columns, width),
+        num_warps=max(1, width * 4 // widest), **pdl_options(x.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""Matmuls with quantized matrices."""

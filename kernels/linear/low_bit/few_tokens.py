@@ -1,0 +1,368 @@
+"""Low-bit matrices times a few tokens to a few dozen, by the matrix unit; norm, gate and addition fused.
+
+`_matmul_kernel`: grid (out features / rows of a program, tokens / tokens of a program). Weights go from memory to
+registers as they lie there, and become float16 by their bits, just as an ``mma`` instruction wants them; it sums in
+float32. So no weight is in shared memory, and no program waits for another of its warps before its rows end. For that
+the kernel is written by lanes: a tensor has one element for each of the program's threads. Warps share the input, in
+turns of 128 columns, and add their sums at the end, in their order. Bytes: the matrix, once for each TILES x 8 tokens.
+
+``mma`` multiplies 16 rows by 8 tokens. Lane 4r + t has rows r and r + 8 and token r, and a sixteenth of the input: two
+neighbours at 2t and two at 2t + 8. Which columns these are is free, if both sides agree: here lane t has group t of
+the four, a word of each at a time, so a lane needs one scale a row. Activations are put in that order, eight tokens
+next to each other, so that a warp reads whole lines (`halve_activations`: grid (tokens), a whole row each). Where the
+next product is one of these too, a gated one writes its result in that order itself (`gated_halves`).
+
+Frantar et al. 2024, https://arxiv.org/abs/2408.11743, and Kim et al. 2022, https://arxiv.org/abs/2211.10017, have the
+ideas: weights that need no shared memory, and numbers made by their bits.
+"""
+
+# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options, wait_for_inputs
+from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, eight_weights, fours, load_row, row_factors
+from minillm.kernels.linear.low_bit.layouts import GROUP, LowBit, bucket
+from minillm.kernels.linear.low_bit.planes import constants_of, pair, planes_of
+
+SPAN = 2048  # columns, in zeros if need be: a turn for each of 16 warps
+
+
+class HalfActivations(NamedTuple):
+    """Activations ``[tokens, in]`` in float16, in the kernel's order, and the scale of each token, float32.
+
+    In is rounded up to turns of 128, and these to spans. The order is that of tokens for `low_bit_dot`.
+    """
+
+    # by eights: [eights of tokens, turns, 4 words, 8 tokens, 4 groups, 8 columns]
+    # by tokens: [tokens, turns * 128], in a turn: 4 words, 4 pairs of columns, 4 groups, both columns
+    x: Tensor
+    scales: Tensor  # [tokens]
+
+
+class FixedScale(NamedTuple):
+    """A scale for all tokens, known before them: see `minillm.kernels.linear.low_bit.bound`."""
+
+    growth: Tensor  # [1] float32, a power of two: the largest number times this is in float16's range
+    scales: Tensor  # [tokens, the most of them] float32, of `HalfActivations`: what takes the growth back
+
+
+@triton.jit
+def by_eights(tokens, token, columns, column, num_turns):
+    """The place in `HalfActivations.x` of a token of these eight tokens, and a column of these eight columns."""
+    turn, group, word = columns // 16, columns % 16 // 4, columns % 4
+    return (tokens * num_turns + turn) * 1024 + word * 256 + token * 32 + group * 8 + column
+
+
+@triton.jit
+def _halve_kernel(
+    out_ptr, scales_ptr, x_ptr, norm_ptr, order_ptr, num_columns, num_turns, eps,
+    NORM: tl.constexpr, COLUMNS: tl.constexpr, BY_EIGHTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    is_column = columns < num_columns
+    norm, read = 1.0, columns
+    if order_ptr is not None:
+        read = tl.load(order_ptr + columns, mask=is_column, other=0)
+    if NORM:
+        norm = tl.load(norm_ptr + read, mask=is_column, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + token * num_columns + read, mask=is_column, other=0.0).to(tl.float32)
+    norm_scale = 1.0
+    if NORM:
+        norm_scale = tl.rsqrt(tl.sum(x * x, 0) / num_columns + eps)
+        x *= norm
+    # A power of two, so that nothing is lost, brings the largest near to the end of float16's range.
+    largest = tl.max(tl.abs(x), 0)
+    largest = tl.where((largest > 1e-30) & (largest < 1e30), largest, 1.0)
+    exponent = largest.to(tl.int32, bitcast=True) >> 23  # 127 more than it is
+    growth = ((127 + 13 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    turn, group, word = columns // 128, columns % 128 // 32, columns % 32 // 8
+    if BY_EIGHTS:
+        at = by_eights(token // 8, token % 8, columns // 8, columns % 8, num_turns)
+    else:
+        at = (token * num_turns + turn) * 128 + word * 32 + columns % 8 // 2 * 8 + group * 2 + columns % 2
+    tl.store(out_ptr + at, (x * growth).to(tl.float16), mask=turn < num_turns)
+    tl.store(scales_ptr + token, norm_scale / (growth * GROWTH))
+
+
+def halve_activations(
+    x: Tensor, norm: tuple[Tensor, float] | None = None, order: Tensor | None = None, *, by_eights: bool = True
+) -> HalfActivations:
+    """``x [tokens, in]``, with ``norm`` (weight, eps) normalised, in float16, whose range a scale extends.
+
+    Columns come in ``order [in]`` where that is given, a matrix's.
+    NaN and infinity stay. There are rows, of any numbers, for tokens that fill an eight, or a tile of `low_bit_dot`.
+    """
+    tokens, columns = x.shape
+    turns = _turns(columns)
+    rows = triton.next_power_of_2(max(tokens, 32)) if tokens <= 256 else triton.cdiv(tokens, 256) * 256
+    half = empty_eights(x, columns) if by_eights else x.new_empty(rows, turns * 128, dtype=torch.float16)
+    scales = x.new_empty(tokens, dtype=torch.float32)
+    weight, eps = norm or (x, 0.0)
+    width = triton.next_power_of_2(turns * 128)
+    _halve_kernel[(tokens,)](
+        half, scales, x, weight, order, columns, turns, eps, NORM=norm is not None, COLUMNS=width, BY_EIGHTS=by_eights,
+        num_warps=8 if width <= 4096 else 16, **pdl_options(x.device),
+    )  # fmt: skip
+    return HalfActivations(half, scales)
+
+
+def _turns(columns: int) -> int:
+    return triton.cdiv(columns, SPAN) * (SPAN // 128)
+
+
+def empty_eights(x: Tensor, columns: int) -> Tensor:
+    """Room for `HalfActivations.x` by eights, of the tokens of ``x [tokens, …]`` and so many columns."""
+    return x.new_empty((triton.cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
+
+
+@triton.jit
+def _sixteenth(upper, lower, x, WARPS: tl.constexpr):
+    """Sums over two neighbours of every lane of a quad, for one pair of rows r or r + 8: ``[warps, 8 rows, 8 tokens]``.
+
+    The plain twin's part of ``mma``: ``upper`` and ``x`` are words of two float16.
+    """
+    total = tl.zeros([WARPS, 8, 8], tl.float32)
+    for which in tl.static_range(2):
+        a, b = (upper, x[0]) if which == 0 else (lower, x[1])
+        a, b = tl.reshape(a, [WARPS, 8, 1, 4]), tl.reshape(b, [WARPS, 1, 8, 4])
+        for neighbour in tl.static_range(2):
+            total += tl.sum(pair(a)[neighbour] * pair(b)[neighbour], 3)
+    return total
+
+
+@triton.jit
+def _mma(upper, lower, x, c, FIRST: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr):
+    """Sixteen columns' products added to ``c``: rows r and r + 8, tokens 2t and 2t + 1, for lane 4r + t."""
+    u0, u1, l0, l1 = upper[FIRST], upper[FIRST + 1], lower[FIRST], lower[FIRST + 1]
+    b0, b1 = x[FIRST], x[FIRST + 1]
+    if INTERPRETED:
+        first, second = _sixteenth(u0, u1, (b0, b1), WARPS), _sixteenth(l0, l1, (b0, b1), WARPS)
+        d0, d1 = tl.split(tl.reshape(first, [WARPS * 32, 2]))
+        d2, d3 = tl.split(tl.reshape(second, [WARPS * 32, 2]))
+        return c[0] + d0, c[1] + d1, c[2] + d2, c[3] + d3
+    elif WIDE:
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [u0, l0, u1, l1, b0, b1, c[0], c[1], c[2], c[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:  # compute capability 7.5 has half of it
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 p, q, r, s; "
+            "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {p,q,r,s}, {$4,$5}, {$8}, {$10,$11,$12,$13}; "
+            "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$6,$7}, {$9}, {p,q,r,s}; }",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [u0, l0, u1, l1, b0, b1, c[0], c[1], c[2], c[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _end_span(out_ptr, num_tokens, num_columns, num_turns, TILES: tl.constexpr):
+    """Write zeros behind the last column: the next product's warps take turns to the end of the span."""
+    place = tl.arange(0, 256)  # of a word, for eight tokens
+    for word in range(num_columns // 128 * 4 + tl.program_id(0), num_turns * 4, tl.num_programs(0)):
+        is_behind = word // 4 * 128 + place % 32 // 8 * 32 + word % 4 * 8 >= num_columns
+        for tile in tl.static_range(TILES):
+            tokens = tl.program_id(1) * TILES + tile
+            at = out_ptr + (tokens * num_turns * 4 + word) * 256 + place
+            tl.store(at, (place * 0).to(tl.float16), mask=is_behind & (tokens * 8 + place // 32 < num_tokens))
+
+
+@triton.jit
+def _matmul_kernel(
+    out_ptr, x_ptr, x_scales_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr, growth_ptr,
+    num_tokens, num_rows, num_groups, x_turns, out_stride,  # HALVES: turns of the output
+    GATED: tl.constexpr, HALVES: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
+    CODES: tl.constexpr, WIDE: tl.constexpr,
+    WARPS: tl.constexpr, ROW_TILES: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    LANES: tl.constexpr = WARPS * 32
+    lanes = tl.arange(0, LANES)
+    warp, r, t = lanes // 32, lanes % 32 // 4, lanes % 4
+    first_token = tl.program_id(1) * TILES * 8
+    # Rows r and r + 8 of each tile; with a gate, row r of it and of the matrix behind it. What is outside is computed
+    # again from the last row, group or token, and not stored; x has zeros behind its end.
+    rows = ()
+    for tile in tl.static_range(ROW_TILES):
+        start = tl.program_id(0) * ROW_TILES + tile
+        if GATED:
+            row = tl.minimum(start * 8 + r, num_rows - 1)
+            rows = rows + (row, num_rows + row)
+        else:
+            rows = rows + (tl.minimum(start * 16 + r, num_rows - 1), tl.minimum(start * 16 + 8 + r, num_rows - 1))
+    queue = ()  # of what is on its way, for AHEAD turns
+    for step in tl.static_range(AHEAD):
+        group = tl.minimum((warp + step * WARPS) * 4 + t, num_groups - 1)
+        loaded = ()
+        for i in tl.static_range(2 * ROW_TILES):
+            loaded = loaded + (
+                load_row(levels_ptr, high_ptr, scales_ptr, units_ptr, rows[i], group, num_groups, BITS, SCALES, GROUP),
+            )
+        queue = queue + (loaded,)
+    begin_part(PART, PDL)
+    zeros = (lanes * 0).to(tl.float32)
+    totals = ()
+    for _ in tl.static_range(ROW_TILES * TILES):
+        totals = totals + ((zeros, zeros, zeros, zeros),)
+    four = tl.arange(0, 4)[None, :]
+    for begin in range(0, (num_groups + 3) // 4, WARPS):
+        turn = begin + warp
+        following = tl.minimum((turn + AHEAD * WARPS) * 4 + t, num_groups - 1)
+        loaded = ()
+        for i in tl.static_range(2 * ROW_TILES):
+            loaded = loaded + (
+                load_row(
+                    levels_ptr, high_ptr, scales_ptr, units_ptr, rows[i], following, num_groups, BITS, SCALES, GROUP
+                ),
+            )
+        queue = queue + (loaded,)
+        now = queue[0]
+        factors = ()
+        for i in tl.static_range(2 * ROW_TILES):
+            factors = factors + (row_factors(now[i], tl.minimum(turn * 4 + t, num_groups - 1), SCALES, GROUP, LANES),)
+        for word in tl.static_range(4):
+            weights = ()
+            for i in tl.static_range(2 * ROW_TILES):
+                weights = weights + (eight_weights(now[i], factors[i], word, BITS, SCALES, ZERO, TABLE, CODES, LANES),)
+            x = ()
+            for tile in tl.static_range(TILES):
+                # Tokens behind the last one are it again: fewer lines are read.
+                token = tl.minimum(r, num_tokens - 1 - (first_token + tile * 8))
+                eight = tl.minimum(tl.program_id(1) * TILES + tile, (num_tokens - 1) // 8)
+                at = x_ptr + (eight * x_turns + turn) * 512 + word * 128 + tl.maximum(token, 0) * 16 + t * 4
+                x = x + (fours(tl.load(at[:, None] + four), LANES),)
+            sums = ()
+            for k in tl.static_range(ROW_TILES * TILES):
+                upper, lower = weights[2 * (k // TILES)], weights[2 * (k // TILES) + 1]
+                half = _mma(upper, lower, x[k % TILES], totals[k], 0, WARPS, WIDE)
+                sums = sums + (_mma(upper, lower, x[k % TILES], half, 2, WARPS, WIDE),)
+            totals = sums
+        queue = queue[1:]
+    lane = tl.arange(0, 32)
+    r, t = lane // 4, lane % 4
+    if HALVES:
+        growth = tl.load(growth_ptr)
+    for k in tl.static_range(ROW_TILES * TILES):
+        start = tl.program_id(0) * ROW_TILES + k // TILES
+        if GATED:
+            upper, lower = start * 8 + r, start * 8 + r + num_rows
+        else:
+            upper, lower = start * 16 + r, start * 16 + r + 8
+        for column in tl.static_range(2):
+            token = first_token + (k % TILES) * 8 + 2 * t + column
+            is_token = token < num_tokens
+            first = tl.sum(tl.reshape(totals[k][column], [WARPS, 32]), 0)
+            second = tl.sum(tl.reshape(totals[k][2 + column], [WARPS, 32]), 0)
+            scale = tl.load(x_scales_ptr + token, mask=is_token, other=0.0)
+            first, second = first * scale, second * scale
+            is_upper, is_lower = is_token & (upper < num_rows), is_token & (lower < num_rows)
+            if BIAS:
+                first += tl.load(bias_ptr + upper, mask=is_upper, other=0.0).to(tl.float32)
+                second += tl.load(bias_ptr + lower, mask=is_upper if GATED else is_lower, other=0.0).to(tl.float32)
+            at = out_ptr + token.to(tl.int64) * out_stride
+            if GATED:
+                first = first * tl.sigmoid(first) * second
+            else:
+                if ADD:
+                    second += tl.load(at + lower, mask=is_lower, other=0.0).to(tl.float32)
+                tl.store(at + lower, second.to(out_ptr.dtype.element_ty), mask=is_lower)
+            if ADD:
+                first += tl.load(at + upper, mask=is_upper, other=0.0).to(tl.float32)
+            at += upper
+            if HALVES:
+                first *= growth
+                tokens = tl.program_id(1) * TILES + k % TILES
+                at = out_ptr + by_eights(tokens, 2 * t + column, start, r, out_stride)
+            tl.store(at, first.to(out_ptr.dtype.element_ty), mask=is_upper)
+    if HALVES:
+        _end_span(out_ptr, num_tokens, num_rows, out_stride, TILES)
+    end_part(PART, PDL)
+
+
+class Tile(NamedTuple):
+    """How a program is cut."""
+
+    warps: int  # that share the input
+    rows: int  # sixteens of them, with a gate eights of each matrix
+    tokens: int  # eights
+    ahead: int  # turns of 128 columns that are on their way
+
+
+def matmul(
+    x: HalfActivations,
+    matrix: LowBit,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool = False,
+    add: bool = False,
+    tile: Tile | None = None,
+    part: int = 0,
+) -> Tensor:
+    """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
+
+    ``gated``: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``. ``part``: of
+    products of the same x that are launched one after the other, the place of this one, from 1.
+    """
+    _launch(x, matrix, bias, out, out.stride(0), None, gated=gated, add=add, tile=tile, part=part)
+    return out
+
+
+def gated_halves(
+    x: HalfActivations, matrix: LowBit, bias: Tensor | None, by: FixedScale, tile: Tile | None = None
+) -> HalfActivations:
+    """`matmul`'s ``silu(gate) * up``, as the product behind it reads it."""
+    half = empty_eights(x.scales, matrix.shape[0] // 2)
+    _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=True, add=False, tile=tile, part=0)
+    return HalfActivations(half, by.scales[: x.scales.shape[0]])
+
+
+def _launch(
+    x: HalfActivations, matrix: LowBit, bias: Tensor | None, out: Tensor, out_stride: int, growth: Tensor | None,
+    *, gated: bool, add: bool, tile: Tile | None, part: int,
+) -> None:  # fmt: skip
+    layout, (features, columns) = matrix.layout, matrix.shape
+    tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
+    warps, row_tiles, tiles, ahead = tile or matrix.tiles.get(bucket(tokens)) or tile_for(tokens, features, columns)
+    levels, high, scales, units = planes_of(matrix)
+    if layout.group == 16:
+        scales = scales.view(torch.int16)
+    _matmul_kernel[(triton.cdiv(num_rows, (8 if gated else 16) * row_tiles), triton.cdiv(tokens, 8 * tiles))](
+        out, x.x.view(torch.int32), x.scales, levels, high, scales, units, x.scales if bias is None else bias,
+        x.scales if growth is None else growth, tokens, num_rows, columns // GROUP, x.x.shape[1], out_stride,
+        GATED=gated, HALVES=growth is not None, ADD=add, BIAS=bias is not None,
+        **constants_of(matrix), CODES=codes(layout),
+        WIDE=_has_wide_mma(out.device), WARPS=warps, ROW_TILES=row_tiles, TILES=tiles, AHEAD=ahead, PART=part,
+        num_warps=warps, **pdl_options(out.device),
+    )  # fmt: skip
+
+
+@functools.cache
+def _has_wide_mma(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def tile_for(tokens: int, features: int, columns: int) -> Tile:
+    """More warps where there are fewer rows, so that every multiprocessor has work; measured on an H200."""
+    tiles = min(8, triton.next_power_of_2(triton.cdiv(tokens, 8)))
+    if INTERPRETED.value:
+        return Tile(8, 1, min(tiles, 2), 1)  # few turns, for each has its cost
+    is_tall, is_long = features >= 12288, columns > 8192
+    if tiles == 1:
+        return Tile(4, 2, 1, 1) if is_tall else Tile(16, 1, 1, 1) if is_long else Tile(8, 1, 1, 2)
+    if tiles == 2:
+        return Tile(4, 2, 2, 1) if is_tall else Tile(8, 1, 2, 2) if is_long or features <= 4096 else Tile(8, 1, 2, 1)
+    if is_tall:
+        return Tile(2, 2, tiles, 1)
+    return Tile(8, 2, tiles, 1) if is_long else Tile(4, 2, 4, 1)

@@ -1,0 +1,180 @@
+"""A lane's weights of a low-bit matrix as float16 pairs, as `linear.low_bit.few_tokens` multiplies them."""
+
+# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+import functools
+import struct
+
+import triton
+import triton.language as tl
+
+from minillm.kernels.compat import INTERPRETED
+from minillm.kernels.linear.low_bit.layouts import Layout
+from minillm.kernels.linear.low_bit.planes import look_up, pair
+
+GROWTH = tl.constexpr(64.0)  # of weights, so that small scales are no subnormal numbers
+_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four bytes
+
+
+@functools.cache
+def codes(layout: Layout) -> tuple[str, str, str, str]:
+    """PTX for each of a group's four nibble words: its eight weights, ``(level - zero) * scale + offset``, in float16.
+
+    A number's bits are its exponent's and then the level: 1,024 + level, or 64 + level where the level lies 4 bits
+    higher. Subtracting is exact. $0 to $3: pairs of neighbours; $4: the word; $5: of 8 bits the next word, else the
+    higher plane's; $6: the scale, $7: the offset, both twice.
+    """
+
+    def twice(value: float) -> str:
+        number = struct.unpack("<H", struct.pack("<e", value))[0]
+        return f"0x{number:04x}{number:04x}"
+
+    eight = layout.bits == 8 or layout.table  # levels in bytes, 128 more than they are
+    higher = layout.bits - 4
+    result = []
+    for word in range(4):
+        lines = ["{ .reg .b32 n, k; shr.u32 n, $4, 8;"]
+        for out in range(4):
+            if eight and out == 2:
+                lines += ["shr.u32 n, $5, 8;"]
+            source = "n" if out % 2 else "$5" if eight and out == 2 else "$4"
+            mask = "0x00FF00FF" if eight else "0x000F000F" if out < 2 else "0x00F000F0"
+            base, middle = (1024, 1152) if eight else (1024, 1024) if out < 2 else (64, 64)
+            lines += [f"lop3.b32 ${out}, {source}, {mask}, {twice(base)}, 0xEA;"]
+            if higher in (1, 2):  # see `low_bit._high_shifts`
+                place, start = 4 if out < 2 else 8, higher * (4 * (word % (4 // higher)) + out)
+                lines += [f"{'shl' if place > start else 'shr'}.b32 k, $5, {abs(place - start)};"]
+                kept = ((1 << higher) - 1) << place
+                lines += [f"lop3.b32 ${out}, k, 0x{kept:04x}{kept:04x}, ${out}, 0xEA;"]
+            lines += [f"mov.b32 k, {twice(middle + layout.zero)}; sub.rn.f16x2 ${out}, ${out}, k;"]
+            has_offset = layout.scales in ("super", "offset", "zeros")
+            lines += [f"fma.rn.f16x2 ${out}, ${out}, $6, $7;" if has_offset else f"mul.rn.f16x2 ${out}, ${out}, $6;"]
+        result.append(" ".join([*lines, "}"]))
+    return tuple(result)  # type: ignore[return-value]
+
+
+@triton.jit
+def _twice(number):
+    """A float32 number as two float16 in a word."""
+    half = number.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return (half << 16) | (half & 0xFFFF)
+
+
+@triton.jit
+def fours(words, LANES: tl.constexpr):
+    """The columns of ``[lanes, 4]``."""
+    even, odd = tl.split(tl.reshape(words, [LANES, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def load_row(
+    levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
+    BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Each lane's group of a row: its words, those from the fifth on of 8 bits, its higher plane's, and its scales."""
+    at = row.to(tl.int64) * num_groups + group
+    four = tl.arange(0, 4)[None, :]
+    words_at = (levels_ptr + at * (8 if BITS == 8 else 4))[:, None] + four
+    words = tl.load(words_at, eviction_policy="evict_first")
+    more = words
+    if BITS == 8:
+        more = tl.load(words_at + 4, eviction_policy="evict_first")
+    high, unit = row, row
+    if BITS == 5:
+        high = tl.load(high_ptr + at, eviction_policy="evict_first")
+    elif BITS == 6:
+        high = tl.load((high_ptr + at * 2)[:, None] + tl.arange(0, 2)[None, :], eviction_policy="evict_first")
+    if SCALES == "super":
+        scales = tl.load((scales_ptr + (row * (num_groups // 8) + group // 8) * 4)[:, None] + four)
+    elif SCALES == "bytes":
+        scales = tl.load(scales_ptr + at)  # of groups of 16 both
+        unit = tl.load(units_ptr + row * (num_groups // 8) + group // 8)
+    elif GROUP == 0:
+        scales = tl.load(scales_ptr + row)
+    else:
+        scales = tl.load(scales_ptr + row * (num_groups // (GROUP // 32)) + group // (GROUP // 32))
+    return words, more, high, scales, unit
+
+
+@triton.jit
+def row_factors(row, group, SCALES: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr):
+    """Scales of a lane's first 16 weights and of the others, and its offset: ``[lanes]``, each twice in float16."""
+    _, _, _, scales, unit = row
+    offset = group
+    if SCALES == "super":
+        low, low_mins, high, units = fours(scales, LANES)
+        unit, min_unit = pair(units)
+        part = (group % 8) * 4
+        scale = ((low >> part) & 15) | (((high >> (part // 2)) & 3) << 4)
+        least = ((low_mins >> part) & 15) | (((high >> (16 + part // 2)) & 3) << 4)
+        first = _twice(scale.to(tl.float32) * (unit * GROWTH))
+        second = first
+        offset = _twice(least.to(tl.float32) * (min_unit * -GROWTH))
+    elif SCALES == "bytes":
+        unit = unit.to(tl.float32) * GROWTH
+        scales = scales.to(tl.int32)
+        if GROUP == 16:
+            first = _twice(((scales << 24) >> 24).to(tl.float32) * unit)
+            second = _twice((scales >> 8).to(tl.float32) * unit)
+        else:
+            first = _twice(scales.to(tl.float32) * unit)
+            second = first
+    elif SCALES == "plain":
+        first = _twice(scales.to(tl.float32) * GROWTH)
+        second = first
+    else:
+        scale, other = pair(scales)
+        if SCALES == "zeros":
+            other = -scale * other
+        first = _twice(scale * GROWTH)
+        second = first
+        offset = _twice(other * GROWTH)
+    return first, second, offset
+
+
+@triton.jit
+def eight_weights(
+    row, factors, WORD: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr,
+    TABLE: tl.constexpr, CODES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Eight of a lane's weights: four words of two float16."""
+    words, more, high, _, _ = row
+    scale = factors[1] if WORD > 1 else factors[0]
+    other = fours(words, LANES)[WORD]
+    word = other
+    if BITS == 8:  # words 2 WORD and 2 WORD + 1 of eight
+        eight = fours(more, LANES) if WORD > 1 else fours(words, LANES)
+        word, other = eight[2 * (WORD % 2)], eight[2 * (WORD % 2) + 1]
+    elif BITS == 5:
+        other = high
+    elif BITS == 6:
+        other = tl.split(high)[WORD // 2]
+    elif TABLE:
+        other = look_up((word >> 4) & 0x0F0F0F0F) ^ _SIGNS
+        word = look_up(word & 0x0F0F0F0F) ^ _SIGNS
+    if INTERPRETED:
+        result = ()
+        for out in tl.static_range(4):
+            halves = (word, word)
+            for neighbour in tl.static_range(2):
+                place: tl.constexpr = 16 * neighbour + 8 * (out % 2)
+                if BITS == 8 or TABLE:
+                    level = (((other if out > 1 else word) >> place) & 255) - 128
+                else:
+                    level = (word >> (place + 4 * (out // 2))) & 15
+                    if BITS > 4:
+                        start: tl.constexpr = (BITS - 4) * (4 * (WORD % (4 // (BITS - 4))) + out) + 16 * neighbour
+                        level |= ((other >> start) & ((1 << (BITS - 4)) - 1)) << 4
+                number = (level - ZERO).to(tl.float32) * pair(scale)[0]
+                if SCALES == "super" or SCALES == "offset" or SCALES == "zeros":
+                    number += pair(factors[2])[0]
+                halves = (halves[1], number.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+            result = result + (halves[0] | (halves[1] << 16),)
+        return result
+    else:
+        return tl.inline_asm_elementwise(
+            CODES[WORD], "=&r,=&r,=&r,=&r,r,r,r,r", [word, other, scale, factors[2]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip

@@ -1,0 +1,325 @@
+"""Matrices of 4 to 8 bits a weight as kernels read them, and how each is made and read back.
+
+A row is cut into groups of 32 weights along the input. A weight is ``scale * (level - zero) + offset``; levels are
+whole numbers, or numbers of FP8. `Layout` says where scales, zeros and offsets come from. Every layout keeps the bits
+per weight of the format that it is for:
+
+=========  ========================================================================  =====================
+layout     levels; scales                                                            stored formats
+=========  ========================================================================  =====================
+``plain``  one scale a group, one zero for all                                       Q4_0, Q5_0, Q8_0, IQ4_NL, int8
+``zeros``  a scale and a zero a group                                                AWQ, GPTQ
+``offset`` a scale and an offset a group                                             Q4_1, Q5_1
+``super``  256 weights share a scale and an offset; 8 groups multiply them by 6 bits  Q4_K, Q5_K
+``bytes``  256 weights share a scale; groups of 16 or 32 multiply it by 8 bits       Q6_K, IQ4_XS
+``float``  levels of float8_e4m3fn; one scale a row                                  FP8
+=========  ========================================================================  =====================
+
+Levels of up to 6 bits lie in a plane of nibbles and a plane of the bits above them. A 32-bit word of nibbles has eight
+neighbours along the input, the first four in the low halves of its bytes and the next four in the high halves; a word
+of 8-bit levels holds four. The four are in bytes 0, 2, 1, 3: so one mask makes of a word four whole numbers in bytes,
+or, with the bits of 1,024 above them, two neighbours as two float16. The higher plane is in the same order for shifts
+by whole words: see `_high_shifts`. Levels of FP8 lie in a row as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # weights
+SUPER = 256  # weights that share a scale of scales
+LARGEST_FP8 = 448.0  # in float8_e4m3fn
+# Weights that a CPU packs or unpacks at a time: their numbers of 32 bits stay in its cache, and are so few that the
+# heap uses the same memory for the next ones (`minillm.system.compact_heap`).
+AT_ONCE_ON_CPU = 1 << 17
+
+Scales = Literal["plain", "zeros", "offset", "super", "bytes", "float"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a matrix of few bits is held. Hashable: kernels are compiled for it."""
+
+    bits: int  # of a level: 4, 5, 6 or 8
+    scales: Scales
+    zero: int = 0  # subtracted from every level
+    group: int = GROUP  # weights that share a scale: 16 (``bytes`` only), a multiple of 32, or 0 for the whole row
+    table: bool = False  # a nibble is a place in `IQ4_TABLE`
+
+    @property
+    def words_per_group(self) -> int:
+        """32-bit words of the first plane."""
+        return 8 if self.bits == 8 else 4
+
+    @property
+    def block(self) -> int:
+        """Weights of a row that belong together."""
+        return SUPER if self.scales in ("super", "bytes") else max(self.group, GROUP)
+
+
+FP8 = Layout(8, "float", group=0)
+# The levels of IQ4_NL and IQ4_XS (llama.cpp's ``kvalues_iq4nl``).
+IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True)
+class LowBit:
+    """A matrix ``[out, in]`` of few bits."""
+
+    layout: Layout
+    shape: tuple[int, int]
+    # [out, in / 32 * words_per_group] int32, of 8 bits 128 more than the level; ``float``: [out, in] float8_e4m3fn
+    levels: Tensor
+    high: Tensor | None  # [out, in / 32 * (bits - 4)] int32
+    # ``plain``: [out, groups], a floating dtype. ``zeros``, ``offset``: [out, groups, 2] float16. ``super``: [out,
+    # in / 256, 4] int32, see `pack_super`. ``bytes``: [out, in / group] int8. ``float``: [out, 1] float32.
+    scales: Tensor
+    units: Tensor | None = None  # ``bytes``: [out, in / 256] float16, the scales of the scales
+    # [in] int32, the column of x that each column is for, where groups are no neighbours of x; of FP8 none
+    order: Tensor | None = None
+    # How its products are cut on this card, by `bucket`, where that was measured: see `kernels.linear.low_bit.tuning`.
+    tiles: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.levels.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(each.nbytes for each in (self.levels, self.high, self.scales, self.units) if each is not None)
+
+    def rows(self, index: slice | Tensor) -> LowBit:
+        """The matrix of some rows."""
+        taken = [None if each is None else each[index] for each in (self.levels, self.high, self.scales, self.units)]
+        assert taken[0] is not None
+        return replace(
+            self,
+            shape=(taken[0].shape[0], self.shape[1]),
+            levels=taken[0], high=taken[1], scales=taken[2], units=taken[3],  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+UNPACKED = ()  # the tile of a product that is fastest by unpacking the matrix
+
+
+def bucket(tokens: int) -> int:
+    """The numbers of tokens that share a tile, by the largest of them; the matrix unit takes eight at a time."""
+    return tokens if tokens <= 2 else max(8, 1 << (tokens - 1).bit_length())
+
+
+def concatenated(matrices: list[LowBit | None]) -> tuple[LowBit, ...]:
+    """The matrices one below the other, neighbours of one layout as one.
+
+    None where one of them is None, or where they read x in different orders.
+    """
+    result: list[LowBit] = []
+    for each in matrices:
+        if each is None or (result and not _have_one_order(result[-1], each)):
+            return ()
+        if result and result[-1].layout == each.layout:
+            result[-1] = _stacked(result[-1], each)
+        else:
+            result.append(each)
+    return tuple(result)
+
+
+def _have_one_order(first: LowBit, second: LowBit) -> bool:
+    if first.order is None or second.order is None:
+        return first.order is second.order
+    return torch.equal(first.order, second.order)
+
+
+def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
+    """The weights ``[out, in]`` float32 of matrices one below the other."""
+    result = torch.empty(sum(each.shape[0] for each in matrices), matrices[0].shape[1], device=matrices[0].device)
+    start = 0
+    for each in matrices:
+        step = max(1, AT_ONCE_ON_CPU // each.shape[1])  # by parts: whole levels would take more memory than the result
+        for first in range(0, each.shape[0], step):
+            some = dequantise(each.rows(slice(first, first + step)))
+            result[start + first : start + first + some.shape[0]] = some
+        start += each.shape[0]
+    return result
+
+
+def padded(matrix: LowBit, rows: int) -> LowBit:
+    """The matrix filled up with zeros to ``rows`` rows."""
+    missing = rows - matrix.shape[0]
+    if not missing:
+        return matrix
+    planes = (matrix.levels, matrix.high, matrix.scales, matrix.units)
+    zeros = [None if each is None else each.new_zeros(missing, *each.shape[1:]) for each in planes]
+    return _stacked(matrix, LowBit(matrix.layout, (missing, matrix.shape[1]), *zeros))  # type: ignore[arg-type]
+
+
+def _stacked(first: LowBit, second: LowBit) -> LowBit:
+    def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        return None if one is None or other is None else torch.cat((one, other))
+
+    return replace(
+        first,
+        shape=(first.shape[0] + second.shape[0], first.shape[1]),
+        levels=torch.cat((first.levels, second.levels)), high=both(first.high, second.high),
+        scales=torch.cat((first.scales, second.scales)), units=both(first.units, second.units),
+    )  # fmt: skip
+
+
+def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, generator: torch.Generator) -> LowBit:
+    """Random levels, and scales that give the weights a mean of zero and about this standard deviation."""
+    (out, width), device = shape, generator.device
+
+    def random(low: int, high: int, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.randint(low, high, size, generator=generator, device=device, dtype=dtype)
+
+    def unit(value: float, *size: int) -> Tensor:
+        return torch.full(size, value, dtype=torch.float16, device=device)
+
+    if layout == FP8:
+        weights = torch.randn(shape, generator=generator, device=device)
+        return LowBit(FP8, shape, (weights * 32).to(torch.float8_e4m3fn), None, unit(deviation / 32, out, 1).float())
+    words = random(-(1 << 31), 1 << 31, out, width // GROUP * layout.words_per_group)
+    high, units = None, None
+    if layout.bits in (5, 6):
+        high = random(-(1 << 31), 1 << 31, out, width // GROUP * (layout.bits - 4))
+    step = deviation / (0.289 * (1 << layout.bits))  # levels are uniform
+    if layout.scales == "super":
+        parts = random(32, 64, out, width // SUPER, 8)
+        middle = step / 48 * ((1 << layout.bits) - 1) / 2
+        scales = pack_super(parts, parts, unit(step / 48, out, width // SUPER), unit(middle, out, width // SUPER))
+    elif layout.scales == "bytes":
+        scales = random(64, 128, out, width // layout.group, dtype=torch.int8)
+        units = unit(step / 96, out, width // SUPER)
+    else:
+        assert layout.scales == "plain", layout
+        scales = unit(step, out, width // (layout.group or width))
+    return LowBit(layout, shape, words, high, scales, units)
+
+
+_BYTES = (0, 16, 8, 24)  # shifts of four neighbours
+
+
+def unpack_levels(matrix: LowBit) -> Tensor:
+    """The levels ``[out, in]``, int32, zeros not yet subtracted; of FP8 as they are."""
+    out, width = matrix.shape
+    if matrix.layout == FP8:
+        return matrix.levels
+    shifts = torch.tensor(_BYTES, dtype=torch.int32, device=matrix.device)
+    if matrix.layout.bits == 8:
+        return ((matrix.levels[..., None] >> shifts) & 255).view(out, width) - 128
+    words = matrix.levels.view(out, width // GROUP, 4, 1, 1)  # [.., .., word, half, neighbour]
+    levels = (words >> (shifts + 4 * torch.arange(2, dtype=torch.int32, device=matrix.device)[:, None])) & 15
+    if matrix.high is not None:
+        bits = matrix.layout.bits - 4
+        high = matrix.high.view(out, width // GROUP, bits, 1, 1, 1)
+        each = (high >> _high_shifts(bits, matrix.device)) & ((1 << bits) - 1)
+        levels |= each.view_as(levels) << 4
+    levels = levels.reshape(out, width)
+    if matrix.layout.table:
+        levels = torch.tensor(IQ4_TABLE, dtype=torch.int32, device=words.device)[levels.long()]
+    return levels
+
+
+def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """The planes of ``levels [out, in]``: of 8 bits -128 to 127, else 0 to ``2^bits - 1`` (or places in the table)."""
+    out, width = levels.shape
+    shifts = torch.tensor(_BYTES, dtype=torch.int32, device=levels.device)
+    if bits == 8:
+        return ((levels.int() + 128).view(out, -1, 4) << shifts).sum(-1, dtype=torch.int32), None
+    split = levels.to(torch.int32).view(out, width // GROUP, 4, 2, 4)  # group, word, half, neighbour
+    halves = shifts + 4 * torch.arange(2, dtype=torch.int32, device=levels.device)[:, None]
+    words = ((split & 15) << halves).sum((3, 4), dtype=torch.int32).flatten(1)
+    if bits == 4:
+        return words, None
+    each = (split >> 4).view(out, width // GROUP, bits - 4, 4 // (bits - 4), 2, 4)
+    high = (each << _high_shifts(bits - 4, levels.device)).sum((3, 4, 5), dtype=torch.int32)
+    return words, high.flatten(1)
+
+
+def _high_shifts(bits: int, device: torch.device) -> Tensor:
+    """Where a weight's ``bits`` above the nibble lie: ``[words that share one, half, neighbour]``.
+
+    Each half of 16 bits has those of two bytes of a nibble word: first of their low halves, then of their high ones.
+    """
+    word, half, at = (torch.arange(size, dtype=torch.int32, device=device) for size in (4 // bits, 2, 4))
+    return 4 * bits * word[:, None, None] + 2 * bits * half[:, None] + bits * (at >> 1) + 16 * (at & 1)
+
+
+def pack_super(scales: Tensor, mins: Tensor, unit: Tensor, min_unit: Tensor) -> Tensor:
+    """The words ``[out, supers, 4]`` of 6-bit ``scales`` and ``mins [out, supers, 8]`` and their float16 units.
+
+    Words: the scales' low 4 bits; the mins'; the high 2 bits of both; both units.
+    """
+    at = torch.arange(8, dtype=torch.int32, device=scales.device)
+    scales, mins = scales.int(), mins.int()
+    low = ((scales & 15) << 4 * at).sum(-1, dtype=torch.int32)
+    low_mins = ((mins & 15) << 4 * at).sum(-1, dtype=torch.int32)
+    high = (((scales >> 4) << 2 * at) | ((mins >> 4) << (16 + 2 * at))).sum(-1, dtype=torch.int32)
+    units = torch.stack((unit, min_unit), -1).half().contiguous().view(torch.int32).squeeze(-1)
+    return torch.stack((low, low_mins, high, units), -1)
+
+
+def in_eight_bits(weight: Tensor) -> LowBit:
+    """A matrix ``[out, in]`` rounded to 8 bits in groups of 32, each with the scale of its largest weight."""
+    out, width = weight.shape
+    groups = weight.float().view(out, width // GROUP, GROUP)
+    scales = (groups.abs().amax(-1) / 127).half()
+    levels = torch.where(scales[..., None] == 0, 0.0, groups / scales[..., None].float()).round_().clamp_(-127, 127)
+    words, _ = pack_levels(levels.flatten(1), 8)
+    return LowBit(Layout(8, "plain"), (out, width), words, None, scales)
+
+
+def in_fp8(weight: Tensor) -> LowBit:
+    """A matrix ``[out, in]`` rounded to FP8, each row with the scale of its largest weight; NaN spoils a row."""
+    wide = weight.float()
+    scales = wide.abs().amax(1, keepdim=True) / LARGEST_FP8
+    levels = (wide / torch.where(scales == 0, 1.0, scales)).to(torch.float8_e4m3fn)
+    return LowBit(FP8, (weight.shape[0], weight.shape[1]), levels, None, scales)
+
+
+def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """``scales``, ``zeros`` and ``offsets`` of every group, each ``[out, groups]``, in ``dtype``.
+
+    Groups are of 16 or 32; of FP8 a row is one.
+    """
+    layout, (out, width) = matrix.layout, matrix.shape
+    groups = 1 if layout == FP8 else width // min(layout.group or width, GROUP)
+    none = torch.zeros(1, 1, dtype=dtype, device=matrix.device).expand(out, groups)
+
+    def spread(values: Tensor) -> Tensor:
+        wide, times = values.to(dtype), groups // values.shape[1]
+        return wide if times == 1 else wide.repeat_interleave(times, 1)
+
+    if layout.scales in ("zeros", "offset"):
+        scales, others = (spread(each) for each in matrix.scales.unbind(-1))
+        return (scales, others, none) if layout.scales == "zeros" else (scales, none, others)
+    if layout.scales == "super":
+        low, low_mins, high, units = matrix.scales.unbind(-1)
+        at = torch.arange(8, dtype=torch.int32, device=matrix.device)
+        unit, min_unit = units.contiguous().view(torch.float16).view(out, -1, 2).to(dtype).unbind(-1)
+        parts = (low[..., None] >> 4 * at) & 15 | ((high[..., None] >> 2 * at) & 3) << 4
+        mins = (low_mins[..., None] >> 4 * at) & 15 | ((high[..., None] >> (16 + 2 * at)) & 3) << 4
+        return (parts * unit[..., None]).flatten(1), none, (mins * -min_unit[..., None]).flatten(1)
+    zeros = none + layout.zero
+    if layout.scales == "bytes":
+        assert matrix.units is not None
+        return spread(matrix.units) * spread(matrix.scales), zeros, none
+    return spread(matrix.scales), zeros, none
+
+
+def dequantise(matrix: LowBit, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weights ``[out, in]`` in ``dtype``, by the columns of x; computed in it or in float32, the wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    scales, zeros, offsets = (each[..., None] for each in factors(matrix, wide))
+    levels = unpack_levels(matrix).to(wide).view(matrix.shape[0], scales.shape[1], -1)
+    weights = (scales * (levels - zeros) + offsets).flatten(1).to(dtype)
+    if matrix.order is None:
+        return weights
+    result = torch.empty_like(weights)
+    result[:, matrix.order] = weights
+    return result

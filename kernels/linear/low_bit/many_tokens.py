@@ -1,0 +1,269 @@
+"""Low-bit matrices times dozens of tokens to a few hundred: weights become float16 in registers, `tl.dot` the rest.
+
+`_dot_kernel`: grid (rows of the matrix / ROWS, tokens / TOKENS, parts of the input). A turn's tile is ROWS x 128
+weights, which are read once for each TOKENS tokens, times 128 x TOKENS activations. Both come through shared memory as
+they lie in memory, several turns ahead. A thread makes the weights that ``wgmma`` wants from it, so they are never
+written: lane 4r + t has row r of eight and a quarter of each sixteen columns, two neighbours at 2t and two at 2t + 8.
+Which columns these are is free, if both sides agree: here lane t has group t of four, as in `low_bit_matmul`, and
+activations lie in that order. With a gate, the second eight of every sixteen rows are of the matrix behind it.
+
+Where a matrix has few rows, several programs share the input: they write sums in float32, and `_add_kernel`, grid
+(tokens, rows / COLUMNS), adds them in their order.
+"""
+
+# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.compat import INTERPRETED, dot, finished, has_wgmma, pdl_options, wait_for_inputs
+from minillm.kernels.linear.low_bit.few_tokens import HalfActivations
+from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, row_factors
+from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit
+from minillm.kernels.linear.low_bit.planes import constants_of, planes_of
+
+# Fewer tokens: `low_bit_matmul` is faster. More: cuBLAS; of 8 bits it is faster with 195 us for gate and up of an 8B
+# model and 256 tokens, unpacked beforehand, where this takes 199 and 231 in tiles that fit.
+_TOKENS, _TOKENS_OF_8_BITS = range(17, 257), range(17, 129)
+_PROGRAMS = 132  # of the largest tile at a time: an H200's multiprocessors
+_COLUMNS = 1024
+
+
+@triton.jit
+def _load_small(ptr, at, BITS: tl.constexpr):
+    """Elements of 8 or 16 bits, read with their neighbours as words, for less than a word is not read ahead."""
+    SHARE: tl.constexpr = 32 // BITS
+    words = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at // SHARE)
+    return (words >> (at % SHARE * BITS)).to(tl.int8 if BITS == 8 else tl.int16)
+
+
+@triton.jit
+def _load_groups(
+    levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
+    BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """What `low_bit_lanes.load_row` reads, by words that lie in one piece."""
+    at = row.to(tl.int64) * num_groups + group
+    four = tl.arange(0, 4)[None, :]
+    words_at = (levels_ptr + at * (8 if BITS == 8 else 4))[:, None] + four
+    words = tl.load(words_at, eviction_policy="evict_first")
+    more = words
+    if BITS == 8:
+        more = tl.load(words_at + 4, eviction_policy="evict_first")
+    high, unit = row, row
+    if BITS == 5:
+        high = tl.load(high_ptr + at, eviction_policy="evict_first")
+    elif BITS == 6:
+        high = tl.load((high_ptr + at * 2)[:, None] + tl.arange(0, 2)[None, :], eviction_policy="evict_first")
+    if SCALES == "super":
+        scales = tl.load((scales_ptr + (row * (num_groups // 8) + group // 8) * 4)[:, None] + four)
+    elif SCALES == "bytes":
+        scales = _load_small(scales_ptr, at, 16 if GROUP == 16 else 8)
+        unit = _load_small(units_ptr, row * (num_groups // 8) + group // 8, 16).to(tl.float16, bitcast=True)
+    else:
+        if GROUP == 0:
+            at = row
+        else:
+            at = row * (num_groups // (GROUP // 32)) + group // (GROUP // 32)
+        if SCALES == "plain" and scales_ptr.dtype.element_ty.primitive_bitwidth == 16:
+            scales = _load_small(scales_ptr, at, 16).to(scales_ptr.dtype.element_ty, bitcast=True)
+        else:
+            scales = tl.load(scales_ptr + at)
+    return words, more, high, scales, unit
+
+
+@triton.jit
+def joined(values, COUNT: tl.constexpr):
+    """A power of two of tensors ``[lanes]`` as one, ``[lanes, 2, 2, …]``, in their order."""
+    HALF: tl.constexpr = COUNT // 2
+    pairs = ()
+    for i in tl.static_range(HALF):
+        pairs = pairs + (tl.join(values[i], values[HALF + i]),)
+    if HALF == 1:
+        return pairs[0]
+    else:
+        return joined(pairs, HALF)
+
+
+@triton.jit
+def unpacked(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+    """Pairs of numbers of 16 bits ``[ROWS, COLUMNS / 2]`` as numbers ``[ROWS, COLUMNS]``."""
+    words = tl.reshape(words, [ROWS, COLUMNS // 2])
+    first = (words & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
+    second = (words >> 16).to(tl.int16).to(TYPE, bitcast=True)
+    return tl.reshape(tl.join(first, second), [ROWS, COLUMNS])
+
+
+@triton.jit
+def _weights(
+    groups, group, BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    TABLE: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """The tile ``[ROWS, 128]`` float16: rows in their order, columns by word, pair, group and neighbour."""
+    factors = row_factors(groups, group, SCALES, GROUP, ROWS * 4)
+    pairs = ()
+    for word in tl.static_range(4):
+        pairs = pairs + eight_weights(groups, factors, word, BITS, SCALES, ZERO, TABLE, CODES, ROWS * 4)
+    words = tl.reshape(joined(pairs, 16), [ROWS // (16 * WARPS), 2, WARPS, 8, 4, 16])
+    return unpacked(tl.permute(words, (0, 2, 1, 3, 5, 4)), ROWS, 128, tl.float16)
+
+
+@triton.jit
+def _dot_kernel(
+    out_ptr, x_ptr, x_scales_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,
+    num_tokens, num_rows, num_groups, num_turns, out_stride,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
+    BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
+    CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # A lane's rows: r and, with the higher registers, r + 8 of the sixteen of its warp, then those of the next tile.
+    lanes = tl.arange(0, ROWS * 4)
+    t, r, warp, tile = lanes % 4, lanes // 4 % 8, lanes // 32 % WARPS, lanes // (64 * WARPS)
+    sixteen, is_second = tile * WARPS + warp, lanes // (32 * WARPS) % 2
+    FEATURES: tl.constexpr = ROWS // 2 if GATED else ROWS
+    first = tl.program_id(0) * FEATURES
+    if GATED:
+        lane_rows = tl.minimum(first + sixteen * 8 + r, num_rows - 1) + is_second * num_rows
+    else:
+        lane_rows = tl.minimum(first + sixteen * 16 + is_second * 8 + r, num_rows - 1)  # outside: not stored
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_token = tokens < num_tokens
+    x_at = tokens[None, :] * (num_turns * 128) + tl.arange(0, 128)[:, None]  # there are rows behind the last token's
+    share = (num_turns + PARTS - 1) // PARTS
+    begin = tl.program_id(2) * share
+    wait_for_inputs(PDL)
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for turn in range(begin, tl.minimum(begin + share, num_turns)):
+        x = tl.load(x_ptr + x_at + turn * 128)
+        group = tl.minimum(turn * 4 + t, num_groups - 1)  # x has zeros behind its end
+        groups = _load_groups(
+            levels_ptr, high_ptr, scales_ptr, units_ptr, lane_rows, group, num_groups, BITS, SCALES, GROUP
+        )
+        weights = _weights(groups, group, BITS, SCALES, GROUP, ZERO, TABLE, CODES, ROWS, WARPS)
+        total = finished(dot(weights, x, total))
+    features = first + tl.arange(0, FEATURES)
+    is_feature = features < num_rows
+    at = tokens.to(tl.int64)[None, :] * out_stride + features[:, None]
+    mask = is_feature[:, None] & is_token[None, :]
+    if PARTS > 1:
+        tl.store(out_ptr + tl.program_id(2).to(tl.int64) * num_tokens * out_stride + at, total, mask=mask)
+    else:
+        result = total * tl.load(x_scales_ptr + tokens, mask=is_token, other=0.0)[None, :]
+        if GATED:
+            both = tl.permute(tl.reshape(result, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1))
+            result, up = tl.split(tl.reshape(both, [FEATURES, TOKENS, 2]))
+            if BIAS:
+                result += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+                up += tl.load(bias_ptr + num_rows + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+            result = result * tl.sigmoid(result) * up
+        elif BIAS:
+            result += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        if ADD:
+            result += tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_kernel(
+    out_ptr, sums_ptr, x_scales_ptr, bias_ptr, num_tokens, num_rows, out_stride,
+    ADD: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < num_rows
+    wait_for_inputs(PDL)
+    result = tl.zeros([COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS):
+        result += tl.load(sums_ptr + (part * num_tokens + token) * num_rows + columns, mask=mask, other=0.0)
+    result *= tl.load(x_scales_ptr + token)
+    if BIAS:
+        result += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    at = out_ptr + token * out_stride + columns
+    if ADD:
+        result += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class Tile(NamedTuple):
+    """How a program is cut."""
+
+    rows: int  # of the matrix, 16 for each warp or a multiple of that
+    tokens: int
+    parts: int  # of the input, each with a program; with a gate 1
+    warps: int  # fours
+    stages: int  # turns that are on their way, and the one that is computed
+
+
+def product(
+    x: HalfActivations,
+    matrix: LowBit,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool = False,
+    add: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
+
+    ``x`` is in the order of tokens. ``gated``: the matrix is gate and up, and ``silu(gate) * up`` is the result,
+    ``[tokens, out / 2]``.
+    """
+    layout, (features, columns) = matrix.layout, matrix.shape
+    tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
+    rows, width, parts, warps, stages = tile or tile_for(layout, tokens, features, gated)
+    levels, high, *small = planes_of(matrix)
+    scales, units = (each if each.data_ptr() % 4 == 0 else each.clone() for each in small)  # they are read as words
+    bias_or_not, options = x.scales if bias is None else bias, pdl_options(out.device)
+    sums = out if parts == 1 else torch.empty(parts, tokens, num_rows, dtype=torch.float32, device=out.device)
+    _dot_kernel[(triton.cdiv(num_rows, rows // 2 if gated else rows), triton.cdiv(tokens, width), parts)](
+        sums, x.x, x.scales, levels, high, scales, units, bias_or_not,
+        tokens, num_rows, columns // GROUP, x.x.shape[1] // 128, sums.stride(-2),
+        GATED=gated, ADD=add, BIAS=bias is not None, PARTS=parts, **constants_of(matrix), CODES=codes(layout),
+        ROWS=rows, TOKENS=width, WARPS=warps, num_warps=warps, num_stages=stages, **options,
+    )  # fmt: skip
+    if parts > 1:
+        _add_kernel[(tokens, triton.cdiv(num_rows, _COLUMNS))](
+            out, sums, x.scales, bias_or_not, tokens, num_rows, out.stride(0),
+            ADD=add, BIAS=bias is not None, PARTS=parts, COLUMNS=_COLUMNS, **options,
+        )  # fmt: skip
+    return out
+
+
+def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
+    """Whether this kernel is for so many tokens and the GPU has ``wgmma``: compute capability 9."""
+    has_8_bits = any(matrix.layout.bits == 8 for matrix in matrices)
+    if x.shape[0] not in (_TOKENS_OF_8_BITS if has_8_bits else _TOKENS) or x.dtype.itemsize != 2:
+        return False
+    return has_wgmma(x.device)
+
+
+def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
+    """More parts of the input where there are fewer rows, so that every multiprocessor has work; see `Tile`.
+
+    Measured on an H200.
+    """
+    if INTERPRETED.value:
+        return Tile(64, 16, 1, 4, 2)
+    if tokens > 128:
+        programs = triton.cdiv(features, 128) * triton.cdiv(tokens, 256)
+        parts = 1 if gated or programs * 2 > _PROGRAMS else 2 if programs * 4 > _PROGRAMS else 4
+        is_wide = layout.bits == 8 or (layout.bits, layout.scales) == (5, "super")  # three turns do not fit
+        return Tile(128, 256, parts, 8, 2 if is_wide else 3)
+    parts = parts_for(features, gated)
+    if tokens > 64:
+        return Tile(128, 128, parts, 8, 3)
+    if tokens > 32 and parts == 1:
+        return Tile(128, 64, 1, 4, 4)
+    # Three programs of three stages have room where two of four have.
+    stages = 3 if tokens > 32 and triton.cdiv(features, 64) * parts > 2 * _PROGRAMS else 4
+    return Tile(64, 32 if tokens <= 32 else 64, parts, 4, stages)
+
+
+def parts_for(features: int, gated: bool) -> int:
+    """The parts of the input where a few tokens are multiplied; by the matrix alone."""
+    return 1 if gated or features >= 12288 else 4

@@ -1,0 +1,162 @@
+"""The parts that kernels of low-bit matrices share: levels and factors of a tile. See `low_bit.layouts`."""
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.compat import INTERPRETED
+from minillm.kernels.linear.low_bit.layouts import IQ4_TABLE, LowBit
+
+# Four levels a word.
+_TABLE = struct.unpack("<4i", struct.pack("16b", *IQ4_TABLE))
+_T0 = tl.constexpr(_TABLE[0])
+_T1 = tl.constexpr(_TABLE[1])
+_T2 = tl.constexpr(_TABLE[2])
+_T3 = tl.constexpr(_TABLE[3])
+_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four bytes
+
+
+@triton.jit
+def load_levels(levels_ptr, high_ptr, rows, groups, num_rows, num_groups, BITS: tl.constexpr):
+    """What `level_bytes` makes levels of, zeros outside: words ``[rows, groups, 4]``, of 8 bits also those at odd
+    places, and the higher plane ``[rows, groups, BITS - 4]``."""
+    mask = ((rows < num_rows)[:, None] & (groups < num_groups)[None, :])[:, :, None]
+    group = (rows * num_groups)[:, None, None] + groups[None, :, None]  # below 2^31: see `low_bit.MOST_WORDS`
+    WORDS: tl.constexpr = 8 if BITS == 8 else 4
+    words = tl.load(
+        levels_ptr + group * WORDS + tl.arange(0, WORDS)[None, None, :],
+        mask=mask, other=0, eviction_policy="evict_first",
+    )  # fmt: skip
+    odd, high = words, words
+    if BITS == 8:
+        words, odd = tl.split(tl.reshape(words, [rows.shape[0], groups.shape[0], 4, 2]))
+    elif BITS > 4:
+        PLANES: tl.constexpr = BITS - 4
+        at = high_ptr + group * PLANES + tl.arange(0, PLANES)[None, None, :]
+        high = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
+    return words, odd, high
+
+
+@triton.jit
+def look_up(nibbles):
+    """The table's levels at four nibbles, each the low half of a byte."""
+    result = nibbles * 0
+    for byte in tl.static_range(4):
+        at = (nibbles >> (8 * byte)) & 15
+        word = tl.where(at < 4, _T0, tl.where(at < 8, _T1, tl.where(at < 12, _T2, _T3)))
+        result |= ((word >> ((at & 3) * 8)) & 255) << (8 * byte)
+    return result
+
+
+@triton.jit
+def level_bytes(words, odd, high, BITS: tl.constexpr, TABLE: tl.constexpr):
+    """Levels of the first four weights of each eight and of the others: two ``[rows, groups, 4]`` of bytes in words."""
+    if BITS == 8:
+        low, upper = words ^ _SIGNS, odd ^ _SIGNS
+    else:
+        low, upper = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
+    if TABLE:
+        low, upper = look_up(low), look_up(upper)
+    if BITS == 5 or BITS == 6:
+        PLANES: tl.constexpr = BITS - 4
+        SHARE: tl.constexpr = 4 // PLANES  # words of nibbles with one word of the higher plane
+        high = tl.broadcast_to(high[:, :, :, None], [words.shape[0], words.shape[1], PLANES, SHARE])
+        high = tl.reshape(high, [words.shape[0], words.shape[1], 4])
+        high >>= (4 * PLANES * (tl.arange(0, 4) % SHARE))[None, None, :]
+    if BITS == 5:
+        low |= ((high << 4) & 0x00100010) | ((high << 11) & 0x10001000)
+        upper |= ((high << 2) & 0x00100010) | ((high << 9) & 0x10001000)
+    elif BITS == 6:
+        low |= ((high << 4) & 0x00300030) | ((high << 10) & 0x30003000)
+        upper |= (high & 0x00300030) | ((high << 6) & 0x30003000)
+    return low, upper
+
+
+@triton.jit
+def pair(words):
+    """Both float16 numbers of each word."""
+    first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def load_factors(
+    scales_ptr, units_ptr, rows, groups, num_rows, num_groups,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """Scales of both halves, zeros and offsets of groups of 32: four tensors ``[rows, groups]`` float32."""
+    mask = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
+    row = rows[:, None]
+    each = groups[None, :]
+    nothing = tl.zeros([rows.shape[0], groups.shape[0]], tl.float32)
+    zero, offset = nothing + ZERO, nothing
+    if SCALES == "super":
+        at = (row * (num_groups // 8) + each // 8) * 4
+        words = tl.load(scales_ptr + at[:, :, None] + tl.arange(0, 4)[None, None, :], mask=mask[:, :, None], other=0)
+        words = tl.reshape(words, [rows.shape[0], groups.shape[0], 2, 2])
+        first_and_third, second_and_fourth = tl.split(words)
+        low, high = tl.split(first_and_third)
+        low_mins, units = tl.split(second_and_fourth)
+        unit, min_unit = pair(units)
+        part = (each % 8) * 4
+        scale = ((low >> part) & 15) | (((high >> (part // 2)) & 3) << 4)
+        least = ((low_mins >> part) & 15) | (((high >> (16 + part // 2)) & 3) << 4)
+        scale = scale.to(tl.float32) * unit
+        offset = -(least.to(tl.float32) * min_unit)
+        second = scale
+    elif SCALES == "bytes":
+        unit = tl.load(units_ptr + row * (num_groups // 8) + each // 8, mask=mask, other=0.0).to(tl.float32)
+        at = (row * num_groups + each) * (2 if GROUP == 16 else 1)
+        scale = tl.load(scales_ptr + at, mask=mask, other=0).to(tl.float32) * unit
+        second = scale
+        if GROUP == 16:
+            second = tl.load(scales_ptr + at + 1, mask=mask, other=0).to(tl.float32) * unit
+    else:
+        at = row + each * 0
+        if GROUP > 0:
+            at = row * (num_groups // (GROUP // 32)) + each // (GROUP // 32)
+        scale = tl.load(scales_ptr + at, mask=mask, other=0)
+        if SCALES == "plain":
+            scale = scale.to(tl.float32)
+        elif SCALES == "zeros":
+            scale, zero = pair(scale)  # two float16 numbers, seen as a word
+        else:
+            scale, offset = pair(scale)
+        second = scale
+    return scale, second, zero, offset
+
+
+@triton.jit
+def dot4(a, b, total):
+    """``total`` plus the product of four signed bytes a word of ``a`` and of ``b``: ``dp4a``, or its plain twin."""
+    if INTERPRETED:
+        for byte in tl.static_range(4):
+            total += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
+    else:
+        total = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return total
+
+
+def planes_of(matrix: LowBit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Levels, high bits, scales and units as kernels take them, with something else where there are none."""
+    scales = matrix.scales.view(torch.int32) if matrix.layout.scales in ("zeros", "offset") else matrix.scales
+    high = matrix.levels if matrix.high is None else matrix.high
+    return matrix.levels, high, scales, scales if matrix.units is None else matrix.units
+
+
+def constants_of(matrix: LowBit) -> dict[str, object]:
+    """What kernels are compiled for."""
+    layout = matrix.layout
+    return {
+        "BITS": layout.bits,
+        "SCALES": layout.scales,
+        "GROUP": layout.group,
+        "ZERO": layout.zero,
+        "TABLE": layout.table,
+    }

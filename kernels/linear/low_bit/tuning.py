@@ -1,0 +1,180 @@
+"""Tiles of low-bit products on this card: the candidates of each number of tokens, and their times.
+
+The rules of `low_bit_matvec` and `low_bit_matmul` were measured on an H200. Another card has other rates of bytes to
+instructions, fewer registers and smaller caches, so a few neighbours of the rules' tiles are timed there, and beside
+them a product that unpacks the matrix first. Most of the time goes to the compiler, so candidates are chosen that share
+kernels: programs of a multiprocessor are no part of one, and 32 and 64 tokens share the tiles of 32.
+
+What is timed is what a model does, from its 16-bit numbers on, with the matrices of its layers in turn.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from minillm.kernels.linear.low_bit import choose as linear
+from minillm.kernels.linear.low_bit import few_tokens as matmul
+from minillm.kernels.linear.low_bit import one_token as matvec
+from minillm.kernels.linear.low_bit.layouts import GROUP, UNPACKED, Layout, LowBit
+from minillm.kernels.timing import graph_microseconds
+
+Tile = tuple[int, ...]
+Place = Literal["norm", "gated", "add"]  # of a matrix: behind a norm, also with a gate, or in front of an addition
+Clock = Callable[[Callable[[int], object], int], float]  # microseconds of ``launch(i)``, of so many i
+OnCount = Callable[[int, int], None]  # done, in all
+_UNFIT = (OutOfResources, PTXASError, torch.OutOfMemoryError)  # of a tile that is too large for this card
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a model's matrices of one layout, shape and place have in common: their tiles."""
+
+    layout: Layout
+    shape: tuple[int, int]
+    place: Place
+
+    def __str__(self) -> str:
+        layout, (out, width) = self.layout, self.shape
+        table = " table" if layout.table else ""
+        return f"{layout.bits} bits {layout.scales} {layout.group}{table}, {out} x {width}, {self.place}"
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] // 2 if self.place == "gated" else self.shape[0]
+
+
+class Job(NamedTuple):
+    """A candidate."""
+
+    product: Product
+    tokens: int  # a `bucket`
+    tile: Tile
+
+    @property
+    def kernel(self) -> object:
+        """Equal for jobs that share a compiled kernel."""
+        product, is_matvec = self.product, self.tokens <= matvec.MOST_TOKENS
+        cut = (self.tokens, self.tile[:2], triton.next_power_of_2(product.shape[1])) if is_matvec else self.tile
+        return product.layout, product.place, cut
+
+
+class Timed(NamedTuple):
+    """The fastest tile of a product."""
+
+    product: Product
+    tokens: int
+    tile: Tile
+    microseconds: float
+
+
+def buckets(dtype: torch.dtype) -> tuple[int, ...]:
+    """The numbers of tokens whose products of ``dtype`` have tiles."""
+    return (1, 2, 8, 16, 32, 64) if dtype.itemsize == 2 else (1, 2)
+
+
+def candidates(product: Product, tokens: int) -> list[Tile]:
+    """The tiles that are worth a measurement, the H200's first."""
+    features, columns = product.shape
+    if tokens <= matvec.MOST_TOKENS:
+        groups = columns // GROUP
+        lanes = triton.next_power_of_2(groups)
+        found = [matvec.tile_for(tokens, product.layout, groups, product.num_rows)]
+        for rows, share in ((2, 64), (2, 128), (4, 128), (8, 256)):  # groups of a warp
+            warps = min(16, max(1, rows * lanes // share))
+            found += [(rows, warps, max(1, 12 // warps)), (rows, warps, max(1, 16 // warps))]
+        return list(dict.fromkeys(found))
+    few = {8: ((4, 2, 1, 1), (16, 1, 1, 1), (8, 1, 1, 2), (4, 1, 1, 2)),
+           16: ((4, 2, 2, 1), (8, 1, 2, 2), (8, 1, 2, 1), (4, 1, 2, 1))}  # fmt: skip
+    more = ((4, 2, 4, 1), (8, 2, 4, 1), (4, 1, 4, 1), (2, 2, 4, 1))
+    return list(dict.fromkeys((tuple(matmul.tile_for(tokens, features, columns)), *few.get(tokens, more), UNPACKED)))
+
+
+def launcher(job: Job, matrices: Sequence[LowBit], dtype: torch.dtype) -> Callable[[int], Tensor]:
+    """The job's product with one matrix after another."""
+    place, (features, columns) = job.product.place, job.product.shape
+    cut = [(replace(each, tiles={job.tokens: job.tile}),) for each in matrices]
+    x = torch.linspace(-1, 1, job.tokens * columns, device=matrices[0].device).view(-1, columns).to(dtype)
+    norm = torch.ones_like(x[0]), 1e-5
+    out = x.new_zeros(job.tokens, features)
+    if place == "gated":
+        return lambda i: linear.gated_linear(x, cut[i % len(cut)], None, norm)
+    if place == "add":
+        return lambda i: linear.linear_add(x, cut[i % len(cut)], None, out)
+    return lambda i: linear.linear(x, cut[i % len(cut)], None, out, norm)
+
+
+def prepared(
+    products: Mapping[Product, Sequence[LowBit]], dtype: torch.dtype, on_count: OnCount = lambda done, total: None
+) -> list[Job]:
+    """All candidates of the products that this card can run, compiled side by side; counts kernels."""
+    jobs = [
+        Job(each, tokens, tile) for each in products for tokens in buckets(dtype) for tile in candidates(each, tokens)
+    ]
+    kernels = {job.kernel: job for job in jobs if job.tile}  # cuBLAS would keep memory for every thread
+
+    def rehearse(job: Job) -> bool:
+        matrix = products[job.product][0]
+        if matrix.device.type == "cuda":
+            torch.cuda.set_device(matrix.device)  # of this thread
+        try:
+            with torch.inference_mode():
+                launcher(job, [matrix], dtype)(0)
+        except _UNFIT:
+            return False
+        return True
+
+    runs = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # ctrl-c does not wait for what has not begun: `map` cancels it
+        for done, (kernel, fits) in enumerate(zip(kernels, pool.map(rehearse, kernels.values()), strict=True), 1):
+            runs[kernel] = fits
+            on_count(done, len(kernels))
+    return [job for job in jobs if runs.get(job.kernel, True)]
+
+
+@torch.inference_mode()
+def fastest(
+    jobs: Iterable[Job],
+    products: Mapping[Product, Sequence[LowBit]],
+    dtype: torch.dtype,
+    clock: Clock = graph_microseconds,
+    on_count: OnCount = lambda done, total: None,
+) -> Iterator[Timed]:
+    """The fastest of the candidates of each product and number of tokens, as soon as it is known; counts candidates."""
+    jobs, done = list(jobs), 0
+    rivals: dict[tuple[Product, int], list[Job]] = {}
+    for job in jobs:
+        rivals.setdefault((job.product, job.tokens), []).append(job)
+    for (product, tokens), group in rivals.items():
+        matrices, times = _rotation(products[product]), []
+        for job in group:
+            times.append(clock(launcher(job, matrices, dtype), len(matrices)))
+            done += 1
+            on_count(done, len(jobs))
+        best = min(range(len(group)), key=times.__getitem__)  # the first of equals, which may be the H200's
+        yield Timed(product, tokens, group[best].tile, times[best])
+
+
+def _rotation(matrices: Sequence[LowBit]) -> list[LowBit]:
+    """As many matrices that each is read from memory in its turn; the first ones again, where a model has too few."""
+    first, device = matrices[0], matrices[0].device
+    cold = 2 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    count = min(64, max(4, -(-cold // first.nbytes)))
+    rows = torch.arange(first.shape[0], device=device)
+    return [*matrices[:count], *(first.rows(rows) for _ in range(count - len(matrices)))]
+
+
+def measure(
+    products: Mapping[Product, Sequence[LowBit]],
+    dtype: torch.dtype,
+    on_compiled: OnCount,
+    on_timed: OnCount,
+) -> Iterator[Timed]:
+    """Compile the candidates of all products, and time them: see `prepared` and `fastest`."""
+    yield from fastest(prepared(products, dtype, on_compiled), products, dtype, on_count=on_timed)

@@ -1,0 +1,260 @@
+"""A weight matrix times the activations of one token, or a few; the norm before or the addition behind it may be fused.
+
+Bytes: the weight, once; the rest is nothing. So a launch is as fast as memory if enough loads are in flight all the
+time, also while one kernel ends and the next one begins: a program asks for its first tile of weights, which depend on
+nothing, *before* it waits for the kernel in front of it (programmatic dependent launch, compute capability 9.0 on).
+
+Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes a load; most rows fit into one tile. The norm costs
+no pass of its own: ``sum(x^2)`` is collected beside the product and applied to its result, for it is one factor.
+Arithmetic is float32 throughout, without the matrix unit, so several tokens come here only where the weight is small
+(`takes`). A weight of FP8 is half the bytes; it becomes float32 in registers, and its rows' scales are factors of the
+result, too. `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
+"""
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.linear import few_tokens as few_linear
+
+# Tokens, up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps): on an H200 with a cold L2, one
+# token of the 135m's layers in a chain of whole layers.
+TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
+    1: {
+        (960, 576): (4, 1024, 4),
+        (576, 576): (2, 1024, 8),
+        (3072, 576): (8, 1024, 16),
+        (576, 1536): (8, 2048, 4),
+        (49152, 576): (8, 256, 2),
+        (3072, 2048): (4, 1024, 4),
+        (2048, 2048): (4, 2048, 8),
+        (16384, 2048): (4, 512, 2),
+        (2048, 8192): (4, 2048, 8),
+        (128256, 2048): (4, 1024, 4),
+        (6144, 4096): (4, 2048, 4),
+        (4096, 4096): (8, 1024, 8),
+        (28672, 4096): (2, 4096, 4),
+        (4096, 14336): (4, 1024, 2),
+        (128256, 4096): (4, 4096, 4),
+        # the 8b's on two ranks, then on four
+        (3072, 4096): (4, 2048, 2),
+        (4096, 2048): (8, 1024, 8),
+        (14336, 4096): (2, 4096, 4),
+        (4096, 7168): (8, 1024, 4),
+        (64128, 4096): (4, 4096, 4),
+        (1536, 4096): (4, 4096, 4),
+        (4096, 1024): (8, 1024, 8),
+        (7168, 4096): (2, 1024, 2),
+        (4096, 3584): (8, 1024, 8),
+        (32064, 4096): (4, 4096, 4),
+    },
+    2: {
+        (960, 576): (4, 1024, 2),
+        (576, 576): (4, 1024, 4),
+        (3072, 576): (2, 1024, 4),
+        (576, 1536): (2, 2048, 4),
+        (3072, 2048): (4, 1024, 4),
+        (2048, 2048): (4, 2048, 8),
+        (2048, 8192): (2, 2048, 4),
+        (4096, 4096): (4, 1024, 2),
+    },
+    4: {
+        (960, 576): (4, 1024, 2),
+        (576, 576): (4, 1024, 2),
+        (3072, 576): (4, 1024, 8),
+        (576, 1536): (2, 2048, 4),
+    },
+}
+MOST_TOKENS = max(TILES)
+# Most elements of a weight for each number of tokens; with larger weights cuBLAS is as fast with the norm in front.
+_LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
+
+
+@triton.jit
+def load_weights(weight_ptr, rows, columns, num_rows, num_columns):
+    """A tile ``[rows, columns]`` of a weight; zeros outside of it."""
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    offsets = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+    # Each weight is read once: it should push nothing out of the cache that is read again.
+    return tl.load(weight_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _product(weights, x, TOKENS: tl.constexpr):
+    """Weights ``[rows, columns]`` times activations: ``[rows]`` for ``[columns]`` of one token, ``[tokens, rows]`` for
+    ``[tokens, 1, columns]`` of a few. (The general path costs a single token more instructions.)"""
+    weights = widen(weights)
+    if TOKENS == 1:
+        return tl.sum(weights * x[None, :], axis=1)
+    else:
+        return tl.sum(weights[None, :, :] * x, axis=2)
+
+
+@triton.jit
+def _matvec_kernel(
+    out_ptr, x_ptr, weight_ptr, scales_ptr, norm_ptr, bias_ptr, num_tokens, num_rows, num_columns, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    lanes = tl.arange(0, COLUMNS)
+    weights = load_weights(weight_ptr, rows, lanes, num_rows, num_columns)
+    if GATED:
+        up_ptr = weight_ptr + tl.cast(num_rows, tl.int64) * num_columns
+        up_weights = load_weights(up_ptr, rows, lanes, num_rows, num_columns)
+    wait_for_inputs(PDL)
+    tokens = tl.arange(0, TOKENS)
+    is_token = tokens < num_tokens
+    if TOKENS == 1:
+        squares = tl.zeros([COLUMNS], tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+    else:
+        squares = tl.zeros([TOKENS, 1, COLUMNS], tl.float32)
+        total = tl.zeros([TOKENS, ROWS], tl.float32)
+    up_total = total
+    for tile in tl.static_range(NUM_TILES):
+        columns = tile * COLUMNS + lanes
+        is_column = columns < num_columns
+        if TOKENS == 1:
+            x = tl.load(x_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+        else:
+            offsets = tokens[:, None, None] * num_columns + columns[None, None, :]
+            mask = is_token[:, None, None] & is_column[None, None, :]
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+        total += _product(weights, x, TOKENS)
+        if GATED:
+            up_total += _product(up_weights, x, TOKENS)
+        if tile + 1 < NUM_TILES:
+            following = (tile + 1) * COLUMNS + lanes
+            weights = load_weights(weight_ptr, rows, following, num_rows, num_columns)
+            if GATED:
+                up_weights = load_weights(up_ptr, rows, following, num_rows, num_columns)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0 if TOKENS == 1 else 2) / num_columns + eps)
+        total *= scale
+        up_total *= scale
+    if scales_ptr is not None:  # of FP8
+        total *= tl.load(scales_ptr + rows, mask=is_row, other=0.0)
+        if GATED:
+            up_total *= tl.load(scales_ptr + num_rows + rows, mask=is_row, other=0.0)
+    if BIAS:
+        total += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
+        if GATED:
+            up_total += tl.load(bias_ptr + num_rows + rows, mask=is_row, other=0.0).to(tl.float32)
+    if GATED:
+        total = total * tl.sigmoid(total) * up_total
+    at, mask = out_ptr + rows, is_row
+    if TOKENS > 1:
+        at, mask = at[None, :] + tokens[:, None] * num_rows, is_token[:, None] & is_row[None, :]
+    if ADD:
+        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def takes(num_tokens: int, weight: Tensor) -> bool:
+    """Whether these kernels are the fastest way to multiply a weight ``[out, in]`` with this many tokens."""
+    is_small = weight.numel() <= _LARGEST.get(num_tokens, 0)
+    return num_tokens == 1 or is_small or few_linear.takes(num_tokens, weight)
+
+
+def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``; as the next three, of at most `MOST_TOKENS` tokens and contiguous, else ValueError.
+
+    Of more tokens, where `few_linear` takes them.
+    """
+    return _launcher(x, weight)(_target(x, weight), x, weight, bias)
+
+
+def norm_matvec(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``, in ``out`` if given: see `reference.norm_linear`."""
+    return _launcher(x, weight)(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
+
+
+def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up``, ``[tokens, out / 2]``, of a packed weight: see `reference.norm_gated_linear`."""
+    return _launcher(x, weight)(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
+
+
+def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """``residual += x @ weight.T + bias``, ``[tokens, out]``, in place: see `reference.linear_add`."""
+    return _launcher(x, weight)(_target(x, weight, residual), x, weight, bias, add=True)
+
+
+def _launcher(x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
+    return few_linear.launch if few_linear.takes(x.shape[0], weight) else launch
+
+
+def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
+    """``out``, or room for the product with one of the weight's matrices, once shapes and layouts are checked."""
+    is_few = 1 <= x.shape[0] <= MOST_TOKENS or few_linear.takes(x.shape[0], weight)
+    fits = x.shape[1:] == weight.shape[1:] and is_few and x.dtype == weight.dtype
+    if not (fits and x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
+        raise ValueError(
+            f"a matvec takes up to [{MOST_TOKENS}, {weight.shape[1]}] and a weight of its dtype, all contiguous, "
+            f"not {x.dtype} {tuple(x.shape)} and {weight.dtype} {tuple(weight.shape)}"
+        )
+    return x.new_empty(x.shape[0], weight.shape[0] // matrices) if out is None else out
+
+
+def launch(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+    tile: tuple[int, int, int] | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """Any of the four, with ``norm`` (weight, eps) in front, by ``tile`` (rows, columns, warps) or the recorded one.
+
+    ``scales [out, 1]`` float32 are of a weight of FP8.
+    """
+    norm_weight, eps = norm or (x, 0.0)
+    features, columns = weight.shape
+    tokens = triton.next_power_of_2(x.shape[0])
+    if scales is not None:
+        rows, width, warps = tile or _fp8_tile(tokens, features, columns)
+    else:
+        rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
+    num_rows = features // 2 if gated else features
+    _matvec_kernel[(triton.cdiv(num_rows, rows),)](
+        out, x, weight if scales is None else readable(weight), scales,
+        norm_weight, bias if bias is not None else x, x.shape[0], num_rows, columns, eps,
+        NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None,
+        TOKENS=tokens, ROWS=rows, COLUMNS=width, NUM_TILES=triton.cdiv(columns, width),
+        num_warps=warps, **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def recorded_tile(num_tokens: int, features: int, columns: int) -> tuple[int, int, int] | None:
+    """The entry of `TILES` for this many tokens and a weight ``[features, columns]``."""
+    return TILES[triton.next_power_of_2(num_tokens)].get((features, columns))
+
+
+def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
+    """Whole rows where they are short, and enough programs to keep every multiprocessor busy."""
+    width = min(2048 if tokens == 1 else 1024, max(16, triton.next_power_of_2(columns)))
+    rows = max(1, min(8 if tokens == 1 else 4, 8192 // width, triton.next_power_of_2(features) // 512))
+    return rows, width, (4 if width <= 1024 else 8) if tokens == 1 else 2
+
+
+def _fp8_tile(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
+    """Take more rows than in 16 bits, so that each number of x is converted for more weights.
+
+    Half the bytes leave half the time for a weight's instructions. Measured within an 8B model.
+    """
+    rows, width = 8 if tokens == 1 and features <= 4096 else 4, min(2048, max(16, triton.next_power_of_2(columns)))
+    return rows, width, max(1, width // 512)

@@ -1,0 +1,1 @@
+"""Ops of one row: norms and activations."""

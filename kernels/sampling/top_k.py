@@ -1,0 +1,261 @@
+"""The k largest logits of a row, in order, without sorting it; and the cuts of a row that the sampler makes.
+
+If the k-th largest of the neighbours' maxima (`sampling.scan`) is t, at least k logits are >= t, and usually few
+more. Those are collected on chip, and cut there by count, by bisection over the ordered bits of a float. Where k is too
+large for that, or too many logits are equal, the bisection runs over the whole row: slower, and exact. Up to 16, which
+beams ask for, are taken one after the other: first the groups with the largest maxima, then the largest of their
+logits. Equals stand in order of their ids, the lower first. Grid: (rows). Bytes: the scan's, and its groups that are
+searched again, from L2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels import reference
+from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.sampling.scan import PIECE, check_logits, ordered, read_parts, scan
+
+_MOST = 256  # tokens that are ranked each against each
+_FEW = 16  # tokens that are taken one after the other
+_LOWEST = tl.constexpr(-(1 << 63))
+
+
+@triton.jit
+def _nth_largest(keys, n, low, high):
+    """A key that the ``n`` largest of ``keys`` reach and, but for equals, no others; it lies in ``low … high``."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), axis=0)
+        if count >= n:
+            low = middle
+        else:
+            high = middle - 1
+        if count == n:  # it separates them already
+            high = low
+    return low.to(tl.int32)
+
+
+@triton.jit
+def is_above(keys, ids, key, token):
+    """Which (key, id) come before ``(key, token)``: larger, or equal with a lower id."""
+    return (keys > key) | ((keys == key) & (ids < token))
+
+
+@triton.jit
+def row_above(row_ptr, vocab, key, token, anchor, temperature, TILE: tl.constexpr):
+    """(count, mass) of a row's tokens above ``(key, token)``, over the whole row."""
+    counts = tl.zeros([TILE], tl.int32)
+    masses = tl.zeros([TILE], tl.float32)
+    for start in tl.range(0, vocab, TILE, num_stages=3):
+        ids = start + tl.arange(0, TILE)
+        x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+        above = (ids < vocab) & is_above(ordered(x), ids, key, token)
+        counts += above.to(tl.int32)
+        masses += tl.where(above, tl.exp((x - anchor) / temperature), 0.0)
+    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+
+
+@triton.jit
+def row_top_k(row_ptr, vocab, top_k, low, high, TILE: tl.constexpr):
+    """The ``(key, id)`` that exactly ``top_k`` tokens come before, by bisections over the whole row."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        count, _mass = row_above(row_ptr, vocab, middle.to(tl.int32), vocab, 0.0, 1.0, TILE)
+        if count >= top_k:
+            low = middle
+        else:
+            high = middle - 1
+        if count == top_k:
+            high = low
+    key = low.to(tl.int32)
+    # Among the logits equal to the cut, those with the lowest ids stay.
+    first, last = 0, vocab
+    while first < last:
+        middle = (first + last) // 2
+        count, _mass = row_above(row_ptr, vocab, key, middle, 0.0, 1.0, TILE)
+        if count >= top_k:
+            last = middle
+        else:
+            first = middle + 1
+    return key, first
+
+
+@triton.jit
+def collect(
+    row, row_ptr, maxima_ptr, groups_ptr, values_ptr, ids_ptr, vocab, num_groups, n, high,
+    GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Write the logits that reach a threshold, at least ``n`` of them, and their ids next to each other, by id.
+
+    The threshold is the n-th largest of the groups' maxima. Returns (it, how many there are); those beyond
+    ``CANDIDATES`` are not written.
+    """
+    groups = tl.arange(0, GROUPS_TILE)
+    is_group = groups < num_groups
+    keys = ordered(tl.load(maxima_ptr + row * num_groups + groups, mask=is_group, other=float("-inf")))
+    lowest = tl.min(tl.where(is_group, keys, high), axis=0)
+    threshold = _nth_largest(keys, tl.minimum(n, num_groups), lowest, high)
+    active = is_group & (keys >= threshold)
+    places = tl.cumsum(active.to(tl.int32), axis=0) - 1
+    tl.store(groups_ptr + row * GROUPS_TILE + places, groups, mask=active)
+    num_active = tl.sum(active.to(tl.int32), axis=0)
+    tl.debug_barrier()  # the program reads its other threads' results
+    found = 0
+    flat = tl.arange(0, CANDIDATES)
+    for start in range(0, num_active * GROUP, CANDIDATES):
+        number = (start + flat) // GROUP
+        group = tl.load(groups_ptr + row * GROUPS_TILE + number, mask=number < num_active, other=0)
+        ids = group * GROUP + flat % GROUP
+        valid = (number < num_active) & (ids < vocab)
+        x = tl.load(row_ptr + ids, mask=valid, other=float("-inf")).to(tl.float32)
+        reached = valid & (ordered(x) >= threshold)
+        place = found + tl.cumsum(reached.to(tl.int32), axis=0) - 1
+        fits = reached & (place < CANDIDATES)
+        tl.store(values_ptr + row * CANDIDATES + place, x, mask=fits)
+        tl.store(ids_ptr + row * CANDIDATES + place, ids, mask=fits)
+        found += tl.sum(reached.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    return threshold, found
+
+
+@triton.jit
+def keep_top(keys, held, n, threshold, low, high):
+    """Exactly ``n`` of the held candidates, which stand in order of id: the largest, lower ids first among equals."""
+    cut = _nth_largest(tl.where(held, keys, low), n, threshold, high)
+    equal = held & (keys == cut)
+    missing = n - tl.sum((held & (keys > cut)).to(tl.int32), axis=0)
+    return held & ((keys > cut) | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= missing)))
+
+
+@triton.jit
+def _top_kernel(
+    out_logprobs_ptr, out_ids_ptr, groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr, logits_ptr,
+    row_stride, vocab, num_pieces, num_groups, count,
+    PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    CANDIDATES: tl.constexpr, COUNT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The ``count`` largest logits of a row in order, as log-probabilities."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    _part_ptr, _is_piece, _piece_maxima, maximum, anchor, total = read_parts(
+        parts_ptr, row, num_pieces, PIECES_TILE, PARTS
+    )
+    log_total = anchor + tl.log(total)
+    high = ordered(maximum)
+    low = ordered(maximum * 0.0 - float("inf"))
+    threshold, found = collect(
+        row, row_ptr, maxima_ptr, groups_ptr, values_ptr, ids_ptr, vocab, num_groups, count, high,
+        GROUPS_TILE, GROUP, CANDIDATES,
+    )  # fmt: skip
+    if (found > CANDIDATES) | (count > num_groups):
+        # Too many candidates: write exactly the wanted ones over them.
+        key, limit = row_top_k(row_ptr, vocab, count, low, high, ROW_TILE)
+        found = 0
+        for start in range(0, vocab, ROW_TILE):
+            ids = start + tl.arange(0, ROW_TILE)
+            x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+            kept = (ids < vocab) & is_above(ordered(x), ids, key, limit)
+            places = found + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+            tl.store(values_ptr + row * CANDIDATES + places, x, mask=kept)
+            tl.store(ids_ptr + row * CANDIDATES + places, ids, mask=kept)
+            found += tl.sum(kept.to(tl.int32), axis=0)
+        threshold = low
+        tl.debug_barrier()
+    flat = tl.arange(0, CANDIDATES)
+    held = flat < found
+    x = tl.load(values_ptr + row * CANDIDATES + flat, mask=held, other=float("-inf"))
+    ids = tl.load(ids_ptr + row * CANDIDATES + flat, mask=held, other=vocab)
+    kept = keep_top(ordered(x), held, count, threshold, low, high)
+    places = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    tl.debug_barrier()  # everyone has read the candidates before they are overwritten
+    tl.store(values_ptr + row * CANDIDATES + places, x, mask=kept)
+    tl.store(ids_ptr + row * CANDIDATES + places, ids, mask=kept)
+    tl.debug_barrier()
+    slots = tl.arange(0, COUNT_TILE)
+    x = tl.load(values_ptr + row * CANDIDATES + slots, mask=slots < count, other=float("-inf"))
+    ids = tl.load(ids_ptr + row * CANDIDATES + slots, mask=slots < count, other=vocab)
+    # Few enough to rank each against each; candidates stand in order of id, so equals keep their order.
+    before = (x[:, None] > x[None, :]) | ((x[:, None] == x[None, :]) & (ids[:, None] < ids[None, :]))
+    rank = tl.sum(before.to(tl.int32), axis=0)
+    tl.store(out_logprobs_ptr + row * count + rank, x - log_total, mask=slots < count)
+    tl.store(out_ids_ptr + row * count + rank, ids.to(tl.int64), mask=slots < count)
+
+
+@triton.jit
+def _before(x, ids):
+    """A number for each logit that is the larger the earlier it comes: by its size, then by its id, the lower first."""
+    return (ordered(x).to(tl.int64) << 32) + (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _few_kernel(
+    out_logprobs_ptr, out_ids_ptr, parts_ptr, maxima_ptr, logits_ptr,
+    row_stride, vocab, num_pieces, num_groups, count,
+    PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    COUNT_TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_top_kernel` for at most `_FEW` tokens, and no more than there are groups.
+
+    No logit outside of the ``count`` first groups can be among the ``count`` first logits: each of these groups has one
+    that comes before it.
+    """
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    _part_ptr, _is_piece, _maxima, _maximum, anchor, total = read_parts(parts_ptr, row, num_pieces, PIECES_TILE, PARTS)
+    log_total = anchor + tl.log(total)
+    slots = tl.arange(0, COUNT_TILE)
+    groups = tl.arange(0, GROUPS_TILE)
+    is_group = groups < num_groups
+    maxima = tl.load(maxima_ptr + row * num_groups + groups, mask=is_group, other=0.0)
+    keys = tl.where(is_group, _before(maxima, groups), _LOWEST)
+    chosen = slots * 0
+    for place in range(count):
+        first = tl.max(keys, axis=0)
+        keys = tl.where(keys == first, _LOWEST, keys)
+        chosen = tl.where(slots == place, 0x7FFFFFFF - (first & 0x7FFFFFFF).to(tl.int32), chosen)
+    ids = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    held = (slots < count)[:, None] & (ids < vocab)
+    x = tl.load(logits_ptr + row * row_stride + ids, mask=held, other=0.0).to(tl.float32)
+    keys = tl.where(held, _before(x, ids), _LOWEST)
+    for place in range(count):
+        first = tl.max(tl.max(keys, axis=1), axis=0)
+        keys = tl.where(keys == first, _LOWEST, keys)
+        bits = (first >> 32).to(tl.int32)
+        value = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        tl.store(out_logprobs_ptr + row * count + place, value - log_total)
+        tl.store(out_ids_ptr + row * count + place, 0x7FFFFFFF - (first & 0x7FFFFFFF))
+
+
+def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `reference.top_log_probabilities`; logits as in `sampling.sample_with_logprobs`, ``count`` from 1 to vocab.
+
+    Raises ValueError where they are not. Where ``count`` is above 256 torch sorts the rows.
+    """
+    rows, vocab = check_logits(logits)
+    if not 1 <= count <= vocab:
+        raise ValueError(f"count must be from 1 to {vocab}, not {count}")
+    if count > _MOST:
+        return reference.top_log_probabilities(logits.float(), count)
+    logprobs = logits.new_empty(rows, count, dtype=torch.float32)
+    ids = logits.new_empty(rows, count, dtype=torch.int64)
+    if not rows:
+        return logprobs, ids
+    scratch = scan(logits, None)
+    if count <= min(_FEW, scratch.counts[1]):
+        tiles = {name: tile for name, tile in scratch.tiles.items() if name != "CANDIDATES"}
+        _few_kernel[(rows,)](
+            logprobs, ids, *scratch.tensors[3:], logits, logits.stride(0), vocab, *scratch.counts, count,
+            **tiles, COUNT_TILE=_FEW, num_warps=8, **pdl_options(logits.device),
+        )  # fmt: skip
+    else:
+        _top_kernel[(rows,)](
+            logprobs, ids, *scratch.tensors, logits, logits.stride(0), vocab, *scratch.counts, count,
+            **scratch.tiles, COUNT_TILE=max(16, triton.next_power_of_2(count)), ROW_TILE=PIECE,
+            num_warps=8, **pdl_options(logits.device),
+        )  # fmt: skip
+    return logprobs, ids

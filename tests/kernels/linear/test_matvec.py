@@ -1,0 +1,70 @@
+"""Products of one token or a few."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from products import assert_products
+from shapes import DEVICE, DTYPES, ON_GPU, combined, randn
+
+pytest.importorskip("triton")
+from minillm.kernels.linear import matvec
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "dtype"),
+    combined(
+        [
+            *((1, *shape) for shape in ((2, 1), (34, 33), (100, 576), (70, 2100))),
+            *((tokens, *shape) for tokens in (2, 3, 4) for shape in ((2, 1), (34, 33))),
+            (3, 22, 2100),
+            *([(n, *shape) for n in (1, 2, 4) for shape in ((960, 576), (4096, 14336))] if ON_GPU else []),
+        ],
+        [False, True],
+        DTYPES,
+    ),
+)
+def test_matvec(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype) -> None:
+    assert_products(shape, bias, dtype)
+
+
+def test_a_matvec_of_a_few_tokens_is_that_of_each() -> None:
+    """Results are equal to the bit: a sequence's answer does not depend on its neighbours."""
+    x, norm_weight = randn(3, 600, dtype=torch.bfloat16), randn(600, dtype=torch.bfloat16)
+    weight, residual = randn(22, 600, dtype=torch.bfloat16), randn(3, 22, dtype=torch.bfloat16)
+    for padded in (x[:3], torch.cat((x, x[:1]))):
+        rows = matvec.norm_matvec(padded, norm_weight, 1e-5, weight)
+        assert torch.equal(rows[:3], matvec.norm_matvec(x, norm_weight, 1e-5, weight))
+    turned = matvec.matvec_add(x[[2, 0, 1]], weight, None, residual[[2, 0, 1]])
+    assert torch.equal(turned[[1, 2, 0]], matvec.matvec_add(x, weight, None, residual.clone()))
+
+
+def test_a_matvec_refuses_what_it_would_get_wrong() -> None:
+    weight, x = randn(8, 6, dtype=torch.float32), randn(4, 6, dtype=torch.float32)
+    for wrong in (
+        randn(5, 6),
+        randn(0, 6),
+        randn(2, 7),
+        randn(6, 4).t()[:, :6],
+        randn(2, 6).bfloat16(),
+        randn(2, 12)[:, ::2],
+    ):
+        with pytest.raises(ValueError, match=r"up to \[4, 6\]"):
+            matvec.matvec(wrong.to(DEVICE), weight)
+    with pytest.raises(ValueError, match="contiguous"):
+        matvec.matvec_add(x, weight, None, randn(8, 4).t())
+    with pytest.raises(ValueError, match="contiguous"):
+        matvec.norm_matvec(x, x[0].clone(), 1e-5, weight, out=randn(4, 16)[:, :8])
+
+
+def test_a_few_tokens_of_a_large_weight_are_left_to_cublas() -> None:
+    def takes(tokens: int, features: int, columns: int) -> bool:
+        return matvec.takes(tokens, torch.empty(features, columns, device="meta"))
+
+    assert takes(1, 128256, 4096)
+    assert takes(2, 4096, 4096)
+    assert takes(4, 3072, 576)
+    assert not takes(2, 6144, 4096)
+    assert not takes(4, 2048, 2048)
+    assert not takes(5, 16, 16)
+    assert not takes(0, 16, 16)
