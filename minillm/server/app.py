@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,11 +35,13 @@ from minillm.server.openapi import document
 from minillm.server.questions import Questions
 from minillm.server.replicas import Engine
 from minillm.server.seats import Full, Seats
+from minillm.server.sharing import leaves_some
 from minillm.server.thoughts import ThoughtReader, template_options
 from minillm.server.tool_choice import call_form, call_formats, choice_of, shown_tools
 
 _PING_SECONDS = 15.0  # after which a silent stream of events says that it is alive
 _MOST_WATCHERS = 32
+_MOST_TOKENS = 1 << 17  # that are decoded at once
 _MOST_UNREAD = 256  # events that wait for a slow watcher, before it loses its stream
 
 
@@ -56,10 +59,12 @@ class Service:
     seats: Seats
     metrics: Metrics
     has_keys: bool = False  # then one key's words are not another's to read
+    shared: bool = False  # there are several keys: none may take everything, or find another's prompts in the cache
     send_seconds: float = 60.0
     prefixes: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
     sessions: dict[str, Questions] = field(default_factory=dict)
+    watchers: Counter[str] = field(default_factory=Counter)  # open streams of events, by tenant
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # streams without an end have one now
 
     def forget(self, replica: int) -> None:
@@ -199,7 +204,7 @@ async def _chat(service: Service, request: Request) -> Generating:
         wants_ids=body.return_token_ids,
         keep=body.keep,
         fork=body.fork,
-        salt=_salt(tenant, body.cache_salt),
+        salt=_salt(service, tenant, body.cache_salt, body.fork),
         schemas=choice.schemas,
         thinks=not choice.required and bool(calls.tag) and bool(choice.schemas),
     )
@@ -229,7 +234,7 @@ async def _completions(service: Service, request: Request) -> Generating:
         wants_ids=body.return_token_ids,
         keep=body.keep,
         fork=body.fork,
-        salt=_salt(tenant, body.cache_salt),
+        salt=_salt(service, tenant, body.cache_salt, body.fork),
     )
     copy = msgspec.structs.replace
     calls = [copy(one, request_id=f"{name}-{number}", prompt=prompt) for number, prompt in enumerate(prompts)]
@@ -255,9 +260,14 @@ def _generating(
     return Generating(asked, service.engine, service.seats, service.metrics, service.send_seconds)
 
 
-def _salt(tenant: str, salt: str | None) -> str | None:
-    """The salt of the prefix cache: one key's is not another's."""
-    return None if salt is None else f"{tenant}\n{salt}"
+def _salt(service: Service, tenant: str, salt: str | None = None, fork: messages.ForkPoint | None = None) -> str | None:
+    """Return the salt of the prefix cache. One key's is not another's: else a key could find out another's prompts.
+
+    A fork without a salt has that of its answer.
+    """
+    if salt is None and (fork is not None or not service.shared):
+        return None
+    return f"{tenant}\n{salt or ''}"
 
 
 # --- models, tokens, health -------------------------------------------------------------------------------------------
@@ -301,7 +311,11 @@ async def _tokenize(service: Service, request: Request) -> Response:
     if body.messages is not None:
         prompt = messages.Conversation(body.messages, body.add_generation_prompt, tools=shown_tools(body.tools))
     make = partial(
-        messages.Tokenize, prompt=prompt, add_special_tokens=body.add_special_tokens, parse_special=body.parse_special
+        messages.Tokenize,
+        tenant=request.state.tenant,
+        prompt=prompt,
+        add_special_tokens=body.add_special_tokens,
+        parse_special=body.parse_special,
     )
     found = await service.engine.ask(make)
     value = {
@@ -317,10 +331,14 @@ async def _tokenize(service: Service, request: Request) -> Response:
 async def _detokenize(service: Service, request: Request) -> Response:
     body = bodies.read_body(bodies.DetokenizeBody, request.state.body)
     service.check_model(body.model)
+    most, end = max(_MOST_TOKENS, service.facts.facts.max_model_len), service.facts.vocab_size
+    if len(body.tokens) > most:
+        raise BadField(f"tokens: {len(body.tokens)} ids; at most {most}, so send them in parts", "tokens")
     for token_id in body.tokens:
-        if not 0 <= token_id < service.facts.vocab_size:
-            raise BadField(f"tokens: {token_id} is not from 0 to {service.facts.vocab_size - 1}", "tokens")
-    return _json({"prompt": await service.engine.ask(partial(messages.Detokenize, token_ids=body.tokens))})
+        if not 0 <= token_id < end:
+            raise BadField(f"tokens: {token_id} is not from 0 to {end - 1}", "tokens")
+    make = partial(messages.Detokenize, tenant=request.state.tenant, token_ids=body.tokens)
+    return _json({"prompt": await service.engine.ask(make)})
 
 
 # --- prefixes and the pool --------------------------------------------------------------------------------------------
@@ -341,7 +359,8 @@ async def _pin(service: Service, request: Request) -> Response:
     elif not prompt:
         raise BadField("prompt is empty; give at least one token", "prompt")
     tenant = request.state.tenant
-    make = partial(messages.PinPrefix, tenant=tenant, prompt=prompt, salt=_salt(tenant, body.cache_salt))
+    salt = _salt(service, tenant, body.cache_salt)
+    make = partial(messages.PinPrefix, tenant=tenant, prompt=prompt, salt=salt)
     found = {"object": "prefix", "created": int(time.time()), **await service.engine.ask(make)}
     service.prefixes[found["id"]] = {**found, "tenant": tenant}
     return _json(found)
@@ -374,7 +393,10 @@ async def _cache_events(service: Service, request: Request) -> Response:
     def stop() -> None:
         engine.send(messages.Unwatch(watcher))
 
-    return _listening(service, watcher, start, stop, lambda changed: b"data: " + msgspec.json.encode(changed) + b"\n\n")
+    def encode(changed: Any) -> bytes:
+        return b"data: " + msgspec.json.encode(changed) + b"\n\n"
+
+    return _listening(service, request.state.tenant, watcher, start, stop, encode)
 
 
 async def _open_session(service: Service, request: Request) -> Response:
@@ -386,11 +408,12 @@ async def _open_session(service: Service, request: Request) -> Response:
         if (listener := engine.listeners.get(session)) is not None:
             listener(line)
 
-    questions = service.sessions[session] = Questions(session, tenant, engine, service.seats, tell)
+    questions = Questions(session, tenant, engine, service.seats, tell)
 
     def start() -> None:
+        service.sessions[session] = questions
         engine.answered[session] = questions.end
-        engine.send(messages.OpenSession(session, tenant, reader))
+        engine.send(messages.OpenSession(session, tenant, reader, _salt(service, tenant)))
 
     def stop() -> None:
         service.sessions.pop(session, None)
@@ -399,7 +422,8 @@ async def _open_session(service: Service, request: Request) -> Response:
         engine.send(messages.CloseSession(session))
 
     first = msgspec.json.encode({"session": session}) + b"\n" + msgspec.json.encode(service.facts.facts) + b"\n"
-    return _listening(service, session, start, stop, bytes, first, ping=b"\n", media_type="application/x-ndjson")
+    media_type = "application/x-ndjson"
+    return _listening(service, tenant, session, start, stop, bytes, first, ping=b"\n", media_type=media_type)
 
 
 async def _session_command(service: Service, request: Request) -> Response:
@@ -417,6 +441,7 @@ async def _session_command(service: Service, request: Request) -> Response:
 
 def _listening(
     service: Service,
+    tenant: str,
     name: str,
     start: Callable[[], object],
     stop: Callable[[], object],
@@ -427,9 +452,9 @@ def _listening(
     media_type: str = "text/event-stream",
 ) -> Response:
     """A stream of the events that the engine sends to ``name``; a listener that does not read loses it."""
-    engine = service.engine
-    if len(engine.listeners) >= _MOST_WATCHERS:
-        raise HTTPException(429, f"{_MOST_WATCHERS} are watching already")
+    engine, free = service.engine, _MOST_WATCHERS - service.watchers.total()
+    if free <= 0 or (service.shared and not leaves_some(service.watchers[tenant], 1, free)):
+        raise HTTPException(429, "too many streams of events are open; close one of them, or try again later")
     waiting: asyncio.Queue[Any] = asyncio.Queue(_MOST_UNREAD)
     lost = asyncio.Event()
 
@@ -441,6 +466,7 @@ def _listening(
 
     async def events() -> AsyncIterator[bytes]:
         engine.listeners[name] = listen
+        service.watchers[tenant] += 1
         start()
         ends = [asyncio.create_task(end.wait()) for end in (lost, service.closing, engine.ended)]
         coming = asyncio.create_task(waiting.get())
@@ -460,6 +486,7 @@ def _listening(
             for task in (coming, *ends):
                 task.cancel()
             engine.listeners.pop(name, None)
+            service.watchers[tenant] -= 1
             stop()
 
     return StreamingResponse(events(), media_type=media_type, headers={"cache-control": "no-cache"})

@@ -18,6 +18,7 @@ from minillm.server.messages import Conversation, ForkPoint
 
 MAX_N = 64
 MAX_PROMPTS = 256  # of one request
+MAX_ALLOWED = 1 << 18  # different token ids: as many as the largest vocabularies have
 _PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)} - {"grammar"}
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
@@ -191,6 +192,10 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             value = getattr(self, name, None)
             if value is not None and not 1 <= value <= MAX_N:
                 raise BadField(f"{name} must be from 1 to {MAX_N}, not {value}", name)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
+            if len(self.allowed_token_ids) > MAX_ALLOWED:
+                raise BadField(f"allowed_token_ids: at most {MAX_ALLOWED} ids", "allowed_token_ids")
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= 256:
             raise BadField("cache_salt must have 1 to 256 characters", "cache_salt")
         if not -(1 << 31) < self.priority < 1 << 31:

@@ -19,7 +19,7 @@ from minillm.server.engine_process import Answer, EngineDied
 from minillm.server.messages import Complete, Completion, Ended, Refused, Text
 from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine
-from minillm.server.seats import Full, Seats, num_seats
+from minillm.server.seats import Full, Place, Seats, num_seats
 
 CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
 _TICK = 0.001  # seconds
@@ -108,6 +108,8 @@ class Generating:
     _is_over: bool = False
     _looking: asyncio.TimerHandle | None = None
     _keeping: asyncio.Task[None] | None = None
+    _beginning: asyncio.Task[None] | None = None  # of the prompts after the first
+    _places: dict[str, Place] = field(default_factory=dict)  # that are taken, by the call's request
     _gone: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,8 +181,8 @@ class Generating:
     async def _work(self, send: Send) -> None:
         began = time.monotonic()
         try:
-            async with self.seats.take(self.asked.tenant, self.asked.num_sequences, self.asked.priority):
-                await self._answer(send, began)
+            self.seats.check_room(self.asked.tenant)
+            await self._answer(send, began)
             self.metrics.whole.observe(time.monotonic() - began)
         except Full as full:
             retry = [(b"retry-after", str(full.retry_after).encode())]
@@ -202,18 +204,48 @@ class Generating:
 
     async def _answer(self, send: Send, began: float) -> None:
         news = asyncio.Event()
-        answers: list[Answer] = []
+        answers = [Answer(call.request_id, news=news) for call in self.asked.calls]
         try:
-            answers.extend(self.engine.complete(call, news) for call in self.asked.calls)
+            await self._begin(0, answers, news)
+            if len(answers) > 1:
+                self._beginning = asyncio.create_task(self._begin_others(answers, news))
             await (self._stream if self.asked.streamed else self._at_once)(send, answers, news, began)
         finally:
+            if self._beginning is not None:
+                self._beginning.cancel()
             for answer in answers:
                 self.engine.leave(answer)
+            for place in self._places.values():
+                self.seats.give_back(place)
+
+    async def _begin(self, number: int, answers: list[Answer], news: asyncio.Event) -> None:
+        """Give a prompt to the engine once there are seats for it."""
+        call, asked = self.asked.calls[number], self.asked
+        place = await self.seats.wait(asked.tenant, num_seats(call.params), asked.priority)
+        self._places[call.request_id] = place
+        answers[number] = self.engine.complete(call, news)
+
+    async def _begin_others(self, answers: list[Answer], news: asyncio.Event) -> None:
+        """Give the engine the prompts after the first, one after another: others have their turns in between."""
+        try:
+            for number in range(1, len(answers)):
+                await self._begin(number, answers, news)
+        finally:
+            news.set()
+
+    def _look_at(self, answers: list[Answer]) -> None:
+        """Give back the seats of answers that have ended; raises the error of a prompt that could not begin."""
+        for answer in answers:
+            if answer.ended is not None and (place := self._places.pop(answer.request_id, None)) is not None:
+                self.seats.give_back(place)
+        if self._beginning is not None and self._beginning.done():
+            self._beginning.result()
 
     async def _at_once(self, send: Send, answers: list[Answer], news: asyncio.Event, began: float) -> None:
         while any(answer.ended is None for answer in answers):
             await news.wait()
             news.clear()
+            self._look_at(answers)
             _raise_refused(answers, self.asked.grammar_field)
         choices: list[Json] = []
         for number, answer in enumerate(answers):
@@ -244,6 +276,7 @@ class Generating:
         while left:
             await news.wait()
             news.clear()
+            self._look_at(answers)
             choices: list[Json] = []
             if not self._accepted.is_set():
                 _raise_refused(answers, self.asked.grammar_field)

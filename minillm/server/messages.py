@@ -80,6 +80,7 @@ class Abort(Call):
 
 class Tokenize(Call):
     call_id: str
+    tenant: str
     prompt: str | Conversation
     add_special_tokens: bool = True
     parse_special: bool = False
@@ -87,6 +88,7 @@ class Tokenize(Call):
 
 class Detokenize(Call):
     call_id: str
+    tenant: str
     token_ids: list[int]
 
 
@@ -131,6 +133,7 @@ class OpenSession(Call):
     session: str
     tenant: str
     reader: str | None = None  # the tenant whose words may be shown; None: all
+    salt: str | None = None  # of all its prompts
 
 
 class SessionCommand(Call):

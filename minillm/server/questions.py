@@ -71,7 +71,7 @@ class Questions:
         count = num_seats(command.params)
         if not isinstance(count, int) or not 1 <= count <= MAX_N:
             raise BadField(f"n and beam_width must be from 1 to {MAX_N}", "params")
-        self.seats.check_room()
+        self.seats.check_room(self.tenant)
         asked = self._asked[request_id] = _Asked(command.conversation, count)
         asked.task = asyncio.create_task(self._wait(request_id, asked, line))
 

@@ -109,12 +109,13 @@ async def serve(
     engine = await Replicas.start(model, options, told, config.replicas)
     try:
         facts = await engine.loaded()
-        seats = Seats(facts.max_num_seqs, config.max_waiting)
+        shared = len(set(config.rules.keys.values())) > 1
+        seats = Seats(facts.max_num_seqs, config.max_waiting, shared=shared)
         metrics = Metrics(seats, engine.figures)
         names = config.names or _names(facts.facts.model)
         most = 2 * (config.max_waiting + facts.max_num_seqs) + 100  # connections
         allow_descriptors(most + _OTHER_DESCRIPTORS)
-        service = Service(engine, facts, names, seats, metrics, bool(config.rules.keys))
+        service = Service(engine, facts, names, seats, metrics, bool(config.rules.keys), shared)
         engine.lost = service.forget
         server = _Server(service, uvicorn.Config(
             make_app(service, config.rules),

@@ -41,13 +41,13 @@ class Sessions:
     open_ones: dict[str, Session] = field(default_factory=dict)
     ending: list[Session] = field(default_factory=list)
 
-    def open(self, name: str, tenant: str, reader: str | None) -> None:
+    def open(self, name: str, tenant: str, reader: str | None, salt: str | None = None) -> None:
         """Begin a session; its app gets the whole picture of the pool, and the words of ``reader``, or all."""
 
         def send(event: chat.Event) -> None:
             self.send(messages.SessionEvent(name, chat.encode(_renamed(event, f"{name}/"))))
 
-        conversations = Conversations(self.driver.engine, send, others=partial(self.room.owners, reader))
+        conversations = Conversations(self.driver.engine, send, others=partial(self.room.owners, reader), salt=salt)
         conversations.teller.view.shows_all_words = reader is None
         self.open_ones[name] = Session(name, tenant, conversations)
         conversations.teller.show_cache(now=True)

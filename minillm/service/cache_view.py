@@ -149,11 +149,14 @@ class CacheView:
         entry = cache.prefixes.entry(block)
         if entry is not None and not token_ids and self.shows_all_words:
             token_ids = list(entry.token_ids)
+        before = None if entry is None else entry.before
+        if not self.shows_all_words and not isinstance(before, int):
+            before = None  # a salt names its tenant
         return BlockFacts(
             block=block,
             tokens=[str(i) if tokenizer is None else tokenizer.token_text(i) for i in token_ids],
             node=None if entry is None else entry.node,
-            before="" if entry is None or entry.before is None else str(entry.before),
+            before="" if before is None else str(before),
             age=time.monotonic() - self._since[block] if block in self._since else None,
         )
 

@@ -32,6 +32,7 @@ class Conversations:
     answers: dict[str, Answer] = field(default_factory=dict)  # under way, by request
     kept: dict[str, Answer] = field(default_factory=dict)  # ended, and with blocks that stay
     others: Callable[[], Mapping[int, Owner]] = dict  # the owners of sequences that are not this app's, by seq_id
+    salt: str | None = None  # of all prompts
 
     def __post_init__(self) -> None:
         self._driver = Driver(self.engine)
@@ -97,7 +98,7 @@ class Conversations:
             self._files.let_go(command.conversation)
         params = replace(params, max_tokens=max(1, min(params.max_tokens, self._fitting(len(token_ids), params))))
         parent = self._nearest(command.conversation, token_ids)
-        group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True)
+        group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True, salt=self.salt)
         opened = engine.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
         answer = self.answers[command.request_id] = Answer(command, group, opened)
         if command.num_pinned:
@@ -259,7 +260,8 @@ class Conversations:
         if not 0 < common < min(len(one), len(other)):  # all of it: the template leaves the question out
             return
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        self._pinning = engine.add_request(f"pin {time.monotonic_ns()}", one[:common], params, hold=True)
+        name = f"pin {time.monotonic_ns()}"
+        self._pinning = engine.add_request(name, one[:common], params, hold=True, salt=self.salt)
 
     def _finish_pin(self) -> None:
         assert self._pinning is not None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +16,8 @@ import httpx
 import pytest
 from running_server import Server, served
 from support import write_sentencepiece_model
+
+from minillm.service import messages as chat
 
 
 def post(server: Server, path: str, key: str = "", **body: Any) -> Any:
@@ -135,17 +140,109 @@ def test_one_key_cannot_see_what_another_has(tiny: Path, tmp_path: Path) -> None
         assert "key-of" not in "".join(server.said)
 
 
-def test_the_words_of_one_key_are_not_anothers_to_read(tiny: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
+@pytest.fixture(scope="module")
+def of_two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two keys."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("anna: key-of-anna\nben: key-of-ben\n")
-    with served(tiny, "--num-blocks", "64", "--api-key-file", str(keys)) as server:
-        post(server, "/v1/completions", "key-of-anna", prompt="secret words", max_tokens=4, keep=True)
-        for key, reads in (("key-of-anna", True), ("key-of-ben", False)):
-            headers = {"authorization": f"Bearer {key}"}
-            with httpx.stream("GET", f"{server.url}/v1/cache/events", headers=headers, timeout=30) as events:
-                first = next(line for line in events.iter_lines() if line.startswith("data: "))
-            assert ("secret words" in str(json.loads(first[6:])["words"])) == reads
-            assert json.loads(first[6:])["tables"], "that there is a table is no secret"
+    with served(tiny, "--num-blocks", "256", "--api-key-file", str(keys)) as server:
+        yield server
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key-of-{name}"}
+
+
+def test_the_words_of_one_key_are_not_anothers_to_read(of_two: Server) -> None:
+    post(of_two, "/v1/completions", "key-of-anna", prompt="secret words", max_tokens=4, keep=True)
+    for name, reads in (("anna", True), ("ben", False)):
+        with httpx.stream("GET", f"{of_two.url}/v1/cache/events", headers=bearer(name), timeout=30) as events:
+            first = next(line for line in events.iter_lines() if line.startswith("data: "))
+        assert ("secret words" in str(json.loads(first[6:])["words"])) == reads
+        assert json.loads(first[6:])["tables"], "that there is a table is no secret"
+
+
+def test_a_block_of_one_key_says_nothing_to_another(of_two: Server) -> None:
+    """Neither its tokens nor its salt, which names the key; and nobody commands another key's session."""
+    text = "The words of Anna are hers alone. " * 2
+    post(of_two, "/v1/completions", "key-of-anna", prompt=text, max_tokens=4, keep=True, cache_salt="annas-salt")
+    tables = httpx.get(f"{of_two.url}/v1/cache", headers=bearer("anna")).json()["tables"]
+    blocks = sorted({block for table in tables for block in table["blocks"]})
+    for name, reads in (("anna", True), ("ben", False)):
+        with httpx.stream("GET", f"{of_two.url}/v1/session", headers=bearer(name), timeout=30) as events:
+            lines = events.iter_lines()
+            session = json.loads(next(lines))["session"]
+            body = b"".join(chat.encode(chat.Inspect(block)) for block in blocks)
+            url = f"{of_two.url}/v1/session/{session}"
+            other = "ben" if name == "anna" else "anna"
+            json_type = {"content-type": "application/json"}
+            for wrong, status in ((bearer(other), 404), (bearer("carl"), 401), ({}, 401)):
+                assert httpx.post(url, content=body, headers={**json_type, **wrong}).status_code == status
+            assert httpx.post(url, content=body, headers={**json_type, **bearer(name)}).status_code == 200
+            facts = []
+            for line in lines:
+                if "BlockFacts" in line:
+                    facts.append(json.loads(line))
+                if len(facts) == len(blocks):
+                    break
+        assert ("Anna" in "".join(token for each in facts for token in each["tokens"])) == reads
+        befores = "".join(each["before"] for each in facts)
+        assert "anna" not in befores
+        assert "salt" not in befores
+        assert any(each["node"] is not None for each in facts)
+
+
+def cached(server: Server, name: str, **more: Any) -> int:
+    answer = post(server, "/v1/completions", f"key-of-{name}", max_tokens=1, **more)
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_no_key_learns_what_another_has_sent(of_two: Server) -> None:
+    for salt in ({}, {"cache_salt": "common"}):
+        text = f"A contract between two parties {salt}. " * 4
+        assert cached(of_two, "anna", prompt=text, **salt) == 0
+        assert cached(of_two, "ben", prompt=text, **salt) == 0, "that Anna has sent it is none of Ben's business"
+        assert cached(of_two, "anna", prompt=text, **salt) > 50
+    pinned = "A pinned beginning of some length, to be kept. " * 4
+    post(of_two, "/v1/prefixes", "key-of-anna", prompt=pinned)
+    assert cached(of_two, "ben", prompt=pinned + "x") == 0
+    assert cached(of_two, "anna", prompt=pinned + "x") > 50
+
+
+def test_a_fork_finds_the_blocks_of_its_answer_under_any_salt(of_two: Server) -> None:
+    for salt in ({}, {"cache_salt": "a-salt"}):
+        prompt = f"A long prompt whose blocks are kept {salt}. " * 4
+        answer = post(of_two, "/v1/completions", "key-of-anna", prompt=prompt, max_tokens=4, keep=True, **salt)
+        assert cached(of_two, "anna", fork_of=answer["id"]) > 50
+
+
+def test_one_key_does_not_take_all_streams_of_events(of_two: Server) -> None:
+    def stream(name: str) -> socket.socket:
+        host, port = of_two.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=30)
+        head = f"GET /v1/session HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key-of-{name}\r\n\r\n"
+        connection.sendall(head.encode())
+        return connection
+
+    with ExitStack() as opened:
+        statuses = []
+        for _ in range(20):
+            connection = opened.enter_context(stream("anna"))
+            statuses.append(connection.recv(15)[9:12])
+        assert statuses == [b"200"] * 16 + [b"429"] * 4
+        assert opened.enter_context(stream("ben")).recv(15)[9:12] == b"200"
+
+
+def test_large_lists_are_bounded(of_two: Server) -> None:
+    ids = [1, 2, 3] * 100_000
+    answer = post(of_two, "/v1/completions", "key-of-anna", prompt="a", max_tokens=4, allowed_token_ids=ids)
+    assert answer["usage"]["completion_tokens"] > 0, "the same ids again count once"
+    many = list(range(300_000))
+    error = post(of_two, "/v1/completions", "key-of-anna", prompt="a", allowed_token_ids=many)["error"]
+    assert error["param"] == "allowed_token_ids"
+    assert "at most 262144" in error["message"]
+    error = post(of_two, "/detokenize", "key-of-anna", tokens=[5] * 200_000)["error"]
+    assert (error["param"], "send them in parts" in error["message"]) == ("tokens", True)
 
 
 def test_a_fork_goes_on_within_a_word(tmp_path: Path) -> None:

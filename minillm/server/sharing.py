@@ -1,0 +1,66 @@
+"""Tenants share threads, seats and streams so that none can take all of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+
+def leaves_some(own: int, count: int, free: int, times: int = 1) -> bool:
+    """Return whether a tenant that has ``own`` of something may take ``count`` of the ``free`` rest.
+
+    It may have ``times`` as much as then stays free, so later tenants always find some (dynamic thresholds, Choudhury
+    and Hahne 1998). A tenant that has nothing may take anything.
+    """
+    return not own or own + count <= times * (free - count)
+
+
+class SharedThreads:
+    """Threads for jobs of tenants, none of which takes all threads.
+
+    Next is the oldest job of the tenant that has the fewest running.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._pool = ThreadPoolExecutor(count, name)
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[Callable[[], object]]] = {}  # by tenant
+        self._running: Counter[str] = Counter()
+
+    def submit(self, tenant: str, job: Callable[[], object]) -> None:
+        """Run a job in a thread, in its turn."""
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append(job)
+        self._pool.submit(self._work)
+
+    def shutdown(self) -> None:
+        """Wait for all jobs and end the threads."""
+        self._pool.shutdown()
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            tenant, job = taken
+            try:
+                job()
+            except Exception as error:  # a defect ends one job, not the turns of all
+                sys.stderr.write(f"job failed: {type(error).__name__}: {error}\n")
+            with self._lock:
+                self._running[tenant] -= 1
+
+    def _take(self) -> tuple[str, Callable[[], object]] | None:
+        """Take the next job, and its tenant; None if none may run now. It counts as running."""
+        with self._lock:
+            free = self._count - self._running.total()
+            able = [tenant for tenant in self._waiting if leaves_some(self._running[tenant], 1, free)]
+            if not able:
+                return None
+            tenant = min(able, key=self._running.__getitem__)
+            self._running[tenant] += 1
+            job = self._waiting[tenant].popleft()
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+            return tenant, job
