@@ -65,14 +65,32 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS_APART = (r"\p{N}", GPT2)
 
+_SEED_CODER = QWEN2.replace(r"[\r\n]*|\s*[\r\n]+", r"|\s*[\r\n]+")  # a line end after punctuation is a piece of its own
+_VIKING = (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")
+
+# The names that llama.cpp gives each split.
+_LLAMA3_NAMES = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "jina-v5-nano",
+)
+_QWEN2_NAMES = ("stablelm2", "hunyuan", "solar-open", "grok-2", "kormo", "megrez")
+_DIGITS_APART_NAMES = (*("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),)
+_GPT2_NAMES = (
+    *("gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0", "mellum"),
+    *("modern-bert", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"),
+)
+
 SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Split((LLAMA3,), True, True)),
-    "smaug-bpe": Split((LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,), composes=True)),
+    **dict.fromkeys(_LLAMA3_NAMES, Split((LLAMA3,), True, True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), Split((LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), Split((QWEN2,), composes=True)),
+    **dict.fromkeys(_QWEN2_NAMES, Split((QWEN2,))),
     "tekken": Split((_TEKKEN,), True, True),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Split(_DIGITS_APART)),
-    "gpt-2": Split((GPT2,)),
+    **dict.fromkeys(_DIGITS_APART_NAMES, Split(_DIGITS_APART)),
+    **dict.fromkeys(_GPT2_NAMES, Split((GPT2,))),
     "deepseek-llm": Split(_DEEPSEEK_LLM),
     "deepseek-coder": Split(_DEEPSEEK_CODER),
+    "seed-coder": Split((_SEED_CODER,)),
+    "viking": Split(_VIKING),
     "default": Split(_DEFAULT),  # files from before the key existed have none, which means this
 }

@@ -12,6 +12,7 @@ import pytest
 
 import minillm
 from minillm.text.gguf_tokens import end_ids, special_ids
+from minillm.text.pre_tokenizers import SPLITS
 from minillm.text.reading import Values
 from minillm.text.tokenizer import Tokenizer
 
@@ -225,3 +226,27 @@ def test_special_tokens_are_llama_cpps(tmp_path: Path) -> None:
         for text in ("the hen in the inn", "".join(extra), f" the{''.join(extra)} hen"):
             assert ours.encode(text, parse_special=True) == theirs.encode(text), (text, metadata)
         theirs.close()
+
+
+@pytest.mark.parametrize("name", sorted(SPLITS))
+def test_splits_are_llama_cpps(tmp_path: Path, name: str) -> None:
+    """Words of letters, digits, marks and white space; merges make each cut visible in the ids."""
+    rng = random.Random(name)
+    metadata = byte_level({"<s>": CONTROL}, pre=name)
+    alphabet = metadata["tokenizer.ggml.tokens"][:256]
+    merges = {
+        f"{left} {right}": left + right for left in (*"the1'.,!", "Ġ", "Ċ", "č") for right in (*"the1'.,!", "Ġ", "Ċ")
+    }
+    metadata["tokenizer.ggml.tokens"] = [*alphabet, *merges.values(), "Ġthe", "<s>"]
+    metadata["tokenizer.ggml.token_type"] = [NORMAL] * (256 + len(merges) + 1) + [CONTROL]
+    metadata["tokenizer.ggml.merges"] = [*merges, "Ġt he"]
+    metadata["tokenizer.ggml.bos_token_id"] = 256 + len(merges) + 1
+    try:
+        theirs = LlamaCpp(written(metadata, tmp_path / "m.gguf"))
+    except AssertionError:
+        pytest.skip("this version of llama.cpp does not know the name")
+    ours = Tokenizer.from_gguf(metadata)
+    for _ in range(300):
+        text = "".join(rng.choice("the THE111' '.,!  \n\r\té北") for _ in range(rng.randint(1, 20)))
+        assert ours.encode(text) == theirs.encode(text), repr(text)
+    theirs.close()
