@@ -1,7 +1,7 @@
 """The lines at the top and the bottom: the model, the views' names, loading, the activity, the keys."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from textual import events
@@ -74,7 +74,7 @@ VIEWS = (
     View("pool", "f5", "pool", "every block of the cache"),
     View("tables", "f6", "table", "the block tables"),
     View("strands", "f7", "strand", "the text in its blocks: shared once, parting where it forks"),
-    View("events", "f8", "log", "allocate, fork, copy on write, free, hit, evict, swap"),
+    View("events", "f8", "event", "allocate, fork, copy on write, free, hit, evict, swap"),
     View("memory", "f9", "mem", "what is used, shared, cached and wasted"),
     View("steps", "f10", "step", "what each step did, and where its time went"),
 )
@@ -117,10 +117,19 @@ def tab_labels(width: int) -> tuple[list[tuple[str, str]], int]:
     """Each view's key and title, and the cells between two of them, for ``width`` cells."""
     full = [(view.key.upper(), view.name) for view in VIEWS]
     short = [(view.key.upper(), view.short) for view in VIEWS]
-    for labels, gap in ((full, 3), (full, 2), (full, 1), (short, 1)):
-        if sum(len(key) + 1 + len(title) for key, title in labels) + gap * (len(labels) - 1) <= width:
+    numbers = [(key[1:], title) for key, title in short]  # without the F
+    mixed = [short[0], *numbers[1:]]
+    for labels, gap in ((full, 3), (full, 2), (full, 1), (short, 1), (mixed, 1), (numbers, 1)):
+        if _cells(labels, gap) <= width:
             return labels, gap
-    return [short[0], *((key[1:], title) for key, title in short[1:])], 1  # without the F
+    while _cells(numbers, 1) > width and (longest := max(len(title) for _, title in numbers)) > 1:
+        at = next(at for at, (_, title) in enumerate(numbers) if len(title) == longest)
+        numbers[at] = numbers[at][0], numbers[at][1][:-1]
+    return numbers, 1
+
+
+def _cells(labels: Sequence[tuple[str, str]], gap: int) -> int:
+    return sum(len(key) + 1 + len(title) for key, title in labels) + gap * (len(labels) - 1)
 
 
 class LoadingBar(Widget):
@@ -209,6 +218,9 @@ def named_keys(actions: Mapping[str, tuple[str, str]], *, priority: bool = False
     return [Binding(key, action, show=False, priority=priority, id=name) for name, (key, action) in actions.items()]
 
 
+_FIRST_KEYS = ("Keys", "Help", "Quit")
+
+
 class KeyBar(Widget):
     """Every key of the screen that its binding shows, as far as there is room. A click presses one. Textual's own
     footer makes a widget of each key, and makes them all again whenever the focus moves: a sixth of the time until the
@@ -225,15 +237,22 @@ class KeyBar(Widget):
             self.refresh()
 
     def _keys(self) -> list[tuple[str, Content]]:
-        shown: list[tuple[str, Content]] = []
-        room = self.content_size.width
+        """The keys that fit, in their order; first come those with which one finds all others, and the way out."""
+        found: list[tuple[str, Content, bool]] = [("slash", self._label("/", "Commands"), True)]
         for _, binding, enabled, _ in self.screen.active_bindings.values():
-            key = (f" {self.app.get_key_display(binding)} ", "bold $footer-key-foreground")
-            text = Content.assemble(key, f"{binding.description} ")
-            if binding.show and enabled and text.cell_length <= room:
-                room -= text.cell_length
-                shown.append((binding.key, text))
-        return shown
+            if binding.show and enabled:
+                text = self._label(self.app.get_key_display(binding), binding.description)
+                found.append((binding.key, text, binding.description in _FIRST_KEYS))
+        space, shown = self.content_size.width, set[int]()
+        for at in sorted(range(len(found)), key=lambda at: not found[at][2]):
+            if found[at][1].cell_length <= space:
+                space -= found[at][1].cell_length
+                shown.add(at)
+        return [(key, text) for at, (key, text, _) in enumerate(found) if at in shown]
+
+    @staticmethod
+    def _label(key: str, description: str) -> Content:
+        return Content.assemble((f" {key} ", "bold $footer-key-foreground"), f"{description} ")
 
     def render(self) -> Content:
         return Content("").join(text for _, text in self._keys())

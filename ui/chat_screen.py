@@ -2,7 +2,7 @@
 
 import time
 
-from textual import events, getters
+from textual import events, getters, on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
@@ -26,8 +26,10 @@ _SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl
             "ctrl+end": "end"}  # fmt: skip
 _KEYS = {
     "stop": ("escape", "stop"), "interrupt": ("ctrl+c", "interrupt"), "expand": ("alt+v", "expand"),
-    "menu": ("ctrl+g", "menu"), "select-previous": ("alt+up", "select(-1)"), "select-next": ("alt+down", "select(1)"),
+    "wider": ("alt+shift+left", "widen(1)"), "narrower": ("alt+shift+right", "widen(-1)"),
+    "select-previous": ("alt+up", "select(-1)"), "select-next": ("alt+down", "select(1)"),
 }  # names of actions, their keys, and what they do  # fmt: skip
+_WIDTHS, _WIDTH_STEP, _USUAL_WIDTH = (25, 70), 5, 40  # of the memory beside the talk, in percent: see `memory.tcss`
 _GRACE = 2.0  # seconds between two ctrl+c that quit
 
 
@@ -49,6 +51,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
     BINDINGS = [  # noqa: RUF012
         *named_keys(_KEYS, priority=True),
         *named_keys({"next": ("tab", "next")}),
+        Binding("ctrl+g", "menu", "Keys", priority=True, id="menu"),
         *named_keys(
             {f"scroll-{at.replace('_', '-')}": (key, f"scroll({at!r})") for key, at in _SCROLLS.items()}, priority=True
         ),
@@ -62,6 +65,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self._phase = EngineState().phase
         self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
         self._interrupted_at = -_GRACE
+        self._width = _USUAL_WIDTH
         self._last_copier = ""  # the request that copied a block last
         self._earlier_names: dict[str, str] = {}  # of requests, those of conversations before this one included
 
@@ -132,8 +136,13 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.talk.refresh_status()
 
     def _show_memory(self) -> None:
-        leaf = self.talk.conversation.leaf
-        self.panel.show_news(self.name_of, None if leaf is None else leaf.answer.request_id, self.score_of)
+        leaf, origins = self.talk.conversation.leaf, self.talk.conversation.origins
+        if leaf is None:
+            self.panel.show_news(self.name_of, None)
+            return
+        current, beams = leaf.answer.request_id, [each for each in leaf.answer.candidates if each.score is not None]
+        num_beams = 0 if leaf.answer.is_open else len(beams)
+        self.panel.show_news(self.name_of, current, self.score_of, origins.get(current), num_beams)
 
     def score_of(self, owner: str, index: int) -> float | None:
         """The score of a beam of the last answer; None for every other sequence."""
@@ -142,8 +151,8 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         return beams[index].score if index < len(beams) else None
 
     def name_of(self, owner: str, index: int) -> str:
-        """A sequence's name for people: ``turn 2 · 3`` is the third candidate of the second turn. A negative ``index``
-        stands for all of them.
+        """A sequence's name for people: ``turn 2 · answer 3`` is the third candidate of the second turn. A negative
+        ``index`` stands for all of them.
         """
         summing = self.talk.compaction
         if summing is not None and summing.request_id == owner:
@@ -156,7 +165,9 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         several = self.pool is not None and len(self.pool.tables_of(owner)) > 1
         if not several and (leaf := self.talk.conversation.leaf) is not None and leaf.answer.request_id == owner:
             several = bool(leaf.answer.candidates)
-        return f"{name} · {index + 1}" if several and index >= 0 else name
+        if not several or index < 0:
+            return name
+        return f"{name.replace('answer', 'branch')} · answer {index + 1}"
 
     def action_command(self, name: str, argument: str = "") -> None:
         """Run a slash command, after all that the talk was told before. Keys act in the app's task, or in the prompt's,
@@ -256,6 +267,21 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.toggle_class("-expanded")
         if not self.has_class("-expanded"):
             self.talk.prompt.focus()
+
+    def action_widen(self, steps: int) -> None:
+        """Make the memory beside the talk wider by steps of 5 %, or narrower."""
+        self.set_width(self._width + steps * _WIDTH_STEP)
+
+    def set_width(self, percent: float) -> None:
+        """Give the memory about this part of the screen's width."""
+        before, nearest = self._width, round(percent / _WIDTH_STEP) * _WIDTH_STEP
+        self._width = max(_WIDTHS[0], min(_WIDTHS[1], nearest))
+        self.remove_class(f"-pane-{before}")
+        self.add_class(f"-pane-{self._width}")
+
+    @on(MemoryPanel.Dragged)
+    def _dragged(self, message: MemoryPanel.Dragged) -> None:
+        self.set_width(100 * (1 - message.x / self.size.width))
 
     def action_menu(self) -> None:
         """Have all actions to choose from, by letters."""

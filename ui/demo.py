@@ -23,10 +23,10 @@ from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import plural
 from minillm.ui.settings import Settings, with_param
 
-# 16 x 64 = 1,024 tokens: enough for the tour's conversations, too few for all of them at once. Draft tokens would put
+# 16 x 48 = 768 tokens: enough for the tour's conversations, too few for all of them at once. Draft tokens would put
 # the three answers of the last stop out of step: the first would end early and leave its blocks to the rest.
 DEMO_ENGINE = {
-    "num_blocks": 64, "block_size": 16, "max_model_len": 512, "admission": "optimistic", "speculate": "off",
+    "num_blocks": 48, "block_size": 16, "max_model_len": 512, "admission": "optimistic", "speculate": "off",
 }  # fmt: skip
 DEMO_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 48, "seed": 1}
 _STEPS_PER_SECOND = 10.0  # of the engine, at speed 1
@@ -92,7 +92,7 @@ async def _eviction(tour: DemoApp) -> bool:
 
 async def _preemption(tour: DemoApp) -> bool:
     before = tour.pool.counts
-    names = [tour.generate(f"Write a poem about {what}. " * 3, 330) for what in ("rain", "iron", "bread")]
+    names = [tour.generate(f"Write a poem about {what}. " * 3, 260) for what in ("rain", "iron", "bread")]
 
     def came_back() -> bool:
         return tour.pool.counts.num_swapped_in > before.num_swapped_in

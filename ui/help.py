@@ -50,9 +50,10 @@ KEYS = {
         "{quit}": "quit",
     },
     "Memory": {
-        "{pool}, {tables}, {strands}": "pool, block tables, strands; again: hide",
-        "{events}, {memory}, {steps}": "events, figures, steps",
+        "{pool}, {tables}, {strands}": "pool, tables, strands; again: hide",
+        "{events}, {memory}, {steps}": "events, memory, steps",
         "{expand}": "the view on the whole screen, and back",
+        "{wider/narrower}": "a wider view, a narrower one; or drag its left edge",
         "{next}": "into the view: arrows move, its keys are shown there",
         "┃ │ ╎": "beside an answer: its blocks, shared, its own, being filled",
     },

@@ -5,6 +5,7 @@ has only 256 colours. Contrast is that of WCAG 2.1, https://www.w3.org/TR/WCAG21
 """
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
@@ -22,6 +23,7 @@ LEAST_TEXT, LEAST_FRAME = 4.5, 1.5  # contrast of text, of frames and marks
 _LEAST_FOREGROUND = 8.0  # so that less of it is still text
 _SPARE = 0.15  # for roundings by the terminal
 _GREY, _HUE = 0.1, 1000.0  # saturation below which a colour is a grey; the weight of a hue beside parts of 255
+_ALIKE = 55.0  # distance of two colours, in parts of 255, that people take for one
 _STEPS = (0, 95, 135, 175, 215, 255)
 _CUBE = [Color(r, g, b) for r, g, b in itertools.product(_STEPS, repeat=3) if not r == g == b]  # of the 256 colours
 
@@ -156,15 +158,22 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
     taken: set[Color] = set()
 
     foreground = Color.parse(text(Color.parse(shades["foreground"]), _LEAST_FOREGROUND))
-    if shades["secondary"] in (shades["error"], shades["primary"]):  # what is shared would look like an answer's own
-        shades["secondary"] = shades["accent"]
+    names = ("primary", "success", "warning", "error")
+    answers = [Color.parse(text(Color.parse(shades[name]), on=grounds[:2])) for name in names]
+
+    def from_answers(shade: str) -> float:
+        shown = Color.parse(text(Color.parse(shade), on=grounds[:2]))
+        return min(_distance(shown, own) for own in answers)
+
+    if from_answers(shades["secondary"]) < _ALIKE:  # shared blocks would look like an answer's own
+        ours = _COLOURS["secondary"][0 if theme.dark else 1]
+        shades["secondary"] = max(shades["secondary"], shades["accent"], ours, key=from_answers)
     colours = {name: telling(Color.parse(shades[name])) for name in _MEANINGS}
     colours["accent"] = (
         colours["primary"] if shades["accent"] == shades["primary"] else telling(Color.parse(shades["accent"]))
     )
     parsed = {name: Color.parse(each) for name, each in colours.items()}
     dim = text(ground.blend(foreground, 0.7))
-    names = ("primary", "success", "warning", "error")
     own, strands = [colours[name] for name in names], [parsed[name] for name in names]
     between = [one.blend(other, 0.5) for one, other in zip(strands, [*strands[1:], parsed["secondary"]], strict=True)]
     variables = {
@@ -198,12 +207,15 @@ def nearest_in_cube(colour: Color, grounds: Sequence[Color], taken: Set[Color]) 
 
     def unlikeness(other: Color) -> float:
         turn = abs(colour.hsl.h - other.hsl.h)
-        distance = sum((one - two) ** 2 for one, two in zip(colour.rgb, other.rgb, strict=True))
-        return distance + (_HUE * min(turn, 1 - turn)) ** 2
+        return _distance(colour, other) ** 2 + (_HUE * min(turn, 1 - turn)) ** 2
 
     least = LEAST_TEXT + _SPARE
     legible = (each for each in _CUBE if each not in taken and all(contrast(each, on) >= least for on in grounds))
     return min(legible, key=unlikeness)
+
+
+def _distance(one: Color, other: Color) -> float:
+    return math.dist(one.rgb, other.rgb)
 
 
 @cache

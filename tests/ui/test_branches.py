@@ -186,11 +186,11 @@ async def test_a_sequence_is_called_as_its_card_and_once_it_is_accepted_as_its_t
     async with chat(sampling={"n": 3}) as pilot:
         turn = await ask(pilot, "choose")
         owner = turn.answer.request_id
-        assert screen(pilot).name_of(owner, 2) == "turn 1 · 3"
+        assert screen(pilot).name_of(owner, 2) == "turn 1 · answer 3"
         assert screen(pilot).name_of(owner, -1) == "turn 1"
         await say(pilot, "/accept 3")
         await until(pilot, lambda: not turn.answer.candidates)
-        assert screen(pilot).name_of(owner, 2) == "turn 1c"
+        assert screen(pilot).name_of(owner, 2) == "turn 1 · answer 3"
 
 
 async def test_a_question_that_waits_comes_back_where_one_has_to_choose_first() -> None:

@@ -52,7 +52,7 @@ def test_turns_have_names() -> None:
     second = said(conversation, "b", "B")
     conversation.ask("b2", instead_of=second)
     names = [conversation.name_of(turn.answer.request_id) for turn in conversation.all_turns()]
-    assert names == ["turn 1", "turn 2", "turn 2b"]
+    assert names == ["turn 1", "turn 2", "turn 2 · answer 2"]
     assert conversation.name_of("another-1") is None
 
 

@@ -14,4 +14,4 @@ def test_the_picture_shows_a_fork_that_is_shared() -> None:
     text = html.unescape(re.sub(r"<[^>]*>", " ", svg)).replace("\xa0", " ")
     assert "strands" in text
     assert re.search(r"blocks ×3", text), "three answers share blocks"
-    assert "turn 2 · 3" in text
+    assert "turn 2 · answer 3" in text

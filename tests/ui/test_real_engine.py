@@ -51,7 +51,7 @@ async def test_branches_candidates_and_beams_share_blocks_and_give_them_back(tin
         chosen = await ask(pilot, "pick one")
         await until(pilot, lambda: [t.state for t in pool().tables_of(chosen.answer.request_id)] == ["idle"] * 3)
         assert pool().figures.shared_blocks > 0
-        await until(pilot, lambda: "turn 3 · 3" in seen(pilot))
+        await until(pilot, lambda: "turn 3 · answer 3" in seen(pilot))
         await pilot.press("3")
         await until(pilot, lambda: len(pool().tables_of(chosen.answer.request_id)) == 1)
         await say(pilot, "/beams 4")

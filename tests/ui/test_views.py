@@ -167,7 +167,7 @@ async def test_an_unknown_view_is_refused() -> None:
 @pytest.mark.anyio
 async def test_a_view_catches_up_when_it_is_opened() -> None:
     async with panel_of(view="strands") as (pilot, panel, pool):
-        assert "no sequence holds a block" in seen(pilot)
+        assert "no text is in memory" in seen(pilot)
         panel.view = "tables"
         await pilot.pause()
         feed(panel, pool, picture(TABLES[:2]))
@@ -336,17 +336,27 @@ async def test_twenty_thousand_blocks_are_drawn_by_the_line() -> None:
     pool = Pool(20_000, 16, 1_024)
     async with panel_of(size=(200, 50), pool=pool) as (pilot, panel, _):
         pool_map = panel.query_one(PoolMap)
-        assert pool_map.virtual_size.height == 625
+        assert pool_map.virtual_size.height == 1, "625 rows, all of them free"
+        assert "625 rows of free blocks" in seen(pilot)
+        pool_map.focus()
+        await pilot.pause()
+        assert pool_map.virtual_size.height == 625, "the keyboard reaches every block"
+        pilot.app.set_focus(None)
+        await pilot.pause()
         assert len(list(pool_map.walk_children())) == 0
         drawn: list[int] = []
         line = pool_map.line
         pool_map.line = lambda row, width: drawn.append(row) or line(row, width)  # type: ignore[func-returns-value, method-assign]
         feed(panel, pool, CacheChanged([table(1, "turn 1", 0, "running", 16, [33])]))
-        await pilot.pause()
-        assert drawn == [1], "only the row that changed"
         feed(panel, pool, CacheChanged([table(2, "turn 2", 0, "running", 16, [19_999])]))
         await pilot.pause()
-        assert pool_map.scroll_offset.y > 500, "where something happens is brought into view"
+        cells = [line for line in seen(pilot).splitlines() if "········" in line or "of free blocks" in line]
+        heads = [line.partition("│")[2].split()[0] for line in cells]
+        assert heads == ["0", "32", "⋮", "19968"], "the rows that hold something, and a line for those between them"
+        drawn.clear()
+        feed(panel, pool, CacheChanged([table(1, "turn 1", 0, "running", 32, [33, 34])]))
+        await pilot.pause()
+        assert {row for row in drawn if drawn.count(row) == 1} == {1}, "only the row that changed"
 
 
 # --- block tables -----------------------------------------------------------------------------------------------------
@@ -461,8 +471,8 @@ async def test_the_tree_tells_what_is_shared_and_what_is_private() -> None:
             "│     └─ turn 2 · 4 running  1 own",
             "└─ turn 3 · 3 running  2 own",
             "turn 4 · 1 swapped  3 on the host",
-            "16 blocks for 9 sequences",
-            "50 without sharing: 68% saved",
+            "9 texts in the memory of 2.9 · 68% saved",
+            "16 blocks, 50 without sharing",
         ):
             assert words in shown, words
 
@@ -495,19 +505,23 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
         )
         await pilot.pause()
         await pilot.pause()
-        assert "⧉ 21→60" in seen(pilot)
+        assert "❐ 21→60" in seen(pilot)
         assert "✕ turn 2 · 1  2.0 KiB came back" in seen(pilot)
         assert "╎ The first words" in seen(pilot)
         monkeypatch.setattr(strands, "_WORDS", 0.0)
         panel.query_one(Strands)._fade()
         await pilot.pause()
-        assert "╎ ···············" in seen(pilot)
+        assert "╎" not in seen(pilot), "the words have dissolved"
         pool.copies[60] = Copy(21, -100.0)
         pool.left[0] = replace(pool.left[0], moment=-100.0)
         panel.query_one(Strands)._fade()
         await pilot.pause()
-        assert "⧉" not in seen(pilot)
+        assert "❐ 21→60" in seen(pilot), "as long as its block lives"
         assert "came back" not in seen(pilot)
+        feed(panel, pool, CacheChanged(gone=[4]))
+        await pilot.pause()
+        await pilot.pause()
+        assert "21→60" not in seen(pilot)
 
 
 @pytest.mark.anyio
@@ -522,11 +536,16 @@ async def test_what_is_shown_for_a_moment_is_shown_so_long_from_when_it_is_drawn
         panel.show_news(name, "turn 2")
         await pilot.pause()
         await pilot.pause()
-        assert "⧉ 21→60" in seen(pilot)
+        panel.refresh()
+        await pilot.pause()
+        bright = styled(pilot, "❐ 21→60").style
         monkeypatch.setattr(strands, "monotonic", lambda: late + strands._TORN)
         panel.query_one(Strands)._fade()
         await pilot.pause()
-        assert "⧉" not in seen(pilot)
+        dim = styled(pilot, "❐ 21→60").style
+        assert bright is not None
+        assert dim is not None
+        assert bright.bgcolor != dim.bgcolor, "it stands out for a moment"
 
 
 @pytest.mark.anyio
@@ -806,7 +825,11 @@ def test_the_curves_of_the_kinds_have_one_scale() -> None:
     pool.apply(CacheChanged([table(1, "turn 1", 0, "idle", 111, [0, 4, 8, 12, 16, 20, 24])]))
     lines = [line for line in figures_text(pool, 42, 40) if line.split()[-1:] != ["bytes"]]
     newest = {line.split()[0]: line[8:22][-1] for line in lines[:5]}
-    assert newest == {"used": "█", "shared": " ", "waste": "▁", "cached": " ", "free": "█"}
+    assert newest == {"used": "▁", "shared": " ", "waste": "▁", "cached": " ", "free": "█"}
+    pool.apply(CacheChanged(gone=[1], cached=list(range(1_024))))
+    lines = figures_text(pool, 42, 40)
+    newest = {line.split()[0]: line[8:22][-1] for line in lines[1:6]}
+    assert newest["cached"] == newest["free"] == "▅", "each is half of the pool"
 
 
 @pytest.mark.anyio
@@ -815,7 +838,7 @@ async def test_steps_show_what_they_did_and_where_their_time_went() -> None:
         feed_steps(panel, script.steps(8))
         await pilot.pause()
         shown = seen(pilot)
-        for words in ("512/2", "250.0", "!1 ↓12 ↑4", "host ▒", "device █", "tok/s decoded"):
+        for words in ("512/2", "250.0", "!1 ↓12 ↑4", "▒ host", "█ device: computing", "tok/s decoded"):
             assert words in shown, words
         feed_steps(panel, script.steps(200)[8:])
         await pilot.pause()
@@ -825,7 +848,10 @@ async def test_steps_show_what_they_did_and_where_their_time_went() -> None:
 
 def test_the_bar_of_a_step_splits_its_time() -> None:
     step = script.steps(2)[1]
-    assert split_bar(step, 8) == ("▒▒", "██████")
+    assert split_bar(step, 8, step.seconds) == ("▒▒", "██████")
+    assert split_bar(step, 8, 2 * step.seconds) == ("▒", "███"), "half as long as the longest one"
+    assert split_bar(step, 8, 1_000 * step.seconds) == ("", "█"), "never nothing"
+    assert split_bar(replace(step, seconds=0.0), 8, 1.0) == ("", "")
 
 
 def test_small_charts_and_spans() -> None:

@@ -37,6 +37,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
         self.border_title = str(index + 1)
         self._text = Static(Content("…"))
         self._candidate, self._num_common = Candidate(), 0  # as they were shown last
+        self._same_as: int | None = None
 
     def compose(self) -> ComposeResult:
         yield self._text
@@ -52,12 +53,16 @@ class CandidateCard(VerticalScroll, can_focus=True):
             if was_at_end:
                 self.scroll_home(animate=False)
 
-    def show(self, candidate: Candidate, num_common: int) -> None:
-        """Show the text without its first ``num_common`` characters, which are shown above all cards."""
-        self._candidate, self._num_common = candidate, num_common
+    def show(self, candidate: Candidate, num_common: int, same_as: int | None = None) -> None:
+        """Show the text without its first ``num_common`` characters, which are shown above all cards; ``same_as``: the
+        number of an earlier candidate with the same text.
+        """
+        self._candidate, self._num_common, self._same_as = candidate, num_common, same_as
         whole = text_of(candidate)
         common, text = whole[:num_common], whole[num_common:]
-        if not num_common:
+        if same_as is not None and not self.is_maximized:
+            shown = Content.styled(f"the same as {same_as + 1}", "$text-muted")
+        elif not num_common:
             shown = Content(text)
         elif self.is_maximized:  # the line above all cards is not seen
             shown = Content.assemble((common, "$text-muted"), text)
@@ -68,7 +73,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
         self.border_subtitle = candidate_facts(candidate, self.size.width)
 
     def on_resize(self) -> None:
-        self.show(self._candidate, self._num_common)
+        self.show(self._candidate, self._num_common, self._same_as)
 
     def on_click(self, event: events.Click) -> None:
         if event.chain == 2:
@@ -89,12 +94,21 @@ def text_of(candidate: Candidate) -> str:
     return clean(answer.strip() or reasoning.strip())
 
 
+def _same_as(candidates: Sequence[Candidate], texts: Sequence[str], index: int) -> int | None:
+    """Return the number of the first candidate that has ended with the same text as this one; None if there is none."""
+    first = texts.index(texts[index])
+    ended = all(candidates[each].finish_reason is not None for each in (first, index))
+    return first if first < index and ended and texts[index] else None
+
+
 def num_common(texts: Sequence[str]) -> int:
     """Characters of whole words with which all texts begin; 0 where it is not worth a line of its own."""
+    if len(texts) < 2:
+        return 0
     length = min(common_length(texts[0], each) for each in texts)
     while length and not (texts[0][length - 1].isspace() or all(len(each) == length for each in texts)):
         length -= 1
-    return length if len(texts) > 1 and length >= _LEAST_COMMON else 0
+    return length if length >= _LEAST_COMMON else 0
 
 
 def candidate_facts(candidate: Candidate, width: int) -> str:
@@ -149,14 +163,16 @@ class CandidatesView(Vertical):
     async def flush(self, lines_ahead: int = 0) -> None:
         """Show the candidates as they stand now."""
         candidates = self.answer.candidates
-        common = num_common([text_of(each) for each in candidates])
+        texts = [text_of(each) for each in candidates]
+        same_as = [_same_as(candidates, texts, index) for index in range(len(texts))]
+        common = num_common([text for text, same in zip(texts, same_as, strict=True) if same is None])
         self._common.display = bool(common)
         if common:
-            whole = text_of(candidates[0])[:common].rstrip()
+            whole = texts[0][:common].rstrip()
             shown = whole if len(whole) <= _MOST_COMMON else "… " + whole[-_MOST_COMMON:]
             update_in_place(self._common, Content(f"all begin: {shown}"))
-        for card, candidate in zip(self._cards, candidates, strict=False):
-            card.show(candidate, common)
+        for card, candidate, same in zip(self._cards, candidates, same_as, strict=False):
+            card.show(candidate, common, same)
         self.update_summary()
 
     def update_summary(self) -> None:

@@ -119,6 +119,7 @@ class Conversation:
     leaf: Turn | None = None  # the last turn that is shown
     num_dropped: int = 0  # oldest turns of the path that the model is no longer told
     title: str = ""  # that the user gave it; not cleaned for a terminal
+    origins: dict[str, tuple[str, int]] = field(default_factory=dict)  # branch -> the candidate that it was; not saved
     shortened: dict[str, int] = field(default_factory=dict)  # request -> tokens that a summary has taken away since
     is_trial: bool = False  # saved only once the user goes on from its first answer
     copy_id: str = ""  # of its file, where another program has changed the one under ``conversation_id``
@@ -199,6 +200,7 @@ class Conversation:
             elif candidate.text.strip():
                 answer = replace(before, request_id=self.new_request_id())
                 answer.take(candidate)
+                self.origins[answer.request_id] = (before.request_id, number)
                 turns.append(Turn(turn.question, answer, turn.parent))
         at = siblings.index(turn)
         siblings[at : at + 1] = turns
@@ -280,7 +282,7 @@ class Conversation:
                 return True
 
     def name_of(self, request_id: str) -> str | None:
-        """``turn 2``, or ``turn 2b`` for its second branch; None for a request of another conversation."""
+        """``turn 2``, or ``turn 2 · answer 3`` for its third branch; None for a request of another conversation."""
         if not request_id.startswith(self.conversation_id):
             return None
         depths: dict[int, int] = {}
@@ -290,5 +292,5 @@ class Conversation:
             seen[depth] = seen.get(depth, 0) + 1
             if turn.answer.request_id == request_id:
                 number = seen[depth]
-                return f"turn {depth}" + ("" if number == 1 else chr(96 + min(number, 26)))
+                return f"turn {depth}" + ("" if number == 1 else f" · answer {number}")
         return None

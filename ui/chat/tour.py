@@ -13,12 +13,13 @@ from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.talk import Talk
 from minillm.ui.engine_app import EngineApp
 from minillm.ui.memory.panel import MemoryPanel
+from minillm.ui.memory.pool import COPIED
 from minillm.ui.numbers import plural
 
 QUESTION = "Name an animal, and say in one sentence why you like it."
 _SAMPLING = {"temperature": 0.9, "max_tokens": 40, "n": 3}
 _AT_FORK, _STEPS_PER_SECOND = 0.2, 6.0  # of the engine, so that people can watch
-_READING = 6.0  # seconds for a line
+_READING, _WORDS = 6.0, 24  # seconds for a line of so many words; a longer one stays longer
 _LONGEST = 90.0  # seconds for the answers, where a machine is slow
 
 
@@ -44,6 +45,11 @@ async def give_tour(talk: Talk) -> None:
         app.set_reactive(EngineApp.settings, before)
 
 
+def reading_time(text: str) -> float:
+    """Return the seconds for which a sentence stays before the tour goes on."""
+    return _READING * max(1.0, len(text.split()) / _WORDS)
+
+
 async def _play(talk: Talk, caption: Static) -> None:
     def copies() -> int:
         return 0 if talk.pool is None else talk.pool.counts.num_copies
@@ -60,10 +66,11 @@ async def _play(talk: Talk, caption: Static) -> None:
         while not condition() and time.monotonic() < end:
             await asyncio.sleep(0.05)
 
-    async def tell(text: str, seconds: float = _READING) -> None:
+    async def tell(text: str, *, wait: bool = True) -> None:
         caption.update(Content(text))
         await talk.transcript.add_note(f"tour · {text}", "tour")
-        await asyncio.sleep(seconds)
+        if wait:
+            await asyncio.sleep(reading_time(text))
 
     at_first = copies()
     await tell(
@@ -74,12 +81,13 @@ async def _play(talk: Talk, caption: Static) -> None:
     await until(is_asked)  # the question stands in the transcript then, and what is told of it below
     await tell(
         "fork: the question is read once. Its blocks are the thick lines (┃): all three answers share them, even the "
-        "last block, which has room left.", 0
+        "last block, which has free slots left.", wait=False
     )  # fmt: skip
     await until(lambda: copies() > at_first or not is_answering())
     await tell(
         "copy on write: now each answer writes its first words into that last block. Nobody may write where others "
-        "read, so each gets a copy of it (⧉), and the last answer keeps the original. All blocks before it stay shared."
+        f"read, so each gets a copy of it ({COPIED}), and the last answer keeps the original. All blocks before it "
+        "stay shared."
     )
     talk.send(Pace(_STEPS_PER_SECOND))
     await until(lambda: not is_answering())
@@ -87,7 +95,7 @@ async def _play(talk: Talk, caption: Static) -> None:
     if asked is None or asked.question != QUESTION or not asked.answer.candidates or asked.answer.is_open:
         return  # the user has gone elsewhere
     if asked.answer.finish_reason == "abort":
-        await tell("it ends here, for the answers were stopped; /tour begins anew.", 0)
+        await tell("it ends here, for the answers were stopped; /tour begins again.", wait=False)
         return
     await tell(
         "each answer goes on in blocks of its own, the thin lines (│), in the colour of its card. "

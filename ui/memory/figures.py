@@ -97,9 +97,7 @@ def _wrapped(parts: Parts, width: int) -> list[Parts]:
 
 
 def _shares(pool: Pool, width: int) -> list[Parts]:
-    """Tokens and bytes of each kind of block now, and how they came to that. What is free is drawn to the whole pool,
-    all other kinds to the most that one of them had: they can be compared.
-    """
+    """Tokens and bytes of each kind of block now, and how they came to that, all drawn to one scale."""
     slot_bytes = pool.block_bytes / pool.block_size
     history = list(pool.history) or [pool.figures]
     room = max(4, width - 28)
@@ -112,10 +110,9 @@ def _shares(pool: Pool, width: int) -> list[Parts]:
         ("free", lambda figures: figures.free_blocks * pool.block_size),
     ]
     values = {name: [slots(figures) for figures in history[-room:]] for name, slots in rows}
-    highest = max(1, *(max(of_kind) for name, of_kind in values.items() if name != "free"))
+    most = max(1, *map(max, values.values()))
     for name, slots in rows:
         now = slots(pool.figures)
-        most = pool.num_blocks * pool.block_size if name == "free" else highest
         chart = [(f"{name:<7} ", "label"), (sparkline(values[name], room, most), name)]
         lines.append([*chart, (f" {count(now):>10}", "figure"), (f" {size(now * slot_bytes):>8}", "label")])
     return lines

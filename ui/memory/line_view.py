@@ -71,7 +71,7 @@ class LineView(SteadyScrollView, can_focus=True):
                     self.vertical_scrollbar.window_virtual_size = num_lines
             else:
                 self.virtual_size = size
-        if self.follows and self._at_end:
+        if (self.follows and self._at_end) or self.scroll_offset.y > self.max_scroll_y:
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
         elif dropped:
             self.scroll_to(y=max(0, self.scroll_offset.y - dropped), animate=False, force=True)

@@ -1,7 +1,7 @@
 """The events of the cache and the steps of the engine, one a line, the newest at the bottom."""
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from textual import events
 from textual.content import Content
@@ -32,7 +32,7 @@ _WORDS = {
     "fork": ("{name} shares {number} with {parent}: {where}", "{name} of {parent}"),
     "copy": ("{ends}  {name} writes to a block that {others}", "{ends} {name}, {detail} share"),
     "free": ("{name} gives up {number}: {where}", "{name} −{where}"),
-    "cut": ("{name} guessed wrongly, and gives {number} back: {where}", "{name} −{where}"),
+    "cut": ("{name} drops wrong draft tokens and frees {number}: {where}", "{name} −{where}"),
     "hit": ("saved {tokens} (blocks {where}) for {name}", "saved {tokens}, {name}"),
     "evict": ("a cached block makes room: {where}", "cached {where}"),
     "preempt": ("{name} makes room with {number}, and waits: {where}", "{name} waits: {number}"),
@@ -44,8 +44,10 @@ _SPARE = 1_000  # lines that may be too many before they are thrown away at once
 _MOST_SPANS = 3
 _ROOMY = 70  # cells: below, the short wording
 _MOST_NAMES = 20_000
+_NEAR = 16  # events
 STEP_HEADING = "  step prefill decode     ms "
 _WINDOW = 5.0  # seconds of work that the rates are taken over
+_COMPARED = 60  # steps, of which the longest one fills its bar
 _LEAST_BAR = 2
 _LONGEST_BAR = 40
 
@@ -83,10 +85,22 @@ class EventLog(LineView):
         fresh = [] if self.paused else self._fresh()
         if fresh:
             self._last, wanted = fresh[0], self._wanted()
-            self._entries += [entry for entry in reversed(fresh) if entry.kind in wanted]
+            for entry in reversed(fresh):
+                self._add(entry, wanted)
             dropped = len(self._entries) - _MOST_LINES if len(self._entries) > _MOST_LINES + _SPARE else 0
             del self._entries[:dropped]
             self.set_lines(len(self._entries), dropped)
+
+    def _add(self, entry: LogEntry, wanted: set[str]) -> None:
+        """List an event. Blocks that wrong draft tokens took and gave back at once are no news: neither is listed."""
+        if entry.kind == "cut":
+            for at in range(len(self._entries) - 1, max(-1, len(self._entries) - 1 - _NEAR), -1):
+                taken = self._entries[at]
+                if (taken.kind, taken.seq_id, taken.blocks) == ("allocate", entry.seq_id, entry.blocks):
+                    del self._entries[at]
+                    return
+        if entry.kind in wanted:
+            self._entries.append(entry)
 
     def _wanted(self) -> set[str]:
         return {kind for key, kinds in KINDS.items() if key not in self.hidden for kind in kinds}
@@ -122,7 +136,9 @@ class EventLog(LineView):
         if self.memory.pool is not None:
             wanted, log = self._wanted(), list(self.memory.pool.log)
             looked_at = log[: len(log) - len(self._fresh())]
-            self._entries = [entry for entry in looked_at if entry.kind in wanted]
+            self._entries = []
+            for entry in looked_at:
+                self._add(entry, wanted)
             self.set_lines(len(self._entries))
 
     def line(self, row: int, width: int) -> Parts:
@@ -206,7 +222,7 @@ class StepList(LineView):
         marks = (("!", step.num_preempted), ("↓", step.num_swapped_out), ("↑", step.num_swapped_in))
         trouble = "".join(f" {mark}{number}" for mark, number in marks if number)
         room = max(_LEAST_BAR, min(_LONGEST_BAR, width - len(STEP_HEADING) - len(trouble)))
-        host, device = split_bar(step, room)
+        host, device = split_bar(step, room, self._longest())
         return [
             (f"{step.number:>6}", "number"),
             (f"{chunks if step.num_prefills else '':>8}", "prefill"),
@@ -216,6 +232,10 @@ class StepList(LineView):
             (device, "device"),
             (trouble, "trouble"),
         ]
+
+    def _longest(self) -> float:
+        """Seconds of the longest of the last steps: to this scale all are drawn, so that a slow one stands out."""
+        return max((step.seconds for step in islice(reversed(self._steps), _COMPARED)), default=0.0)
 
     def headline(self, width: int, height: int) -> Content:
         """Rates over the last seconds of work, on one line of ``width`` cells or on two."""
@@ -237,7 +257,10 @@ class StepList(LineView):
         return Content(rates + (" · " if len(rates) + len(split) + 3 <= width else "\n") + split)
 
 
-def split_bar(step: StepReport, width: int) -> tuple[str, str]:
-    """The step's time as a bar in two parts: the host's own, and the device's."""
-    device = round(width * min(1.0, step.device_seconds / step.seconds)) if step.seconds > 0 else 0
-    return "▒" * (width - device), "█" * device
+def split_bar(step: StepReport, width: int, longest: float) -> tuple[str, str]:
+    """The step's time as a bar in two parts, the host's own and the device's; ``longest`` seconds fill the width."""
+    if step.seconds <= 0:
+        return "", ""
+    length = max(1, round(width * min(1.0, step.seconds / longest)))
+    device = round(length * min(1.0, step.device_seconds / step.seconds))
+    return "▒" * (length - device), "█" * device

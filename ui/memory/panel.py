@@ -1,11 +1,13 @@
 """The live panel: six views of the cache's memory, of which one is shown."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
+from textual.message import Message
 from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
@@ -20,7 +22,7 @@ from minillm.ui.memory.line_view import BlockChosen, LineView
 from minillm.ui.memory.logs import STEP_HEADING, EventLog, StepList
 from minillm.ui.memory.pool import Memory, Names, Pool, Scores
 from minillm.ui.memory.pool_map import PoolMap
-from minillm.ui.memory.strands import Strands
+from minillm.ui.memory.strands import LEGEND, Strands
 from minillm.ui.memory.strip import strip
 from minillm.ui.memory.tables import HEADING, BlockTableView
 from minillm.ui.numbers import duration, plural
@@ -71,7 +73,7 @@ class PoolView(MemoryView):
         facts, legend = Drawn(self._map.headline, id="pool-facts"), Drawn(self._map.legend, id="pool-legend")
         yield _box("pool", "pool", facts, self._map, legend)
         facts = Drawn(self._table.headline, id="table-facts")
-        yield _box("table", "block table", facts, _line("table-heading", HEADING), self._table)
+        yield _box("table", "table", facts, _line("table-heading", HEADING), self._table)
         yield _box("block", "block", self._block_facts)
 
     def blocks_changed(self, blocks: Iterable[int]) -> None:
@@ -99,6 +101,11 @@ def _line(name: str, text: str) -> Drawn:
     return Drawn(lambda width, height: Content(text), id=name)
 
 
+def _legend(text: str) -> Drawn:
+    """A view's words, explained at its foot."""
+    return Drawn(lambda width, height: Content(text), classes="legend")
+
+
 def _block_facts(name: str, memory: Memory) -> Drawn:
     return Drawn(lambda width, height: block_facts(memory), id=name)
 
@@ -110,24 +117,32 @@ def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
         return [Drawn(lines.headline, id=f"{name}-facts"), *others, lines]
 
     def tables() -> list[Widget]:
-        return [*headed("tables", BlockTableView(memory, headers=True)), _block_facts("tables-block", memory)]
+        facts = _block_facts("tables-block", memory)
+        words = "×3: three sequences read the block · run: blocks side by side in the pool"
+        return [*headed("tables", BlockTableView(memory, headers=True)), facts, _legend(words)]
 
     def events() -> list[Widget]:
-        return [*headed("events", log), Drawn(log.legend, id="events-legend")]
+        words = "hit: found in the cache · evict: dropped from it · preempt: waits for free blocks"
+        return [*headed("events", log), Drawn(log.legend, id="events-legend"), _legend(words)]
 
     def strands() -> list[Widget]:
         whole = Drawn(lambda width, height: strip(memory, width, height), id="strands-strip")
-        return [*headed("strands", Strands(memory)), whole]
+        return [*headed("strands", Strands(memory)), whole, _legend(LEGEND)]
 
     def steps() -> list[Widget]:
-        return headed("steps", StepList(memory), _line("steps-heading", f"{STEP_HEADING}▒ host █ device"))
+        words = "▒ host: scheduling · █ device: computing · ! preempted · ↓ ↑ swapped out and in"
+        return [*headed("steps", StepList(memory), _line("steps-heading", STEP_HEADING)), _legend(words)]
+
+    def figures() -> list[Widget]:
+        words = "waste: empty slots · cached: free to take, found again by a prompt that begins alike"
+        return [MemoryFigures(memory), _legend(words)]
 
     return {
         "pool": PoolView(memory),
-        "tables": MemoryView("tables", "block tables", tables, "t: tokens"),
+        "tables": MemoryView("tables", "tables", tables, "t: tokens"),
         "strands": MemoryView("strands", "strands", strands),
         "events": MemoryView("events", "events", events),
-        "memory": MemoryView("memory", "memory", lambda: [MemoryFigures(memory)]),
+        "memory": MemoryView("memory", "memory", figures),
         "steps": MemoryView("steps", "steps", steps),
     }
 
@@ -175,6 +190,12 @@ class MemoryPanel(Vertical):
     """Only the view that is shown is kept up to date; the others catch up when they are opened."""
 
     view: reactive[str] = reactive("strands", init=False)
+
+    @dataclass
+    class Dragged(Message):
+        """The mouse has the left edge, at column ``x`` of the screen."""
+
+        x: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,12 +245,22 @@ class MemoryPanel(Vertical):
         else:
             self._changed.update(pool.apply(event))
 
-    def show_news(self, names: Names, current: str | None, scores: Scores = lambda owner, index: None) -> None:
-        """Show the changes since the last time. ``current``: the request whose tables come first."""
+    def show_news(
+        self,
+        names: Names,
+        current: str | None,
+        scores: Scores = lambda owner, index: None,
+        origin: tuple[str, int] | None = None,
+        num_beams: int = 0,
+    ) -> None:
+        """Show the changes since the last time. ``current``: the request whose tables come first; ``origin`` and
+        ``num_beams``: see `Memory`.
+        """
         memory, blocks = self._memory, self._changed
         if memory.pool is None:
             return
-        memory.names, memory.scores, memory.current, self._changed = names, scores, current, set()
+        memory.names, memory.scores, memory.current, memory.origin = names, scores, current, origin
+        memory.num_beams, self._changed = num_beams, set()
         self._log.learn_owners()
         view, missed = self._views[self.view], self.view in self._stale or not self.size.height
         self._stale = set(self._views)
@@ -270,6 +301,18 @@ class MemoryPanel(Vertical):
 
     def on_resize(self) -> None:
         self._catch_up()
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        if event.screen_x == self.region.x:
+            event.stop()
+            self.capture_mouse()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        if self.app.mouse_captured is self:
+            self.post_message(self.Dragged(int(event.screen_x)))
+
+    def on_mouse_up(self) -> None:
+        self.release_mouse()
 
     def _catch_up(self) -> None:
         if self.view in self._stale and self.view not in self._empty and self.size.height and self.is_mounted:

@@ -8,20 +8,24 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import takewhile
 
 from msgspec import structs
 
 from minillm.outputs import StepReport
 from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, MemoryUse, TableView
 from minillm.text.safe import clean_line
+from minillm.ui.numbers import count, plural
 
 _MOST_LOGGED = 10_000  # events that the log keeps
 _MOST_STEPS = 1_000
 _LONGEST_NAME = 60  # characters
 _MOST_LEFT = 16
+_MOST_PAST = 32
 _HISTORY = 600  # figures over time: a minute at ten a second
 
 
+COPIED = "❐"  # the mark of a copy on write; DejaVu Sans Mono has it
 NUM_COLOURS = 8  # of candidates: in their cards, in their strands, and in the strip of the whole pool
 FREE, CACHED, PINNED, OWNED = range(4)  # what a block is for the strip; from OWNED on, by its owner's colour
 SHARED = OWNED + NUM_COLOURS
@@ -76,6 +80,14 @@ class Left:
 
 
 @dataclass
+class Past:
+    """The beginning of a table that is gone, as far as its blocks still hold its tokens."""
+
+    blocks: list[int]
+    num_tokens: int
+
+
+@dataclass
 class Pool:
     """Every block's state, the block tables, the latest events, and the latest steps."""
 
@@ -97,6 +109,7 @@ class Pool:
     copies: dict[int, Copy] = field(default_factory=dict)  # by the block that was taken
     hits: dict[int, Hit] = field(default_factory=dict)  # by seq_id
     left: deque[Left] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
+    past: dict[tuple[str, int], Past] = field(default_factory=dict)  # by owner and completion
     use: MemoryUse | None = None  # of the device
 
     def __post_init__(self) -> None:
@@ -120,26 +133,48 @@ class Pool:
         for change in event.tables:
             touched.update(self._take_table(change))
         self._note_left(gone, event.tables, now)
+        rewritten: set[int] = set()
         for entry in event.log:
             if entry.kind == "copy":
                 source, taken = entry.blocks
                 self.copies[taken] = Copy(source, now)
+                rewritten.add(taken)
+            elif entry.kind in ("allocate", "evict"):
+                rewritten.update(entry.blocks)
             elif entry.kind == "hit" and (found := self.tables.get(entry.seq_id)) is not None:
                 self.hits[entry.seq_id] = Hit(entry.detail, found.num_tokens, now)
         figures = replace(self.figures)
         changed = [block for block in touched if 0 <= block < self.num_blocks and self._settle(block, figures)]
+        for block in touched:
+            if block not in self._holders:
+                self.copies.pop(block, None)
+        lost = {block for block in touched if self._states[block] is BlockState.FREE}
+        self._shorten_past(rewritten | lost, incomplete=event.num_unlogged > 0)
         self.figures, self.counts = figures, event.counts
         self.history.append(figures)
         self.log.extend(event.log)
         self.num_logged += len(event.log) + event.num_unlogged
         return changed
 
+    def _shorten_past(self, lost: set[int], *, incomplete: bool) -> None:
+        """Cut the tables of the past at the first block that has lost their tokens; ``incomplete``: it may be any."""
+        if incomplete:
+            self.past.clear()
+        for past in self.past.values():
+            if not lost.isdisjoint(past.blocks):
+                past.blocks = list(takewhile(lambda block: block not in lost, past.blocks))
+        while len(self.past) > _MOST_PAST:
+            del self.past[next(iter(self.past))]
+
     def _note_left(self, gone: Iterable[TableView], changes: Iterable[TableView], now: float) -> None:
         """Note the tables that are gone, but those whose sequence goes on in a table of another number."""
         go_on = {(change.owner, change.index) for change in changes if change.owner}
         noted: set[int] = set()
         for table in gone:
+            self.hits.pop(table.seq_id, None)
             if table.state != "swapped" and (table.owner, table.index) not in go_on:
+                self.past.pop((table.owner, table.index), None)
+                self.past[table.owner, table.index] = Past(table.blocks, table.num_tokens)
                 freed = [block for block in table.blocks if block not in self._holders and block not in noted]
                 noted.update(freed)
                 self.left.append(Left(table, [self.words.get(block, "") for block in freed], now))
@@ -248,6 +283,8 @@ class Memory:
     names: Names = lambda owner, index: f"{owner} · {index + 1}"
     scores: Scores = lambda owner, index: None
     current: str | None = None
+    num_beams: int = 0  # of the current answer, once its search has ended
+    origin: tuple[str, int] | None = None  # the sequence that computed the current answer, where it has another name
     block: int | None = None
     on_host: TableView | None = None  # the table that holds ``block`` on the host; None: it is the device's
     facts: BlockFacts | None = None  # the engine's latest answer
@@ -262,6 +299,19 @@ class Memory:
         current = self.current_tables
         others = self.pool.tables.values() if self.pool is not None else ()
         return [*current, *(table for table in others if self.current is None or table.owner != self.current)]
+
+    def lost_words(self) -> str:
+        """Say how much of the current answer is in memory, where no table holds it; empty where one does."""
+        if self.pool is None or self.current is None or self.current_tables:
+            return ""
+        past = self.pool.past.get(self.origin or (self.current, 0))
+        if past is None:
+            return ""
+        name, cached = self.name(self.current, -1), min(past.num_tokens, len(past.blocks) * self.pool.block_size)
+        if cached == past.num_tokens:
+            return f"{name}: all {plural(cached, 'token')} still cached"
+        still = f"{count(cached)} of {plural(past.num_tokens, 'token')} still cached"
+        return f"{name}: {still}, the rest would be read again"
 
     def name(self, owner: str, index: int) -> str:
         """The name of a sequence for people, in one line without anything that a terminal obeys."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from string import ascii_letters
 
@@ -15,7 +15,7 @@ from minillm.service.messages import TableView
 from minillm.ui.bars import hidden_keys
 from minillm.ui.drawing import flow
 from minillm.ui.memory.line_view import BlockChosen, FactsChanged, LineView, Parts
-from minillm.ui.memory.pool import NUM_COLOURS, BlockState, Memory, Pool
+from minillm.ui.memory.pool import FREE, NUM_COLOURS, BlockState, Memory, Pool
 from minillm.ui.numbers import count, plural
 
 _GROUP = 8  # blocks between two gaps
@@ -178,6 +178,9 @@ class PoolMap(LineView):
         self.by_sequence = False
         self._cursor = 0
         self._hovered: tuple[int, bool] | None = None  # a block, and whether it is one of the host's
+        self._is_empty = bytearray()  # by row of the device: whether all of its blocks are free
+        self._rows: list[int] = []  # by line: the grid's row, or how many empty ones are folded there, negative
+        self._lines: dict[int, int] = {}  # by row that is shown: its line
 
     def begin_anew(self) -> None:
         self._looks = None if self.memory.pool is None else Looks(self.memory.pool)
@@ -198,17 +201,31 @@ class PoolMap(LineView):
                 used.append(block // per_row)
         on_host = looks.host
         looks.follow_host()
-        top, bottom = self.scroll_offset.y, self.scroll_offset.y + self.size.height
-        if self.by_sequence:
-            before = looks.follow_sequences()
-            rows |= {r for r in range(top, bottom) if looks.changed_hands(before, r * per_row, (r + 1) * per_row)}
+        before = looks.follow_sequences() if self.by_sequence else None
+        filled = {row: self._all_free(row) for row in rows}
         if looks.host.keys() != on_host.keys():
             self._lay_out()
+        elif any(self._is_empty[row] != free for row, free in filled.items()):
+            for row, free in filled.items():
+                self._is_empty[row] = free
+            self._fold()
+        top, bottom = self.scroll_offset.y, self.scroll_offset.y + self.size.height
+        if before is not None:
+            seen = [row for row in self._rows[top:bottom] if 0 <= row < self._grid.num_rows]
+            rows |= {r for r in seen if looks.changed_hands(before, r * per_row, (r + 1) * per_row)}
         self._redraw(rows)
         # A reader who has moved into the map looks at it alone.
-        in_view = any(top <= row < bottom for row in used)
+        in_view = any(top <= self._lines.get(row, -1) < bottom for row in used)
         if used and not in_view and not self.has_focus and self._hovered is None:
-            self.show_line(used[-1], centred=True)
+            self._show_row(used[-1], centred=True)
+
+    def _all_free(self, row: int) -> bool:
+        assert self._looks is not None
+        looks = self._looks.pool.looks[row * self._grid.per_row : (row + 1) * self._grid.per_row]
+        return looks.count(FREE) == len(looks)
+
+    def _show_row(self, row: int, *, centred: bool = False) -> None:
+        self.show_line(self._lines.get(row, 0), centred=centred)
 
     def catch_up(self) -> None:
         if self._looks is not None:
@@ -222,7 +239,7 @@ class PoolMap(LineView):
 
     def _redraw(self, rows: set[int]) -> None:
         top, height, width = self.scroll_offset.y, self.size.height, self.size.width
-        seen = [row - top for row in rows if 0 <= row - top < height]
+        seen = [line - top for row in rows if 0 <= (line := self._lines.get(row, -1)) - top < height]
         if len(seen) > height // 2:
             self.refresh()  # each region costs more than a line
         elif seen:
@@ -247,7 +264,7 @@ class PoolMap(LineView):
             return
         before, self._cursor = self._cursor, block
         rows = {before // self._grid.per_row, block // self._grid.per_row}
-        self.show_line(block // self._grid.per_row)
+        self._show_row(block // self._grid.per_row)
         self._redraw(rows)
         self._tell_chosen()
 
@@ -255,6 +272,7 @@ class PoolMap(LineView):
         super().watch_has_focus(has_focus)
         if self._looks is None:
             return
+        self._fold()
         if not has_focus:
             self._redraw({self._cursor // self._grid.per_row})
             self._tell_chosen()
@@ -276,7 +294,9 @@ class PoolMap(LineView):
             self._move_to(found[0])
 
     def _block_at(self, event: events.MouseEvent) -> tuple[int, bool] | None:
-        found = self._grid.block_at(event.x, event.y + self.scroll_offset.y)
+        line = event.y + self.scroll_offset.y
+        row = self._rows[line] if 0 <= line < len(self._rows) else -1
+        found = self._grid.block_at(event.x, row) if row >= 0 else None
         if found is None or self._looks is None:
             return None
         block, on_host = found
@@ -298,26 +318,45 @@ class PoolMap(LineView):
     def _show_last_used(self) -> None:
         used = [block for table in self._looks.on_device() for block in table.blocks[-1:]] if self._looks else []
         if used:
-            self.show_line(used[-1] // self._grid.per_row, centred=True)
+            self._show_row(used[-1] // self._grid.per_row, centred=True)
 
     def _lay_out(self) -> None:
         looks = self._looks
         if looks is None:
             self._grid = Grid(0, _GROUP, 0)
-            self.set_lines(0)
+            self._is_empty = bytearray()
+            self._fold()
             return
         num_blocks = looks.pool.num_blocks
         label_width = max(4, len(str(num_blocks - 1))) + 1
         groups = max(1, (self.scrollable_content_region.width - label_width + 1) // (_GROUP + 1))
         # A power of two of groups: then the row's first block is a round number.
         grid = self._grid = Grid(num_blocks, _GROUP * (1 << (groups.bit_length() - 1)), label_width)
-        host_rows = 1 + -(-(max(looks.host) + 1) // grid.per_row) if looks.host else 0  # the heading included
-        self.set_lines(grid.num_rows + host_rows)
+        self._is_empty = bytearray(self._all_free(row) for row in range(grid.num_rows))
+        self._fold()
+
+    def _fold(self) -> None:
+        """Choose the rows that are shown. Where there is not space for all, empty neighbors become one line, unless
+        the keyboard is here: then every block can be reached.
+        """
+        host = self._looks.host if self._looks is not None else {}
+        host_rows = 1 + -(-(max(host) + 1) // self._grid.per_row) if host else 0  # the heading included
+        num_rows = self._grid.num_rows + host_rows
+        self._rows = list(range(num_rows))
+        if num_rows > self.size.height and not self.has_focus:
+            runs = groupby(range(self._grid.num_rows), key=self._is_empty.__getitem__)
+            parts = [(empty, list(run)) for empty, run in runs]
+            folded = [[-len(run)] if empty and len(run) > 1 else run for empty, run in parts]
+            self._rows = [*chain.from_iterable(folded), *range(self._grid.num_rows, num_rows)]
+        self._lines = {row: line for line, row in enumerate(self._rows)}
+        self.set_lines(len(self._rows))
 
     def line(self, row: int, width: int) -> Parts:
         looks, grid = self._looks, self._grid
-        if looks is None:
+        if looks is None or row >= len(self._rows):
             return []
+        if (row := self._rows[row]) < 0:
+            return [("⋮".rjust(grid.label_width - 1) + f" {plural(-row, 'row')} of free blocks", "label")]
         pool, on_host = looks.pool, row > grid.num_rows
         if row == grid.num_rows:
             words = f"{len(looks.host)} of {count(pool.num_host_blocks)} blocks"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from time import monotonic
 
@@ -11,130 +11,42 @@ from msgspec import structs
 from rich.cells import cell_len
 from textual.content import Content
 
-from minillm.cache.runs import common_length
 from minillm.progress import size
 from minillm.service.messages import TableView
 from minillm.text.safe import clean_line
 from minillm.ui.bars import hidden_keys
 from minillm.ui.memory.line_view import LineView, Parts
-from minillm.ui.memory.pool import NUM_COLOURS, Left, Memory
+from minillm.ui.memory.pool import COPIED, NUM_COLOURS, Left, Memory
+from minillm.ui.memory.tree import (
+    FOLD,
+    HEAD,
+    BlockNode,
+    StrandLine,
+    block_trees,
+    few,
+    most_that_fit,
+    root_and_fork,
+    strand_lines,
+    tree_lines,
+)
 from minillm.ui.numbers import bar, count, plural
 
-_FIRST, _LAST = 2, 4  # blocks of a long run that are drawn
-# Seconds for which a copy on write is seen, and a sequence that has gone, of which its words stay for so long.
+# Seconds for which a copy on write stands out, and a sequence that has gone is named; its words dissolve in fewer.
 _TORN, _LEFT, _WORDS = 3.0, 5.0, 2.5
+_WHOLE = 1.0  # seconds before they begin to
 _LATE = 4.0  # seconds after which it is too late to show what happened; drawing may wait for 3
-_FOLD, _HEAD = -1, -2  # lines that are no block
+_FRAME = 0.5  # seconds between two looks at all that is shown for a moment
 _ALL = -1  # stands for the numbers of all beams of a search
-_MOST_FADING = 4  # sequences that have gone whose blocks are drawn, too
+_MOST_FADING, _MOST_WORDS = 4, 6  # sequences that have gone whose blocks are drawn, and blocks of each
 _GUIDE = (
     ("The model's memory of a text lies in blocks. Here each block is a line, with its first words.", "name"),
     ("│ a block of one answer, in its colour", "strand-0"),
     ("┃ a block that several answers share: it is stored once", "shared"),
-    ("⧉ copied on write: an answer was about to write into a block that others share", "name"),
+    (f"{COPIED} copied on write: an answer was about to write into a block that others share", "name"),
     ("✕ gone, and its blocks with it", "fact"),
     ("/tour shows it in a minute.", "name"),
 )  # where no block is held
-
-# Shared blocks stand once in the tree, above the private ones of each sequence: it is a radix tree over physical block
-# ids. Forks share blocks from the first one on, so a block is shared along an edge or it is private to a leaf;
-# copy-on-write is where two of them part.
-
-
-@dataclass
-class BlockNode:
-    """A run of logical blocks that the same sequences hold. ``blocks`` are physical ids, the logical ones from
-    ``start`` on. ``ends`` are the tables that have no block after them: more than one where a fork has not been written
-    to.
-    """
-
-    start: int
-    blocks: list[int]
-    num_tables: int  # that go through here, those that end here included
-    first: int  # the number of the earliest of them, among all tables
-    ends: list[TableView] = field(default_factory=list)
-    children: list[BlockNode] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class TreeLine:
-    """A line of the drawn tree: a node, or one of the tables that end at a shared node (``node`` is None then)."""
-
-    rails: str  # drawn before it: "│  ├─ "
-    node: BlockNode | None
-    table: TableView | None  # whose leaf it is
-
-
-def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
-    """The trees of all tables that hold a block, in the order in which their first tables come. The host's block ids
-    mean other blocks: swapped tables are leaves of their own.
-    """
-    order = {table.seq_id: number for number, table in enumerate(tables)}
-    # Sorted, the tables of every node stand side by side: all of them share the blocks of the first and the last.
-    device = sorted((table for table in tables if table.blocks and table.state != "swapped"), key=lambda t: t.blocks)
-    top = BlockNode(0, [], len(device), 0)
-    waiting = [(top, 0, len(device), 0)]
-    while waiting:
-        node, begin, end, depth = waiting.pop()
-        while begin < end and len(device[begin].blocks) == depth:
-            node.ends.append(device[begin])
-            begin += 1
-        node.ends.sort(key=lambda table: order[table.seq_id])
-        while begin < end:
-            head = device[begin].blocks[depth]
-            stop = begin + 1
-            while stop < end and device[stop].blocks[depth] == head:
-                stop += 1
-            length = common_length(device[begin].blocks, device[stop - 1].blocks, depth)
-            first = min(order[table.seq_id] for table in device[begin:stop])
-            child = BlockNode(depth, device[begin].blocks[depth:length], stop - begin, first)
-            node.children.append(child)
-            waiting.append((child, begin, stop, length))
-            begin = stop
-        node.children.sort(key=lambda child: child.first)
-    for table in tables:
-        if table.blocks and table.state == "swapped":
-            top.children.append(BlockNode(0, list(table.blocks), 1, order[table.seq_id], [table]))
-    return sorted(top.children, key=lambda root: root.first)
-
-
-def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
-    """The trees as lines, parents before children."""
-    lines: list[TreeLine] = []
-    waiting: list[tuple[str, str, BlockNode | TableView]] = [("", "", root) for root in reversed(roots)]
-    while waiting:
-        rails, below, item = waiting.pop()
-        if isinstance(item, TableView):
-            lines.append(TreeLine(rails, None, item))
-            continue
-        if item.num_tables == 1:
-            lines.append(TreeLine(rails, item, item.ends[0]))
-            continue
-        lines.append(TreeLine(rails, item, None))
-        parts: list[BlockNode | TableView] = [*item.ends, *item.children]
-        for number in range(len(parts) - 1, -1, -1):
-            last = number == len(parts) - 1
-            waiting.append((below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "), parts[number]))
-    return lines
-
-
-@dataclass(frozen=True)
-class StrandLine:
-    """A line of the view: a tree line's head, one of its blocks (``place`` in the node), or a fold of several."""
-
-    tree: TreeLine
-    place: int
-
-
-def strand_lines(lines: Sequence[TreeLine]) -> list[StrandLine]:
-    """Each line of the tree with its blocks below it; of many the first and the last ones."""
-    found = []
-    for line in lines:
-        found.append(StrandLine(line, _HEAD))
-        swapped = line.table is not None and line.table.state == "swapped"
-        blocks = [] if line.node is None or swapped else line.node.blocks
-        found += [StrandLine(line, place) for place in _few(list(range(len(blocks))))]
-    return found
+LEGEND = f"×3: three read these blocks · own: one reads them · {COPIED} copied on write"
 
 
 @dataclass(frozen=True)
@@ -159,11 +71,6 @@ def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
     return list(found.values())
 
 
-def _few(places: list[int]) -> list[int]:
-    """Of many places the first and the last ones, and a fold between them."""
-    return [*places[:_FIRST], _FOLD, *places[-_LAST:]] if len(places) > _FIRST + _LAST + 1 else places
-
-
 class Strands(LineView):
     """A line per block with its first words: thick where several sequences share it, in its candidate's colour where
     one owns it. A strand parts where the tables do; a block that was copied on write is seen to tear.
@@ -174,12 +81,12 @@ class Strands(LineView):
         *(f"strand-{number}" for number in range(NUM_COLOURS)),
     }
     BINDINGS = [*hidden_keys({"up": "scroll_up", "down": "scroll_down"})]  # noqa: RUF012
-    follows = True
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self._lines: list[StrandLine | Fading | tuple[str, str]] = []
         self._shown: str | None = None  # the request whose strands were brought into sight last
+        self._most = 0  # blocks of a run that are drawn
         self._fades = False  # a timer runs until something that is shown for a moment goes
         self._since: dict[tuple[str, int], float] = {}  # since when something that is shown for a moment has been shown
         self._names: dict[int, str] = {}  # of sequences, by seq_id: as they were called before they went
@@ -190,70 +97,90 @@ class Strands(LineView):
         super().begin_anew()
 
     def catch_up(self) -> None:
-        pool = self.memory.pool
+        pool, room = self.memory.pool, self.size.height
         self._lines = []
         if pool is not None:
             left = [each for each in pool.left if self._is_new(("left", each.table.seq_id), each.moment, _LEFT)]
-            copies = [each for each in pool.copies if self._is_torn(each)]
+            torn = [each for each in pool.copies if self._is_torn(each)]
             known = [*pool.tables.values(), *(each.table for each in left)]
             self._names = {each.seq_id: self._names.get(each.seq_id) or self.memory.table_name(each) for each in known}
-            self._lines += strand_lines(tree_lines(block_trees(in_order(pool.tables.values()))))
-            self._lines += self._fading(left)
-            if not self._fades and (left or copies):
+            self._lines += self._lost(self.scrollable_content_region.width)
+            tree = tree_lines(block_trees(in_order(pool.tables.values())))
+            self._most = most_that_fit(tree, room - len(self._lines))
+            self._lines += strand_lines(tree, self._most)
+            self._lines += self._fading(left, max(0, room - len(self._lines)))
+            if not self._fades and (left or torn):
                 self._fades = True
-                self.set_timer(_TORN / 4, self._fade)
+                self.set_timer(_FRAME, self._fade)
             if not self._lines:
-                self._lines += _guide(self.scrollable_content_region.width)
+                self._lines += _guide(self.scrollable_content_region.width, room)
         self.set_lines(len(self._lines))
         self._follow_branch()
 
-    def _is_new(self, what: tuple[str, int], heard: float, seconds: float) -> bool:
-        """Whether something is still to be shown that is shown for some seconds. They begin when it is drawn first:
+    def _age(self, what: tuple[str, int], heard: float) -> float:
+        """Seconds for which something has been shown that is shown for a moment. They begin when it is drawn first:
         beside a model that computes on the same cores that may be long after it was heard of.
         """
         now = monotonic()
-        if now - heard >= _LATE + seconds:
+        return now - self._since.setdefault(what, now if now - heard < _LATE else heard)
+
+    def _is_new(self, what: tuple[str, int], heard: float, seconds: float) -> bool:
+        if monotonic() - heard >= _LATE + seconds:
             self._since.pop(what, None)
             return False
-        return now - self._since.setdefault(what, now if now - heard < _LATE else heard) < seconds
+        return self._age(what, heard) < seconds
 
     def _is_torn(self, block: int) -> bool:
         copy = self.memory.pool.copies.get(block) if self.memory.pool is not None else None
         return copy is not None and self._is_new(("copy", block), copy.moment, _TORN)
 
-    def _fading(self, gone: Sequence[Left]) -> list[Fading]:
-        """The lines of sequences that have gone: their names, and of a few their blocks, by their words, then dots."""
-        lines = []
-        for number, left in enumerate(summed(gone, lambda owner: self.memory.scores(owner, 0) is not None)):
+    def _lost(self, width: int) -> list[tuple[str, str]]:
+        """Lines about the answer that is read, where it has no strand: all of it, or some of its candidates."""
+        words = self.memory.lost_words()
+        lines = [(line, "name") for line in wrap(words, max(20, width))] if words else []
+        held = {table.index for table in self.memory.current_tables}
+        owner, num_beams = self.memory.current, self.memory.num_beams if held else 0
+        without = [self.memory.name(owner or "", index) for index in range(num_beams) if index not in held]
+        return lines + [(f"{name}  in the strand of a longer beam", "fact") for name in without]
+
+    def _fading(self, gone: Sequence[Left], room: int) -> list[Fading]:
+        """The lines of sequences that have gone, as many as there is space for: their names, and the words of a few."""
+        all_gone = summed(gone, lambda owner: self.memory.scores(owner, 0) is not None)[:room]
+        lines, room = list[Fading](), room - len(all_gone)
+        for number, left in enumerate(all_gone):
             if left.table.index == _ALL:
                 lines.append(Fading(left, f"beams of {self.memory.name(left.table.owner, _ALL)}"))
                 continue
             lines.append(Fading(left, self._names[left.table.seq_id]))
-            if number < _MOST_FADING:
-                places = _few(list(range(len(left.words))))
-                folded = f"⋮ {plural(len(left.words) - _FIRST - _LAST, 'block')}"
-                lines += [Fading(left, "", folded if at == _FOLD else left.words[at]) for at in places]
+            if number < _MOST_FADING and self._is_new(("words", left.table.seq_id), left.moment, _WORDS):
+                places = few(list(range(len(left.words))), _MOST_WORDS)[:room]
+                room -= len(places)
+                folded = f"⋮ {plural(len(left.words) - _MOST_WORDS, 'block')}"
+                lines += [Fading(left, "", folded if at == FOLD else left.words[at]) for at in places]
         return lines
 
     def _follow_branch(self) -> None:
         """Bring the current answer's strands into sight, once for each answer that becomes the current one:
-        the reader may look elsewhere meanwhile.
+        the reader may look elsewhere meanwhile. Their beginning matters: the shared trunk, or else the latest fork.
         """
         if (current := self.memory.current) == self._shown:
             return
-        rows = [row for row, line in enumerate(self._lines) if isinstance(line, StrandLine) and self._is_current(line)]
+        first = next((row for row, line in enumerate(self._lines) if isinstance(line, StrandLine)), 0)
+        strands = [line for line in self._lines if isinstance(line, StrandLine)]
+        rows = [row for row, line in enumerate(strands) if self._is_current(line)]
         if rows:
             self._shown = current
-            self.show_line(rows[0])
-            self.show_line(rows[-1])
+            root, fork = root_and_fork(strands, rows[0])
+            begin = root if rows[-1] - root < self.size.height else fork
+            self.show_line(first + rows[-1])
+            self.show_line(first + begin if begin else 0)
 
     def _is_current(self, line: StrandLine) -> bool:
         return line.tree.table is not None and line.tree.table.owner == self.memory.current
 
     def on_resize(self) -> None:
-        if self._lines and isinstance(self._lines[0], tuple):
-            self.catch_up()
-        super().on_resize()
+        self.catch_up()
+        self.refresh()
 
     def _fade(self) -> None:
         self._fades = False
@@ -267,7 +194,7 @@ class Strands(LineView):
         if isinstance(line, tuple):
             return [line]
         rails = (line.tree.rails, "rail")
-        if line.place != _HEAD:
+        if line.place != HEAD:
             below = line.tree.rails.replace("├─ ", "│  ").replace("└─ ", "   ")
             return [(below, "rail"), *self._block(line, width - cell_len(below))]
         if line.tree.table is not None:
@@ -283,14 +210,14 @@ class Strands(LineView):
         assert pool is not None
         assert node is not None
         rail, kind, words = ("┃ ", "shared", "shared-words") if table is None else ("│ ", *[_colour(table)] * 2)
-        if line.place == _FOLD:
-            return [(rail, kind), (f"⋮ {plural(len(node.blocks) - _FIRST - _LAST, 'block')}", "fact")]
+        if line.place == FOLD:
+            return [(rail, kind), (f"⋮ {plural(len(node.blocks) - self._most, 'block')}", "fact")]
         block = node.blocks[line.place]
         text, marks = clean_line(pool.words.get(block, "").replace("\ufffd", "")), list[tuple[str, str]]()
         if pool.filled[block] < pool.block_size:
             marks.append((" " + bar(pool.filled[block] / pool.block_size, 4), kind))
-        if self._is_torn(block):
-            marks.append((f" ⧉ {pool.copies[block].source}→{block} ", "torn"))
+        if (copy := pool.copies.get(block)) is not None:
+            marks.append((f" {COPIED} {copy.source}→{block} ", "torn" if self._is_torn(block) else "fact"))
         room = max(4, width - cell_len(rail) - sum(cell_len(mark) for mark, _ in marks))
         return [(rail, kind), (_cut(text or f"block {block}", room), words), *marks]
 
@@ -316,9 +243,8 @@ class Strands(LineView):
             back = f"{size(len(left.words) * pool.block_bytes)} came back"
             return [(f"✕ {line.name}  {back}", "fact")]
         words = _cut(clean_line(line.words.replace("\ufffd", "")), max(4, width - 4))
-        if not self._is_new(("words", left.table.seq_id), left.moment, _WORDS):
-            words = "·" * cell_len(words)
-        return [(f"  ╎ {words}", "fact")]
+        age = self._age(("words", left.table.seq_id), left.moment)
+        return [(f"  ╎ {dissolved(words, (age - _WHOLE) / max(_WORDS - _WHOLE, 0.01))}", "fact")]
 
     def headline(self, width: int, height: int) -> Content:
         pool = self.memory.pool
@@ -326,13 +252,26 @@ class Strands(LineView):
             return Content("no model is loaded")
         logical, used = pool.figures.logical_blocks, pool.used_blocks
         if not used:
-            return Content("no sequence holds a block")
-        num_seqs = sum(1 for table in pool.tables.values() if table.state != "swapped")
-        words = f"{plural(used, 'block')} for {plural(num_seqs, 'sequence')}"
+            return Content("no text is in memory")
+        tables = [table for table in pool.tables.values() if table.state != "swapped"]
+        texts = plural(len(tables), "text" if any(table.state == "pinned" for table in tables) else "answer")
         if logical <= used:
-            return Content(f"{words}, nothing is shared")
-        instead = f"{count(logical)} without sharing: {(logical - used) / logical:.0%} saved"
-        return Content(f"{words}, {instead}" if len(words) + len(instead) + 2 <= width else f"{words}\n{instead}")
+            return _headline(f"{texts} in memory", f"{plural(used, 'block')}, nothing is shared", width)
+        share = f"{used * len(tables) / logical:.1f}".removesuffix(".0")
+        saved = f"{texts} in the memory of {share} · {(logical - used) / logical:.0%} saved"
+        return _headline(saved, f"{plural(used, 'block')}, {count(logical)} without sharing", width)
+
+
+def _headline(text: str, facts: str, width: int) -> Content:
+    gap = " · " if cell_len(text) + cell_len(facts) + 3 <= width else "\n"
+    return Content.assemble((text, "bold $foreground"), gap, facts)
+
+
+def dissolved(text: str, part: float) -> str:
+    """Return the text with about this part of its characters blank; their places are always the same ones."""
+    return "".join(
+        " " * cell_len(each) if (number * 61 + 17) % 97 < 97 * part else each for number, each in enumerate(text)
+    )
 
 
 def in_order(tables: Iterable[TableView]) -> list[TableView]:
@@ -343,13 +282,13 @@ def in_order(tables: Iterable[TableView]) -> list[TableView]:
     return sorted(tables, key=lambda table: (first[table.owner or table.seq_id], table.index))
 
 
-def _guide(width: int) -> list[tuple[str, str]]:
-    """What the strands mean, in lines of at most so many cells."""
+def _guide(width: int, height: int) -> list[tuple[str, str]]:
+    """Explain the strands in lines of at most so many cells, with blank lines between them where there is space."""
     lines: list[tuple[str, str]] = []
     for text, kind in _GUIDE:
         indent = "" if text[1] != " " else "  "
         lines += [(line, kind) for line in wrap(text, max(20, width), subsequent_indent=indent)] + [("", kind)]
-    return lines[:-1]
+    return lines[:-1] if len(lines) <= height + 1 else [line for line in lines if line[0]]
 
 
 def _colour(table: TableView) -> str:

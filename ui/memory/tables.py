@@ -170,7 +170,7 @@ class BlockTableView(LineView):
             sequences, logical = plural(len(pool.tables), "sequence"), count(pool.figures.logical_blocks)
             return Content(f"{sequences} · {logical} logical in {plural(pool.used_blocks, 'block')}")
         if not self._tables:
-            return Content("the conversation holds no block")
+            return Content(self.memory.lost_words() or "the conversation holds no block")
         table, more = self._tables[0], len(self.memory.current_tables) - 1
         name = self.memory.table_name(table) + (f" (F6: {more} more)" if more else "")
         facts = f"{table.state} · {plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"
