@@ -107,7 +107,7 @@ async def test_a_new_conversation_during_an_answer_shows_none_of_it() -> None:
 
 
 async def test_hostile_text_meets_no_markup_and_no_control_character() -> None:
-    async with chat(size=(160, 60)) as pilot:
+    async with chat(size=(200, 60)) as pilot:
         await ask(pilot, "hostile")
         shown = seen(pilot)
         assert "[/INST] [b [bold]markup[/bold] [@click=app.quit]x[/]" in shown
@@ -448,6 +448,8 @@ async def test_a_large_pool_is_drawn_by_the_line() -> None:
         await pilot.press("f5")
         await pilot.pause()
         pool_map = screen(pilot).query_one(PoolMap)
+        pool_map.focus()  # else empty rows are folded
+        await pilot.pause()
         assert pool_map.virtual_size.height == 625
         assert len(list(pool_map.walk_children())) == 0
 
@@ -482,7 +484,8 @@ async def test_the_last_line_shows_as_many_keys_as_fit() -> None:
     async with chat(size=(40, 24)) as pilot:
         shown = screen(pilot).query_one(KeyBar).render().plain
         assert 0 < len(shown) <= 40
-        assert "New" in shown
+        assert "Help" in shown
+        assert "Quit" in shown
 
 
 async def test_beside_a_model_the_screen_is_drawn_no_more_often_than_its_share_allows() -> None:

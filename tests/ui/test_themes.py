@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -206,6 +207,15 @@ def test_what_is_shared_and_four_answers_have_colours_that_differ(kind: str, nam
     assert strands == [theme.primary, theme.success, theme.warning, theme.error], "cards, strands and maps agree"
     if kind == "256":
         assert shown == colours, "nothing is left to be rounded"
+
+
+@pytest.mark.parametrize("name", THEMES)
+def test_people_tell_shared_blocks_from_those_of_an_answer(name: str) -> None:
+    """In nord the shared strand and the first candidate were once two light blues, 35 apart."""
+    theme = for_terminal(find_theme(name), "truecolor")
+    shared, *own = (Color.parse(str(each)) for each in
+                    (theme.secondary, theme.primary, theme.success, theme.warning, theme.error))  # fmt: skip
+    assert min(math.dist(shared.rgb, each.rgb) for each in own) > 40
 
 
 def test_in_another_terminal_colours_are_legible_with_256_of_them_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,10 +145,10 @@ class Pool:
                 self.hits[entry.seq_id] = Hit(entry.detail, found.num_tokens, now)
         figures = replace(self.figures)
         changed = [block for block in touched if 0 <= block < self.num_blocks and self._settle(block, figures)]
-        for block in touched:
-            if block not in self._holders:
+        for block in changed:
+            if not self.ref_counts[block]:
                 self.copies.pop(block, None)
-        lost = {block for block in touched if self._states[block] is BlockState.FREE}
+        lost = {block for block in changed if self._states[block] is BlockState.FREE}
         self._shorten_past(rewritten | lost, incomplete=event.num_unlogged > 0)
         self.figures, self.counts = figures, event.counts
         self.history.append(figures)
