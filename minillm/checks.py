@@ -144,7 +144,7 @@ def check_integer(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise UsageError(f"{name} must be a whole number, not {shown(value)}")
     if not low <= int(value) <= high:
-        allowed = f"at least {low}" if high >= _BEYOND_REASON else f"from {low} to {high}"
+        allowed = f"at least {low}" if high >= _BEYOND_REASON and int(value) < low else f"from {low} to {high}"
         raise UsageError(f"{name} must be {allowed}, not {shown(value)}")
     return int(value)
 

@@ -44,8 +44,9 @@ class Frame:
     kind: str  # "chat.completion" or "text_completion"
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: list[Json], usage: Usage) -> Json:
-        return {**self._head(self.kind), "choices": choices, "usage": usage.json()}
+    def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
+        """Return a response; ``prompt`` are fields that tell of the prompt."""
+        return {**self._head(self.kind), "choices": choices, "usage": usage.json(), **prompt}
 
     def chunk(self, choices: list[Json], usage: Usage | None = None, *, has_usage: bool = False) -> Json:
         """A piece of a stream; ``has_usage`` says that the last one will tell the use of tokens."""
@@ -90,9 +91,16 @@ def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
     return {
         "tokens": texts,
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [None if t.logprob is None else {text: value for text, _, value in t.top} for t in tokens],
+        "top_logprobs": [_by_text(token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _by_text(token: Token) -> dict[str, float] | None:
+    """Return the most probable tokens in a token's place, and itself; None for the first token of a prompt."""
+    if token.logprob is None:
+        return None
+    return {**{text: value for text, _, value in token.top}, token.text: token.logprob}
 
 
 def prompt_entry(token: Token) -> Json | None:

@@ -206,10 +206,15 @@ async def _chat(service: Service, request: Request) -> Generating:
         fork=body.fork,
         salt=_salt(service, tenant, body.cache_salt, body.fork),
         schemas=choice.schemas,
+        echo=body.prompt_logprobs is not None,
         thinks=not choice.required and bool(calls.tag) and bool(choice.schemas),
     )
     frame = Frame(name, service.names[0], "chat.completion")
-    form = ChatForm(bool(body.logprobs), lambda opened: ThoughtReader(choice.reader(calls, formats), opened=opened))
+
+    def reader(opened: bool) -> ThoughtReader:
+        return ThoughtReader(choice.reader(calls, formats), opened=opened)
+
+    form = ChatForm(bool(body.logprobs), reader, body.prompt_logprobs is not None)
     return _generating(service, body, tenant, [call], frame, form, grammar_field="tools" if choice.schemas else "")
 
 

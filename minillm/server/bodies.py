@@ -19,6 +19,7 @@ from minillm.server.messages import Conversation, ForkPoint
 MAX_N = 64
 MAX_PROMPTS = 256  # of one request
 MAX_ALLOWED = 1 << 18  # different token ids: as many as the largest vocabularies have
+NO_LIMIT = -1  # as ``max_tokens``: as many as the context holds, as in llama.cpp
 _PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)} - {"grammar"}
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
@@ -113,7 +114,8 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None  # a label of the caller's; it changes nothing
     metadata: dict[str, str] | None = None  # like ``user``
     store: bool | None = None  # nothing is stored: only false
-    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None  # like ``user``
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # there is one here
     # ours
     top_k: int | None = None
     min_p: float | None = None
@@ -140,10 +142,12 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     regex: str | None = None  # SGLang's
     cache_salt: str | None = None
     prompt_cache_key: str | None = None  # OpenAI's; prefixes are found without it
+    prompt_cache_retention: str | None = None  # and stay as long as there is memory
     priority: int = 0  # lower is sooner, among requests of one key
     return_token_ids: bool = False
     keep: bool = False  # the answer's blocks stay, for `fork_of`
     fork_of: str | ForkOf | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def fork(self) -> ForkPoint | None:
@@ -188,6 +192,8 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise BadField("store: this server stores nothing; leave it out", "store")
         if self.stream_options is not None and not self.stream:
             raise BadField("stream_options: only with stream", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadField("prompt_logprobs: leave stream out", "prompt_logprobs")
         for name in ("n", "beam_width", "best_of"):
             value = getattr(self, name, None)
             if value is not None and not 1 <= value <= MAX_N:
@@ -210,7 +216,6 @@ class CompletionBody(_Generation):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
-    prompt_logprobs: int | None = None
 
     def prompts(self) -> list[str | list[int] | None]:
         """The prompts, at least one; None is an empty one behind a fork."""
@@ -237,17 +242,16 @@ class CompletionBody(_Generation):
             raise BadField(f"best_of {self.best_of} is below n {self.n}", "best_of")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
             raise BadField("best_of: which answers are best is known at the end only; leave stream out", "best_of")
-        if self.prompt_logprobs is not None and self.stream:
-            raise BadField("prompt_logprobs: leave stream out", "prompt_logprobs")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise BadField(f"logprobs must be from 0 to 20, not {self.logprobs}", "logprobs")
 
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
         """The engine's parameters; ``defaults`` are the model's own for samples."""
         values = _given(self, defaults)
-        values.setdefault("max_tokens", max(16, values.get("min_tokens", 0)))
+        if self.max_tokens is None:
+            values.setdefault("max_tokens", max(16, values.get("min_tokens", 0)))
         values["logprobs"] = self.logprobs
-        if self.echo and (self.logprobs is not None or values["max_tokens"] == 0):
+        if self.echo and (self.logprobs is not None or values.get("max_tokens") == 0):
             values.setdefault("prompt_logprobs", self.logprobs or 0)
         if self.best_of is not None and self.best_of > (self.n or 1) and "beam_width" not in values:
             values["n"] = self.best_of
@@ -270,6 +274,7 @@ class ChatBody(_Generation):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # a hint to models of OpenAI's
 
     def conversation(
         self, tools: list[dict[str, Any]] | None = None, options: Mapping[str, Any] = {}
@@ -287,7 +292,7 @@ class ChatBody(_Generation):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise BadField("top_logprobs: only with logprobs", "top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
             raise BadField(f"top_logprobs must be from 0 to 20, not {self.top_logprobs}", "top_logprobs")
@@ -297,7 +302,7 @@ class ChatBody(_Generation):
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
         """The engine's parameters; ``defaults`` are the model's own for samples."""
         values = _given(self, defaults)
-        if self.max_completion_tokens is not None:
+        if self.max_completion_tokens not in (None, NO_LIMIT):
             values["max_tokens"] = self.max_completion_tokens
         values["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         return _checked(values)
@@ -333,9 +338,15 @@ class PrefixBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_body(kind: type[Body], data: bytes) -> Body:
-    """The body as its type; raises BadField."""
+    """The body as its type; raises BadField. A field of null is as good as none."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError:
+            if b"null" not in data:
+                raise
+            body = msgspec.json.decode(data, type=dict[str, Any])
+            return msgspec.convert(_without_nulls(body), kind)
     except msgspec.ValidationError as error:
         text = str(error)
         what, _, path = text.partition(" - at `$.")
@@ -351,8 +362,17 @@ def read_body(kind: type[Body], data: bytes) -> Body:
         raise BadField(f"the body is not valid JSON: {str(error)[:200]}") from None
 
 
+def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in body.items() if value is not None}
+    options = found.get("stream_options")
+    return {**found, "stream_options": _without_nulls(options)} if isinstance(options, dict) else found
+
+
 def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: value for name in _PARAMS if (value := getattr(body, name, None)) is not None}
+    if NO_LIMIT in (body.max_tokens, getattr(body, "max_completion_tokens", None)):
+        values.pop("max_tokens", None)
+        defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
     if (grammar := body.grammar()) is not None:
         values["grammar"] = grammar
     if body.use_beam_search:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.server.answers import Json, chat_logprobs, extras, prompt_entry, text_logprobs
 from minillm.server.engine_process import Answer
-from minillm.server.messages import Completion, Ended, Text
+from minillm.server.messages import Completion, Ended, Text, Token
 from minillm.server.parts import Arguments, Called, Part, Reader, Said, Thought
 
 
@@ -18,6 +18,7 @@ class ChatForm:
 
     has_logprobs: bool
     reader: Callable[[bool], Reader]
+    prompt_logprobs: bool = False
     _readers: dict[int, Reader] = field(default_factory=dict)  # of streams, by completion
     _calling: set[int] = field(default_factory=set)  # completions that have called a tool
 
@@ -46,6 +47,15 @@ class ChatForm:
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         opened = isinstance(answer.ended, Ended) and answer.ended.in_reasoning
         return [self._whole(each, self.reader(opened)) for each in completions]
+
+    def prompt(self, answers: Sequence[Answer]) -> Json:
+        [began] = [answer.began for answer in answers]
+        found: Json = {}
+        if began is not None and began.prompt_token_ids:
+            found["prompt_token_ids"] = began.prompt_token_ids
+        if began is not None and self.prompt_logprobs:
+            found["prompt_logprobs"] = [prompt_entry(token) for token in began.prompt_tokens]
+        return found
 
     def _whole(self, each: Completion, reader: Reader) -> Json:
         message = _message([*reader.push(each.text), *reader.finish()])
@@ -100,22 +110,30 @@ class TextForm:
     echo: bool
     has_logprobs: bool
     prompt_logprobs: bool = False
+    _offsets: dict[tuple[int, int], int] = field(default_factory=dict)  # of the next tokens of streams
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
-        if not self.echo:
+        began = answer.began
+        if began is None or not (self.echo or began.prompt_token_ids):
             return None
         found = self._choice(number, index, self._prompt_of(answer))
-        if self.has_logprobs and answer.began is not None:
-            found["logprobs"] = text_logprobs(answer.began.prompt_tokens)
-        return found
+        if self.has_logprobs and self.echo:
+            found["logprobs"] = self._logprobs(number, index, began.prompt_tokens)
+        return _with_prompt_ids(found, answer)
 
     def pieces(self, number: int, text: Text) -> list[Json]:
         if not (text.text or text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)):
             return []
         found = self._choice(number, text.index, text.text, text.finish_reason)
         if self.has_logprobs:
-            found["logprobs"] = text_logprobs(text.tokens)
+            found["logprobs"] = self._logprobs(number, text.index, text.tokens)
         return [with_ids(found, text)]
+
+    def _logprobs(self, number: int, index: int, tokens: list[Token]) -> Json:
+        """Return the log-probabilities of the next tokens of a stream."""
+        offset = self._offsets.get((number, index), 0)
+        self._offsets[number, index] = offset + sum(len(token.text) for token in tokens)
+        return text_logprobs(tokens, offset)
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         best = completions
@@ -130,8 +148,11 @@ class TextForm:
                 found["logprobs"] = text_logprobs([*(before if self.echo else ()), *each.tokens])
             if self.prompt_logprobs:
                 found["prompt_logprobs"] = [prompt_entry(token) for token in before]
-            choices.append(with_ids({**found, **extras(each)}, each))
+            choices.append(_with_prompt_ids(with_ids({**found, **extras(each)}, each), answer))
         return choices
+
+    def prompt(self, answers: Sequence[Answer]) -> Json:
+        return {}
 
     def _prompt_of(self, answer: Answer) -> str:
         return answer.began.prompt_text if self.echo and answer.began is not None else ""
@@ -143,6 +164,11 @@ class TextForm:
 def with_ids(choice: Json, of: Text | Completion) -> Json:
     """The choice, with its token ids where they were asked for."""
     return {**choice, "token_ids": of.token_ids} if of.token_ids else choice
+
+
+def _with_prompt_ids(choice: Json, answer: Answer) -> Json:
+    ids = [] if answer.began is None else answer.began.prompt_token_ids
+    return {**choice, "prompt_token_ids": ids} if ids else choice
 
 
 def _choice(index: int, *, delta: dict[str, Any], reason: str | None = None) -> Json:

@@ -42,6 +42,9 @@ class Form(Protocol):
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         """The choices of a prompt's answer."""
 
+    def prompt(self, answers: Sequence[Answer]) -> Json:
+        """The fields that tell of the prompt of a response as a whole."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -250,7 +253,8 @@ class Generating:
         choices: list[Json] = []
         for number, answer in enumerate(answers):
             choices += self._end(number, answer)
-        await send_json(send, 200, self.asked.frame.whole(choices, self.usage))
+        prompt = self.asked.form.prompt(answers)
+        await send_json(send, 200, self.asked.frame.whole(choices, self.usage, prompt))
 
     def _end(self, number: int, answer: Answer) -> list[Json]:
         """The choices of an answer that has ended; its tokens are counted."""
@@ -306,8 +310,10 @@ class Generating:
                 if is_first:
                     has_told, timing = True, await self._start(send, engine_seconds)
                 usage = _so_far(answers, counts) if asked.counts else None
-                events = [_event(frame.chunk([each], usage, has_usage=asked.has_usage)) for each in choices]
-                await send(_body(timing + b"".join(events), more=True))
+                chunks = [frame.chunk([each], usage, has_usage=asked.has_usage) for each in choices]
+                if is_first:
+                    chunks[0] |= form.prompt(answers)
+                await send(_body(timing + b"".join(map(_event, chunks)), more=True))
                 if is_first:
                     self.metrics.first_token.observe(time.monotonic() - began)
         await self._start(send, engine_seconds)

@@ -66,7 +66,7 @@ class Complete(Call):
     params: dict[str, Any]  # of BeamSearchParams if it has "beam_width", else of SamplingParams
     streamed: bool = False  # send `Began` at once, and texts as they come
     echo: bool = False  # tell the prompt's text in `Began`, before the first text
-    wants_ids: bool = False  # texts tell their token ids
+    wants_ids: bool = False  # `Began` and texts tell their token ids
     keep: bool = False  # the blocks stay when it has ended, for forks
     fork: ForkPoint | None = None
     salt: str | None = None
@@ -204,13 +204,14 @@ class Telling(Event):
 
 
 class Began(Event):
-    """A request is accepted, if it is streamed or its prompt opens thoughts. With ``echo`` another tells its prompt."""
+    """A request is accepted, if it is streamed, wants ids or opens thoughts. With ``echo`` another tells its prompt."""
 
     request_id: str
     prompt_text: str
     prompt_tokens: list[Token] = []
     in_reasoning: bool = False  # the template has opened the model's section of thoughts
     num_prompt_tokens: int = 0
+    prompt_token_ids: list[int] = []  # where they are wanted
 
 
 class Stepped(Event):

@@ -11,6 +11,7 @@ _COUNT: Json = {"type": "integer", "minimum": 0}
 _NUMBER: Json = {"type": "number"}
 _REASON: Json = {"enum": ["stop", "length", "tool_calls", "abort", None]}
 _IDS: Json = {"type": "array", "items": _COUNT}
+_SCORES: Json = {"type": "array", "items": {"type": ["object", "null"]}}
 
 
 def _ref(name: str) -> Json:
@@ -67,12 +68,14 @@ SCHEMAS: dict[str, Json] = {
     "TextChoice": _record(
         "token_ids",
         "prompt_logprobs",
+        "prompt_token_ids",
         *_OWN,
         index=_COUNT,
         text=_TEXT,
         logprobs={"type": ["object", "null"]},
         finish_reason=_REASON,
-        prompt_logprobs=_list({"type": ["object", "null"]}),
+        prompt_logprobs=_SCORES,
+        prompt_token_ids=_IDS,
         token_ids=_IDS,
         **_OWN,
     ),
@@ -84,10 +87,11 @@ SCHEMAS: dict[str, Json] = {
 }  # fmt: skip
 
 
-def _completion(kind: str, choice: str) -> Json:
+def _completion(kind: str, choice: str, **more: Json) -> Json:
     return _record(
-        id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, choices=_list(_ref(choice)), usage=_ref("Usage")
-    )
+        *more, id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, choices=_list(_ref(choice)),
+        usage=_ref("Usage"), **more,
+    )  # fmt: skip
 
 
 _TABLE = _record("replica", seq_id=_COUNT, request=_TEXT, index=_COUNT, state=_TEXT, num_tokens=_COUNT, blocks=_IDS)
@@ -95,7 +99,9 @@ _TABLE = _record("replica", seq_id=_COUNT, request=_TEXT, index=_COUNT, state=_T
 # Each route's answers: content by type.
 ANSWERS: dict[tuple[str, str], dict[str, Json]] = {
     ("post", "/v1/chat/completions"): {
-        "application/json": _completion("chat.completion", "ChatChoice"),
+        "application/json": _completion(
+            "chat.completion", "ChatChoice", prompt_token_ids=_IDS, prompt_logprobs=_SCORES
+        ),
         "text/event-stream": {},
     },
     ("post", "/v1/completions"): {

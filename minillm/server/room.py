@@ -115,9 +115,9 @@ class Room:
             searches = isinstance(params, BeamSearchParams)
             is_plain = call.streamed and not (call.echo or searches or params.logprobs is not None)
             self.live[call.request_id] = Live(prepared, group, token_ids, not call.echo, call.wants_ids, is_plain)
-            if prepared.in_reasoning or call.streamed:
-                opened, count = prepared.in_reasoning, len(token_ids)
-                self.send(messages.Began(call.request_id, "", [], in_reasoning=opened, num_prompt_tokens=count))
+            if prepared.in_reasoning or call.streamed or call.wants_ids:
+                ids = token_ids if call.wants_ids else []
+                self.send(messages.Began(call.request_id, "", [], prepared.in_reasoning, len(token_ids), ids))
 
     @contextmanager
     def _refusing(self, request_id: str) -> Iterator[None]:
@@ -245,8 +245,9 @@ class Room:
         if scores is not None:
             tokens = [token_of(tokenizer, live.token_ids[0], None, [])]
             tokens += [self._token(each, each.rank) for each in scores.tokens if each is not None]
-        count = len(live.token_ids)
-        self.send(messages.Began(live.prepared.call.request_id, text, tokens, num_prompt_tokens=count))
+        call, count = live.prepared.call, len(live.token_ids)
+        ids = live.token_ids if call.wants_ids else []
+        self.send(messages.Began(call.request_id, text, tokens, live.prepared.in_reasoning, count, ids))
 
     def _text(self, live: Live, delta: Delta) -> messages.Text:
         tokens: list[messages.Token] = []

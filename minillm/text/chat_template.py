@@ -117,8 +117,12 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UsageError(f'a message is {{"role": "user", "content": "…"}}, not {type(message).__name__}')
+    message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
     if role == "assistant":  # clients send answers back as they got them
+        if message.get("reasoning_content") is None and "reasoning" in message:  # as vLLM calls it
+            message = {**message, "reasoning_content": message["reasoning"]}
+        message = {key: value for key, value in message.items() if key != "reasoning"}
         message = {key: value for key, value in message.items() if key not in _EMPTY_KEYS or value not in (None, [])}
     known = _KEYS_OF.get(role, ()) if isinstance(role, str) else ()
     check_names(message, (*_KEYS, *known), "key of a message")

@@ -110,7 +110,7 @@ def _function_of(value: Any, keys: tuple[str, ...], where: str) -> Mapping[str, 
 
 def _check_keys(value: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     try:
-        check_names(value, known, "key")
+        check_names([key for key in value if value[key] is not None], known, "key")
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from running_server import Server
@@ -130,6 +131,112 @@ def test_a_wrong_field_is_named(client: openai.OpenAI, fields: dict[str, object]
         client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, **fields})
     assert caught.value.param == param
     assert (param or "") in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"safety_identifier": "u1", "verbosity": "low", "service_tier": "flex", "prompt_cache_retention": "24h"},
+        {"prediction": None, "web_search_options": None, "audio": None, "functions": None, "function_call": None},
+        {"echo": None, "priority": None, "keep": None, "return_token_ids": None, "stream_options": None},
+        {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None, "other": None}},
+        {"top_logprobs": 0},
+        {"messages": [MESSAGES[0], {"role": "user", "content": "Hi", "name": None, "weight": None}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "Hi", "reasoning": "short"}, MESSAGES[1]]},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": None}, "cache_control": None}]},
+    ],
+    ids=str,
+)
+def test_fields_that_clients_send_are_taken(server: Server, fields: dict[str, Any]) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1, **fields}
+    if "tools" in fields:
+        body["tool_choice"] = "none"
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_no_limit_is_the_context(client: openai.OpenAI, field: str) -> None:
+    of_default: Any = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=5)
+    fields: Any = {field: -1}
+    answer: Any = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=5, **fields)
+    assert answer.choices[0].message.content == of_default.choices[0].message.content
+    if field == "max_tokens":
+        text: Any = client.completions.create(model="tiny", prompt="a", max_tokens=-1, seed=5)
+        assert text.usage.completion_tokens > 16 or text.choices[0].finish_reason == "stop"
+
+
+def test_a_seed_that_is_too_large_is_told_the_most(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="to 9223372036854775807, not 9223372036854775808"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, seed=1 << 63)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_drawn_token_is_among_the_most_probable(client: openai.OpenAI, count: int) -> None:
+    """Check OpenAI's rule: the drawn token is always there, so there may be up to logprobs + 1 of them."""
+    answer: Any = client.completions.create(
+        model="tiny", prompt="a b", max_tokens=12, seed=3, logprobs=count, echo=True
+    )
+    found = answer.choices[0].logprobs
+    for token, value, top in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+        assert top[token] == value
+        assert len(top) <= count + 1
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_of_a_stream_are_those_of_the_text(client: openai.OpenAI, echo: bool) -> None:
+    fields: Any = {
+        "model": "tiny",
+        "prompt": ["a b", "c"],
+        "max_tokens": 6,
+        "seed": 3,
+        "logprobs": 1,
+        "n": 2,
+        "echo": echo,
+    }
+    whole: Any = client.completions.create(**fields)
+    offsets: dict[int, list[int]] = {choice.index: [] for choice in whole.choices}
+    for chunk in client.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
+    for choice in whole.choices:
+        assert offsets[choice.index] == choice.logprobs.text_offset
+        assert choice.logprobs.text_offset[1] == len(choice.logprobs.tokens[0])
+
+
+def test_the_prompt_of_a_chat_is_scored(client: openai.OpenAI, llm: LLM) -> None:
+    answer: Any = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=2, temperature=0, extra_body={"prompt_logprobs": 1}
+    )
+    ours = llm.chat(MESSAGES, SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1))[0]
+    assert ours.prompt_logprobs is not None
+    first, *others = answer.prompt_logprobs
+    assert first is None
+    assert [each["token_id"] for each in others] == ours.prompt_token_ids[1:]
+    assert [each["logprob"] for each in others] == pytest.approx(
+        [each.logprob for each in ours.prompt_logprobs if each is not None], abs=1e-4
+    )
+    assert answer.choices[0].message.content == ours.text
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs: leave stream out"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, extra_body={"prompt_logprobs": 1})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_of_prompts_are_told_where_they_are_wanted(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+    """Put them where vLLM does: a chat has one prompt, each choice of a completion its own."""
+    wanted: Any = {"extra_body": {"return_token_ids": True}, "model": "tiny", "max_tokens": 2, "stream": stream}
+    ours = llm.chat(MESSAGES, SamplingParams(max_tokens=1))[0].prompt_token_ids
+    chat: Any = client.chat.completions.create(messages=MESSAGES, **wanted)
+    chunks = list(chat) if stream else [chat]
+    assert [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")] == [ours]
+    found: Any = client.completions.create(prompt=["a b", "c"], **wanted)
+    ids = {
+        choice.index: choice.prompt_token_ids
+        for chunk in (found if stream else [found])
+        for choice in chunk.choices
+        if hasattr(choice, "prompt_token_ids")
+    }
+    assert ids == {0: llm.token_ids("a b"), 1: llm.token_ids("c")}
 
 
 @pytest.mark.anyio
