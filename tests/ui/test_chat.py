@@ -107,7 +107,7 @@ async def test_a_new_conversation_during_an_answer_shows_none_of_it() -> None:
 
 
 async def test_hostile_text_meets_no_markup_and_no_control_character() -> None:
-    async with chat(size=(200, 60)) as pilot:
+    async with chat(size=(190, 60)) as pilot:
         await ask(pilot, "hostile")
         shown = seen(pilot)
         assert "[/INST] [b [bold]markup[/bold] [@click=app.quit]x[/]" in shown
