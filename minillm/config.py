@@ -6,9 +6,13 @@ from typing import Any
 from minillm.checks import check_fields, choice, custom, documented, flag, integer, number, shown
 from minillm.errors import UsageError
 from minillm.forms import FORMS
+from minillm.system import expanded
+from minillm.text.reading import read_bytes
+from minillm.text.safe import clean_line
 
 BLOCK_SIZES = tuple(1 << power for power in range(9))
 _MOST = 1 << 40
+_MAX_TEMPLATE = 1 << 20  # bytes
 
 
 def _device(name: str, device: Any) -> str:
@@ -28,6 +32,24 @@ def _speculate(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise UsageError(f"{name} must be off, lookup or the name of a model, not {shown(value)}")
     return value
+
+
+def _chat_template(name: str, value: Any) -> str | None:
+    """The text of a template that is given as text or as a file."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{name} must be a file or the text of a Jinja template, not {shown(value)}")
+    if "{{" in value or "{%" in value:
+        return value
+    path = expanded(value, name)
+    try:
+        text = read_bytes(path, _MAX_TEMPLATE).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name} {clean_line(value, 80)}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
+    if "{{" not in text and "{%" not in text:
+        raise UsageError(f"{name} {clean_line(value, 80)}: this is no Jinja template: it has neither {{{{ nor {{%")
+    return text
 
 
 @documented
@@ -131,6 +153,10 @@ class EngineConfig:
     load_format: str = choice(
         "auto", ("auto", "dummy", *(f"dummy:{form}" for form in FORMS)),
         help="dummy: random weights; with a form, as a file of few bits would hold them",
+    )  # fmt: skip
+    chat_template: str | None = custom(
+        None, _chat_template, metavar="FILE|TEXT",
+        help="Jinja template of chats in place of the model's own: a file, or the template itself",
     )  # fmt: skip
     seed: int = integer(
         0, -(1 << 63), (1 << 63) - 1, cli=False, help="of the generator that gives a seed to each request without one"

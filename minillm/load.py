@@ -133,6 +133,8 @@ def new_engine(
 ) -> Engine:
     """Make an engine of a runner."""
     model, tokenizer = runner.model, description.tokenizer
+    if tokenizer is not None and config.chat_template is not None:
+        tokenizer.use_template(config.chat_template)
     eos = set(description.config.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)

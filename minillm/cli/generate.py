@@ -63,6 +63,9 @@ class Job:
         """The name of these answers, by which they are told from those to other requests: 16 hexadecimal digits."""
         system, parse_special = self.arguments.system, self.arguments.parse_special
         about = [self.model, self.chat, system, parse_special, self.requests, self.params()]
+        engine = {**self.config.engine, **given(self.arguments, EngineConfig)}
+        if template := EngineConfig(chat_template=engine.get("chat_template")).chat_template:
+            about.append(template)
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
     def prompt(self, request: Request, llm: LLM) -> str | list[int]:

@@ -100,11 +100,15 @@ class Tokenizer:
         self._find_controls_first()
         self._sandbox = self._obey_marks()
         self._prefix, self._suffix = self._wrapping()
+        self.use_template(chat_template)
+        self._given: ChatTemplate | None = None  # the one that a caller gave last
+
+    def use_template(self, chat_template: str | None) -> None:
+        """Take this chat template from now on; None: there is none."""
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         self.has_chat_template = chat_template is not None
         self.chat_template = chat_template or ""
         self.has_thinking_switch = self._template is not None and self._template.has_thinking_switch
-        self._given: ChatTemplate | None = None  # the one that a caller gave last
 
     def _check_sizes(self, vocabulary: Mapping[str, int]) -> None:
         if self.vocab_size > _MAX_VOCAB:

@@ -290,7 +290,9 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
 
 
 def _rope_scaling(metadata: Values, rope: str, frequency_factors: list[float] | None) -> dict[str, Any]:
-    """``rope_scaling`` of a config.json, as llama.cpp reads the metadata; empty where nothing is scaled.
+    """Return ``rope_scaling`` of a config.json, as llama.cpp reads the metadata; empty where nothing is scaled.
+
+    Unlike llama.cpp, which reads YaRN's betas for other architectures only, this follows them, as transformers does.
 
     ``rope`` begins the keys. Every key that changes angles is followed or refused by name. ``frequency_factors`` are
     llama 3's scaling, which GGUF stores as one divisor per pair of dimensions.

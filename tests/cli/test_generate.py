@@ -293,6 +293,40 @@ def test_control_tokens_of_a_prompt_are_text_unless_asked_otherwise(run: Run) ->
     assert plain["prompt"] == parsed["prompt"] == spelled
 
 
+def test_another_chat_template(run: Run, tmp_path: Path) -> None:
+    """A file or the text itself; the answers of another template are no part of the same output."""
+    template, messages = "{{ messages[0].content }}<|im_end|>", ("hello", "--chat", *FIXED)
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    own, by_text, by_file = (
+        json.loads(run(*messages, *more)[1])["prompt_token_ids"]
+        for more in ((), ("--chat-template", template), ("--chat-template", str(file)))
+    )
+    assert by_text == by_file != own
+    output = ("-o", str(tmp_path / "answers.jsonl"))
+    assert run(*messages, *output)[0] == 0
+    code, _, said = run(*messages, *output, "--chat-template", str(file))
+    assert code == 2
+    assert "answers.jsonl" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("nowhere.jinja", "No such file"),
+        ("/", "no regular file"),
+        ("words", "No such file"),
+        ("FILE", "neither {{ nor {%"),
+    ],
+)
+def test_a_chat_template_that_is_none(run: Run, tmp_path: Path, value: str, said: str) -> None:
+    path = tmp_path / "words"
+    path.write_text("just words")
+    code, _, error = run("hello", "--chat", *FIXED, "--chat-template", value.replace("FILE", str(path)))
+    assert (code, error.count("\n")) == (2, 1)
+    assert said in error
+
+
 def test_short_flags(run: Run, tiny_model: Path) -> None:
     arguments = ("hi", "-t", "0", "-n", "2", "-s", "be brief", "-q", "-m", str(tiny_model), "--max-tokens", "1")
     code, shown, said = run(*arguments, model=False)
