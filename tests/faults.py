@@ -70,6 +70,9 @@ PARAMS = "tests/test_params.py"
 LINE = "tests/parallel/test_tensor_parallel.py::"
 SHARED = "tests/parallel/test_data_parallel.py::"
 KERNELS = "tests/kernels/"
+FORKS = "tests/server/test_forks.py::"
+REPLICAS = "tests/server/test_replicas.py::"
+SHARING = "tests/server/test_sharing.py::"
 ACCESS = "tests/server/test_access.py::"
 SLOW_CLIENTS = "tests/server/test_slow_clients.py::"
 LANES = "tests/kernels/test_lanes.py::"
@@ -1330,6 +1333,50 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ACCESS + "test_large_bodies_of_a_tenant_share_its_memory_in_their_order"),
         ("body-memory-unbounded", "self._used[tenant] + waiting[0][0] <= self._most", "True",
          ACCESS + "test_large_bodies_of_a_tenant_share_its_memory_in_their_order"),
+    ],
+    "minillm/server/app.py": [
+        ("session-of-any-key", "if questions is None or questions.tenant != request.state.tenant:",
+         "if questions is None:", FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
+        ("one-prefix-cache-for-all-keys", "(fork is not None or not service.shared)", "True",
+         FORKS + "test_no_key_learns_what_another_has_sent"),
+        ("all-streams-for-one-key", "(service.shared and not leaves_some(service.watchers[tenant], 1, free))", "False",
+         FORKS + "test_one_key_does_not_take_all_streams_of_events"),
+        ("prefixes-of-an-ended-engine-kept", 'if each.get("replica", 0) != replica}', "}",
+         REPLICAS + "test_one_engine_serves_while_another_is_started_again"),
+    ],
+    "minillm/service/cache_view.py": [
+        ("words-of-another-tenant-in-facts", "owner.shows_words and block in table", "block in table",
+         FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
+        ("cached-words-of-another-tenant-in-facts", "not token_ids and self.shows_all_words", "not token_ids",
+         FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
+        ("salt-of-another-tenant-in-facts", "if not self.shows_all_words and not isinstance(before, int):", "if False:",
+         FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
+    ],
+    "minillm/server/seats.py": [
+        ("tenants-not-told-apart", "return self.taken[each.tenant] - waited,", "return -waited,",
+         "tests/server/test_seats.py::test_a_tenant_with_many_requests_does_not_keep_another_waiting"),
+        ("all-seats-for-one-tenant", "if self._leaves_some(each)] if self.shared", "] if self.shared",
+         SHARING + "test_seats_stay_free_for_another_tenant"),
+        ("queue-for-one-tenant", "free <= 0 or not leaves_some(own, 1, free)", "free <= 0",
+         SHARING + "test_the_queue_has_room_for_another_tenant"),
+        ("seats-given-back-twice", "        if place.is_free:\n            return\n", "",
+         SHARING + "test_seats_stay_free_for_another_tenant"),
+    ],
+    "minillm/server/sharing.py": [
+        ("all-threads-for-one-tenant", "if leaves_some(self._running[tenant], 1, free)", "if free",
+         SHARING + "test_threads_are_shared"),
+        ("thread-ends-with-its-job", "except Exception as error:", "except ZeroDivisionError as error:",
+         SHARING + "test_threads_are_shared"),
+    ],
+    "minillm/server/replicas.py": [
+        ("engine-started-again-for-ever", "if len(ends) > _MOST_RESTARTS:", "if len(ends) > 99:",
+         REPLICAS + "test_an_engine_that_ends_again_and_again_is_given_up"),
+        ("engine-started-again-at-once", "await asyncio.sleep(delay)", "await asyncio.sleep(0)",
+         REPLICAS + "test_an_engine_that_ends_again_and_again_is_given_up"),
+    ],
+    "minillm/server/engine_process.py": [
+        ("silence-not-noted", "self.silent_seconds += _PING_SECONDS", "pass",
+         REPLICAS + "test_an_engine_that_is_stopped_is_told_by_health"),
     ],
     "minillm/server/http_protocol.py": [
         ("head-without-end", "if self._num_framing > HEADER_BYTES:\n", "if False:\n",

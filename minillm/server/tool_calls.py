@@ -35,13 +35,14 @@ _BETWEEN = " \t\r\n;,"  # calls
 _FENCED = re.compile(r"```[\w-]{0,16}[ \t\r]*\n")
 _FENCE_BEGUN = re.compile(r"`{1,3}|```[\w-]{0,16}[ \t\r]*")
 _PYTHON = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
-_PYTHON_BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.]*)?\s*")
+_PYTHON_BEGUN = re.compile(r"\[\s*(?:([A-Za-z_][\w.]*)\s*)?")
 _WORD = re.compile(r"[\w.-]*")
 _TO_ARGUMENTS = re.compile(r"\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _TO_ARGUMENTS_BEGUN = re.compile(r"\s*(?:\[[\w\[\]\s]{0,80})?")
 _FUNCTION_HEAD = re.compile(r"([^>\s<]{1,64})>\s*")
 _FUNCTION_BEGUN = re.compile(r"[^>\s<]{0,64}")
 _FUNCTION_CLOSE = "</function>"
+_MOST_BLANKS = 1000  # characters between two calls, or the ends of a parameter and of its function
 _BODIES = ("{", "<parameter=", _FUNCTION_CLOSE)  # beginnings of what a function's tag has in it
 
 
@@ -59,6 +60,7 @@ class CallReader:
         self._tags = [each for each in (_TAG, _FUNCTION, _MISTRAL) if each in formats]
         self._stage = self._start
         self._held = ""  # text that is not read yet
+        self._blanks: list[str] = []  # white space after it: said at the earliest with what follows
         self._opening = ""  # the text of a call before the piece that is being read
         self._tag = ""  # that the call is in; empty: the answer began with it
         self._closers: list[str] = []  # texts that may follow the piece
@@ -70,8 +72,8 @@ class CallReader:
         self._has_said = self._after_call = False
 
     def push(self, text: str) -> list[Part]:
-        self._held += text
-        return self._read(final=False)
+        self._blanks.append(text)
+        return [] if text.isspace() else self._read(final=False)  # a model may say nothing but blanks for very long
 
     def finish(self) -> list[Part]:
         parts = self._read(final=True)
@@ -81,6 +83,8 @@ class CallReader:
 
     def _read(self, *, final: bool) -> list[Part]:
         parts: list[Part] = []
+        self._held += "".join(self._blanks)
+        self._blanks.clear()
         while self._stage(parts, final):
             pass
         return parts
@@ -222,7 +226,7 @@ class CallReader:
 
     def _xml(self, parts: list[Part], final: bool) -> bool:
         end = self._held.find(_FUNCTION_CLOSE, self._num_scanned)
-        while end > 0 and not self._held[:end].rstrip().endswith("</parameter>"):
+        while end > 0 and not self._held[max(0, end - _MOST_BLANKS) : end].rstrip().endswith("</parameter>"):
             end = self._held.find(_FUNCTION_CLOSE, end + 1)  # that one was part of a value
         self._num_scanned = max(0, len(self._held) - len(_FUNCTION_CLOSE))
         return self._piece(parts, end + len(_FUNCTION_CLOSE) if end >= 0 else None, final)
@@ -261,6 +265,8 @@ class CallReader:
         """After a call: what closes it, then another one in the same tag, or the end of the tag."""
         while True:
             rest = self._held.lstrip(_BETWEEN)
+            if len(self._held) - len(rest) > _MOST_BLANKS:
+                self._held = rest
             if self._has_another(rest):
                 self._open(len(self._held) - len(rest))
                 self._stage = self._item

@@ -255,3 +255,43 @@ def test_arguments_of_a_forced_call_do_not_wait_for_the_end() -> None:
     assert (called.name, first) == ("f", Arguments(0, '{"n"'))
     assert reader.push(": 1}") == [Arguments(0, ": 1}")]
     assert reader.push("}\n</tool_call>") == []
+
+
+class Counting(CallReader):
+    """Counts the characters that are looked at."""
+
+    num_read = 0
+
+    def _read(self, *, final: bool) -> list[Part]:
+        self.num_read += len(self._held) + sum(map(len, self._blanks))
+        return super()._read(final=final)
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", " ;"])
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        "",
+        "<tool_call>",
+        "<tool_call><function=f>",
+        '<tool_call>{"name": "f", "arguments": {}}',
+        '{"name": "f", "arguments": {}}',
+        "<|python_tag|>",
+        "[",
+        "```",
+        "[TOOL_CALLS]f",
+        "[TOOL_CALLS]f[CALL_ID]",
+    ],
+)
+def test_blanks_are_looked_at_a_few_times(beginning: str, blank: str) -> None:
+    """A model may say nothing else until its context is full: then it must not take the square of their number."""
+    reader = Counting({"f": {}}, 9)
+    parts = reader.push(beginning)
+    for _ in range(3000):
+        parts += reader.push(blank)
+    parts += reader.push("end") + reader.finish()
+    assert reader.num_read < 3000 * 1000
+    said = "".join(part.text for part in parts if isinstance(part, Said))
+    assert said.endswith("end")
+    if blank == " " and not any(isinstance(part, Called) for part in parts):
+        assert len(said) >= 3000, "none of it is lost"
