@@ -23,6 +23,7 @@ from minillm.scoring import Scorer
 from minillm.sequence import Sequence as TokenSequence
 from minillm.text.prompts import Prompt, prompt_list
 from minillm.text.tokenizer import Tokenizer
+from minillm.weights.manifest import load_manifest
 
 Message = Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
@@ -67,6 +68,7 @@ class LLM(Scorer):
     ) -> None:
         check_names(options, [field.name for field in fields(EngineConfig)], "option")
         self.config = EngineConfig(**options)
+        self._name = model or load_manifest().default
         with loading_bar(on_progress) as report:
             self.engine = load_engine(model, self.config, report, on_message)
         self._driver = Driver(self.engine)
@@ -95,7 +97,8 @@ class LLM(Scorer):
         model, cache = self.engine.runner.model, self.engine.cache
         where = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
         pool = f"{cache.num_blocks:,} blocks of {cache.block_size} tokens"
-        return f"<LLM: {self.engine.source}, {model.config.num_parameters / 1e6:,.0f}M parameters, {where}, {pool}>"
+        size = f"{model.config.num_parameters / 1e6:,.0f}M parameters"
+        return f"<LLM: {self._name}, {self.engine.source}, {size}, {where}, {pool}>"
 
     # --- generation ---------------------------------------------------------------------------------------------------
 

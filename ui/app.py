@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import gc
+import io
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -29,6 +31,7 @@ from minillm.ui.terminal import check_terminal, ending_on_signals, pasted_text
 from minillm.ui.textual_internals import TerminalDriver
 
 _SETTLED = 2.0  # seconds after which the first screen is there
+_JOINERS = ("\u200c", "\u200d")  # Persian, Indic scripts and emoji are written with them
 _SOON = 0.01  # seconds between two looks whether a screen has its widgets
 
 
@@ -65,6 +68,7 @@ class ChatApp(EngineApp):
         self.chat = ChatScreen(store or SessionStore.of_user())
         self._resumed = resumed
         self._question = question
+        self.unsaved: MinillmError | None = None  # why the end of the conversation is not on the disk
         self._typed_early: deque[events.InputEvent | events.Paste] = deque()
 
     def get_default_screen(self) -> Screen:
@@ -89,6 +93,7 @@ class ChatApp(EngineApp):
         if self._resumed is not None:
             self.chat.talk.call_later(self.chat.talk.open_conversation, self._resumed)
         self.chat.talk.call_later(self.chat.talk.offer_draft)
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # the terminal has forgotten it
         if self._question:
             self._ask(self._question)
 
@@ -117,6 +122,8 @@ class ChatApp(EngineApp):
         """Let keys wait that come for a screen without widgets, or behind a key whose command has yet to run. Pasted
         text passes the filter here, before any widget sees it.
         """
+        if isinstance(event, events.Key) and event.character in _JOINERS and not event.is_forwarded:
+            event = events.Paste(event.character or "")  # not printable, so no widget would take it for text
         if isinstance(event, events.Paste) and not event.is_forwarded:
             event = events.Paste(clean(pasted_text(event.text)))
         if isinstance(event, events.InputEvent | events.Paste) and not event.is_forwarded:
@@ -161,7 +168,10 @@ class ChatApp(EngineApp):
                 yield SystemCommand(title, command.summary, partial(self.chat.action_command, command.name))
 
     async def on_unmount(self) -> None:
-        self.chat.talk.save()
+        try:
+            self.chat.talk.store.save(self.chat.talk.conversation)
+        except MinillmError as error:
+            self.unsaved = error
         with contextlib.suppress(MinillmError):
             self.chat.talk.store.keep_draft(self.chat.talk.unsent)
 
@@ -179,9 +189,12 @@ def run(app: ChatApp, typed: bytes = b"") -> int:
 
     Raises:
         UsageError: the terminal is none, or cannot be drawn on.
+        MinillmError: the end of the conversation cannot be saved.
         Exception: the defect that ended the app; the terminal is restored by then.
     """
     check_terminal()
+    if isinstance(sys.__stderr__, io.TextIOWrapper):
+        sys.__stderr__.reconfigure(encoding="utf-8", errors="replace")  # frames are drawn on it
     app.typed_before = typed
 
     def collect_garbage() -> None:
@@ -197,4 +210,6 @@ def run(app: ChatApp, typed: bytes = b"") -> int:
         asyncio.run(until_the_end())
     if app.failure is not None:
         raise app.failure
+    if app.unsaved is not None:
+        raise app.unsaved
     return app.return_code or 0

@@ -298,11 +298,21 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
 
     def action_next(self) -> None:
         """tab: from the prompt to the first candidate, where there are some; else to the next widget."""
-        cards = self.query(CandidateCard)
-        if self.focused is self.talk.prompt and self.talk.prompt.num_picks and cards:
-            cards[len(cards) - self.talk.prompt.num_picks].focus()
+        if self.focused is self.talk.prompt and (card := self._first_card) is not None:
+            card.focus()
         else:
             self.focus_next()
+
+    @property
+    def _first_card(self) -> CandidateCard | None:
+        """The card of the first candidate that can be chosen now."""
+        cards, count = self.query(CandidateCard), self.talk.prompt.num_picks
+        return cards[len(cards) - count] if 0 < count <= len(cards) else None
+
+    def on_prompt_input_candidate_asked(self) -> None:
+        if (card := self._first_card) is not None:
+            card.focus()
+            card.action_whole_screen()
 
     async def action_select(self, step: int) -> None:
         await self.talk.transcript.select_next(step)

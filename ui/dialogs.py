@@ -95,7 +95,7 @@ class SystemScreen(Dialog[str]):
 
     def __init__(self, system: str) -> None:
         self._area = SteadyTextArea(system, compact=True, placeholder="none: the model's template may have its own")
-        hint = "Ctrl+S saves, from the next answer on · Escape keeps the old one"
+        hint = "Ctrl+S saves, from the next question on · Escape keeps the old one"
         super().__init__("system prompt", hint, self._area)
 
     def on_mount(self) -> None:
@@ -127,7 +127,7 @@ class SamplingScreen(Dialog[Settings]):
             )
             for each in (*SAMPLING_FIELDS, *BEAM_FIELDS)
         ]
-        hint = "Enter saves, from the next answer on · Escape keeps the old ones"
+        hint = "Enter saves, from the next question on · Escape keeps the old ones"
         area = VerticalScroll(*rows, id="rows", can_focus=False)
         super().__init__("sampling", hint, area, Static("", classes="problem"))
 

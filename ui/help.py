@@ -24,6 +24,7 @@ KEYS = {
         "Enter": "send",
         "@name, /name": "a file's text goes along; a command: ↑ ↓ Tab choose in the list",
         "Ctrl+J, Alt+Enter": "new line; Shift+Enter in some terminals",
+        "{editor}": "write it in $EDITOR; Ctrl+_ undoes",
         "↑ ↓": "in the first and last line: what was sent before",
         "{stop}": "stop the answer, cancel the loading or the editing",
         "{interrupt}": "copy what is selected; else stop; twice: quit",
@@ -47,7 +48,7 @@ KEYS = {
         "{theme}": "light or dark",
         "Ctrl+P, /": "all commands; {menu} and a letter: every action, without F-keys and Alt",
         "{help}, or ? at first": "this help",
-        "{quit}": "quit",
+        "{quit}": "quit; {suspend}: back to the shell",
     },
     "Memory": {
         "{pool}, {tables}, {strands}": "pool, tables, strands; again: hide",

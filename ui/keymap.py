@@ -19,7 +19,8 @@ LETTERS = {
     "help": "h", "find": "f", "new": "n", "sessions": "o", "model": "m", "sampling": "s", "system": "i", "theme": "t",
     "reload": "l", "edit": "e", "regenerate": "r", "continue": "c", "branch-previous": "b", "branch-next": "w",
     "undo": "u", "copy": "y", "probabilities": "p", "select-previous": "k", "select-next": "j", "pool": "1",
-    "tables": "2", "strands": "3", "events": "4", "memory": "5", "steps": "6", "expand": "v", "quit": "q",
+    "tables": "2", "strands": "3", "events": "4", "memory": "5", "steps": "6", "expand": "v", "editor": "x",
+    "suspend": "z", "quit": "q",
 }  # of the menu, by action  # fmt: skip
 _TWO_COLUMNS = 78  # columns of a screen on which two of the menu stand side by side
 _ARROWS = {"up": "↑", "down": "↓", "left": "←", "right": "→"}

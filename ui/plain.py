@@ -1,14 +1,12 @@
 """``minillm chat --plain``: a chat line by line, for pipes, screen readers and terminals that cannot move a cursor.
 
 Questions come from standard input, a line each; answers go to standard output, everything else to standard error. On a
-terminal a prompt asks for each line. ctrl-c stops an answer, and ends the chat where none is being given.
+terminal a prompt asks for each line. ctrl-c stops an answer; where none is being given, a second one ends the chat.
 """
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +14,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.text.safe import clean, clean_line
-from minillm.ui.chat.conversation import Candidate, Conversation
+from minillm.ui.chat.conversation import Candidate, Conversation, Turn
 from minillm.ui.chat.export import export
 from minillm.ui.chat.files import with_files
 from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
@@ -26,8 +24,10 @@ from minillm.ui.settings import Settings, with_param
 HELP = """\
 /new              begin a new conversation
 /set NAME VALUE   temperature, top_p, max_tokens, seed, n, beam_width, …
+/n N, /beams N    give N answers to choose from, sampled or by beam search
 /system [TEXT]    what the model is told first; without a text, nothing
 /accept N         of several answers take this one (else the first)
+/regenerate       another answer to the last question, as a branch
 /export FILE      write the conversation to a file, .md or .json
 /quit             leave; so does the end of the input"""
 
@@ -42,6 +42,7 @@ class PlainChat:
     output: TextIO
     notes: TextIO  # all but the answers
     conversation: Conversation = field(default_factory=Conversation)
+    is_unsaved: bool = False  # the last save failed
 
     def handle(self, line: str) -> bool:
         """One line of input. False where it ends the chat."""
@@ -62,6 +63,12 @@ class PlainChat:
         elif name == "set":
             parameter, _, value = argument.partition(" ")
             self.settings = with_param(self.settings, parameter, value.strip())
+        elif name == "n":
+            self.settings = with_param(with_param(self.settings, "beam_width", "1"), "n", argument)
+        elif name == "beams":
+            self.settings = with_param(self.settings, "beam_width", argument)
+        elif name == "regenerate":
+            self._regenerate()
         elif name == "system":
             self.settings = replace(self.settings, system=argument)
         elif name == "accept":
@@ -86,13 +93,19 @@ class PlainChat:
         self.conversation.accept(leaf, int(number) - 1)
         self._save()
 
-    def _answer(self, question: str) -> None:
+    def _regenerate(self) -> None:
+        leaf = self.conversation.leaf
+        if leaf is None:
+            raise UsageError("nothing has been said yet")
+        self._answer(leaf.question, instead_of=leaf)
+
+    def _answer(self, question: str, instead_of: Turn | None = None) -> None:
         conversation, settings = self.conversation, self.settings
         leaf = conversation.leaf
         if leaf is not None and leaf.answer.candidates:
             conversation.accept(leaf, 0)
         conversation.model, conversation.system = settings.model, settings.system
-        answer = conversation.ask(question)
+        answer = conversation.ask(question, instead_of)
         try:
             prompt = self._prompt()
             values = {name: value for name, value in settings.request_params().items() if name != "logprobs"}
@@ -132,35 +145,31 @@ class PlainChat:
             self.note(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
 
     def _save(self) -> None:
+        self.is_unsaved = True
         if self.store.save(self.conversation):
             self.note(COPY_NOTE)
+        self.is_unsaved = False
 
     def note(self, text: str) -> None:
         print(f"minillm: {clean_line(text, 1000)}", file=self.notes, flush=True)
 
 
-def _lines(source: TextIO) -> Iterator[str]:
-    """The questions; empty lines are none. On a terminal each is asked for, and can be edited."""
+def _next_line(source: TextIO) -> str:
+    """The next question, with a line end; empty at the end. On a terminal it is asked for, and can be edited."""
     if not source.isatty():
-        for line in source:
-            if line.strip():
-                yield line.strip()
-        return
+        return source.readline()
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() then edits lines and remembers them
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            return
-        if line.strip():
-            yield line.strip()
+    try:
+        return input("> ") + "\n"
+    except EOFError:
+        return ""
 
 
 def run(
     llm: LLM, settings: Settings, store: SessionStore, resumed: Conversation | None = None, question: str = ""
 ) -> int:
-    """Chat until the input ends; ``question`` is asked first. Returns the exit code.
+    """Chat until the input ends; ``question`` is asked first. Returns the exit code: 1 if the end is not saved.
 
     Raises:
         UsageError: the model has no chat template.
@@ -172,7 +181,15 @@ def run(
         chat.note("type a question and Enter; /help lists the commands; ctrl-d ends")
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
-    for line in chain([question] * bool(question), _lines(sys.stdin)):
-        if not chat.handle(line):
-            break
-    return 0
+    waiting, interrupted = [question] * bool(question), False
+    while True:
+        try:
+            line = waiting.pop() if waiting else _next_line(sys.stdin)
+            if not line or (line.strip() and not chat.handle(line.rstrip())):
+                return int(chat.is_unsaved)
+            interrupted = False
+        except KeyboardInterrupt:  # at the prompt, or just after an answer that it was to stop
+            if interrupted or not sys.stdin.isatty():
+                raise
+            interrupted = True
+            chat.note("ctrl-c again ends the chat")

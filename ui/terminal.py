@@ -23,7 +23,7 @@ from types import FrameType
 from minillm.errors import UsageError
 
 _PATIENCE = 2.0  # seconds from a signal to the forced end
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Bracketed paste, mouse, focus reports, in-band resize and the Kitty keyboard off; wrapping on; then the main screen
 # and the cursor.
 _RESET = (
@@ -74,8 +74,8 @@ def _draws_lines_only() -> bool:
 
 @contextlib.contextmanager
 def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, SIGINT, SIGTERM and SIGHUP call ``leave(exit code)`` in the running event loop. To be
-    entered inside the loop, from the main thread. A process that has not ended `_PATIENCE` later is ended.
+    """While the block runs, `_SIGNALS` call ``leave(exit code)`` in the running event loop. To be entered inside the
+    loop, from the main thread. A process that has not ended `_PATIENCE` later is ended.
     """
     loop = asyncio.get_running_loop()
     assert sys.__stdin__ is not None

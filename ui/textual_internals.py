@@ -70,6 +70,11 @@ class QuietApp(App[None]):
         error = self._exception
         return error.__cause__ or error.error if isinstance(error, WorkerFailed) else error
 
+    @property
+    def can_suspend(self) -> bool:
+        """Whether the app can give the terminal to another program for a while."""
+        return self._driver is not None and self._driver.can_suspend
+
     def set_window_title(self, title: str) -> None:
         """Name the terminal's window; the first time, the name that it had is kept. ``title`` is clean."""
         if self._driver is not None:
@@ -323,7 +328,8 @@ class TerminalDriver(LinuxDriver):
                         self.process_message(event)
 
         assert isinstance(self._app, QuietApp)
-        process(self._app.typed_before)
+        typed, self._app.typed_before = self._app.typed_before, b""  # once: this runs again after each suspension
+        process(typed)
         with selectors.DefaultSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
             while not self.exit_event.is_set():

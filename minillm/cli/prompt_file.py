@@ -4,10 +4,12 @@ import os
 import select
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from minillm.checks import check_names
 from minillm.errors import UsageError
+from minillm.params import BeamSearchParams, SamplingParams
 from minillm.progress import say
 from minillm.text.chat_template import plain_messages
 from minillm.text.safe import parse_json
@@ -109,6 +111,15 @@ def _text_request(text: str, where: str, tail: str = "") -> Request:
     return Request(text + tail, None, {}, None, where)
 
 
+def _check_keys(params: Mapping[str, Any], where: str) -> None:
+    """Raise UsageError if one of the keys means nothing."""
+    known = {each.name for cls in (SamplingParams, BeamSearchParams) for each in fields(cls)}
+    try:
+        check_names(params, ["prompt", "messages", "id", *known], "key")
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
 def _json_request(line: str, where: str) -> Request:
     """``{"prompt": text or ids}`` or ``{"messages": […]}``, an optional "id", and sampling parameters by name."""
     try:
@@ -120,6 +131,8 @@ def _json_request(line: str, where: str) -> Request:
     params = dict(value)
     prompt, messages, name = (params.pop(key, None) for key in ("prompt", "messages", "id"))
     if (prompt is None) == (messages is None):
+        if prompt is None:
+            _check_keys(params, where)  # a misspelled one is why there is none
         raise UsageError(f'{where}: give either "prompt" or "messages"')
     if messages is not None:
         try:

@@ -165,6 +165,8 @@ def test_odd_characters_of_requests_come_back_as_they_were(generate: Any, small:
         ('{"prompt": "a"}\n[1]\n', ":2: a request is an object"),
         ("{}\n", ':1: give either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}\n', ":1: give either"),
+        ('{"promt": "a"}\n', ":1: unknown key 'promt'; did you mean prompt?"),
+        ('{"message": [], "max_tokens": 3}\n', ":1: unknown key 'message'; did you mean messages?"),
         ('{"prompt": ""}\n', ":1: the prompt is empty"),
         ('{"prompt": 3}\n', ':1: "prompt" is text or a list'),
         ('{"messages": [{"role": "user"}]}\n', ":1: a message without content"),

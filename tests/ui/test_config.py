@@ -136,7 +136,7 @@ NAMES = (
     *("help", "new", "sessions", "find", "title", "compact", "export", "edit", "regenerate", "continue", "branch"),
     *("accept", "undo", "copy", "probabilities", "model", "reload", "sampling", "set", "preset", "think"),
     *("n", "beams", "system", "pool", "tables", "strands", "events", "memory", "steps", "theme", "tour"),
-    *("quit",),
+    *("editor", "suspend", "quit"),
 )
 
 
@@ -146,7 +146,8 @@ def test_the_commands_and_their_keys() -> None:
     assert keys == {
         "f1": "help", "f2": "model", "f3": "sampling", "f4": "system", "f5": "pool", "f6": "tables", "f7": "strands",
         "f8": "events", "f9": "memory", "f10": "steps", "ctrl+n": "new", "ctrl+o": "sessions", "ctrl+r": "reload",
-        "ctrl+f": "find", "ctrl+t": "theme", "ctrl+q": "quit", "alt+e": "edit", "alt+r": "regenerate",
+        "ctrl+f": "find", "ctrl+t": "theme", "ctrl+q": "quit", "ctrl+z": "suspend", "alt+x": "editor",
+        "alt+e": "edit", "alt+r": "regenerate",
         "alt+c": "continue", "alt+u": "undo", "alt+y": "copy", "alt+p": "probabilities",
         "alt+left": "branch", "alt+right": "branch",
     }  # fmt: skip

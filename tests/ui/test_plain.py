@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pty_session import session
 
 from minillm.llm import LLM
 from minillm.ui.chat.conversation import Conversation
@@ -109,8 +110,16 @@ def test_candidates_are_numbered_and_accepted(tiny_model: Path, tmp_path: Path) 
     assert "/accept takes a number from 1 to 2" in dialogue.notes.getvalue()
     assert dialogue.chat.handle("/accept 2")
     assert leaf.answer.text == second
-    assert dialogue.chat.handle("/beams")
-    assert "there is no /beams here" in dialogue.notes.getvalue()
+    assert dialogue.chat.handle("/tour")
+    assert "there is no /tour here" in dialogue.notes.getvalue()
+    for command, count in (("/n 3", 3), ("/beams 2", 2), ("/n 1", 1)):
+        assert dialogue.chat.handle(command)
+        assert dialogue.chat.settings.num_candidates == count, command
+    assert dialogue.chat.handle("/regenerate")
+    again = dialogue.chat.conversation.leaf
+    assert again is not None
+    assert (again.question, again.parent) == (leaf.question, leaf.parent)
+    assert again is not leaf
     assert not dialogue.chat.handle("/quit")
 
 
@@ -133,3 +142,38 @@ def test_commands_and_the_end_of_the_context(tiny_model: Path, tmp_path: Path) -
     assert "context holds" in dialogue.notes.getvalue()
     assert len(chat.conversation.turns) == 1, "the question that does not fit is taken back"
     assert "\x1b" not in dialogue.output.getvalue()
+
+
+def test_control_c_just_after_an_answer_ends_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "minillm.cli.main",
+        "chat",
+        "--plain",
+        "--model",
+        str(tiny_model),
+        "--device",
+        "cpu",
+    ]
+    with session([*command, "--max-tokens", "3"], environment={"MINILLM_DATA": str(tmp_path)}) as running:
+        running.wait_for("> ", 60)
+        running.type("\x03")
+        running.wait_for("ctrl-c again ends the chat")
+        running.wait_for("> ")
+        running.type("hello\n")
+        running.wait_for("\n\r\n> ")
+        running.type("\x03")
+        running.wait_for("ctrl-c again ends the chat")
+        running.type("\x03")
+        assert running.end() == 130
+    store = SessionStore(tmp_path / "conversations")
+    assert [turn.question for turn in store.load(store.latest()).turns] == ["hello"]
+
+
+def test_an_end_that_is_not_saved_is_an_exit_code(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "conversations").write_text("a file in the directory's place")
+    process = plain(tiny_model, tmp_path, "--plain", "--max-tokens", "3")
+    _, errors = process.communicate(b"hello\n", 60)
+    assert process.returncode == 1
+    assert b"cannot be saved" in errors

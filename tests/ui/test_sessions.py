@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -99,7 +100,16 @@ def test_broken_files_are_skipped_and_named_when_opened(tmp_path: Path) -> None:
         store.latest()
 
 
-def test_export(tmp_path: Path) -> None:
+class _FullDisk(io.StringIO):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        path.touch()
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conversation = talk("What is `x`?", "It is\n\n```\ncode\n```")
     conversation.system = "be brief\nand kind"
     markdown = to_markdown(conversation)
@@ -113,6 +123,11 @@ def test_export(tmp_path: Path) -> None:
     assert from_data(json.loads(to_json(conversation))).turns[0].question == "What is `x`?"
     assert export(conversation, tmp_path / "a.md").read_text() == markdown
     assert export(conversation, tmp_path / "a.json").read_text() == to_json(conversation)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode, **options: _FullDisk(path))
+        with pytest.raises(MinillmError, match="cannot be written"):
+            export(conversation, tmp_path / "full.md")
+    assert not (tmp_path / "full.md").exists()
     with pytest.raises(MinillmError, match="exists"):
         export(conversation, tmp_path / "a.md")
     with pytest.raises(MinillmError, match="cannot be written"):

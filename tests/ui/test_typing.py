@@ -9,11 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 from driving import ask, chat, notes, say, screen, seen, until
-from pty_session import session
+from pty_session import CHAT, session
 from textual import events
 
+from minillm.errors import MinillmError
 from minillm.ui import terminal
+from minillm.ui.app import ChatApp
 from minillm.ui.chat import prompt as prompt_module
+from minillm.ui.chat.candidates import CandidateCard
+from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.terminal import LateAnswers, Pastes, are_lines, pasted_text
@@ -114,7 +118,7 @@ async def test_a_mark_of_a_long_paste_is_edited_as_a_whole() -> None:
         await paste("x" * 5600)
         await pilot.press("backspace")
         assert prompt.text == ""
-        await pilot.press("ctrl+z")
+        await pilot.press("ctrl+underscore")
         assert prompt.full_text == "x" * 5600, "undone"
         await pilot.press("home", "delete", *"echo ")
         assert prompt.text == "echo "
@@ -163,6 +167,7 @@ async def test_a_command_after_a_choice_by_digit_is_a_command(monkeypatch: pytes
         await ask(pilot, "several again")
         await pilot.press("3")
         await until(pilot, lambda: "sample3" in talk.conversation.turns[1].answer.text)
+        await until(pilot, lambda: talk.prompt.num_picks == 0)
         later = time.monotonic() + 60
         monkeypatch.setattr(prompt_module, "time", SimpleNamespace(monotonic=lambda: later))
         await pilot.press("space", *"more")
@@ -205,3 +210,68 @@ def test_a_signal_keeps_the_draft(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGTERM)
         assert running.end() == 143
     assert SessionStore(tmp_path / "conversations").take_draft() == "my draft"
+
+
+def test_suspension_the_editor_and_sigquit(tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nprintf ' of the editor' >> $1\n")
+    editor.chmod(0o755)
+    with session(environment={"EDITOR": str(editor), "VISUAL": "", "PYTHONIOENCODING": "ascii"}) as running:
+        running.wait_for("ready in")
+        assert "╭" in running.output.decode(), "frames, whatever Python's encoding is"
+        running.type("text")
+        running.wait_for("text")
+        running.type("\x1bx")
+        running.wait_for("of the editor")
+        running.type("\x1a")
+        running.wait_for("to go back to")
+        running.type("!")
+        running.wait_for("!")
+        running.process.send_signal(signal.SIGQUIT)
+        assert running.end() == 131
+        assert running.modes_left_on() == []
+
+
+def test_control_z_goes_back_to_the_shell() -> None:
+    shell = ("sh", "-mc", '"$@"; echo st""opped; fg; echo en""ded', "sh", *CHAT)
+    with session(shell) as running:
+        running.wait_for("ready in")
+        running.type("\x1a")
+        running.wait_for("stopped")
+        running.wait_for("ready")
+        running.type("again")
+        running.wait_for("again")
+        running.type("\x11")
+        running.wait_for("ended")
+        assert running.end() == 0
+
+
+@pytest.mark.anyio
+async def test_joiners_and_space_in_an_empty_prompt() -> None:
+    async with chat(sampling={"n": 3}) as pilot:
+        prompt = screen(pilot).talk.prompt
+        family = "\U0001f468\u200d\U0001f469 \u0645\u06cc\u200c\u062e"
+        for character in family:
+            pilot.app.post_message(events.Key("x", character))
+        await until(pilot, lambda: prompt.text == family)
+        await pilot.press("enter")
+        await until(pilot, lambda: prompt.num_picks == 3 and screen(pilot).talk.run is None)
+        assert screen(pilot).talk.conversation.turns[0].question == family
+        await pilot.press("space")
+        await until(pilot, lambda: isinstance(pilot.app.screen.maximized, CandidateCard))
+        assert "Enter accepts it" in seen(pilot)
+        assert prompt.text == ""
+
+
+class _Full(SessionStore):
+    def save(self, conversation: Conversation) -> bool:
+        raise MinillmError("the conversation cannot be saved: No space left on device")
+
+
+@pytest.mark.anyio
+async def test_an_end_that_is_not_saved_is_told(tmp_path: Path) -> None:
+    async with chat(store=_Full(tmp_path)) as pilot:
+        await ask(pilot, "echo one")
+        await pilot.press("ctrl+q")
+    assert isinstance(pilot.app, ChatApp)
+    assert "No space left" in str(pilot.app.unsaved)

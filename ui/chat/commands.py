@@ -1,5 +1,6 @@
 """The slash commands, each below its declaration. `Talk` changes the conversation; `EngineApp` has all else."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.compact import undo as undo_summary
 from minillm.ui.chat.conversation import Conversation, Turn
+from minillm.ui.chat.editor import edited
 from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
@@ -256,7 +258,7 @@ async def choose_sampling(talk: Talk, _: str) -> None:
 async def set_parameter(talk: Talk, words: str) -> None:
     name, _, value = words.partition(" ")
     talk.app.settings = with_param(talk.app.settings, name, value.strip())
-    talk.notify(f"{name} is {value.strip() or 'off'}, from the next answer on")
+    talk.notify(f"{name} is {value.strip() or 'off'}, from the next question on")
 
 
 @command("preset", "sampling by a name: precise, balanced, creative, your own", argument="[save|delete] [NAME]")
@@ -269,7 +271,7 @@ async def use_preset(talk: Talk, words: str) -> None:
         talk.notify(f"the preset {name.strip()} is {verb}d")
     else:
         _change(talk, sampling=dict(app.kept.preset(words)), beams={})
-        talk.notify(f"{words}: {settings_summary(app.settings)}, from the next answer on")
+        talk.notify(f"{words}: {settings_summary(app.settings)}, from the next question on")
 
 
 @command("think", "have the model think first, or not, where its template has that switch", argument="on|off")
@@ -280,7 +282,7 @@ async def choose_thinking(talk: Talk, word: str) -> None:
     if loaded is not None and not loaded.has_thinking_switch:
         raise UsageError("the template of this model has no switch for thinking")
     _change(talk, thinks=word == "on")
-    talk.notify(f"thinking is {word}, from the next answer on")
+    talk.notify(f"thinking is {word}, from the next question on")
 
 
 @command("n", "answers to choose from", argument="N")
@@ -300,7 +302,7 @@ async def choose_system(talk: Talk, text: str) -> None:
 
     if text:
         _change(talk, system=text)
-        talk.notify("the system prompt is changed, from the next answer on")
+        talk.notify("the system prompt is changed, from the next question on")
     else:
         _ask(talk, SystemScreen(talk.app.settings.system), lambda system: _change(talk, system=system))
 
@@ -330,6 +332,18 @@ async def tour(talk: Talk, _: str) -> None:
         await begin_anew(talk, "")
         talk.conversation.is_trial = True
         talk.run_worker(give_tour(talk), group="tour", exclusive=True)
+
+
+@command("editor", "write the question in $VISUAL or $EDITOR", "alt+x")
+async def write_in_editor(talk: Talk, _: str) -> None:
+    talk.prompt.begin(edited(talk.app, talk.prompt.full_text))
+
+
+@command("suspend", "go back to the shell; `fg` brings the chat back", "ctrl+z", scope="everywhere")
+async def suspend(talk: Talk, _: str) -> None:
+    if os.getsid(os.getppid()) != os.getsid(0):
+        raise UsageError("there is no shell to go back to")
+    talk.app.action_suspend_process()
 
 
 @command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere", also=("exit", "bye"))

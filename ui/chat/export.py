@@ -1,6 +1,7 @@
 """A conversation as a file for people and other programs."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from minillm.errors import MinillmError, UsageError
@@ -37,10 +38,16 @@ def export(conversation: Conversation, target: Path) -> Path:
     text = to_json(conversation) if target.suffix == ".json" else to_markdown(conversation)
     target = expanded(str(target), "/export")
     try:
-        with target.open("x", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+        file = target.open("x", encoding="utf-8", errors="replace")
     except FileExistsError:
         raise MinillmError(f"{target} exists; choose another name") from None
+    except (OSError, ValueError) as error:
+        raise MinillmError(f"{target} cannot be written: {error}") from None
+    try:
+        with file:
+            file.write(text)
     except OSError as error:
+        with suppress(OSError):
+            target.unlink()  # half a file
         raise MinillmError(f"{target} cannot be written: {error}") from None
     return target

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from textual import events
+from textual.binding import Binding
 from textual.message import Message
 from textual.strip import Strip
 from textual.timer import Timer
@@ -46,11 +47,17 @@ class PromptInput(SteadyTextArea):
     protocol, ctrl+j and alt+enter work everywhere.
     """
 
+    BINDINGS = [Binding("ctrl+underscore,alt+z", "undo", "Undo", show=False)]  # noqa: RUF012
+
     @dataclass
     class Submitted(Message):
         """The user pressed Enter."""
 
         text: str
+
+    @dataclass
+    class CandidateAsked(Message):
+        """The user pressed Space before anything else: show the first candidate on the whole screen."""
 
     def __init__(self, commands: CommandTable, popup: Popup) -> None:
         super().__init__(compact=True, highlight_cursor_line=False, placeholder="Ask something")
@@ -253,6 +260,8 @@ class PromptInput(SteadyTextArea):
         elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
             self._picked, self._picked_at = event.key, time.monotonic()
             self._pick = self.set_timer(_WAIT, partial(self._accept, event.key))
+        elif event.key == "space" and not self.text and self.num_picks:
+            self.post_message(self.CandidateAsked())
         elif event.key == "up" and self.cursor_at_first_line:
             return self._recall(-1)
         elif event.key == "down" and self.cursor_at_last_line and self._recalled is not None:

@@ -206,7 +206,8 @@ class Talk(Vertical):
     @property
     def unsent(self) -> str:
         """The questions that wait, and the text in the prompt unless it was sent before."""
-        return "\n\n".join(filter(None, [*self._waiting, self._last_prompt and self._last_prompt.draft]))
+        draft = "" if self._last_prompt is None else self._last_prompt.draft
+        return "\n\n".join(filter(None, [*self._waiting, draft]))
 
     async def offer_draft(self) -> None:
         """Have ↑ bring back the text that the last chat was closed with."""
