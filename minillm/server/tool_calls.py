@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, which comes in pieces.
+"""Find calls of tools in the text of an answer, which comes in pieces.
 
 Models write them in one of these formats:
 
@@ -47,7 +47,7 @@ _BODIES = ("{", "<parameter=", _FUNCTION_CLOSE)  # beginnings of what a function
 
 
 class CallReader:
-    """Finds the calls in an answer that is free to have any. What is no valid call of a known tool is text.
+    """Finds the calls in an answer that is free to have any. All but valid calls of known tools is text.
 
     Args:
         tools: the schemas of the parameters of the tools that may be called, by name.
@@ -92,7 +92,7 @@ class CallReader:
     # Each stage returns whether another one may go on with what is held.
 
     def _start(self, parts: list[Part], final: bool) -> bool:
-        """Nothing but calls has been said yet: the answer may be calls as a whole."""
+        """Look whether the answer consists of calls; nothing but calls has been said yet."""
         rest = self._held.lstrip()
         self._say(parts, self._held[: len(self._held) - len(rest)])
         self._held, self._tag, self._opening, self._closers = rest, "", "", []
@@ -122,7 +122,7 @@ class CallReader:
         return self._held.find(tag), tag
 
     def _item(self, parts: list[Part], final: bool) -> bool:
-        """A call begins here, or what is held is text."""
+        """Look which kind of call begins here, if any."""
         self._open(len(self._held) - len(self._held.lstrip()))
         kind = self._kind()
         if kind is None and not final:
@@ -144,7 +144,7 @@ class CallReader:
         return True
 
     def _kind(self) -> str | None:
-        """What begins here; empty: nothing that can be a call; None: not known yet."""
+        """Return the kind of call that begins here; empty: none can; None: not known yet."""
         held, formats = self._held, self._formats
         if not held:
             return None
@@ -161,7 +161,7 @@ class CallReader:
         return ""
 
     def _bracket_kind(self) -> str | None:
-        """JSON, Python, neither, or not known yet."""
+        """Return json, python, neither or not known yet, as `_kind` does."""
         held, is_tagged = self._held, bool(self._tag)
         fenced = bool(self._closers)
         unknown = False
@@ -181,7 +181,7 @@ class CallReader:
         return None if unknown else ""
 
     def _function(self, parts: list[Part], final: bool) -> bool:
-        """After ``<function=``: a tool's name, and JSON or parameters."""
+        """Read a tool's name after ``<function=``, and whether JSON or parameters follow."""
         head = _FUNCTION_HEAD.match(self._held)
         body = "" if head is None else self._held[head.end() :]
         if head is None:
@@ -204,7 +204,7 @@ class CallReader:
         return True
 
     def _named(self, parts: list[Part], final: bool) -> bool:
-        """After a tool's name, in Mistral's format: its arguments."""
+        """Look for arguments after a tool's name, in Mistral's format."""
         if found := _TO_ARGUMENTS.match(self._held):
             self._open(found.end())
             self._begin(self._arguments)
@@ -232,7 +232,7 @@ class CallReader:
         return self._piece(parts, end + len(_FUNCTION_CLOSE) if end >= 0 else None, final)
 
     def _piece(self, parts: list[Part], end: int | None, final: bool) -> bool:
-        """The piece that is being read ends at ``end``, if that is known."""
+        """Parse the piece that is being read, which ends at ``end``; None: not known yet."""
         if end is None and not final:
             return False
         calls = [] if end is None else self._parse(self._held[:end])
@@ -262,7 +262,7 @@ class CallReader:
         return [] if call is None else [call]
 
     def _closing(self, parts: list[Part], final: bool) -> bool:
-        """After a call: what closes it, then another one in the same tag, or the end of the tag."""
+        """Read on after a call: its closers, then another call in the same tag, or the end of the tag."""
         while True:
             rest = self._held.lstrip(_BETWEEN)
             if len(self._held) - len(rest) > _MOST_BLANKS:
@@ -287,7 +287,7 @@ class CallReader:
         return True
 
     def _has_another(self, rest: str) -> bool:
-        """Whether another call follows in the same tag or code block."""
+        """Return whether another call follows in the same tag or code block."""
         if _FUNCTION_CLOSE in self._closers:
             return False
         return rest[:1] in ("{", "[") if self._closers else self._tag == _TAG and rest.startswith(("{", "[", _FUNCTION))
@@ -297,7 +297,7 @@ class CallReader:
         self._opening, self._held = self._opening + self._held[:count], self._held[count:]
 
     def _give_up(self, parts: list[Part]) -> None:
-        """This is no call: the opening is text, and the rest is looked through again."""
+        """Take the opening as text, and look through the rest again."""
         self._say(parts, self._opening)
         self._opening, self._stage = "", self._text
 

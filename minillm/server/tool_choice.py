@@ -34,7 +34,7 @@ class CallForm:
 
     @property
     def formats(self) -> frozenset[str]:
-        """The formats of a `CallReader` that reads calls in this form only."""
+        """Return the formats of a `CallReader` that reads calls in this form only."""
         return frozenset((self.tag or "json",))
 
 
@@ -103,7 +103,7 @@ class Choice:
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """The schemas that arguments must follow, by the name of the tool; none where answers are free."""
+        """Return the schemas that arguments must follow, by the name of the tool; none where answers are free."""
         if self.has_schema or not (self.required or self.strict):
             return {}
         functions = [tool["function"] for tool in self.required or self.tools]
