@@ -140,7 +140,7 @@ class Driver:
             except Exception as error:
                 if isinstance(error, MinillmError) or len(self.engine.requests.groups) == num_groups:
                     raise
-                return others
+                deltas = self.engine.take_undelivered()
             for delta in deltas:
                 box = self._deltas.get(delta.request_id)
                 (others if box is None else box).append(delta)

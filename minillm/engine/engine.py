@@ -127,12 +127,12 @@ class Engine:
         """
         with self._guard():
             began = time.monotonic()
-            deltas = self._take_undelivered() + self.carry_out_aborts()
+            deltas = self.take_undelivered() + self.carry_out_aborts()
             step, self._under_way = self._under_way, None
             if step is None or not step.is_wanted:
                 step = self._launch()
             if step is None:
-                deltas += self._take_undelivered()
+                deltas += self.take_undelivered()
                 assert deltas or not self.has_work, "no progress: there is work, and nothing of it can run"
                 return deltas
             try:
@@ -141,9 +141,10 @@ class Engine:
                 self._undelivered = deltas + self._undelivered
                 raise
             self.figures.report(step.schedule, began)
-            return deltas + self._take_undelivered()
+            return deltas + self.take_undelivered()
 
-    def _take_undelivered(self) -> list[Delta]:
+    def take_undelivered(self) -> list[Delta]:
+        """Return the additions that no step has returned, once: for callers of a step that has raised."""
         deltas, self._undelivered = self._undelivered, []
         return deltas
 
@@ -157,14 +158,18 @@ class Engine:
                 failure = error  # that step's; this one has yet to be concluded
         try:
             deltas = self.conclude(step)
-            if self._under_way is not None:
-                self._decide(self._under_way)
         except Exception as error:
             for each in (step, self._under_way):
                 if each is not None:
                     self._fail_step(each, error)
             self._under_way = None
             raise
+        if self._under_way is not None:
+            try:
+                self._decide(self._under_way)
+            except Exception as error:
+                self._fail_step(self._under_way, error)
+                self._under_way, failure = None, error
         if failure is not None:
             self._undelivered += deltas
             raise failure

@@ -192,7 +192,7 @@ class Room:
         try:
             deltas = engine.step()
         except Exception as error:  # the engine has freed the step's blocks, and goes on
-            deltas = []
+            deltas = engine.take_undelivered()
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
         finally:
             self._step_at = 0.0

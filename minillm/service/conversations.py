@@ -133,7 +133,7 @@ class Conversations:
         try:
             deltas = self.engine.step()
         except Exception as error:  # the engine has freed the step's blocks, and goes on
-            deltas = []
+            deltas = self.engine.take_undelivered()
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
         self.take(deltas, self.engine.take_finished())
 

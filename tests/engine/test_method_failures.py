@@ -224,6 +224,18 @@ def test_a_stream_that_fails_raises(model: Llama, monkeypatch: pytest.MonkeyPatc
     everything_is_back(engine)
 
 
+def test_tokens_before_a_step_that_fails_are_delivered(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step's logits are computed ahead, and deciding about them fails when this step has been concluded."""
+    engine = new_engine(model, on_device=True, speculate="off")
+    inject(engine, "sample", "launch", 2, early=True, patch=monkeypatch)
+    stream = llm_around(engine).stream([5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
+    engine.add_request(VICTIM, [8, 9], SamplingParams(temperature=0, max_tokens=5, no_repeat_ngram_size=2))
+    assert [delta.finish_reason for delta in stream] == ["length"]
+    [victim] = engine.take_finished()
+    assert "Injected" in (victim.error or "")
+    everything_is_back(engine)
+
+
 def test_beams_that_fail_in_the_middle_of_a_fork_leave_no_block(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine(model, on_device=False)
     fork, forks = engine.requests.fork, 0

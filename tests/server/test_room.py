@@ -28,10 +28,9 @@ def around(model: Llama) -> tuple[Room, list[messages.Event]]:
 
 
 def prepared(name: str, prompt: list[int], count: int = 3, **options: Any) -> Prepared:
-    params = {"max_tokens": count, "temperature": 0.0}
+    params: dict[str, Any] = {"max_tokens": count, "temperature": 0.0}
     call = messages.Complete(name, "tenant", prompt, params, **options)
-    values: dict[str, Any] = {"call": call, "token_ids": prompt, "params": SamplingParams(**params)}
-    return Prepared(**values, in_reasoning=False)
+    return Prepared(call, prompt, SamplingParams(**params), in_reasoning=False)
 
 
 def run(room: Room) -> None:
