@@ -96,8 +96,10 @@ soak: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "hypothesis and not parity and not soak and not gpu"
 
 # Seeded faults: each must make a test fail. MUTANTS="--only NAME", "--jobs N", "--list"
+# Then 200 drawn changes, of which 90 % must. MUTATE="--only NAME", "--jobs N", "--reach FILE" (what tests reach, kept)
 mutants: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(MUTANTS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutate.py $(MUTATE)
 
 bench: $(VENV)/installed
 	$(BIN)/minillm bench latency --shape smollm2-135m

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import reached
 import torch
 from faults import FAULTS, Fault
 
@@ -72,8 +73,11 @@ def problems(fault: Fault) -> list[str]:
     return found
 
 
-def work_in(tree: Path, tests: Sequence[str], output: Path) -> NoReturn:
-    """Run tests in a copy of the tree and end this process with pytest's exit status."""
+def work_in(tree: Path, tests: Sequence[str], output: Path, notes: Path | None = None) -> NoReturn:
+    """Run tests in a copy of the tree and end this process with pytest's exit status.
+
+    With a directory for notes, all tests run, and what they reach is noted there (see `reached`).
+    """
     os.setsid()
     written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -92,16 +96,23 @@ def work_in(tree: Path, tests: Sequence[str], output: Path) -> NoReturn:
     import minillm
 
     assert Path(minillm.__file__).is_relative_to(tree), "another minillm is in the way"
-    flags = ["-x", "-q", "--tb=line", "--disable-warnings", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    status = pytest.main([*flags, "-m", ALWAYS_OUT, *tests])
+    flags = ["-q", "--tb=line", "--disable-warnings", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    plugins = []
+    if notes is None:
+        flags.append("-x")
+    else:
+        plugins.append(reached.Plugin(notes))
+        os.environ[reached.VARIABLE] = str(notes)
+        reached.trace()
+    status = pytest.main([*flags, "-m", ALWAYS_OUT, *tests], plugins=plugins)
     sys.stdout.flush()
     os._exit(status)
 
 
-def run(tree: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, str]:
+def run(tree: Path, tests: Sequence[str], timeout: float, notes: Path | None = None) -> tuple[int | None, str]:
     """Run tests in a copy of the tree. Returns the exit status (None: it took too long) and the output."""
     output = tree.with_suffix(".out")
-    process = PROCESSES.Process(target=work_in, args=(tree, tests, output))
+    process = PROCESSES.Process(target=work_in, args=(tree, tests, output, notes))
     process.start()
     process.join(timeout)
     status = process.exitcode
@@ -114,11 +125,17 @@ def run(tree: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, s
 
 def judge(fault: Fault, tree: Path, timeout: float) -> Verdict:
     """Make a fault in a copy of the tree, run its tests, and take it back."""
-    path, began = tree / fault.file, time.monotonic()
+    text = (tree / fault.file).read_text(encoding="utf-8").replace(fault.old, fault.new)
+    return judge_text(tree, fault.file, text.encode(), fault.tests, timeout)
+
+
+def judge_text(tree: Path, file: str, text: bytes, tests: Sequence[str], timeout: float) -> Verdict:
+    """Give a file of a copy of the tree another text, run tests, and take it back."""
+    path, began = tree / file, time.monotonic()
     sound, times = path.read_bytes(), path.stat()
-    path.write_text(sound.decode().replace(fault.old, fault.new), encoding="utf-8")
+    path.write_bytes(text)
     try:
-        status, output = run(tree, fault.tests, timeout)
+        status, output = run(tree, tests, timeout)
     finally:
         path.write_bytes(sound)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -126,7 +143,7 @@ def judge(fault: Fault, tree: Path, timeout: float) -> Verdict:
     if status is None:
         return Verdict("killed", f"it hangs ({timeout:.0f} s)", seconds)
     if status == 0:
-        return Verdict("survives", ", ".join(fault.tests), seconds)
+        return Verdict("survives", ", ".join(tests), seconds)
     if status in (4, 5):  # pytest knows no such test
         return Verdict("broken", output.strip().splitlines()[-1] if output.strip() else f"exit {status}", seconds)
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.M)
@@ -156,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_all(seeded, Path(directory), max(1, options.jobs), options.timeout) if seeded else 0
 
 
-def run_all(chosen: list[Fault], directory: Path, jobs: int, timeout: float) -> int:
-    """Judge faults in as many copies of the tree as there are jobs. Returns the exit status."""
+def copies(directory: Path, jobs: int) -> queue.SimpleQueue[Path]:
+    """Copy the tree as often as there are jobs, and set the environment of their processes."""
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     # A killed run leaves objects behind: a warning about them is not news.
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
@@ -167,6 +184,12 @@ def run_all(chosen: list[Fault], directory: Path, jobs: int, timeout: float) -> 
     for number in range(jobs):
         shutil.copytree(ROOT, directory / str(number), symlinks=True, ignore=LEFT_BEHIND)
         trees.put(directory / str(number))
+    return trees
+
+
+def run_all(chosen: list[Fault], directory: Path, jobs: int, timeout: float) -> int:
+    """Judge faults in as many copies of the tree as there are jobs. Returns the exit status."""
+    trees = copies(directory, jobs)
     tests = sorted({test for fault in chosen for test in fault.tests})
     print(f"{len(chosen)} faults; first their {len(tests)} tests without any", flush=True)
     status, output = run(directory / "0", tests, 3600)

@@ -1,9 +1,16 @@
-"""The table of seeded faults fits the code: each old text is there once, and each test is there."""
+"""The table of seeded faults fits the code, and other changes of the code are drawn in a stable way."""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
+import pytest
+from equivalents import EQUIVALENTS
 from faults import FAULTS
 from mutants import problems
+from mutations import drawn, mutations
+from reached import Reach
 
 
 def test_each_fault_can_still_be_made() -> None:
@@ -13,3 +20,70 @@ def test_each_fault_can_still_be_made() -> None:
 def test_names_are_unique() -> None:
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names) >= 65
+
+
+SOURCE = """
+def first(a, *, b=1):
+    'a docstring'
+    if a < 2 and not b:
+        raise ValueError(f"{a} is {-1}")
+    self.c = a.get("key", [1, 2])
+    return min(a, b) if a else True
+"""
+CHANGES = {
+    ("comparison", "a < 2", "(a <= 2)"),
+    ("and-or", "a < 2 and (not b)", "(a < 2 or not b)"),
+    ("condition-negated", "a < 2 and (not b)", "(not (a < 2 and (not b)))"),
+    ("condition-dropped", "a < 2 and (not b)", "(a < 2)"),
+    ("sign-dropped", "not b", "(b)"),
+    ("one-more", "2", "3"),
+    ("one-less", "1", "0"),
+    ("statement-dropped", "self.c = a.get('key', [1, 2])", "pass"),
+    ("statement-dropped", "raise ValueError(f'{a} is {-1}')", "pass"),
+    ("key", "a.get('key', [1, 2])", "(a.get('changed', [1, 2]))"),
+    ("element-dropped", "[1, 2]", "([1])"),
+    ("function", "min(a, b)", "(max(a, b))"),
+    ("branches-swapped", "min(a, b) if a else True", "(True if a else min(a, b))"),
+    ("boolean", "True", "False"),
+    ("nothing-returned", "return min(a, b) if a else True", "return None"),
+}
+
+
+def test_each_operator_changes_what_it_is_for() -> None:
+    found = list(mutations("a.py", SOURCE.encode()))
+    assert {(each.operator, each.old, each.new) for each in found} >= CHANGES
+    assert {each.function for each in found} == {"first"}
+    assert not [each for each in found if "docstring" in each.old or each.old == "-1"]
+    for each in found:
+        changed = each.applied(SOURCE.encode()).decode()
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(SOURCE)), each
+
+
+def test_edits_elsewhere_do_not_change_a_name() -> None:
+    moved = "import os\n\ndef zero():\n    return 1 + 2\n" + SOURCE
+    names = {(each.name, each.old, each.new) for each in mutations("a.py", SOURCE.encode())}
+    assert names < {(each.name, each.old, each.new) for each in mutations("a.py", moved.encode())}
+
+
+def test_the_draw_is_stable_and_its_names_are_unique() -> None:
+    chosen = drawn(200, 45)
+    assert chosen == drawn(200, 45)
+    assert len({each.name for each in chosen}) == len(chosen) == 200
+    assert chosen[:50] == drawn(50, 45)
+    assert chosen != drawn(200, 46)
+    assert {each.file.rpartition("/")[0] for each in chosen} >= {"minillm/server", "minillm/service", "ui/chat"}
+
+
+def test_equivalent_changes_have_reasons() -> None:
+    names = {name.partition("::")[0] for name in EQUIVALENTS}
+    assert [name for name in names if not (Path(__file__).parents[1] / name).is_file()] == []
+    assert [name for name, (_, _, reason) in EQUIVALENTS.items() if len(reason) < 20] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "tests"), [("f", ["quick", "slow"]), ("", ["quick", "slow", "slower"]), ("g", [])]
+)
+def test_the_fastest_tests_come_first(function: str, tests: list[str]) -> None:
+    reach = Reach({"slow": 3.0, "quick": 1.0, "slower": 5.0})
+    reach.tests |= {("a.py", "f"): {"slow", "quick", "failed"}, ("a.py", "h"): {"slower"}, ("b.py", "g"): {"quick"}}
+    assert reach.of("a.py", function) == tests
