@@ -1,0 +1,62 @@
+"""`chat --server`: what the app says of the server behind its engine, and of the requests of others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from driving import FAKE, notes, until
+from fake_engine import LOADED
+from textual.drivers.headless_driver import HeadlessDriver
+
+from minillm.service.messages import CacheChanged, TableView
+from minillm.ui.app import ChatApp
+from minillm.ui.bars import StatusBar, TitleBar
+from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.engine_words import status_of
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.engine_app import EngineState
+from minillm.ui.memory.pool import Pool
+from minillm.ui.settings import Settings
+
+ADDRESS = "http://127.0.0.1:9"
+
+
+@pytest.mark.anyio
+async def test_the_header_names_the_server(tmp_path: Path) -> None:
+    app = ChatApp(
+        Settings("fake"), SessionStore(tmp_path), engine_command=FAKE, server=ADDRESS, driver_class=HeadlessDriver
+    )
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: app.chat.query_one(StatusBar).status.activity == "ready", 60)
+        assert str(app.chat.query_one(TitleBar).render()).startswith(f"fake · at {ADDRESS} · cpu")
+
+
+@pytest.mark.anyio
+async def test_a_server_that_cannot_be_reached_is_named_with_the_way_back(tmp_path: Path) -> None:
+    bridge = (sys.executable, "-P", "-m", "minillm.server.remote", ADDRESS)
+    app = ChatApp(
+        Settings(""), SessionStore(tmp_path), engine_command=bridge, server=ADDRESS, driver_class=HeadlessDriver
+    )
+    async with app.run_test(size=(160, 40)) as pilot:
+        await until(pilot, lambda: any("no server answers" in note for note in notes(pilot)), 60)
+        [note] = [note for note in notes(pilot) if "no server answers" in note]
+        assert note.endswith("(/reload connects again; the conversation is kept)")
+        assert "F2" not in note, "it would load a model here"
+
+
+def test_the_status_tells_that_others_run() -> None:
+    """As the requests of the demo, or of other apps on a server: the screen moves while no answer is given."""
+    pool = Pool(8, 16, 100)
+    state = EngineState("ready", "fake", loaded=LOADED)
+
+    def activity() -> str:
+        return status_of(state, None, Conversation(), pool, sums_up=False).activity
+
+    pool.apply(CacheChanged([TableView(1, "system prompt", 0, "pinned", 16, [1])]))
+    assert activity() == "ready"
+    pool.apply(CacheChanged([TableView(2, "request-1", 0, "running", 16, [2])]))
+    assert activity() == "others run"
+    pool.apply(CacheChanged([TableView(2, "request-1", 0, "idle", 16, [], keep=1)]))
+    assert activity() == "ready"
