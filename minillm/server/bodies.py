@@ -15,9 +15,11 @@ from minillm.checks import declared
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams, with_defaults
 from minillm.server.messages import Conversation, ForkPoint
+from minillm.text.safe import clean_line
 
 MAX_N = 64
 MAX_PROMPTS = 256  # of one request
+_MOST_SHOWN = 300  # characters of an error: a field's name may be as long as its body
 MAX_ALLOWED = 1 << 18  # different token ids: as many as the largest vocabularies have
 NO_LIMIT = -1  # as ``max_tokens``: as many as the context holds, as in llama.cpp
 _PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)} - {"grammar"}
@@ -354,7 +356,8 @@ def read_body(kind: type[Body], data: bytes) -> Body:
         if "unknown field" in what or "missing required field" in what:
             field = field or what.split("`")[1]
         shown = f"{path.rstrip('`')}: " if path else ""
-        raise BadField(f"{shown}{what[:1].lower()}{what[1:]}", field) from None
+        message = clean_line(f"{shown}{what[:1].lower()}{what[1:]}", _MOST_SHOWN)
+        raise BadField(message, clean_line(field, _MOST_SHOWN)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if found := _LONE_SURROGATE.search(data):
             escape = found[0].decode()

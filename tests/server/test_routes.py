@@ -60,6 +60,16 @@ def test_another_method_is_refused_and_the_right_one_named(server: Server, path:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("name", ["k" * 100_000, "a\u001b[2Jb", "a\nb"])
+def test_the_name_of_an_unknown_field_is_shown_short_and_clean(server: Server, name: str) -> None:
+    error = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", name: 1}).json()["error"]
+    assert "unknown field" in error["message"]
+    for text in (error["message"], error["param"]):
+        assert len(text) <= 300
+        assert "\x1b" not in text
+        assert "\n" not in text
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_defect_is_told_and_raised_for_the_log(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
