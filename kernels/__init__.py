@@ -27,7 +27,7 @@ from minillm.kernels.arguments import (
     SearchField,
 )
 from minillm.kernels.attention.plan import AttentionShape, Costs, Plan, WorkList, plan_attention
-from minillm.kernels.cpu import HostPlan
+from minillm.kernels.cpu import HostPlan, Rows
 from minillm.kernels.linear.low_bit.layouts import FP8, LowBit, dequantise
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
@@ -129,12 +129,12 @@ class LinearWeight:
 
     @classmethod
     def in_8_bits(
-        cls, weight: Callable[[], Tensor], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
+        cls, weight: Callable[[], Rows], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
     ) -> "LinearWeight":
-        """The weight that ``weight`` gives, on a CPU in 8 bits: see `cpu.packed_int8`."""
+        """The weight whose rows ``weight`` gives, on a CPU in 8 bits: see `cpu.packed_int8`."""
         packed = cpu.packed_int8(weight, shape, bias, stored)
         if packed is None:
-            return cls(weight(), bias)
+            return cls(weight()(slice(0, shape[0])), bias)
         return cls._by(packed, shape, bias)
 
     @classmethod

@@ -6,8 +6,9 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -168,8 +169,8 @@ def no_interrupt_lost() -> Iterator[None]:
 
 
 @contextmanager
-def compact_heap() -> Iterator[None]:
-    """Give what is freed meanwhile back to the system, where the C library is glibc.
+def compact_heap() -> Iterator[Callable[[], object]]:
+    """Return freed memory to the system meanwhile, where the C library is glibc; yield a function that does it at once.
 
     Its heap keeps the holes between pieces that stay: 130 to 180 MB of them where a model of 135 million weights is
     packed. Pieces below a megabyte are used again: those that the system gives are filled with zeros first, page by
@@ -178,15 +179,16 @@ def compact_heap() -> Iterator[None]:
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
-        yield
+        yield lambda: None
         return
+    trim = partial(libc.malloc_trim, 0)
     libc.mallopt(_MMAP, 1 << 20)
     try:
-        yield
+        yield trim
     finally:
         libc.mallopt(_MMAP, 32 << 20)
         libc.mallopt(_TRIM, 64 << 20)
-        libc.malloc_trim(0)
+        trim()
 
 
 def import_torch() -> None:

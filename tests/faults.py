@@ -1126,7 +1126,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/system.py": [
         ("heap-keeps-its-holes", "libc.mallopt(_MMAP, 1 << 20)", "libc.mallopt(_MMAP, 1 << 24)",
          "tests/test_system.py"),
-        ("heap-is-not-trimmed", "libc.malloc_trim(0)", "libc.malloc_trim", "tests/test_system.py"),
+        ("heap-is-not-trimmed", "        trim()\n", "        pass\n", "tests/test_system.py"),
         ("ctrl-c-is-a-type-error", "raise KeyboardInterrupt from error", "raise",
          "tests/cli/test_cli.py::test_ctrl_c_that_comes_while_an_import_fails_is_no_error"),
     ],

@@ -10,7 +10,7 @@ from minillm.kernels.cpu.attention import (
     rotary_write_kv,
 )
 from minillm.kernels.cpu.linear import PackedLinear, float16_scales, packed_linear, rms_norm, silu_mul
-from minillm.kernels.cpu.low_bit import packed_int4, packed_int8
+from minillm.kernels.cpu.low_bit import Rows, packed_int4, packed_int8
 from minillm.kernels.cpu.sampling import mask_logits, sample, sample_with_logprobs, top_log_probabilities
 from minillm.kernels.reference import (
     begin_decode,

@@ -20,11 +20,11 @@ from threading import get_ident
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from minillm.kernels.cpu.linear import FBGEMM, PackedLinear, scalar
-from minillm.kernels.linear.low_bit.layouts import AT_ONCE_ON_CPU, GROUP, LowBit, factors, unpack_levels
+from minillm.kernels.linear.low_bit.layouts import AT_ONCE_ON_CPU, GROUP, LowBit, factors, rows_of, unpack_levels
 
+Rows = Callable[[slice], Tensor]  # rows of a weight [out, in] in float32
 _LEVELS = 127  # of a weight: -127 to 127
 _HIGH = 63  # of an activation's first part
 _LOW = 2 * _HIGH  # of the second one, for each step of the first
@@ -40,13 +40,13 @@ _KEPT_ROWS = 32
 
 
 def packed_int8(
-    weight: Callable[[], Tensor], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
+    weight: Callable[[], Rows], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
 ) -> PackedLinear | None:
-    """The weight ``[out, in]`` float32 that ``weight`` gives, in 8 bits; None where torch cannot multiply these.
+    """The weight ``[out, in]`` float32 whose rows ``weight`` gives, in 8 bits; None where torch cannot multiply these.
 
-    It is asked for at the first product, which is computed exactly. The input of that one should be like later ones:
-    its large columns get 16 bits. ``stored``: the same weights, if they are held in few bits; those of 4 bits stay so
-    besides, for the products of one row or a few.
+    It is asked for at the first product, which is computed exactly, and only some rows are float32 at a time. The input
+    of that product should be like later ones: its large columns get 16 bits. ``stored``: the same weights, if they are
+    held in few bits; those of 4 bits stay so besides, for the products of one row or a few.
     """
     if torch.backends.quantized.engine not in FBGEMM or not hasattr(torch, "_make_per_channel_quantized_tensor"):
         return None
@@ -61,13 +61,18 @@ def packed_int8(
     return _by_rows(in_4_bits, packed, most_rows)
 
 
+def _usable(scales: Tensor) -> Tensor:
+    """Finite scales ``[rows, 1]``."""
+    return torch.where(scales.isfinite(), scales, 1.0)[:, None]
+
+
 class _Int8Linear:
     """``x @ weight.T + bias``, packed when it is first called."""
 
-    def __init__(self, weight: Callable[[], Tensor], shape: tuple[int, int], bias: Tensor | None) -> None:
+    def __init__(self, weight: Callable[[], Rows], shape: tuple[int, int], bias: Tensor | None) -> None:
         self._out_features, self._in_features = shape
         self._width = shape[1] + _num_finer(shape[1])
-        self._weight: Callable[[], Tensor] | None = weight
+        self._weight: Callable[[], Rows] | None = weight
         self._bias = bias
         self._packed: torch.ScriptObject | None = None
 
@@ -75,9 +80,7 @@ class _Int8Linear:
         if not x.shape[0]:
             return x.new_empty(0, self._out_features)
         if self._weight is not None:
-            weight = self._weight()
-            self._pack(weight, x)
-            return functional.linear(x, weight, self._bias)
+            return self._pack(self._weight(), x)
         if x.shape[0] == 1:
             result = torch.mm(*self._one(x))
         elif x.shape[0] <= _MOST_ROWS:
@@ -93,33 +96,41 @@ class _Int8Linear:
         residual.addmm_(*self._one(x))
         return residual if self._bias is None else residual.add_(self._bias)
 
-    def _pack(self, weight: Tensor, x: Tensor) -> None:
-        largest = torch.maximum(weight.amax(1), -weight.amin(1))  # `abs` would hold the matrix twice
-        # Rows of zeros get any scale; those with a NaN or an infinity keep it, and are NaN in every product.
-        scales = torch.where(largest == 0, 1.0, largest / _LEVELS)
-        usable = torch.where(scales.isfinite(), scales, 1.0)
+    def _pack(self, weight: Rows, x: Tensor) -> Tensor:
+        """Pack the weight by the input of the first product; return this product."""
+        scales = torch.empty(self._out_features)
+        product = x.new_empty(x.shape[0], self._out_features)
         levels = torch.zeros(self._out_features, self._width + len(_LIMITS), dtype=torch.int8)
         errors = torch.zeros(self._in_features)
         at_once = max(1, AT_ONCE_ON_CPU // self._in_features)
-        parts = [each.split(at_once) for each in (weight, usable[:, None], levels)]
-        for rows, scale, level in zip(*parts, strict=True):
-            exact = (rows / scale).nan_to_num_(0.0, 0.0, 0.0)
+        slabs = [slice(first, first + at_once) for first in range(0, self._out_features, at_once)]
+        for rows in slabs:
+            some = weight(rows)
+            torch.mm(x, some.t(), out=product[:, rows])
+            largest = torch.maximum(some.amax(1), -some.amin(1))
+            # Rows of zeros get any scale; those with a NaN or an infinity keep it, and are NaN in every product.
+            scales[rows] = torch.where(largest == 0, 1.0, largest / _LEVELS)
+            scale = _usable(scales[rows])
+            exact = (some / scale).nan_to_num_(0.0, 0.0, 0.0)
             rounded = exact.round()
-            level[:, : self._in_features] = rounded
+            levels[rows, : self._in_features] = rounded
             errors += exact.sub_(rounded).mul_(scale).square_().sum(0)
         finer = (
             errors.mul_(x.square().mean(0)).nan_to_num_().topk(self._width - self._in_features).indices.sort().values
         )
-        for rows, scale, level in zip(*parts, strict=True):
-            remainder = (rows[:, finer] / scale).nan_to_num_(0.0, 0.0, 0.0).sub_(level[:, finer])
-            level[:, self._in_features : self._width] = remainder.mul_(_FINER).round_().clamp_(-_LEVELS, _LEVELS)
+        for rows in slabs:
+            remainder = (weight(rows)[:, finer] / _usable(scales[rows])).nan_to_num_(0.0, 0.0, 0.0)
+            remainder.sub_(levels[rows].index_select(1, finer)).mul_(_FINER).round_().clamp_(-_LEVELS, _LEVELS)
+            levels[rows, self._in_features : self._width] = remainder
         zeros = torch.zeros(self._out_features, dtype=torch.long)
         scales = torch.where(scales.isfinite(), scales / _HIGH, math.nan).double()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.13 says that these tensors will be removed, and has no other way
             quantised = torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0)
+        del levels
         self._packed = torch.ops.quantized.linear_prepack(quantised, None)
         self._finer, self._weight = finer, None
+        return product if self._bias is None else product.add_(self._bias)
 
     def _one(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Factors ``[1, 2]`` and the products ``[2, out]`` of the two parts of one row: the result is their product."""
@@ -202,7 +213,7 @@ def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear 
     pairs = torch.empty(in_features // GROUP, out_features, 2, dtype=torch.bfloat16)
     for first in range(0, out_features, at_once):
         rows = slice(first, min(first + at_once, out_features))
-        some = _rows_of(parts, rows)
+        some = rows_of(parts, rows)
         held[rows] = _pack_4_bits(torch.cat([unpack_levels(part) for part in some]))
         scales, level_zeros, offsets = (torch.cat(each) for each in zip(*map(factors, some), strict=True))
         pairs[:, rows] = torch.stack((scales, offsets + (8 - level_zeros) * scales), 2).transpose(0, 1)
@@ -234,17 +245,6 @@ def _packs_by_rows() -> bool:
     """Whether torch packs so many rows like any others, so that a matrix can be packed in parts."""
     levels = torch.arange(3 * _ROWS_OF_4_BITS * GROUP, dtype=torch.int32).mul_(7).remainder_(16).view(-1, GROUP)
     return torch.equal(_pack_4_bits(levels), torch.cat([_pack_4_bits(each) for each in levels.split(_ROWS_OF_4_BITS)]))
-
-
-def _rows_of(parts: tuple[LowBit, ...], rows: slice) -> list[LowBit]:
-    """Rows of matrices one below the other."""
-    found, start = [], 0
-    for part in parts:
-        first, end = max(0, rows.start - start), min(part.shape[0], rows.stop - start)
-        if first < end:
-            found.append(part.rows(slice(first, end)))
-        start += part.shape[0]
-    return found
 
 
 def _by_rows(few: PackedLinear, many: PackedLinear, most_rows: int) -> PackedLinear:

@@ -19,10 +19,14 @@ QUANTIZED = ("int8", "int4", "fp8")  # by --quantize
 _BITS = {"int8": 9.0, "int4": 5.0}  # per weight; FP8 has 8, and 32 a row
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
 _LEAST_BLOCKED = 1 << 18  # weights in float32: `minillm.kernels.cpu.linear`
+# FBGEMM's: rows and columns that a matrix is filled up to, and the bytes of a row's scales and sums.
+_BLOCK_OF_HALVES, _BLOCK_OF_LEVELS, _LEVEL_BYTES_OF_A_ROW = (16, 512), (32, 256), 32
+_FIRST_ROWS = 64  # of the first product, `minillm.model.settle`
 _TYPICAL = ("Q4_K", "Q6_K", "Q8_0")  # the types of a model of which only the size is known
 PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
 _PACKED_BITS = 4.5  # of a weight there
 _SCALES = ("weight_scale", "weight_scale_inv")
+_PACKED_PARTS = (".qweight", ".weight_packed")
 _GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
 _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")
 
@@ -77,15 +81,15 @@ def weights_in_memory(
             kept, used = (part * each for each in _products(tensor, layout)) if tied or not is_embedding else (0.0, 0.0)
             memory += table + kept
             read += used
-            loading = max(loading, part * _in_float32(tensor))
+            loading = max(loading, part * _while_packed(tensor))
             continue
-        held = part * _held(tensor, layout)
-        memory += held
-        if tensor.name in _EMBEDDINGS and tied and layout.packs and _has_packed_products(tensor):
-            held = part * _packed(tensor)  # the head is a second copy, in the layout of products
-            memory += held
+        used = part * _held(tensor, layout)
+        memory += part * _padded_halves(tensor) if _is_packed(tensor, layout) and _is_matrix(tensor) else used
+        if tensor.name in _EMBEDDINGS and tied and _is_packed(tensor, layout):
+            used = part * _packed(tensor)  # the head is a second copy, in the layout of products
+            memory += part * _padded_halves(tensor)
         if tensor.name not in _EMBEDDINGS or tied:
-            read += held
+            read += used
             copied += part * _low_bit_count(tensor, layout) * layout.element_size
         if layout.packs and tensor.kind in _FLOATS and tensor.name not in _EMBEDDINGS:
             loading = max(loading, part * _in_float32(tensor))
@@ -124,13 +128,26 @@ def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
     return _is_weight(tensor) and (layout.held == "int8" or (layout.held == "int4" and is_low_bit))
 
 
+def _while_packed(tensor: StoredTensor) -> float:
+    """Bytes until a matrix has products of few bits: its levels twice, the first product, and numbers of a layer's."""
+    levels = 2 * tensor.count * 13 / 12 + 4 * _FIRST_ROWS * tensor.shape[0]
+    is_table = tensor.name in (*_EMBEDDINGS, *_HEADS)
+    return levels * (1 if is_table else 2) + (_in_float32(tensor) if tensor.kind in _FLOATS and not is_table else 0)
+
+
 def _products(tensor: StoredTensor, layout: Layout) -> tuple[float, float]:
     """Bytes of a matrix in 8 bits, a twelfth of its columns twice, in 4, or in both; and those that a token reads."""
-    in_8 = tensor.count * 13 / 12
+    read, (rows, columns) = tensor.count * 13 / 12, tensor.shape
+    in_8 = _in_blocks(rows, columns + -(-columns // 12) + 2, _BLOCK_OF_LEVELS) + _LEVEL_BYTES_OF_A_ROW * rows
     if tensor.kind not in _IN_4_BITS:
-        return in_8, in_8
+        return in_8, read
     in_4 = tensor.count * 5 / 8
     return in_4 + (in_8 if layout.held == "int8" else 0.0), in_4
+
+
+def _in_blocks(rows: int, columns: int, block: tuple[int, int]) -> int:
+    """The numbers of a matrix that FBGEMM fills up to whole blocks."""
+    return -(-rows // block[0]) * block[0] * -(-columns // block[1]) * block[1]
 
 
 def _low_bit_table(tensor: StoredTensor, layout: Layout) -> float:
@@ -159,6 +176,8 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
             return tensor.count * _WIDENED_BITS / 8
         if tensor.kind == "IQ4_XS":
             return tensor.count * _IQ4_XS_BITS / 8
+    if tensor.name.endswith(_PACKED_PARTS) and not layout.keeps_low_bit:
+        return tensor.num_bytes * 2 * layout.element_size  # of 4 bits
     return tensor.num_bytes
 
 
@@ -172,20 +191,30 @@ def _low_bit_count(tensor: StoredTensor, layout: Layout) -> float:
         return tensor.count
     if tensor.name == PACKED:
         return tensor.num_bytes * 8 / _PACKED_BITS
-    return tensor.num_bytes * 2 if tensor.name.endswith((".qweight", ".weight_packed")) else 0
+    return tensor.num_bytes * 2 if tensor.name.endswith(_PACKED_PARTS) else 0
 
 
 def _in_fp8(tensor: StoredTensor) -> int:
     return tensor.count + 4 * tensor.shape[0]  # a scale for each row
 
 
-def _has_packed_products(tensor: StoredTensor) -> bool:
-    """Whether `kernels.cpu.packed_linear` gives numbers another layout, rather than leave them to torch."""
-    return tensor.kind in _HALVES or (tensor.kind in _FLOATS and tensor.count >= _LEAST_BLOCKED)
+def _is_packed(tensor: StoredTensor, layout: Layout) -> bool:
+    """Whether `kernels.cpu.packed_linear` gives a matrix another layout, rather than leave it to torch."""
+    if not layout.packs or len(tensor.shape) != 2:
+        return False
+    becomes_numbers = (tensor.is_in_blocks or tensor.kind in FP8) and not layout.keeps_low_bit
+    return tensor.kind in _HALVES or ((tensor.kind in _FLOATS or becomes_numbers) and tensor.count >= _LEAST_BLOCKED)
 
 
 def _packed(tensor: StoredTensor) -> int:
     return tensor.count * (2 if tensor.kind in _HALVES else 4)
+
+
+def _padded_halves(tensor: StoredTensor) -> int:
+    """Bytes of a packed matrix: numbers of 16 bits fill whole blocks."""
+    if tensor.kind not in _HALVES:
+        return _packed(tensor)
+    return 2 * _in_blocks(tensor.shape[0], tensor.shape[1], _BLOCK_OF_HALVES)
 
 
 def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
@@ -217,9 +246,10 @@ def _tables(shape: Shape) -> tuple[str, ...]:
 def _tensors(shape: Shape, kinds: list[str], table: str) -> tuple[StoredTensor, ...]:
     """A model's tensors: of each layer its kind, and that of the embedding, of a head and of norms."""
     attention = shape.matrices // shape.layers - 3 * shape.intermediate * shape.hidden
-    rows = {"gate_proj": shape.intermediate, "up_proj": shape.intermediate, "down_proj": shape.intermediate}
-    rows["self_attn"] = attention // shape.hidden
+    wide, hidden = shape.intermediate, shape.hidden
+    matrices = {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
+    matrices["self_attn"] = attention // hidden, hidden
     tensors = [StoredTensor(name, (shape.vocabulary, shape.hidden), table) for name in _tables(shape)]
     for layer, kind in enumerate(kinds):
-        tensors += [StoredTensor(f"{layer}.{name}.weight", (n, shape.hidden), kind) for name, n in rows.items()]
+        tensors += [StoredTensor(f"{layer}.{name}.weight", sizes, kind) for name, sizes in matrices.items()]
     return (*tensors, StoredTensor("norm.weight", (shape.vectors,), table if table in _FLOATS else "F32"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from minillm.errors import WeightsError
 from minillm.forms import Held
 from minillm.kernels import HeadNorms, LinearWeight, LowBit
-from minillm.kernels.linear.low_bit.layouts import GROUP, concatenated, expanded, in_eight_bits, padded
+from minillm.kernels.linear.low_bit.layouts import GROUP, concatenated, expanded, in_eight_bits, padded, rows_of
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Attention, Layer, Llama
 from minillm.model.rope import RotaryTable
@@ -129,10 +129,16 @@ def load_llama(
     def held_linear(
         weight: Callable[[], Tensor], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...]
     ) -> LinearWeight:
+
+        def rows() -> Callable[[slice], Tensor]:
+            if stored:
+                return lambda taken: expanded(tuple(rows_of(stored, taken)))
+            return weight().__getitem__
+
         if weights == "int8":
-            return LinearWeight.in_8_bits(weight, shape, bias, stored)
+            return LinearWeight.in_8_bits(rows, shape, bias, stored)
         if weights == "int4" and stored:
-            return LinearWeight.in_4_bits(stored, bias) or LinearWeight.in_8_bits(weight, shape, bias)
+            return LinearWeight.in_4_bits(stored, bias) or LinearWeight.in_8_bits(rows, shape, bias)
         return LinearWeight(stored or weight(), bias)
 
     def vector(name: str) -> Tensor:

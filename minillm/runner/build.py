@@ -223,7 +223,12 @@ def _load(
     source: TensorSource = description.open_source(device)
     if config.quantize is not None:
         source = RoundedTensors(source, config.quantize)
-    with compact_heap() if packs_itself else nullcontext():
+    with compact_heap() if device.type == "cpu" else nullcontext(lambda: None) as trim:
+
+        def report(done: int, total: int) -> None:
+            trim()  # the heap keeps four times the bytes of a table that was read
+            on_progress(Progress("loading weights", done, total, "layers"))
+
         model = load_llama(
             source,
             description.config,
@@ -232,7 +237,7 @@ def _load(
             max_positions=longest,
             ranks=ranks,
             weights=held,
-            on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
+            on_progress=report,
         )
         in_memory = Weights(model.weight_bytes, model.weight_bytes, copied=model.copied_bytes)
         keeps_copy = budget.keeps_copy(in_memory, shape_of(description.config))

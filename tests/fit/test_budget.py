@@ -243,15 +243,15 @@ def test_a_cpu_that_is_asked_for_8_bits_counts_them(monkeypatch: pytest.MonkeyPa
     assert layout == Layout(4, True, held="int8")
     assert gpu(8, weights="int8").layout().held == "expanded"
     matrix, table = StoredTensor("a.weight", (96, 960), "Q4_1"), StoredTensor("token_embd.weight", (512, 960), "Q8_0")
-    in_8, in_4, stored = 13 / 12, 5 / 8, 8.5 / 8
+    in_8, in_4, stored, padded = 13 / 12, 5 / 8, 8.5 / 8, (1280 + 32) / 960  # 960 + 80 + 2 columns, filled up to 256s
     tied = weights_in_memory([matrix, table], layout)
-    assert tied.memory == round(96 * 960 * (in_8 + in_4) + 512 * 960 * (stored + in_8))
+    assert tied.memory == round(96 * 960 * (padded + in_4) + 512 * 960 * (stored + padded))
     assert tied.read == round(96 * 960 * in_4 + 512 * 960 * in_8), "a token reads 4 bits where there are 4"
-    assert tied.loading == 4 * 512 * 960, "the largest is float32 until it is packed"
+    assert tied.loading == 2 * 512 * 1040 + 4 * 64 * 512, "levels of the largest twice, and the first product"
     head = StoredTensor("output.weight", (512, 960), "BF16")
     assert weights_in_memory([matrix, table, head], layout).memory == tied.memory
     assert weights_in_memory([StoredTensor(table.name, table.shape, "BF16")], layout).memory == round(
-        512 * 960 * (stored + in_8)
+        512 * 960 * (stored + padded)
     ), "a table of numbers gets 8 bits"
 
 
@@ -263,6 +263,8 @@ def test_a_cpu_that_is_asked_for_few_bits_counts_them(monkeypatch: pytest.Monkey
     plain, table = StoredTensor("c.weight", (96, 960), "BF16"), StoredTensor("token_embd.weight", (512, 960), "Q8_0")
     found = weights_in_memory([in_4, in_6, plain, table], layout)
     assert found.read == round(96 * 960 * (5 / 8 + 13 / 12 + 2) + 512 * 960 * 13 / 12)
-    assert found.memory == found.read + round(512 * 960 * 8.5 / 8)
+    padded = (1280 + 32) / 960
+    in_halves = 96 * 1024 * 2
+    assert found.memory == round(96 * 960 * (5 / 8 + padded) + in_halves + 512 * 960 * (padded + 8.5 / 8))
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert cpu(8, weights="stored").layout().held == "expanded"

@@ -36,6 +36,7 @@ SUPER = 256  # weights that share a scale of scales
 LARGEST_FP8 = 448.0  # in float8_e4m3fn
 # Weights that a CPU packs or unpacks at a time: their numbers of 32 bits stay in its cache, and are so few that the
 # heap uses the same memory for the next ones (`minillm.system.compact_heap`).
+_ROUNDED_AT_ONCE = 1 << 22  # weights
 AT_ONCE_ON_CPU = 1 << 17
 
 Scales = Literal["plain", "zeros", "offset", "super", "bytes", "float"]
@@ -133,6 +134,17 @@ def _have_one_order(first: LowBit, second: LowBit) -> bool:
     if first.order is None or second.order is None:
         return first.order is second.order
     return torch.equal(first.order, second.order)
+
+
+def rows_of(matrices: tuple[LowBit, ...], rows: slice) -> list[LowBit]:
+    """Rows of matrices one below the other."""
+    found, start = [], 0
+    for each in matrices:
+        first, end = max(0, rows.start - start), min(each.shape[0], rows.stop - start)
+        if first < end:
+            found.append(each.rows(slice(first, end)))
+        start += each.shape[0]
+    return found
 
 
 def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
@@ -267,11 +279,17 @@ def pack_super(scales: Tensor, mins: Tensor, unit: Tensor, min_unit: Tensor) -> 
 def in_eight_bits(weight: Tensor) -> LowBit:
     """A matrix ``[out, in]`` rounded to 8 bits in groups of 32, each with the scale of its largest weight."""
     out, width = weight.shape
-    groups = weight.float().view(out, width // GROUP, GROUP)
+    parts = [_in_eight_bits(rows) for rows in weight.split(max(1, _ROUNDED_AT_ONCE // max(1, width)))]
+    words, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return LowBit(Layout(8, "plain"), (out, width), words, None, scales)
+
+
+def _in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Words and scales of some rows."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 127).half()
     levels = torch.where(scales[..., None] == 0, 0.0, groups / scales[..., None].float()).round_().clamp_(-127, 127)
-    words, _ = pack_levels(levels.flatten(1), 8)
-    return LowBit(Layout(8, "plain"), (out, width), words, None, scales)
+    return pack_levels(levels.flatten(1), 8)[0], scales
 
 
 def in_fp8(weight: Tensor) -> LowBit:

@@ -22,7 +22,7 @@ TOLERANCE = 1.2e-2  # 8 bits of the largest of a row, and bfloat16 for a few row
 @pytest.mark.parametrize("biased", [False, True])
 def test_products(shape: tuple[int, int], rows: int, biased: bool) -> None:
     weight, bias = torch.randn(shape), torch.randn(shape[0]) if biased else None
-    linear = LinearWeight.in_8_bits(lambda: weight, shape, bias)
+    linear = LinearWeight.in_8_bits(lambda: weight.__getitem__, shape, bias)
     x = torch.randn(rows, shape[1])
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     sample = torch.randn(8, shape[1])
@@ -57,7 +57,7 @@ def test_matrices_of_4_bits(scales: Scales, rows: int, biased: bool, out: tuple[
     stored = tuple(random_stored(scales, each, generator) for each in out)
     total, exact = sum(out), torch.cat([dequantise(each, torch.float64) for each in stored])
     bias = torch.randn(total) if biased else None
-    linear = LinearWeight.in_8_bits(lambda: expanded(stored), (total, 512), bias, stored)
+    linear = LinearWeight.in_8_bits(lambda: expanded(stored).__getitem__, (total, 512), bias, stored)
     kernels.linear(torch.randn(8, 512), linear)
     x = torch.randn(rows, 512)
     expected = x.double() @ exact.T + (0 if bias is None else bias.double())
@@ -127,7 +127,7 @@ def test_activations_have_14_bits(rows: int) -> None:
     """A large activation takes few digits from the others. The weights are such that 8 bits hold them."""
     weight = torch.randint(-127, 128, (48, 64)).float()
     weight[:, 0] = 127
-    linear = LinearWeight.in_8_bits(lambda: weight, (48, 64), None)
+    linear = LinearWeight.in_8_bits(lambda: weight.__getitem__, (48, 64), None)
     kernels.linear(torch.randn(8, 64), linear)
     x = torch.randn(rows, 64)
     x[:, 5] = 100
@@ -141,7 +141,7 @@ def test_columns_whose_activations_are_large_have_16_bits() -> None:
     weight, sample = torch.randn(96, 240), torch.randn(8, 240)
     large = torch.arange(0, 240, 24)
     sample[:, large] *= 1000
-    linear = LinearWeight.in_8_bits(lambda: weight, (96, 240), None)
+    linear = LinearWeight.in_8_bits(lambda: weight.__getitem__, (96, 240), None)
     kernels.linear(sample, linear)
     x = torch.zeros(2, 240)
     x[:, large] = torch.randn(2, len(large))
@@ -151,7 +151,7 @@ def test_columns_whose_activations_are_large_have_16_bits() -> None:
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     weight = torch.randn(48, 64)
     weight[7, 3], weight[9, 5] = math.nan, math.inf
-    linear = LinearWeight.in_8_bits(lambda: weight, (48, 64), None)
+    linear = LinearWeight.in_8_bits(lambda: weight.__getitem__, (48, 64), None)
     kernels.linear(torch.randn(8, 64), linear)
     x = torch.randn(5, 64)
     good = kernels.linear(x, linear)
@@ -170,7 +170,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_activations_of_any_size(scale: float, rows: int) -> None:
     weight = torch.randn(48, 64)
-    linear = LinearWeight.in_8_bits(lambda: weight, (48, 64), None)
+    linear = LinearWeight.in_8_bits(lambda: weight.__getitem__, (48, 64), None)
     kernels.linear(torch.randn(8, 64), linear)
     x = torch.randn(rows, 64)
     got, expected = kernels.linear(x * scale, linear), (x * scale).double() @ weight.double().T
@@ -179,6 +179,6 @@ def test_activations_of_any_size(scale: float, rows: int) -> None:
 
 
 def test_bytes() -> None:
-    linear = LinearWeight.in_8_bits(lambda: torch.randn(96, 240), (96, 240), None)
+    linear = LinearWeight.in_8_bits(lambda: torch.randn(96, 240).__getitem__, (96, 240), None)
     assert linear.num_bytes == 96 * (240 + 20 + 2)
     assert (linear.out_features, linear.in_features) == (96, 240)
