@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from driving import ask, chat, say, screen, until
 from textual.pilot import Pilot
@@ -11,6 +13,7 @@ from minillm.ui.chat.answer_view import ReasoningView
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.find import Finder
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.turn_view import shown_question
 
 pytestmark = pytest.mark.anyio
 
@@ -93,3 +96,19 @@ async def test_over_five_hundred_turns() -> None:
         await until(pilot, lambda: "question" in marked(pilot, "reverse"))
         talk.search.close()
         await until(pilot, lambda: not marked(pilot, "underline"))
+
+
+async def test_an_attached_file_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "birds.txt").write_text("a heron\nand a stork\n")
+    monkeypatch.chdir(tmp_path)
+    async with chat(size=(100, 30)) as pilot:
+        await ask(pilot, "messages of @birds.txt")
+        talk = screen(pilot).talk
+        assert "stork" not in shown_question(talk.conversation.turns[0].question)
+        await say(pilot, "/find heron")
+        await until(pilot, lambda: "1 of 2" in found(pilot))
+        places = Finder().find(talk.conversation.turns, "heron")
+        assert len(places) == 2, "in the answer, which repeats it, and in the file"
+        await pilot.press("enter")
+        await until(pilot, lambda: "2 of 2" in found(pilot))
+        await until(pilot, lambda: talk.transcript.selected is talk.conversation.turns[0])

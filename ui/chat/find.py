@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from minillm.text.safe import clean
 from minillm.ui.chat.candidates import num_common, text_of
 from minillm.ui.chat.conversation import Answer, Turn
+from minillm.ui.chat.files import folded_files
 from minillm.ui.chat.reasoning import ReasoningSplitter
 from minillm.ui.chat.turn_view import shown_question
 
@@ -52,12 +54,15 @@ def pattern_of(words: str) -> re.Pattern[str]:
 
 
 def texts_of(turn: Turn) -> list[str]:
-    """The texts of a turn as they are on the screen, from the top: without Markdown's marks."""
+    """The texts of a turn as they are on the screen, from the top: without Markdown's marks. Then those of its files,
+    which are folded there.
+    """
     question, candidates = shown_question(turn.question), [text_of(each) for each in turn.answer.candidates]
+    files = folded_files(clean(turn.question))[1].values()
     if candidates:
         common = num_common(candidates)
-        return [question, *(text[common:] for text in candidates)]
-    return [question, *_answer_texts(turn.answer)]
+        return [question, *(text[common:] for text in candidates), *files]
+    return [question, *_answer_texts(turn.answer), *files]
 
 
 def _answer_texts(answer: Answer) -> list[str]:

@@ -155,9 +155,13 @@ class SearchBar(Horizontal):
         """Have the turn mounted, folded parts opened, and the place in sight."""
         view = await self._transcript.bring(place.turn)
         texts = [] if view is None else self._texts_found(view)
-        if not texts or not self.display or place not in self._places[self._at : self._at + 1]:
+        if view is None or not self.display or place not in self._places[self._at : self._at + 1]:
             return
-        text = texts[min(place.number, len(texts) - 1)]
+        if place.number >= len(texts):  # in a file, which is folded
+            self._transcript.select(place.turn)
+            self.call_after_refresh(self._transcript.scroll_to_widget, view, animate=False, top=True)
+            return
+        text = texts[place.number]
         for parent in text.ancestors:
             if isinstance(parent, Collapsible):
                 parent.collapsed = False
