@@ -47,7 +47,7 @@ class BeamStep:
 
     @property
     def in_turn(self) -> bool:
-        """Whether the diversity penalty changes what other penalties do, so that groups are processed one by one."""
+        """Return whether the diversity penalty changes what other penalties do: groups are then processed in turn."""
         params = self.params
         follows = params.repetition_penalty != 1.0 or params.logits_processor is not None
         return follows and len(self.choices) > 1 and params.diversity_penalty > 0
