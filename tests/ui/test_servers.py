@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from driving import FAKE, notes, until
+from driving import FAKE, notes, seen, until
 from fake_engine import LOADED
 from textual.drivers.headless_driver import HeadlessDriver
 
@@ -60,3 +60,16 @@ def test_the_status_tells_that_others_run() -> None:
     assert activity() == "others run"
     pool.apply(CacheChanged([TableView(2, "request-1", 0, "idle", 16, [], keep=1)]))
     assert activity() == "ready"
+
+
+@pytest.mark.anyio
+async def test_a_notification_covers_neither_the_tabs_nor_the_memory(tmp_path: Path) -> None:
+    app = ChatApp(Settings("fake"), SessionStore(tmp_path), engine_command=FAKE, driver_class=HeadlessDriver)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        words = "2 is the answer · Alt+← → shows the others, Alt+U undoes it"
+        app.notify(words)
+        await until(pilot, lambda: words in seen(pilot))
+        [line] = [line for line in seen(pilot).splitlines() if words in line]
+        assert line.index(words) + len(words) < app.chat.panel.region.x, "all of it on one line, over the talk"
+        assert "F5 pool" in seen(pilot)
+        assert "─ strands ─" in seen(pilot)
