@@ -15,6 +15,7 @@ from textual import events
 from minillm.errors import MinillmError
 from minillm.ui import terminal
 from minillm.ui.app import ChatApp
+from minillm.ui.chat import commands
 from minillm.ui.chat import prompt as prompt_module
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.conversation import Conversation
@@ -177,7 +178,10 @@ async def test_a_command_after_a_choice_by_digit_is_a_command(monkeypatch: pytes
 
 
 @pytest.mark.anyio
-async def test_control_q_asks_during_an_answer_and_keeps_the_draft(tmp_path: Path) -> None:
+async def test_control_q_asks_during_an_answer_and_keeps_the_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "SHORT_ANSWER", 0.0)
     store = SessionStore(tmp_path)
     async with chat(store=store) as pilot:
         await say(pilot, "endless")

@@ -25,6 +25,7 @@ from minillm.ui.settings import settings_summary, with_param
 
 COMMANDS = CommandTable()
 command = COMMANDS.command
+SHORT_ANSWER = 3.0  # seconds of an answer that nobody minds to lose
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -348,7 +349,7 @@ async def suspend(talk: Talk, _: str) -> None:
 
 @command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere", also=("exit", "bye"))
 async def leave(talk: Talk, _: str) -> None:
-    busy = talk.run or talk.compaction
+    busy = talk.compaction if talk.run is None or talk.run.seconds < SHORT_ANSWER else talk.run
     if busy is not None and talk.leaving is not busy:
         talk.leaving = busy
         raise UsageError("an answer is being given: Escape stops it, the same again quits")
