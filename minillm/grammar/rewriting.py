@@ -31,7 +31,7 @@ from minillm.grammar.regular import TooComplex
 from minillm.grammar.scalar_keywords import BOUNDS, EXACT, STRINGS, of_numbers, of_strings
 
 _MOST_SIZE = 60_000  # subschemas of the result
-_MOST_OPEN = 20  # definitions and opposites within each other
+_MOST_OPPOSITES = 4  # within each other: each multiplies the alternatives of the one around it
 
 Write = Callable[["Rewriter", dict[str, Any], dict[str, Any], list[Schema]], bool | None]
 # Keywords that are written together, and the one of them at whose place.
@@ -77,7 +77,7 @@ class Rewriter:
         self._names: dict[int, str] = {}  # of definitions, by the identity of what they define
         self._definitions: dict[str, Schema] = {}
         self._open: list[int] = []  # definitions that are being written, and schemas whose opposite is
-        self._size = 0
+        self._size = self._opposites = 0
 
     def whole(self) -> Schema:
         result = self.rewritten(self.root)
@@ -216,8 +216,9 @@ class Rewriter:
     def _no(self, schema: dict[str, Any]) -> Schema:
         """Rewrite ``not``."""
         inner, found = schema["not"], []
-        exact = len(self._open) < _MOST_OPEN and id(inner) not in self._open
+        exact = self._opposites < _MOST_OPPOSITES and id(inner) not in self._open
         self._open.append(id(inner))
+        self._opposites += 1
         within = {"allOf": list(schema.get("$within", ()))}
         if exact:
             for each in opposites(self.meaning, inner, tuple(schema.get("$names", ()))):
@@ -229,6 +230,7 @@ class Rewriter:
                 except (Unsupported, TooComplex):
                     exact = False
         self._open.pop()
+        self._opposites -= 1
         result = self.ways(found)
         if result is False and not exact and not within["allOf"]:
             raise Unsupported("has a not that cannot be followed; say what is allowed instead")

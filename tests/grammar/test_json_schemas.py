@@ -296,6 +296,14 @@ def test_what_cannot_be_followed_is_rejected_by_name(name: str) -> None:
     assert len(str(caught.value)) < 300
 
 
+def test_opposites_within_each_other_stay_small() -> None:
+    """Each level has two ways to be left, so all of them together would have 2^depth."""
+    inner: dict[str, Any] = obj(z={"type": "string"})
+    for depth in range(12):
+        inner = {"oneOf": [obj(**{f"k{depth}": inner}), {"properties": {f"k{depth}": {"maxProperties": 3}}}]}
+    assert len(json.dumps(followed(inner))) < 100_000
+
+
 def test_a_schema_of_many_references_stays_small() -> None:
     refs = {f"d{i}": {"oneOf": [obj(**{f"k{i}": {"$ref": f"#/$defs/d{i + 1}"}}), {"type": "null"}]} for i in range(40)}
     schema = {"$defs": {**refs, "d40": {"type": "string"}}, "$ref": "#/$defs/d0"}
