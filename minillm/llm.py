@@ -15,7 +15,7 @@ from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
-from minillm.load import load_engine
+from minillm.loading.engine import load_engine
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, OnMessage, OnProgress, loading_bar

@@ -187,7 +187,7 @@ class Chunk:
 class Schedule:
     """One step: the decoding sequences first (one token each, their last), then the chunks of prompts, then drafts.
 
-    A draft's chunk is a sequence's last token and guesses at the tokens behind it (`minillm.engine.speculation`).
+    A draft's chunk is a sequence's last token and guesses at the tokens behind it (`minillm.speculation.method`).
     """
 
     decodes: list[Chunk] = field(default_factory=list)

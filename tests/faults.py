@@ -24,14 +24,14 @@ class Fault:
 ONE_TOKEN = "tests/model/test_one_token.py::"
 SIZES = "tests/fit/test_sizes.py::"
 BUDGET = "tests/fit/test_budget.py::"
-FITTING = "tests/runner/test_fits.py::"
+FITTING = "tests/loading/test_fits.py::"
 SHORT_PROMPTS = "tests/runner/test_short_prompts.py::"
 LOW_BIT = "tests/kernels/linear/test_low_bit.py::"
 ATTEND_ADD = "tests/kernels/attention/test_attend_add.py::"
 LOW_BIT_MLP = "tests/kernels/linear/test_low_bit_mlp.py::"
 FP8 = "tests/kernels/linear/test_fp8.py::"
 TUNING = "tests/kernels/linear/test_low_bit_tuning.py::"
-TILES = "tests/runner/test_tiles.py::"
+TILES = "tests/loading/test_tiles.py::"
 PACKED_FILES = "tests/weights/test_quantised.py"
 CPU_LOW_BIT = "tests/kernels/cpu/test_cpu_low_bit.py"
 BLOCKS_OF_FILES = (
@@ -78,9 +78,9 @@ SLOW_CLIENTS = "tests/server/test_slow_clients.py::"
 LANES = "tests/kernels/test_lanes.py::"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
 EIGHT_BITS_WRITTEN = "tests/kernels/cache/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
-BY_DEVICE = "tests/engine/test_device_guesses.py::"
-GUESSES = "tests/engine/test_speculation.py::"
-DRAFTS = "tests/engine/test_drafts.py::"
+BY_DEVICE = "tests/speculation/test_device_guesses.py::"
+GUESSES = "tests/speculation/test_speculation.py::"
+DRAFTS = "tests/speculation/test_drafts.py::"
 TOKEN_ROWS = "tests/runner/test_token_rows.py"
 KNOWN_DRAFTS = DRAFTS + "test_what_is_known_of_a_draft_is_so"
 
@@ -300,7 +300,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("failed-step-loses-the-others", "if isinstance(error, MinillmError) or len(", "if True or len(",
          METHODS + "test_generate_returns_the_other_prompts_results"),
     ],
-    "minillm/engine/speculation.py": [
+    "minillm/speculation/method.py": [
         ("guess-drawn-at-its-first-place", "[*sequence.token_ids, *chunk.draft[:number]]", "[*sequence.token_ids]",
          GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
         ("what-fails-behind-a-guess-fails-the-request", "copy(group) if needs_tokens else group", "group",
@@ -331,7 +331,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("right-device-guesses-not-computed", "sequence.num_computed += num_right", "sequence.num_computed += 0",
          BY_DEVICE + "test_random_requests_have_the_same_tokens"),
     ],
-    "minillm/engine/guesses.py": [
+    "minillm/speculation/guesses.py": [
         ("guesses-beyond-the-answer", "group.max_tokens - sequence.num_output_tokens - 1", "self.pace(sequence).count",
          GUESSES + "test_right_guesses_are_not_made_beyond_the_answer"),
         ("device-guesses-where-none-is-expected", "or self._source(group, sequence) is None:", "or False:",
@@ -345,7 +345,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("guesses-at-one-position", "= range(chunk.first, chunk.end)", "= chunk.first", KNOWN_DRAFTS, TOKEN_ROWS),
         ("padding-writes", "numbers[end : self._count] = -1", "pass", TOKEN_ROWS),
     ],
-    "minillm/engine/pace.py": [
+    "minillm/speculation/pace.py": [
         ("never-resumed", "return self.credit > 0 and num_tries", "return num_tries < 0 and num_tries",
          GUESSES + "test_a_guess_is_tried_again_where_a_text_has_parted_from_what_it_repeats"),
         ("no-pause-where-guesses-are-wrong", "if self.credit < 0:", "if self.credit < -1e9:",
@@ -355,7 +355,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("no-pause-where-drafts-are-wrong", "if self._speed(self.count) > 1:", "if True:",
          DRAFTS + "test_a_draft_model_that_is_wrong_is_soon_left_alone"),
     ],
-    "minillm/runner/drafted.py": [
+    "minillm/speculation/drafted.py": [
         ("written-slots-taken-for-drafted", "min(counts[blocks[at]], first % size)", "counts[blocks[at]]",
          KNOWN_DRAFTS),
         ("used-blocks-taken-for-drafted", "            counts[block] = 0", "            pass", KNOWN_DRAFTS),
@@ -366,7 +366,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("full-blocks-drafted-again", "            counts[block] = size", "            pass",
          DRAFTS + "test_a_cached_prefix_is_not_drafted_again"),
     ],
-    "minillm/runner/drafter.py": [
+    "minillm/speculation/drafter.py": [
         ("drafts-stay-where-blocks-move", "self.runner.compute(StepWork(moves, copies, None, [], 0))", "pass",
          KNOWN_DRAFTS),
         ("guess-that-is-no-token", "takewhile(lambda token_id: token_id < self._vocab_size, guesses)", "guesses",
@@ -378,7 +378,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("guesses-behind-an-end", "self.chunk.num_guesses and known", "self.chunk.num_guesses",
          DRAFTS + "test_nothing_is_guessed_behind_an_end"),
     ],
-    "minillm/engine/lookup.py": [
+    "minillm/speculation/lookup.py": [
         ("shortest-match-taken", "if length > longest:", "if length >= 0:",
          GUESSES + "test_the_index_finds_what_a_scan_finds"),
         ("repetition-not-followed", "while found and self.text is text and len(found) < count:", "while False:",
@@ -516,7 +516,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("nan-is-a-number", "if not low <= plain <= high or", "if plain < low or plain > high or", PARAMS),
     ],
     # --- from logits to tokens ----------------------------------------------------------------------------------------
-    "minillm/runner/pool_size.py": [
+    "minillm/loading/pool_size.py": [
         ("table-of-the-measured-step-too-short", "-(-max(num_tokens, longest) // 16)", "-(-num_tokens // 16)",
          BUDGET + "test_the_step_that_is_measured_unpacks_as_much_as_any"),
     ],
@@ -545,10 +545,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_log_probabilities_are_the_models_own"),
     ],
     # --- the device's rows --------------------------------------------------------------------------------------------
-    "minillm/runner/threads.py": [
+    "minillm/loading/threads.py": [
         ("load-of-others-unknown-at-the-first-layer", "self._seen = since or clocks(self._read)",
          "self._seen = clocks(self._read)",
-         "tests/runner/test_threads.py::test_weights_are_loaded_with_as_many_threads_as_cores_are_free"),
+         "tests/loading/test_threads.py::test_weights_are_loaded_with_as_many_threads_as_cores_are_free"),
     ],
     "minillm/runner/rows.py": [
         ("plan-for-ever", "self._good_for -= 1", "pass",
@@ -1103,7 +1103,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("too-few-matrices-for-the-l2", "for _ in range(count - len(matrices))", "for _ in range(0)",
          TUNING + "test_matrices_follow_each_other_in_turn"),
     ],
-    "minillm/runner/tiles.py": [
+    "minillm/loading/tiles.py": [
         ("tiles-of-other-models-lost", '{**self.read(ignore_message), **tiles}', "tiles",
          TILES + "test_only_what_is_missing_is_measured_and_the_rest_is_kept"),
         ("tiles-of-other-kernels", '(found["card"], found["kernels"]) != (self.card, self.kernels)',
@@ -1220,7 +1220,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("few-bits-by-the-file", 'if layout.held in ("int8", "int4"):', "if False:",
          "tests/cli/test_fit.py::test_a_file_and_a_directory_are_rows_of_their_own"),
     ],
-    "minillm/runner/fits.py": [
+    "minillm/loading/fits.py": [
         ("nothing-is-refused", "if fit.needed <= budget.available:\n        return\n    itself",
          "if True:\n        return\n    itself",
          FITTING + "test_a_model_that_does_not_fit_is_one_line_with_the_form_that_would"),
@@ -1300,11 +1300,11 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("one-token-length-of-one", "kind.window or length) >= _FEWEST_SLOTS", "kind.window or length) >= 1",
          ONE_TOKEN + "test_it_is_for_one_token_of_one_sequence_that_is_not_the_first"),
     ],
-    "minillm/runner/compiling.py": [
+    "minillm/loading/compiling.py": [
         ("library-half-written", "done.returncode or not part.exists()", "not part.exists()",
-         "tests/runner/test_compiling.py::test_a_process_that_fails_leaves_nothing"),
+         "tests/loading/test_compiling.py::test_a_process_that_fails_leaves_nothing"),
         ("library-of-any-shape", "inspect.getsource(one_token), asdict(shape)]", "inspect.getsource(one_token)]",
-         "tests/runner/test_compiling.py::test_a_second_start_compiles_nothing"),
+         "tests/loading/test_compiling.py::test_a_second_start_compiles_nothing"),
     ],
     "minillm/service/conversations.py": [
         ("pace-of-no-work", "if self._pause and self.engine.has_work:", "if self._pause:",

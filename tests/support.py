@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from minillm.cache import BlockManager, SwapSpace, check
-from minillm.engine import speculation
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
@@ -24,7 +23,7 @@ from minillm.forms import Held
 from minillm.kernels import Costs
 from minillm.kernels.attention.plan import FREE
 from minillm.kernels.cpu.linear import FBGEMM
-from minillm.load import methods_for
+from minillm.loading.engine import methods_for
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Batch, Llama
 from minillm.model.loader import load_llama
@@ -32,8 +31,9 @@ from minillm.model.rounded_tensors import RoundedTensors
 from minillm.model.settle import settle
 from minillm.outputs import RequestOutput
 from minillm.runner.device_runner import DeviceRunner
-from minillm.runner.drafter import Drafter
 from minillm.runner.runner import Runner
+from minillm.speculation import method as speculation
+from minillm.speculation.drafter import Drafter
 
 if TYPE_CHECKING:
     from minillm.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import torch
 from minillm.cli import main as cli
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError, memory_errors
-from minillm.load import load_engine
+from minillm.loading.engine import load_engine
 
 
 def of_python() -> None:
@@ -64,7 +64,7 @@ def test_memory_that_runs_out_is_one_line(fails, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("fails", ALL)
 def test_loading_says_it_too(fails, monkeypatch) -> None:
-    monkeypatch.setattr("minillm.load.describe", lambda *arguments: fails())
+    monkeypatch.setattr("minillm.loading.engine.describe", lambda *arguments: fails())
     with pytest.raises(CapacityError, match="not enough memory"):
         load_engine("any", EngineConfig(device="cpu"))
 
@@ -76,6 +76,6 @@ def test_other_errors_stay(monkeypatch) -> None:
 
 def test_a_little_memory_has_a_unit_of_its_own(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([1 << 30, 1 << 30])  # for the check of the weights and for the size of a step; then it is short
-    monkeypatch.setattr("minillm.runner.pool_size.free_bytes", lambda device: next(free, 3000))
+    monkeypatch.setattr("minillm.loading.pool_size.free_bytes", lambda device: next(free, 3000))
     with pytest.raises(CapacityError, match=r"one block takes 6\.0 KiB .*, 1\.5 KiB may be used"):
         load_engine(str(tiny_model), EngineConfig(device="cpu"))

@@ -31,9 +31,9 @@ model
 weights
 fit
 runner user_config
-rank engine
-beams branch scoring
-load
+engine
+beams speculation branch scoring
+loading
 llm service
 server ui
 bench

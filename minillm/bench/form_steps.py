@@ -19,7 +19,7 @@ from minillm.engine.scheduler import Scheduler
 from minillm.grammar.compiler import Compiler
 from minillm.grammar.grammar import Grammar
 from minillm.kernels import AttentionShape, Costs, Field
-from minillm.load import methods_for
+from minillm.loading.engine import methods_for
 from minillm.params import SamplingParams
 from minillm.runner.masks import Masks, masks_of
 from minillm.runner.rows import Rows, Sharing

@@ -19,7 +19,7 @@ from minillm.engine.engine import Engine, Step
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.kernels import AttentionShape, Costs, Field
-from minillm.load import methods_for
+from minillm.loading.engine import methods_for
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.rows import Rows, Sharing

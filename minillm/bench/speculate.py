@@ -27,11 +27,11 @@ from minillm.checks import integer
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
 from minillm.engine.samples import Samples
-from minillm.engine.speculation import GuessingSamples
 from minillm.llm import LLM
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import MAX_TOKENS, SamplingParams
+from minillm.speculation.method import GuessingSamples
 from minillm.text.tokenizer import Tokenizer
 
 _ALICE = (

@@ -46,7 +46,7 @@ def chat(arguments: argparse.Namespace) -> int:
         raise UsageError("--plain computes here; leave --server out, or use the app")
     if arguments.plain or is_plain_only():
         from minillm.llm import LLM
-        from minillm.load import best_form, chat_options
+        from minillm.loading.engine import best_form, chat_options
         from minillm.progress import loading_bar, say
         from minillm.ui.chat.conversation import Conversation
         from minillm.ui.plain import run as run_plain

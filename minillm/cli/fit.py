@@ -127,7 +127,7 @@ def _draft(name: str) -> Sized:
 
 
 def _beside(draft: Sized, machine: Machine) -> Machine:
-    """The machine with a draft model on it, loaded as `minillm.runner.build.describe_draft` says."""
+    """The machine with a draft model on it, loaded as `minillm.loading.build.describe_draft` says."""
     in_8_bits = not machine.budget.on_gpu and machine.budget.element_size == 4
     own = replace(machine.budget.config, speculate="off", quantize=None, weights="int8" if in_8_bits else "stored")
     weights = draft.weights(replace(machine.budget, config=own))
@@ -166,8 +166,8 @@ def _this_gpu(config: EngineConfig, bandwidth: int | None) -> Machine:
     import_torch()
     import torch
 
-    from minillm.runner.build import choose_device, choose_dtype
-    from minillm.runner.pool_size import budget_of
+    from minillm.loading.build import choose_device, choose_dtype
+    from minillm.loading.pool_size import budget_of
 
     device = choose_device(config)
     budget = budget_of(config, device, choose_dtype(config, device))

@@ -54,12 +54,12 @@ def _measured(name: str, config: EngineConfig) -> Iterator[TileResult]:
     """Raises UsageError without a GPU, or where the model has no matrix of few bits there."""
     import_torch()
     from minillm.bench.meter import read_bandwidth
-    from minillm.runner.build import choose_device, describe, load_weights
+    from minillm.loading.build import choose_device, describe, load_weights
 
     device = choose_device(config)
     if device.type != "cuda":
         raise UsageError("minillm tune needs a CUDA GPU; on a CPU there is nothing to choose")
-    from minillm.runner.tiles import TileFile, measured, products_of
+    from minillm.loading.tiles import TileFile, measured, products_of
 
     with loading_bar() as report:
         model, _ = load_weights(describe(name, config, report, say), config, device, None, report)

@@ -1,4 +1,4 @@
-"""The memory of a device, and how much of it weights, steps and context take: the arithmetic of `minillm.runner.build`.
+"""The memory of a device, and how much of it weights, steps and context take: the arithmetic of `loading.build`.
 
 A GPU is filled up to ``gpu_memory_utilization``. On a CPU half of the memory that the weights leave is for the context,
 `CPU_POOL_TOKENS` at most, because all else that runs wants some, too.

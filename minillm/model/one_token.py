@@ -169,7 +169,7 @@ def compile_layer(shape: LayerShape, path: Path) -> None:
     dynamic: tuple[Any, ...] = ({}, {}, {}, {0: pool}, {0: pool}, {}, {0: length}, [{} for _ in weights])
     with torch.no_grad():
         exported = torch.export.export(Layer(shape), (*arguments, weights), dynamic_shapes=dynamic)
-        # Threads as torch has them when the function runs: see `minillm.runner.threads`.
+        # Threads as torch has them when the function runs: see `minillm.loading.threads`.
         # Each header is read once: compiling them ahead would take a fifth of the time.
         options = {"cpp.dynamic_threads": True, "pattern_matcher": False, **_without_precompiled_headers()}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)

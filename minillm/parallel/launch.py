@@ -239,14 +239,14 @@ def _accept(server: socket.socket, secret: str, connections: dict[int, socket.so
 
 
 def _start(task: Mapping[str, object]) -> subprocess.Popen:
-    """Start another rank: `minillm.rank`, which reads its task from standard input."""
+    """Start another rank: `minillm.loading.rank`, which reads its task from standard input."""
     import torch
 
     home = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         # -P: a module of the current directory must not stand in for one of the standard library.
-        (sys.executable, "-P", "-m", "minillm.rank"),
+        (sys.executable, "-P", "-m", "minillm.loading.rank"),
         # Ranks on one CPU share its cores: more threads than cores make all of them many times slower.
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())},
         stdin=subprocess.PIPE,

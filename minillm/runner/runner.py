@@ -22,7 +22,7 @@ from minillm.sequence import Chunk, Schedule, Sequence
 
 
 class Guesser(Protocol):
-    """A draft model beside a runner's: see `minillm.runner.drafter`."""
+    """A draft model beside a runner's: see `minillm.speculation.drafter`."""
 
     price: float  # of a guess, in steps of the runner's own model
 

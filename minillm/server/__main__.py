@@ -47,9 +47,9 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     began = time.monotonic()
     from minillm.config import EngineConfig
     from minillm.engine.driver import Driver
-    from minillm.load import best_form, load_engine
-    from minillm.runner.build import choose_device
-    from minillm.runner.gpu_stacks import keep_small
+    from minillm.loading.build import choose_device
+    from minillm.loading.engine import best_form, load_engine
+    from minillm.loading.gpu_stacks import keep_small
     from minillm.server.calls import CallReader
     from minillm.server.room import Room
     from minillm.server.sessions import Sessions

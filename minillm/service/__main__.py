@@ -56,9 +56,9 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     began = time.monotonic()
     send(Loading(Progress("starting", 0, None, "")))
     from minillm.config import EngineConfig
-    from minillm.load import best_form, chat_options, load_engine
-    from minillm.runner.build import choose_device
-    from minillm.runner.gpu_stacks import keep_small
+    from minillm.loading.build import choose_device
+    from minillm.loading.engine import best_form, chat_options, load_engine
+    from minillm.loading.gpu_stacks import keep_small
     from minillm.service.conversations import Conversations
     from minillm.service.facts import loaded
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from minillm.engine.engine import Engine
+from minillm.loading.pool_size import device_memory
 from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestOutput, StepReport, TokenLogprobs
-from minillm.runner.pool_size import device_memory
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import CacheView, Owner

@@ -15,8 +15,8 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.params import SamplingParams
-from minillm.runner import drafter
-from minillm.runner.drafter import Drafter
+from minillm.speculation import drafter
+from minillm.speculation.drafter import Drafter
 
 MEASURED = drafter.price
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "dtype": "float32"}

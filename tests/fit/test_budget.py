@@ -16,10 +16,10 @@ from minillm.config import EngineConfig
 from minillm.fit.budget import EFFICIENCY, GPU_STEP_TOKENS, Budget
 from minillm.fit.weights import Layout, Weights, expected_tensors, weights_in_memory
 from minillm.kernels import LayerCache
+from minillm.loading.pool_size import activation_bytes, size_pool
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Batch, Llama
 from minillm.model.rope_config import RopeConfig
-from minillm.runner.pool_size import activation_bytes, size_pool
 from minillm.weights.shape import Shape
 from minillm.weights.stored import StoredTensor
 
@@ -190,7 +190,7 @@ def test_a_cpu_leaves_as_much_context_as_the_pool_gets(
         architecture="LlamaForCausalLM", head_dim=64, intermediate_size=4096, rms_norm_eps=1e-5,
         max_position_embeddings=30_000, rope=RopeConfig(theta=1e4), **sizes,  # type: ignore[arg-type]
     )  # fmt: skip
-    monkeypatch.setattr("minillm.runner.pool_size.free_bytes", lambda device: int(gib * GIB))
+    monkeypatch.setattr("minillm.loading.pool_size.free_bytes", lambda device: int(gib * GIB))
     config = EngineConfig(device="cpu", pool_tokens=pool_tokens)
     blocks, longest = size_pool(config, model, torch.device("cpu"), 4)
     assert replace(cpu(gib), config=config).fit(Weights(0, 0), shape).context == longest == min(blocks * 16, 30_000)

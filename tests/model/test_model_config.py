@@ -12,7 +12,7 @@ from support import TINY, hf_model
 
 from minillm import LLM, SamplingParams
 from minillm.errors import UsageError, WeightsError
-from minillm.load import sampling_defaults
+from minillm.loading.engine import sampling_defaults
 from minillm.model.config import ModelConfig
 
 LLAMA = {**TINY, "architectures": ["LlamaForCausalLM"]}

@@ -14,9 +14,9 @@ from shapes import relative_error
 from support import in_4_bits, logits_in_chunks, needs_products_of_8_bits
 from torch import Tensor
 
+from minillm.loading import compiling
 from minillm.model.llama import Batch, Llama
 from minillm.model.one_token import Layer, OneToken, layer_shape, layer_weights
-from minillm.runner import compiling
 
 KINDS: dict[str, dict[str, Any]] = {
     "groups of two": {},

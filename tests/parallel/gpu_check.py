@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm import LLM, BeamSearchParams, SamplingParams
-from minillm.load import Followers
+from minillm.loading.engine import Followers
 from minillm.parallel.channel import RankDied
 from minillm.params import Params
 

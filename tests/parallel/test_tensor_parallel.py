@@ -34,7 +34,7 @@ from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.kernels.attention.plan import FREE
-from minillm.load import Followers, methods_for
+from minillm.loading.engine import Followers, methods_for
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama, parameter_shapes
@@ -550,7 +550,7 @@ def _workers_of(parent: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, IndexError, ValueError):
             ours = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent
-            if ours and b"minillm.rank" in (entry / "cmdline").read_bytes():
+            if ours and b"minillm.loading.rank" in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
     return found
 

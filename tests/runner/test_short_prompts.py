@@ -17,11 +17,11 @@ from minillm.model.llama import Llama
 from minillm.params import SamplingParams
 from minillm.runner import short_prompts
 from minillm.runner.device_runner import DeviceRunner
-from minillm.runner.drafter import Drafter
 from minillm.runner.graphs import Graphs
 from minillm.runner.runner import Runner
 from minillm.runner.short_prompts import SIZES, ShortPrompts, most_tokens
 from minillm.runner.step import ChunkWork, StepWork
+from minillm.speculation.drafter import Drafter
 
 BLOCKS, BLOCK_SIZE, LONGEST = 64, 4, 128
 

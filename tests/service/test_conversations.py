@@ -14,7 +14,7 @@ import pytest
 
 from minillm.cache.runs import common_length
 from minillm.config import EngineConfig
-from minillm.load import load_engine
+from minillm.loading.engine import load_engine
 from minillm.outputs import StepReport
 from minillm.progress import Progress
 from minillm.service.client import EngineProcess

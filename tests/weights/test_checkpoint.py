@@ -20,7 +20,7 @@ from support import hf_model, logits_in_chunks
 
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
-from minillm.load import load_engine
+from minillm.loading.engine import load_engine
 from minillm.model.config import ModelConfig
 from minillm.model.loader import load_llama
 from minillm.weights.checkpoint import open_checkpoint

@@ -19,7 +19,7 @@ from test_checkpoint import gguf_model, write_gguf
 
 from minillm.config import EngineConfig
 from minillm.errors import DownloadError, MinillmError, UsageError, WeightsError
-from minillm.load import load_engine
+from minillm.loading.engine import load_engine
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.gguf_header import Header, read_header
 from minillm.weights.manifest import load_manifest

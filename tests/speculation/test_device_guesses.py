@@ -10,13 +10,14 @@ import torch
 from speculated import assert_begins, assert_begins_at_error, assert_same, counting_model, guesses_of, play
 from support import engine_for, hf_model, ours, write_tiny_model
 
-from minillm.engine import guesses, speculation
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
-from minillm.engine.speculation import DeviceVerification
 from minillm.model.llama import Llama
 from minillm.params import SamplingParams
 from minillm.runner.device_runner import DeviceRunner
+from minillm.speculation import guesses
+from minillm.speculation import method as speculation
+from minillm.speculation.method import DeviceVerification
 from minillm.text.tokenizer import Tokenizer
 
 LOOP = [11, 12, 13, 14, 15, 16, 17]

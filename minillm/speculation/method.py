@@ -1,7 +1,7 @@
 """Speculation: a step computes guesses at a sequence's next tokens together with its last token.
 
-The guesses come from the sequence's own text and its siblings' (`minillm.engine.lookup`), or from a draft model
-(`minillm.runner.drafter`). The step gives the logits of every guess, and from each row the sequence's token for that
+The guesses come from the sequence's own text and its siblings' (`minillm.speculation.lookup`), or from a draft model
+(`speculation.drafter`). The step gives the logits of every guess, and from each row the sequence's token for that
 position is drawn, which depends on the logits, the seed and the position alone. A guess is right exactly where it is
 that token. So the answer is the one that would have come without guesses, whatever its sampling parameters are; only
 fewer steps lead to it.
@@ -24,19 +24,19 @@ from typing import TypeVar
 from torch import Tensor
 
 from minillm.cache import BlockTable
-from minillm.engine.guesses import ROWS, Guesses, Lookups
-from minillm.engine.pace import Price
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
 from minillm.model.llama import Llama
 from minillm.outputs import Delta, TokenLogprobs
-from minillm.runner.drafter import MOST_SEQS, token_bytes
 from minillm.runner.penalties import needs_processing
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, num_listed
 from minillm.runner.to_host import ToHost
 from minillm.runner.token_rows import MOST_TOKENS
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
+from minillm.speculation.drafter import MOST_SEQS, token_bytes
+from minillm.speculation.guesses import ROWS, Guesses, Lookups
+from minillm.speculation.pace import Price
 
 Result = TypeVar("Result")
 Results = tuple[list[int], list[TokenLogprobs | None], list[bool]]  # as `Drawn.wait` has them

@@ -14,10 +14,10 @@ from minillm.bench.speculate import let_count
 from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
-from minillm.engine.speculation import GuessingSamples
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import SamplingParams
+from minillm.speculation.method import GuessingSamples
 
 
 def guesses_of(engine: Engine) -> GuessingSamples:

@@ -112,7 +112,7 @@ def _compile_here(shape: LayerShape, path: Path, on_progress: OnProgress) -> str
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH, ignore_cleanup_errors=True) as scratch:
         part = Path(scratch, path.name)
         done = subprocess.run(
-            [sys.executable, "-m", "minillm.runner.compiling_process"],
+            [sys.executable, "-m", "minillm.loading.compiling_process"],
             input=json.dumps({"shape": asdict(shape), "path": str(part)}),
             env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": scratch, "TMPDIR": scratch, "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,

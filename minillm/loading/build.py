@@ -13,6 +13,10 @@ from minillm.fit.budget import GRAPH_BYTES, Budget
 from minillm.fit.forms import shape_of
 from minillm.fit.weights import QUANTIZED, Weights, weights_in_memory
 from minillm.kernels import Costs
+from minillm.loading.compiling import with_compiled_layers
+from minillm.loading.fits import check_fits
+from minillm.loading.pool_size import activation_bytes, budget_of, free_bytes, size_pool
+from minillm.loading.threads import Clocks, FreeCores, follows_free_cores
 from minillm.model.config import ModelConfig, ignored_settings
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama, parameter_shapes
@@ -23,13 +27,9 @@ from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message, ignore_progress, size
-from minillm.runner.compiling import with_compiled_layers
 from minillm.runner.device_runner import DeviceRunner, decode_bytes
-from minillm.runner.drafter import MOST_SEQS, Drafter
-from minillm.runner.fits import check_fits
-from minillm.runner.pool_size import activation_bytes, budget_of, free_bytes, size_pool
 from minillm.runner.runner import Runner
-from minillm.runner.threads import Clocks, FreeCores, follows_free_cores
+from minillm.speculation.drafter import MOST_SEQS, Drafter
 from minillm.system import compact_heap
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.accepted import read_config
@@ -287,7 +287,7 @@ def build_runner(
         _check_smaller(draft, model, config)
         models.append(draft)
     if device.type == "cuda" and config.enable_tuning:
-        from minillm.runner.tiles import TileFile, choose_tiles  # not at the top: it imports Triton
+        from minillm.loading.tiles import TileFile, choose_tiles  # not at the top: it imports Triton
 
         for each in models:
             if not each.is_deterministic:  # its products have tiles of their own

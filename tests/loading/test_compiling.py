@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from support import in_4_bits, needs_products_of_8_bits
 
+from minillm.loading import compiling
 from minillm.model.llama import Llama
 from minillm.model.one_token import OneToken
-from minillm.runner import compiling
 
 pytestmark = needs_products_of_8_bits
 
@@ -138,7 +138,7 @@ def test_rests_of_a_killed_compilation_are_removed(machine: Machine) -> None:
 
 
 def test_a_compilation_ends_with_the_process_that_wants_it() -> None:
-    code = "import sys, time; from minillm.runner.compiling_process import _end_with; _end_with(int(sys.argv[1]))"
+    code = "import sys, time; from minillm.loading.compiling_process import _end_with; _end_with(int(sys.argv[1]))"
     started = subprocess.Popen([sys.executable, "-c", code, "1"], start_new_session=True)  # its parent is another
     assert started.wait(30) == -signal.SIGKILL
 

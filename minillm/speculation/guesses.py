@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from minillm.engine.lookup import Occurrences, Source
-from minillm.engine.pace import DraftPace, LookupPace, Pace, Price
 from minillm.runner.token_rows import MOST_DEVICE_GUESSES
 from minillm.sequence import Chunk, Sequence, SequenceGroup
+from minillm.speculation.lookup import Occurrences, Source
+from minillm.speculation.pace import DraftPace, LookupPace, Pace, Price
 
 ROWS = 4, 8, MOST_DEVICE_GUESSES + 1  # of a step for which the device makes guesses
 _RESUMED = 3  # tokens that are guessed where a text may go on with what it has parted from

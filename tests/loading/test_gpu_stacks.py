@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minillm.config import EngineConfig
-from minillm.runner import gpu_stacks
+from minillm.loading import gpu_stacks
 
 GPU = torch.device("cuda", 0)
 

@@ -13,15 +13,15 @@ import torch
 from speculated import assert_begins, assert_begins_at_error, assert_same, guesses_of, play
 from support import engine_for, hf_model, noisy, ours, write_tiny_model
 
-from minillm.engine import speculation
 from minillm.engine.engine import Engine
-from minillm.engine.lookup import Occurrences
-from minillm.engine.pace import LookupPace
 from minillm.engine.requests import Request
 from minillm.grammar.grammar import Grammar
-from minillm.load import chat_options
+from minillm.loading.engine import chat_options
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
+from minillm.speculation import method as speculation
+from minillm.speculation.lookup import Occurrences
+from minillm.speculation.pace import LookupPace
 from minillm.text.tokenizer import Tokenizer
 from minillm.ui.settings import for_desktop
 
@@ -306,7 +306,7 @@ def test_a_chat_on_a_cpu_guesses_unless_it_is_told_not_to() -> None:
 
 
 def test_a_chat_on_a_gpu_keeps_no_copy_unless_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minillm.load.choose_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr("minillm.loading.engine.choose_device", lambda config: torch.device("cuda"))
     assert chat_options({"pool_tokens": 99}) == {"weights": "stored", "max_num_seqs": 64, "pool_tokens": 99}
     assert chat_options({"max_num_seqs": 9})["max_num_seqs"] == 9
     assert chat_options({"weights": "both"})["weights"] == "both"

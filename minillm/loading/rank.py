@@ -1,6 +1,6 @@
 """A rank other than the first: computes the steps that rank 0 sends, until rank 0 has no more work.
 
-Rank 0 starts it as ``python -m minillm.rank``, with its task as JSON on standard input, or torchrun has started it.
+Rank 0 starts it as ``python -m minillm.loading.rank`` with its task as JSON on standard input, or torchrun does.
 """
 
 import json
@@ -15,11 +15,11 @@ from torch.distributed import PrefixStore, Store
 
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, memory_errors
+from minillm.loading.build import build_runner, choose_device, describe
 from minillm.parallel.channel import Follower
 from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import LOCAL, connect, open_store
 from minillm.runner import wire
-from minillm.runner.build import build_runner, choose_device, describe
 
 
 def follow(

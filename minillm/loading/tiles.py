@@ -24,10 +24,10 @@ from minillm.kernels.linear.low_bit import one_token as low_bit_matvec
 from minillm.kernels.linear.low_bit import planes as low_bit_tiles
 from minillm.kernels.linear.low_bit import tuning as low_bit_tuning
 from minillm.kernels.linear.low_bit.tuning import OnCount, Place, Product, Tile, Timed, buckets, candidates
+from minillm.loading.gpu_stacks import give_back
 from minillm.model.llama import Llama
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message
-from minillm.runner.gpu_stacks import give_back
 from minillm.system import cache_dir
 from minillm.text.reading import read_bytes
 from minillm.text.safe import parse_json

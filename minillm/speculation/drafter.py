@@ -2,7 +2,7 @@
 
 It has its own weights, and its own K and V under the block ids of the model that it guesses for. So forks, cached
 prefixes, copies on write and swaps are the other model's books, which this one follows with its own pool, and of
-sequences nothing is kept (`minillm.runner.drafted`). Before it guesses it computes what it has not seen: a prompt, or
+sequences nothing is kept (`speculation.drafted`). Before it guesses it computes what it has not seen: a prompt, or
 the last tokens. Each guess is drawn as the other model will draw that token, by the request's parameters, the seed and
 the position: the noise is the same, so the two agree where they are nearly of one mind, at any temperature.
 
@@ -18,11 +18,11 @@ import torch
 
 from minillm.model.llama import Batch, Llama
 from minillm.params import SamplingParams
-from minillm.runner.drafted import Drafted
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn
 from minillm.runner.step import StepWork
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
+from minillm.speculation.drafted import Drafted
 
 MOST_SEQS = 4  # running at a time where guesses are made: beyond, a step's rows cost as much one by one
 _RUNS = 8  # of a token that is timed

@@ -11,10 +11,11 @@ import pytest
 import torch
 from support import write_tiny_model
 
-from minillm import LLM, load
+from minillm import LLM
+from minillm.loading import engine as load
+from minillm.loading import threads
+from minillm.loading.threads import FreeCores, follows_free_cores
 from minillm.progress import Progress
-from minillm.runner import threads
-from minillm.runner.threads import FreeCores, follows_free_cores
 
 
 class Machine:

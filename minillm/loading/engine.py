@@ -16,25 +16,25 @@ from minillm.engine.engine import Engine
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Samples
 from minillm.engine.scheduler import Scheduler
-from minillm.engine.speculation import GuessingSamples
 from minillm.errors import UsageError, memory_errors
 from minillm.fit.budget import Budget
+from minillm.loading.build import Description, Limits, build_runner, choose_device, choose_dtype, describe
+from minillm.loading.fits import choose_form
+from minillm.loading.pool_size import budget_of
+from minillm.loading.rank import follow
+from minillm.loading.threads import clocks, follows_free_cores
 from minillm.model.config import ModelConfig
 from minillm.model.shard import check_size
 from minillm.parallel.channel import Leader
 from minillm.parallel.launch import Torchrun, begin_to_beat, join, lead
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import OnMessage, OnProgress, ignore_progress
-from minillm.rank import follow
 from minillm.runner import wire
-from minillm.runner.build import Description, Limits, build_runner, choose_device, choose_dtype, describe
 from minillm.runner.device_runner import DeviceRunner
-from minillm.runner.fits import choose_form
-from minillm.runner.pool_size import budget_of
 from minillm.runner.runner import Runner
 from minillm.runner.step import StepObserver, StepWork
-from minillm.runner.threads import clocks, follows_free_cores
 from minillm.sequence import Method
+from minillm.speculation.method import GuessingSamples
 from minillm.weights.manifest import default_model
 
 _CHAT_SEQS = 64  # candidates of an answer, or beams, and two more conversations
@@ -97,7 +97,7 @@ def best_form(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> str:
-    """The name of the form of a model that a chat takes: see `minillm.runner.fits.choose_form`."""
+    """The name of the form of a model that a chat takes: see `minillm.loading.fits.choose_form`."""
 
     def budget() -> Budget:
         device = choose_device(config)

@@ -21,7 +21,7 @@ from minillm.progress import Progress, ignore_progress
 pytest.importorskip("triton")
 
 from minillm.kernels.linear.low_bit.tuning import OnCount, Product, Timed, buckets, candidates
-from minillm.runner.tiles import RECORDED, TileFile, choose_tiles, known, products_of
+from minillm.loading.tiles import RECORDED, TileFile, choose_tiles, known, products_of
 
 CONFIG = replace(
     SHAPES["llama-1b"], hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, intermediate_size=512,

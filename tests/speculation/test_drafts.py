@@ -12,12 +12,12 @@ from support import engine_for, hf_model, noisy, ours, run
 from torch import Tensor
 
 from minillm.engine.engine import Engine
-from minillm.engine.pace import DraftPace, Price
 from minillm.model.llama import Batch, Llama
 from minillm.outputs import RequestOutput
 from minillm.params import SamplingParams
-from minillm.runner.drafter import MOST_SEQS, Drafter
 from minillm.runner.step import StepObserver, StepWork
+from minillm.speculation.drafter import MOST_SEQS, Drafter
+from minillm.speculation.pace import DraftPace, Price
 
 WORDS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
 

@@ -17,12 +17,12 @@ from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget
 from minillm.fit.forms import sized
 from minillm.fit.weights import Layout, weights_in_memory
-from minillm.load import best_form, load_engine
+from minillm.loading import fits
+from minillm.loading.engine import best_form, load_engine
+from minillm.loading.fits import choose_form
 from minillm.model.loader import parameter_shapes
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
-from minillm.runner import fits
-from minillm.runner.fits import choose_form
 from minillm.weights.files import FileRecord, ModelFiles, downloading, place
 from minillm.weights.manifest import manifest_path
 from minillm.weights.stored import StoredTensor
@@ -42,7 +42,7 @@ def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a model is loaded that does not fit")
 
-    monkeypatch.setattr("minillm.runner.build.load_llama", refuse)
+    monkeypatch.setattr("minillm.loading.build.load_llama", refuse)
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
@@ -301,9 +301,9 @@ def test_the_app_and_the_plain_chat_choose(monkeypatch: pytest.MonkeyPatch) -> N
     def load(name: str, *rest: Any) -> None:
         raise MinillmError(f"loading {name}")
 
-    for module in ("minillm.load", "minillm.llm"):
+    for module in ("minillm.loading.engine", "minillm.llm"):
         monkeypatch.setattr(f"{module}.load_engine", load)
-    monkeypatch.setattr("minillm.load.best_form", choose)
+    monkeypatch.setattr("minillm.loading.engine.best_form", choose)
     events: list[Event] = []
     commands: Any = type("Queue", (), {"get": lambda self: Load("m", {})})()
     assert service.serve(commands, events.append) == 1

@@ -1,4 +1,4 @@
-"""The process of `minillm.runner.compiling`: compiles one layer. It reads ``{"shape": …, "path": …}`` from stdin."""
+"""The process of `minillm.loading.compiling`: compiles one layer. It reads ``{"shape": …, "path": …}`` from stdin."""
 
 import json
 import os

@@ -12,16 +12,16 @@ from speculated import assert_close_logprobs, counting_model, facts, guesses_of
 from support import engine_for, hf_model, ours, run
 
 from minillm.cache import check
-from minillm.engine import speculation
 from minillm.engine.engine import Engine
-from minillm.engine.lookup import LONGEST_MATCH, Occurrences
-from minillm.engine.pace import LookupPace
 from minillm.engine.requests import Request
 from minillm.grammar.grammar import Grammar
 from minillm.llm import LLM
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.runner.drafter import MOST_SEQS
+from minillm.speculation import method as speculation
+from minillm.speculation.drafter import MOST_SEQS
+from minillm.speculation.lookup import LONGEST_MATCH, Occurrences
+from minillm.speculation.pace import LookupPace
 
 LOOP = [11, 12, 13, 14, 15]
 

@@ -1,0 +1,1 @@
+"""Build an engine: read weights, size the pool, tune and compile."""
