@@ -1030,6 +1030,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "cache/test_blocks.py"),
     ],
     "kernels/linear/low_bit/layouts.py": [
+        ("int4-rows-of-each-part-from-the-first", "start += each.shape[0]\n    return found",
+         "start += 0\n    return found",
+         CPU_LOW_BIT),
         ("low-bit-zero-kept", "(levels - zeros)", "levels", LOW_BIT + "test_products[q4_0-1-shape0]"),
         ("low-bit-bytes-in-order", "_BYTES = (0, 16, 8, 24)", "_BYTES = (0, 8, 16, 24)",
          LOW_BIT + "test_products[q4_0-1-shape0]"),
@@ -1135,8 +1138,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "scratch.given.index_select(1, self._finer), scalar(0.0)", CPU_LOW_BIT),
         ("int4-zeros-of-another-level", "offsets + (8 - level_zeros) * scales", "offsets + (7 - level_zeros) * scales",
          CPU_LOW_BIT),
-        ("int4-rows-of-each-part-from-the-first", "start += part.shape[0]\n    return", "start += 0\n    return",
-         CPU_LOW_BIT),
         ("int4-of-tables", "and not part.layout.table and", "and", CPU_LOW_BIT),
     ],
     "kernels/linear/low_bit/rounding.py": [
@@ -1206,10 +1207,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          BUDGET + "test_tokens_per_second_go_by_the_bytes_of_a_token"),
     ],
     "minillm/fit/forms.py": [
-        ("fewest-bits", "(True, model.size, fit.weights.memory)", "(True, -model.size, fit.weights.memory)",
+        ("fewest-bits", "(2, model.size, fit.weights.memory)", "(2, -model.size, fit.weights.memory)",
          FITTING + "test_the_form_with_the_most_bits_that_fits_is_taken"),
-        ("bits-before-a-conversation", "if fit.roomy else (False, fit.context, 0)",
-         "if True else (False, fit.context, 0)",
+        ("bits-before-a-conversation", "        if not fit.roomy:\n            return 0, fit.context, 0\n", "",
          FITTING + "test_a_conversation_goes_before_bits"),
         ("guessed-though-here", "path = next(filter(Path.exists, paths), None) if files is None else files.path",
          "path = None",

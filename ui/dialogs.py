@@ -184,7 +184,7 @@ class ModelScreen(Dialog[str]):
         from minillm import system
         from minillm.fit.forms import IN_FEW_BITS, sized_entry, where_it_fits
 
-        memory = system.memory()[1]
+        memory = system.memory()[0]
         fits = {form.form: where_it_fits(sized_entry(form), self._gpu, memory) for form in entry.all_forms()}
         if fits.get(entry.form) in ("GPU", "CPU"):
             return f"fits the {fits[entry.form]}"

@@ -193,7 +193,7 @@ def _rate(speed: float | None, given: int | None) -> str:
 
 
 def _rows(models: list[Sized], machine: Machine) -> list[Row]:
-    order = [each for each in ranked(models, machine.budget) if machine.drafts_for(each[1])]
+    order = [each for each in ranked(models, machine.budget, machine.bandwidth) if machine.drafts_for(each[1])]
     rows = []
     for model in models:
         fit = model.fit(machine.budget)

@@ -22,7 +22,7 @@ from minillm.weights.resolve import describe, find, resolve
 
 def models(arguments: argparse.Namespace) -> int:
     """List the models of weights.toml and the downloaded ones, and which of them this machine can hold."""
-    manifest, memory, gpu = load_manifest(), system.memory()[1], _gpu_memory()
+    manifest, memory, gpu = load_manifest(), system.memory()[0], _gpu_memory()
     here = {files.name: files for files in downloaded()}
     listed = [form for entry in manifest.models.values() for form in entry.all_forms()]
     others = [ModelEntry.unlisted(name) for name in here if name not in {entry.name for entry in listed}]
@@ -42,7 +42,7 @@ def models(arguments: argparse.Namespace) -> int:
         fits = "CPU*" if row["fits"] == IN_FEW_BITS else row["fits"]
         name, path = clean_line(name), clean_line(path, 1000)
         print(f"{name:34}{size(row['size']):>9}  {fits:6}{row['license']:21}{gated:7}{path}")
-    print(f"fits: this machine has {size(memory)} of memory, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
+    print(f"fits: this machine has {size(memory)} of memory free, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
     if any(row["fits"] == IN_FEW_BITS for row in rows):
         print("CPU*: in few bits, with --weights stored or int8; `minillm fit NAME` shows which")
     return 0

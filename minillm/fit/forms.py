@@ -27,6 +27,7 @@ from minillm.weights.manifest import ModelEntry, PathSource
 from minillm.weights.shape import Shape
 from minillm.weights.stored import StoredModel, StoredTensor, read_stored
 
+READING_SPEED = 10.0  # tokens per second
 IN_FEW_BITS = "CPU in few bits"  # where a model fits a CPU only as `in_few_bits` holds it, which has to be asked for
 
 
@@ -110,9 +111,10 @@ def sized_entry(entry: ModelEntry) -> Sized | None:
 
 
 def where_it_fits(model: Sized | None, gpu: int, memory: int) -> str:
-    """Where a model would fit if nothing else ran: "GPU", "CPU", `IN_FEW_BITS`, "no", or "?" where little is known.
+    """Return where a model fits: "GPU", "CPU", `IN_FEW_BITS`, "no", or "?" where little is known.
 
-    ``gpu`` and ``memory`` are the bytes that this machine has in all, 0 where there is no GPU.
+    ``gpu``: the bytes of the GPU, 0 where there is none. ``memory``: the free bytes of this machine, as `minillm fit`
+    counts them.
     """
     if model is None:
         return "?"
@@ -145,16 +147,20 @@ def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
     return [way for way in ways if way.weights(budget).memory < before][:1]
 
 
-def ranked(models: Iterable[Sized], budget: Budget) -> list[tuple[Sized, Fit]]:
-    """Those that fit, the best first: with room for a conversation, and of these the one with the most bits.
+def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = None) -> list[tuple[Sized, Fit]]:
+    """Those that fit, the best first: with space for a conversation, and of these the one with the most bits.
 
-    That is the largest file, and of the same file the way that holds it in the most bytes.
+    That is the largest file, and of the same file the way that holds it in the most bytes. With a ``bandwidth``, in
+    bytes per second, those of `READING_SPEED` or more come first, and of slower ones the fastest.
     """
     found = [(model, fit) for model in models if (fit := model.fit(budget)).fits]
 
-    def goodness(each: tuple[Sized, Fit]) -> tuple[bool, int, int]:
+    def goodness(each: tuple[Sized, Fit]) -> tuple[int, float, int]:
         model, fit = each
-        return (True, model.size, fit.weights.memory) if fit.roomy else (False, fit.context, 0)
+        speed = READING_SPEED if bandwidth is None else budget.tokens_per_second(fit, model.shape, bandwidth)
+        if not fit.roomy:
+            return 0, fit.context, 0
+        return (2, model.size, fit.weights.memory) if speed >= READING_SPEED else (1, speed, 0)
 
     return sorted(found, key=goodness, reverse=True)
 

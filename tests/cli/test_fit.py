@@ -57,7 +57,8 @@ def test_every_form_of_the_manifest_is_a_row(run: Run) -> None:
     assert {"smollm2-135m", "llama-3.1-8b", "llama-3.1-8b:q4_k_m", "mistral-7b-v0.3:q8_0"} <= set(found)
     assert sum(row["name"].startswith("llama-3.1-8b") for row in found.values()) == 4
     best = {name for name, row in found.items() if row["best"]}
-    assert {"smollm2-135m", "llama-3.2-1b", "llama-3.1-8b:q4_k_m"} <= best
+    assert {"smollm2-135m", "llama-3.1-8b:q4_k_m"} <= best
+    assert "llama-3.2-1b" not in best, "below the speed at which a person reads"
     assert len(best) == len({name.partition(":")[0] for name in found}), "one of each model"
     row = found["llama-3.1-8b:q4_k_m"]
     assert row["file"] == row["weights"] == 4_920_739_232
@@ -163,7 +164,7 @@ def test_a_file_and_a_directory_are_rows_of_their_own(
     assert on_cpu["weights"] > 3 * row["weights"], "a CPU computes with numbers"
     assert by_name["llama-3.1-8b:q4_k_m kept"]["weights"] == pytest.approx(kept["weights"], rel=0.1)
     assert 1.1 < kept["weights"] / row["weights"] < 1.4
-    assert not kept["fits"], "of 7 GiB"
+    assert kept["fits"], "of 7 GiB"
     [row] = [each for each in rows(run, str(gguf), "--device", "cpu", "--memory", "9GiB").values() if each["best"]]
     assert row["held"] == "int4"
     out = run(str(gguf), "--device", "cpu", "--memory", "9GiB")[1]

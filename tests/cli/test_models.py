@@ -122,7 +122,7 @@ def test_show_reads_no_weights(run: Run, tiny_model: Path, tmp_path: Path) -> No
 
 
 def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "memory", lambda: (1 << 30, 8 << 30))
+    monkeypatch.setattr(system, "memory", lambda: (8 << 30, 16 << 30))
     monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 0)
     names = ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-8b:q4_k_m")
 
@@ -130,6 +130,9 @@ def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         return {row["name"]: row["fits"] for row in map(json.loads, run("models", "--json")[1].splitlines())}
 
     assert [fits()[name] for name in names] == ["CPU", "CPU", "no", "CPU in few bits"]
+    rows = json.loads(run("fit", "--device", "cpu", "--bandwidth", "20GB/s", "--json")[1])["models"]
+    as_asked = {row["name"]: row["fits"] for row in rows if row["held"] == "expanded" and not row["quantize"]}
+    assert as_asked == {name: fits()[name] == "CPU" for name in as_asked}, "`fit` says the same"
     [line] = [line for line in run("models")[1].splitlines() if "4.6 GiB" in line and "Llama" in line]
     assert "  CPU*  " in line
     assert "CPU*: in few bits, with --weights" in run("models")[1]
