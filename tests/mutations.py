@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,12 +61,25 @@ class Mutation:
         begin, end = self.span
         return source[:begin] + self.new.encode() + source[end:]
 
+    def is_python(self, source: bytes) -> bool:
+        """Return whether the source with the change can be read."""
+        try:
+            ast.parse(self.applied(source))
+        except SyntaxError:
+            return False
+        return True
+
 
 def drawn(amount: int, seed: int) -> list[Mutation]:
     """Return some of all changes to the folders, the same for a seed while the code is the same."""
-    files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    found = [each for path in files for each in mutations(path.relative_to(ROOT).as_posix(), path.read_bytes())]
-    return sorted(found, key=lambda each: hashlib.sha256(f"{seed} {each.name}".encode()).digest())[:amount]
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_bytes()
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+    found = [each for file, source in sources.items() for each in mutations(file, source)]
+    found.sort(key=lambda each: hashlib.sha256(f"{seed} {each.name}".encode()).digest())
+    return list(islice((each for each in found if each.is_python(sources[each.file])), amount))
 
 
 def mutations(file: str, source: bytes) -> Iterator[Mutation]:
@@ -88,10 +102,6 @@ def mutations(file: str, source: bytes) -> Iterator[Mutation]:
             numbers[function, operator] += 1
             if isinstance(node, ast.expr) and not isinstance(node, ast.Constant):
                 new = f"({new})"
-            try:
-                ast.parse(source[: span[0]] + new.encode() + source[span[1] :])
-            except SyntaxError:
-                continue
             yield Mutation(file, function, operator, number, node.lineno, span, old, new)
 
 

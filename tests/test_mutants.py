@@ -67,10 +67,8 @@ def test_edits_elsewhere_do_not_change_a_name() -> None:
 
 def test_the_draw_is_stable_and_its_names_are_unique() -> None:
     chosen = drawn(200, 45)
-    assert chosen == drawn(200, 45)
     assert len({each.name for each in chosen}) == len(chosen) == 200
-    assert chosen[:50] == drawn(50, 45)
-    assert chosen != drawn(200, 46)
+    assert chosen[:50] == drawn(50, 45) != drawn(50, 46)
     assert {each.file.rpartition("/")[0] for each in chosen} >= {"minillm/server", "minillm/service", "ui/chat"}
 
 
