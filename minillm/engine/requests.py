@@ -213,6 +213,8 @@ class Requests:
             outputs = group.method.outputs(group)
         except Exception as error:
             outputs, group.error = [], group.error or str(as_known(error))
+            for sequence in group.sequences:
+                self.scheduler.idle.release(sequence)
         return RequestOutput(
             request_id=group.request_id,
             prompt=group.prompt,

@@ -148,7 +148,7 @@ def test_an_exception_at_any_call_of_a_method_ends_that_request_alone(
             fired = inject(engine, kind, name, number, early=early, patch=patch)
             for at, (prompt, params) in enumerate(OTHERS):
                 if at == 2:
-                    engine.add_request(VICTIM, *KINDS[kind], hold=params.num_sequences == 1)
+                    engine.add_request(VICTIM, *KINDS[kind], hold=KINDS[kind][1].num_sequences == 1)
                 engine.add_request(str(at), prompt, params)
             *others, victim = finish(engine)
         assert [answer(output) for output in others] == expected
