@@ -1354,7 +1354,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "minillm/server/seats.py": [
         ("tenants-not-told-apart", "return self.taken[each.tenant] - waited,", "return -waited,",
-         "tests/server/test_seats.py::test_a_tenant_with_many_requests_does_not_keep_another_waiting"),
+         SHARING + "test_the_tenant_with_the_fewest_seats_is_next"),
         ("all-seats-for-one-tenant", "if self._leaves_some(each)] if self.shared", "] if self.shared",
          SHARING + "test_seats_stay_free_for_another_tenant"),
         ("queue-for-one-tenant", "free <= 0 or not leaves_some(own, 1, free)", "free <= 0",

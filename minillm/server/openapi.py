@@ -24,7 +24,14 @@ _ROUTES: tuple[tuple[str, str, str, Any], ...] = (
     ("get", "/v1/cache", "Block tables and figures of the pool", None),
     ("get", "/v1/cache/events", "The pool's changes as they come", None),
 )
-_ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
+_ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 501, 503)
+# The fields of which a body needs one: the types cannot say so.
+_NEEDED: dict[Any, tuple[str, ...]] = {
+    bodies.ChatBody: ("messages", "fork_of"),
+    bodies.CompletionBody: ("prompt", "fork_of"),
+    bodies.TokenizeBody: ("prompt", "messages"),
+    bodies.PrefixBody: ("prompt", "messages"),
+}
 
 
 @cache
@@ -33,6 +40,8 @@ def document() -> dict[str, Any]:
     kinds = [kind for *_, kind in _ROUTES if kind is not None]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     of_kind = dict(zip(kinds, schemas, strict=True))
+    for needing, names in _NEEDED.items():
+        components[needing.__name__]["anyOf"] = [{"required": [name]} for name in names]
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     paths: dict[str, dict[str, Any]] = {}
     for method, path, summary, kind in _ROUTES:

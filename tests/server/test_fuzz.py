@@ -83,6 +83,13 @@ def test_no_body_is_the_servers_fault(server: Server, path: str, data: Any) -> N
         assert "\n" not in error["message"]
 
 
+def test_the_document_names_the_fields_that_a_body_needs() -> None:
+    schemas = document()["components"]["schemas"]
+    for name, needed in (("ChatBody", {"messages", "fork_of"}), ("TokenizeBody", {"prompt", "messages"})):
+        assert {field for each in schemas[name]["anyOf"] for field in each["required"]} == needed
+    assert schemas["DetokenizeBody"]["required"] == ["tokens"]
+
+
 ROUTES = [(method, path) for path, methods in document()["paths"].items() for method in methods]
 BODIES: dict[str, dict[str, Any]] = {**VALID, "/v1/prefixes": {"prompt": "Hi"}}
 
