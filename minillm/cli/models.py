@@ -36,11 +36,10 @@ def models(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{'name':34}{'size':>9}  {'fits':6}{'license':21}{'gated':7}{'downloaded'}")
     for row in rows:
-        base, _, form = row["name"].partition(":")
+        base, _, form = clean_line(row["name"]).partition(":")
         name = f"  :{form}" if form and base in manifest.models else base + (" (default)" if row["default"] else "")
-        gated, path = "yes" if row["gated"] else "no", row["path"] or "no"
+        gated, path = "yes" if row["gated"] else "no", clean_line(row["path"] or "no", 1000)
         fits = "CPU*" if row["fits"] == IN_FEW_BITS else row["fits"]
-        name, path = clean_line(name), clean_line(path, 1000)
         print(f"{name:34}{size(row['size']):>9}  {fits:6}{row['license']:21}{gated:7}{path}")
     print(f"fits: this machine has {size(memory)} of memory free, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
     if any(row["fits"] == IN_FEW_BITS for row in rows):
