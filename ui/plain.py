@@ -5,6 +5,7 @@ terminal a prompt asks for each line. ctrl-c stops an answer; where none is bein
 """
 
 import contextlib
+import select
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
 from minillm.ui.chat.slash import is_command
 from minillm.ui.settings import Settings, with_param
 
+END_OF_INPUT = r'"\C-d"'  # as readline writes the key
 HELP = """\
 /new              begin a new conversation
 /set NAME VALUE   temperature, top_p, max_tokens, seed, n, beam_width, …
@@ -159,7 +161,11 @@ def _next_line(source: TextIO) -> str:
     if not source.isatty():
         return source.readline()
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  input() then edits lines and remembers them
+        import readline  # input() then edits lines and remembers them
+
+        # Ctrl+D that was typed during an answer waits as NUL: the terminal took lines, and readline takes bytes.
+        was_typed_early = bool(select.select([source], [], [], 0)[0])
+        readline.parse_and_bind(f'"\\C-@": {END_OF_INPUT if was_typed_early else "set-mark"}')
     try:
         return input("> ") + "\n"
     except EOFError:

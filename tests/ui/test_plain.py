@@ -171,6 +171,23 @@ def test_control_c_just_after_an_answer_ends_nothing(tiny_model: Path, tmp_path:
     assert [turn.question for turn in store.load(store.latest()).turns] == ["hello"]
 
 
+@pytest.mark.parametrize("typed", ["\x04", "second\n\x04", "second\n\n\x04\x11"])
+def test_an_end_of_input_during_an_answer_ends_the_chat(of_long_answers: Path, tmp_path: Path, typed: str) -> None:
+    command = [sys.executable, "-m", "minillm.cli.main", "chat", "--model", str(of_long_answers), "--device", "cpu"]
+    options = ["--plain", "--max-tokens", "200", "--temperature", "0", "--ignore-eos"]
+    with session([*command, *options], environment={"MINILLM_DATA": str(tmp_path), "TERM": "dumb"}) as running:
+        running.wait_for("> ", 60)
+        running.type("first\n")
+        running.wait_for("first\r\n")
+        running.read(0.1)  # the answer begins
+        running.type(typed)
+        assert running.end() == 0
+        assert running.modes_left_on() == []
+    store = SessionStore(tmp_path / "conversations")
+    questions = [turn.question for turn in store.load(store.latest()).turns]
+    assert questions == ["first", "second"] if "second" in typed else ["first"]
+
+
 def test_an_end_that_is_not_saved_is_an_exit_code(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "conversations").write_text("a file in the directory's place")
     process = plain(tiny_model, tmp_path, "--plain", "--max-tokens", "3")
