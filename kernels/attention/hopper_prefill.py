@@ -1,6 +1,6 @@
 """Causal attention of chunks of prompts over pages, by Hopper's tensor memory accelerator and warp-group matmuls.
 
-The contract is `chunked_prefill`'s, which stays the reference and serves everything else. This kernel is written in
+The contract is that of `prefill`, which stays the reference and serves everything else. This kernel is written in
 Gluon, Triton's lower-level language: a program has one producer warp and two consumer warp groups (FlashAttention-3,
 Shah et al. 2024). The producer copies K and V page by page into one tile, with one TMA box for each page, so pages may
 lie anywhere in the pool. Consumers compute the scores of one tile while the previous tile's weights are multiplied
@@ -292,7 +292,7 @@ def _prefill_kernel(
 
 
 def takes(q: Tensor, pages: Pages) -> bool:
-    """Whether this kernel computes these chunks, and faster than `chunked_prefill`.
+    """Return whether this kernel computes these chunks, and faster than `prefill`.
 
     It needs 16 bits, heads of 64 or 128, blocks of 16 or more, compute capability 9.0, and long chunks.
     """
@@ -333,7 +333,7 @@ def _seqs_tile(num_seqs: int) -> int:
 
 
 def _described(x: Tensor, box: int) -> TensorDescriptor:
-    """Describe ``x [..., heads, head_dim]`` to the TMA as rows of tokens, of which a box has ``box``, one head wide."""
+    """Describe ``x [..., heads, head_dim]`` to the TMA as rows of tokens; a box is ``box`` rows of one head."""
     head_dim = x.shape[-1]
     rows, row_stride = x.shape[:-2].numel(), x.stride(-3)
     return TensorDescriptor(x, [rows, x.shape[-2] * head_dim], [row_stride, 1], [box, head_dim], _layout(x.dtype))
@@ -346,7 +346,7 @@ def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 @functools.cache
 def _is_there(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel compiles for this GPU with this Triton; a warning says why it does not."""
+    """Return whether the kernel compiles for this GPU with this Triton; warn if it does not."""
     if INTERPRETED.value or not has_wgmma(device):
         return False
     try:

@@ -132,7 +132,7 @@ def _json_request(line: str, where: str) -> Request:
     prompt, messages, name = (params.pop(key, None) for key in ("prompt", "messages", "id"))
     if (prompt is None) == (messages is None):
         if prompt is None:
-            _check_keys(params, where)  # a misspelled one is why there is none
+            _check_keys(params, where)  # a misspelled key is the likely reason
         raise UsageError(f'{where}: give either "prompt" or "messages"')
     if messages is not None:
         try:

@@ -70,7 +70,7 @@ def _containing(rewriter: Rewriting, schema: dict[str, Any], least: int, most: i
 def _unique(
     rewriter: Rewriting, schema: dict[str, Any], first: list[Schema], rest: Schema, least: int, most: int | None
 ) -> Schema:
-    """Return a schema of arrays whose items differ."""
+    """Return a schema of arrays with distinct items."""
     ways: list[Schema] = [typed(set(KINDS) - {"array"}), {"type": "array", "maxItems": 1}]
     size = len(first) if rest is False and most is None else most
     values = None if first else _finite(rewriter, rest)

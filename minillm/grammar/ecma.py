@@ -165,7 +165,7 @@ class _Reader:
             least = int(counts[1])
             most = int(counts[3]) if counts[3] else None if counts[2] else least
             if most is not None and most < least:
-                raise BadPattern("it has a count whose bounds are in the wrong order")
+                raise BadPattern("the bounds of a count are in the wrong order")
             self.at = counts.end()
         else:
             return atom
@@ -198,7 +198,7 @@ class _Reader:
                 raise BadPattern("it has flags or a group of a kind that JavaScript does not have")
             self.at, look = opening.end(), opening[0]
         if look in ("?<=", "?<!"):
-            raise BadPattern("it has look-behind")
+            raise BadPattern("it has a lookbehind")
         inner = self._alternatives()
         if not self._takes(")"):
             raise BadPattern("it has a ( without a )")
@@ -215,7 +215,7 @@ class _Reader:
                 last = self._class_part()
                 if len(first) == len(last) == 1 and first[0][0] == first[0][1] and last[0][0] == last[0][1]:
                     if last[0][0] < first[0][0]:
-                        raise BadPattern("it has a range whose ends are in the wrong order")
+                        raise BadPattern("the ends of a range are in the wrong order")
                     first = ((first[0][0], last[0][0]),)
                 else:  # a class is no end of a range: the hyphen is one
                     self.at = before

@@ -59,12 +59,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 def mapping(schema: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the mapping at a keyword; empty where there is none. Raises UsageError."""
+    """Return the mapping at a keyword; empty if absent. Raises UsageError."""
     return _checked(schema, key, dict, {})
 
 
 def sequence(schema: dict[str, Any], key: str) -> list[Any]:
-    """Return the list at a keyword; empty where there is none. Raises UsageError."""
+    """Return the list at a keyword; empty if absent. Raises UsageError."""
     return _checked(schema, key, list, [])
 
 
@@ -86,7 +86,7 @@ def count(schema: dict[str, Any], key: str, otherwise: int | None = None) -> Any
 
 
 def number(schema: dict[str, Any], key: str) -> Any:
-    """Return the number at a keyword, None where there is none. Raises UsageError."""
+    """Return the number at a keyword, None if absent. Raises UsageError."""
     value = schema.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise UsageError(f"grammar: the JSON schema's {key} must be a number, not {str(value)[:40]!r}")

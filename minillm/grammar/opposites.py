@@ -1,4 +1,4 @@
-"""What a JSON schema does not accept, as a list of schemas."""
+"""Negate a JSON schema: the values that it rejects, as a list of schemas."""
 
 from __future__ import annotations
 

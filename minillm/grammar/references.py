@@ -64,7 +64,7 @@ class References:
         return id(node) in self._bases
 
     def target(self, node: dict[str, Any]) -> Any:
-        """Return the schema that a schema's reference names. Raises UsageError if there is none."""
+        """Return the schema that a schema's reference names. Raises UsageError if it does not exist."""
         [key, *_] = (each for each in _REFERENCES if each in node)
         reference = node[key]
         if not isinstance(reference, str):

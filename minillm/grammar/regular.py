@@ -257,7 +257,7 @@ class Algebra:
         return edges[-1].get(-2, self.nothing)
 
     def _automaton(self, of: Language) -> dict[int, dict[int, Language]]:
-        """Return its transitions: -1 is before the first state, 1, and -2 behind the last ones."""
+        """Return its transitions: -1 is before the first state, 1, and -2 after the last ones."""
         letters = _alphabet(of)
         numbers, waiting = {of: 1}, [of]
         edges: dict[int, dict[int, Language]] = {-1: {1: self.empty}}

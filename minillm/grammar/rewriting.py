@@ -76,7 +76,7 @@ class Rewriter:
         self.algebra = self.meaning.algebra
         self._names: dict[int, str] = {}  # of definitions, by the identity of what they define
         self._definitions: dict[str, Schema] = {}
-        self._open: list[int] = []  # definitions that are being written, and schemas whose opposite is
+        self._open: list[int] = []  # definitions that are being written, and schemas that are being negated
         self._size = self._opposites = 0
 
     def whole(self) -> Schema:
@@ -202,9 +202,7 @@ class Rewriter:
             found.append(alone)
         result = self.ways(found)
         if result is False and ways:
-            raise Unsupported(
-                "has a oneOf whose alternatives overlap in a way that cannot be followed; make them disjoint"
-            )
+            raise Unsupported("has a oneOf with alternatives that overlap; make them disjoint")
         return result
 
     def _names_in(self, schema: Schema) -> list[str]:
