@@ -198,7 +198,7 @@ class _Reader:
                 raise BadPattern("it has flags or a group of a kind that JavaScript does not have")
             self.at, look = opening.end(), opening[0]
         if look in ("?<=", "?<!"):
-            raise BadPattern("it has a lookbehind")
+            raise BadPattern("it has a look-behind")
         inner = self._alternatives()
         if not self._takes(")"):
             raise BadPattern("it has a ( without a )")
