@@ -157,7 +157,7 @@ class Algebra:
         if of is self.nothing or (least == most == 1):
             return of
         if of.kind == "rep" and of.least <= 1 and of.most is None and most is None:
-            return self.repeat(of.parts[0], of.least * min(least, 1))
+            return self.repeat(of.parts[0], of.least * least)
         return self._make("rep", (of,), least=least, most=most, has_empty=least == 0 or of.has_empty)
 
     def step(self, of: Language, char: int) -> Language:

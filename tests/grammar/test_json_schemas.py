@@ -61,6 +61,14 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {"oneOf": [{"type": "array", "maxItems": 0}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}]},
         [[], [1, 2]], [["a"], [1, "a"]],
     ),
+    "one of arrays that may be empty": (
+        {"oneOf": [{"type": "array", "items": {"type": kind}} for kind in ("integer", "string")]}, [[1], ["a", "b"]], [[], [1, "a"]],
+    ),
+    "one of a closed object and one of an open one": (
+        {"oneOf": [{"type": "object", "properties": {"a": {}}, "additionalProperties": False},
+                   {"oneOf": [{"type": "object", "properties": {"b": {"type": "integer"}}}, {"type": "string"}]}]},
+        [{"b": 1}, "s"], [{}, {"a": 1}, {"b": "x"}],
+    ),
     "not a text": ({"not": {"type": "string"}}, [1, None, [], {}], ["", "a"]),
     "not some texts": ({"type": "string", "not": {"enum": ["a", "bc"]}}, ["", "b", "ab", "bcd"], ["a", "bc"]),
     "not some numbers": ({"type": "integer", "not": {"enum": [3, 5]}}, [2, 4, 6, -3], [3, 5]),
@@ -107,6 +115,10 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2, "additionalProperties": False},
         [{"a": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}], [{"a": 1}, {}],
     ),
+    "at least one property, which a pattern may have": (
+        {"type": "object", "properties": {"a": {}}, "patternProperties": {"^x": {}}, "additionalProperties": False, "minProperties": 1},
+        [{"a": 1}, {"x": 1}], [{}, {"b": 1}],
+    ),
     "more properties than there are": (
         {"properties": {"a": {}}, "minProperties": 2, "additionalProperties": False}, [3, "a"], [{"a": 1}, {}],
     ),
@@ -126,6 +138,14 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "an array that contains": (
         {"type": "array", "contains": {"const": 1}, "maxItems": 3}, [[1], [2, 1], [2, 3, 1]], [[], [2], [2, 2, 2], [2, 2, 2, 1]],
     ),
+    "not an array of integers": ({"type": "array", "not": {"items": {"type": "integer"}}}, [["a"], ["a", 1], [1, "a"]], [[], [1]]),
+    "not a tuple": (
+        {"type": "array", "not": {"prefixItems": [{"type": "integer"}], "items": {"type": "string"}}},
+        [["a"], [1, 2], ["a", "b"]], [[], [1], [1, "a"]],
+    ),
+    "not a closed tuple": ({"type": "array", "not": {"prefixItems": [True], "items": False}}, [[1, 2]], [[], [1]]),
+    "not a short array": ({"type": "array", "not": {"maxItems": 1}}, [[1, 2]], [[], [1]]),
+    "not a long array": ({"type": "array", "not": {"minItems": 2}}, [[], [1]], [[1, 2]]),
     "an array that contains no": ({"type": "array", "not": {"contains": {"const": 1}}}, [[], [2]], [[1], [2, 1]]),
     "an array that contains two": ({"contains": {"type": "integer"}, "minContains": 2}, [[1, 2], "a"], [[1], [1, "a"]]),
     "a set of an enum": (
@@ -138,7 +158,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "a set of booleans": ({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, [[True, False]], [[True, True]]),
     "a pair of different integers": (
-        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2}, [[], [5], [5, 7], [10, 1]],
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2}, [[], [5], [5, 7], [10, 1], [20, 5], [-20, -99], [21, 20]],
         [[5, 5], [1, 2, 3]],
     ),
     "a tuple of draft 4": (
@@ -158,6 +178,27 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "an enum next to a pattern": ({"enum": ["a", "bc", 3], "pattern": "^b", "type": "string"}, ["bc"], ["a", 3]),
     "an enum next to bounds": ({"enum": [1, 5, 9], "not": {"const": 5}, "minimum": 2}, [9], [1, 5]),
+    "an enum next to a multiple": ({"enum": [1, 1.5, 3, "a"], "multipleOf": 1}, [1, 3, "a"], [1.5]),
+    "an enum next to bounds that are in it": (
+        {"enum": [1, 2, 3, 4], "exclusiveMinimum": 1, "minimum": 0, "maximum": 4, "exclusiveMaximum": 4}, [2, 3], [1, 4],
+    ),
+    "an enum next to keywords of arrays and objects": (
+        {"enum": [[], [1], [1, 1], ["a"], {}, {"a": 1}, {"b": 1}, {"a": 1, "b": 2}], "items": {"type": "integer"}, "minItems": 1,
+         "uniqueItems": True, "required": ["a"], "maxProperties": 1},
+        [[1], {"a": 1}], [[], [1, 1], ["a"], {}, {"b": 1}, {"a": 1, "b": 2}],
+    ),
+    "an enum next to combinations": (
+        {"enum": [1, 2, 3, 4, "x"], "anyOf": [{"type": "integer"}], "oneOf": [{"minimum": 3}, {"maximum": 3}], "not": {"const": 4},
+         "if": {"const": 2}, "then": False},
+        [1], [2, 3, 4, "x"],
+    ),
+    "an enum next to dependencies": (
+        {"enum": [{"a": 1}, {"a": 1, "b": 1}, {"b": 1}, {"c": 1}], "dependentRequired": {"a": ["b"]}, "propertyNames": {"pattern": "[ab]"}},
+        [{"a": 1, "b": 1}, {"b": 1}], [{"a": 1}, {"c": 1}],
+    ),
+    "an enum next to contains": (
+        {"enum": [[1, 1], [1], [2], [1, 1, 1]], "contains": {"const": 1}, "minContains": 2, "maxContains": 2}, [[1, 1]], [[1], [2], [1, 1, 1]],
+    ),
     "an enum of all kinds": (
         {"enum": [None, True, 1, 1.5, "a", [1, "b"], {"k": {}}]}, [None, True, 1, 1.5, "a", [1, "b"], {"k": {}}],
         [False, 2, "b", [1], {}, {"k": 1}, 0],
@@ -275,6 +316,7 @@ REJECTED: dict[str, Any] = {
     "minimum": {"type": "number", "minimum": "3"},
     "multipleOf": {"type": "number", "multipleOf": 0},
     "type": {"type": "nothing"},
+    "fraction": {"type": "fraction"},
     "properties": {"properties": [1]},
     "anyOf": {"anyOf": {"a": 1}},
     "required": {"required": [1]},

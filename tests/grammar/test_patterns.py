@@ -82,6 +82,8 @@ def test_the_library_reads_what_is_written(pattern: str) -> None:
         (r"^[\b]$", "\b"),
         (r"^\/\_\%$", "/_%"),
         (r"^[\d-x]$", "-"),
+        (r"^[]*a$", "a"),
+        (r"^(?:a{2}){2}$", "aaaa"),
     ],
 )
 def test_the_notation_of_javascript_is_read(pattern: str, text: str) -> None:
@@ -100,6 +102,18 @@ def test_what_cannot_be_read_is_said(pattern: str) -> None:
         language(Algebra(), pattern)
 
 
+@pytest.mark.parametrize("outer", ["*", "+", "?", "{2}", "{2,}", "{2,3}"])
+@pytest.mark.parametrize("inner", ["*", "+", "?", "{2}", "{2,}", "{1,2}"])
+def test_repetitions_of_repetitions(inner: str, outer: str) -> None:
+    pattern = f"^(?:a{inner}){outer}$"
+    algebra = Algebra()
+    found = language(algebra, pattern)
+    texts = ["a" * length for length in range(8)]
+    expected = [bool(re.search(pattern, text)) for text in texts]
+    assert [algebra.matches(found, text) for text in texts] == expected
+    assert [bool(re.search(_pythonic(algebra.expression(found)), text)) for text in texts] == expected
+
+
 def test_dots_leave_out_the_ends_of_lines() -> None:
     algebra = Algebra()
     assert [text for text in "a\n\r\u2028\u2029\x0b" if algebra.matches(language(algebra, "^.$"), text)] == [
@@ -112,6 +126,7 @@ def test_sets_of_characters() -> None:
     assert chars([(5, 7), (1, 2), (3, 4), (9, 9), (6, 7)]) == ((1, 7), (9, 9))
     assert others(((0, 3), (9, 0x10FFFF))) == ((4, 8),)
     assert others(()) == ((0, 0x10FFFF),)
+    assert others(((0, 0x10FFFE),)) == ((0x10FFFF, 0x10FFFF),)
     assert others(others(((5, 7), (9, 9)))) == ((5, 7), (9, 9))
 
 
