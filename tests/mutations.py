@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -72,14 +73,14 @@ class Mutation:
 
 def drawn(amount: int, seed: int) -> list[Mutation]:
     """Return some of all changes to the folders, the same for a seed while the code is the same."""
-    sources = {
-        path.relative_to(ROOT).as_posix(): path.read_bytes()
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    }
-    found = [each for file, source in sources.items() for each in mutations(file, source)]
-    found.sort(key=lambda each: hashlib.sha256(f"{seed} {each.name}".encode()).digest())
-    return list(islice((each for each in found if each.is_python(sources[each.file])), amount))
+    found = sorted(_all(), key=lambda each: hashlib.sha256(f"{seed} {each.name}".encode()).digest())
+    return list(islice((each for each in found if each.is_python((ROOT / each.file).read_bytes())), amount))
+
+
+@cache
+def _all() -> list[Mutation]:
+    files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return [each for path in files for each in mutations(path.relative_to(ROOT).as_posix(), path.read_bytes())]
 
 
 def mutations(file: str, source: bytes) -> Iterator[Mutation]:
