@@ -2,4 +2,15 @@
 
 from __future__ import annotations
 
-EQUIVALENTS: dict[str, tuple[str, str, str]] = {}
+EQUIVALENTS: dict[str, tuple[str, str, str]] = {
+    "minillm/grammar/array_keywords.py::_unique::function::0": (
+        "min(size, len(values))",
+        "(max(size, len(values)))",
+        "Ways longer than maxItems are left out by maxItems itself.",
+    ),
+    "minillm/grammar/regular.py::Algebra.repeat::condition-dropped::9": (
+        "of.kind == 'rep' and of.least <= 1 and (of.most is None) and (most is None)",
+        "(of.kind == 'rep' and of.least <= 1 and (most is None))",
+        "A group repeated without bound has the same texts whether or not it has a bound of its own.",
+    ),
+}
