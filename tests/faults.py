@@ -1400,7 +1400,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "minillm/cli/fit.py": [
         ("decimal-gib", "base ** (power + 1)", "1000 ** (power + 1)", "tests/cli/test_fit.py::test_sizes_have_units"),
-        ("speed-of-this-machine", "if gpu_here or not on_gpu else None", "",
+        ("speed-of-this-machine", "if speed is None and (gpu_here or not on_gpu):", "if speed is None:",
          "tests/cli/test_fit.py::test_another_machine_is_asked_for_by_its_memory"),
     ],
 }

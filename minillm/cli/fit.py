@@ -16,6 +16,7 @@ from minillm.errors import UsageError
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
 from minillm.fit.forms import Sized, in_few_bits, quantized, ranked, sized, sized_forms
 from minillm.fit.weights import QUANTIZED
+from minillm.loading.bandwidth import Bandwidth, measure
 from minillm.progress import size
 from minillm.system import import_torch
 from minillm.text.safe import clean_line
@@ -24,7 +25,6 @@ from minillm.weights.files import ModelFiles
 from minillm.weights.manifest import FULL, load_manifest
 from minillm.weights.resolve import find
 
-_PROBE_BYTES = 1 << 28  # read to measure the bandwidth: more than a cache holds, and a second's work at most
 _UNITS = {"": 1, **{f"{unit}{kind}": base ** (power + 1) for power, unit in enumerate("KMGT")
                     for kind, base in (("iB", 1024), ("B", 1000), ("", 1024))}}  # fmt: skip
 
@@ -146,16 +146,16 @@ def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) ->
         return _this_gpu(config, bandwidth)
     free, total = system.memory() if memory is None else (memory, memory)
     free = max(0, free - (GPU_PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES))
-    if bandwidth is not None:
-        speed: float | None = bandwidth
-    else:
-        speed = _measured("cuda" if on_gpu else "cpu") if gpu_here or not on_gpu else None
+    speed = None if bandwidth is None else Bandwidth(bandwidth)
+    if speed is None and (gpu_here or not on_gpu):
+        speed = _measured("cuda" if on_gpu else "cpu")
     kind = "GPU" if on_gpu else "CPU"
     about = (
         f"a {kind} with {size(memory)}" if memory is not None else f"this machine's CPU, with {size(total)} of memory"
     )
     about += f", {size(free)} of it for the model" if memory is not None else f", {size(free)} free for a model"
-    return Machine(about + _rate(speed, bandwidth), Budget(free, total, on_gpu, element_size, config), speed)
+    budget = Budget(free, total, on_gpu, element_size, config)
+    return Machine(about + _rate(speed, bandwidth), budget, None if speed is None else speed.rate)
 
 
 def _gpu_is_here() -> bool:
@@ -171,25 +171,24 @@ def _this_gpu(config: EngineConfig, bandwidth: int | None) -> Machine:
 
     device = choose_device(config)
     budget = budget_of(config, device, choose_dtype(config, device))
-    speed = bandwidth or _measured(str(device))
+    speed = Bandwidth(bandwidth) if bandwidth else _measured(str(device))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
     about = f"{name}, {size(budget.free)} of {size(budget.total)} free"
-    return Machine(about + _rate(speed, bandwidth), budget, speed)
+    return Machine(about + _rate(speed, bandwidth), budget, speed.rate)
 
 
-def _measured(device: str) -> float:
+def _measured(device: str) -> Bandwidth:
     import_torch()
     import torch
 
-    from minillm.bench.meter import read_bandwidth
-
-    return read_bandwidth(torch.device(device), _PROBE_BYTES)
+    return measure(torch.device(device))
 
 
-def _rate(speed: float | None, given: int | None) -> str:
+def _rate(speed: Bandwidth | None, given: int | None) -> str:
     if speed is None:
         return "; tokens per second need a --bandwidth"
-    return f"; it reads {speed / 1e9:,.{0 if speed >= 1e11 else 1}f} GB/s{'' if given else ' (measured)'}"
+    source = "" if given else " (best measured; the machine is busy now)" if speed.is_busy else " (measured)"
+    return f"; it reads {speed.rate / 1e9:,.{0 if speed.rate >= 1e11 else 1}f} GB/s{source}"
 
 
 def _rows(models: list[Sized], machine: Machine) -> list[Row]:

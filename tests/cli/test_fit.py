@@ -15,6 +15,7 @@ from forging import LLAMA_1B, LLAMA_8B, forge_gguf, forge_hf, hf_tensors
 from minillm import system
 from minillm.cli import fit
 from minillm.cli.main import main
+from minillm.loading.bandwidth import Bandwidth
 from minillm.weights.files import FileRecord, downloading, place
 
 GIB = 1 << 30
@@ -32,7 +33,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
     monkeypatch.setattr("socket.socket.connect", no_network)
     monkeypatch.setattr("socket.create_connection", no_network)
-    monkeypatch.setattr(fit, "_measured", lambda device: 20e9)
+    monkeypatch.setattr(fit, "_measured", lambda device: Bandwidth(20e9))
     monkeypatch.setattr(system, "memory", lambda: (7 * GIB, 8 * GIB))
     monkeypatch.setattr(fit, "_gpu_is_here", lambda: False)
     monkeypatch.setattr("minillm.fit.budget.CPU_KEEPS_LOW_BIT", True)
@@ -82,6 +83,13 @@ def test_the_table_marks_the_best_and_names_its_command(run: Run) -> None:
     assert q4.endswith("yes, best")
     assert advice == "minillm chat --model llama-3.1-8b:q4_k_m"
     assert len({line.rindex("  ") for line in (columns, full, q8)}) == 1, "columns stand below each other"
+
+
+def test_a_busy_machine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "_measured", lambda device: Bandwidth(20e9, is_busy=True))
+    head = run("llama-3.1-8b")[1].splitlines()[0]
+    assert head.endswith("; it reads 20.0 GB/s (best measured; the machine is busy now)")
+    assert "busy" not in run("llama-3.1-8b", "--bandwidth", "20GB/s")[1]
 
 
 def test_a_context_in_8_bits_is_longer_and_stands_in_the_command(run: Run) -> None:
@@ -250,4 +258,4 @@ print([name for name in ("torch", "numpy", "gguf", "huggingface_hub", "triton") 
 
 @pytest.mark.slow
 def test_the_bandwidth_of_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 5e8 < fit._measured("cpu") < 2e12
+    assert 5e8 < fit._measured("cpu").rate < 2e12

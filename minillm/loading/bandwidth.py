@@ -1,0 +1,133 @@
+"""The bandwidth of a device's memory: the best of several short measurements, kept in the cache directory.
+
+Other programs make a measurement slower, never faster. The best one is closest to the hardware, and a later one
+replaces it only if it is better. Reading the file does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.system import cache_dir, processor
+from minillm.text.reading import read_bytes
+from minillm.text.safe import parse_json
+
+if TYPE_CHECKING:
+    import torch
+
+_PROBE_BYTES = 1 << 28  # more than a processor's cache holds
+_COUNT = 8  # measurements, of some hundredths of a second each
+_SPREAD = 1.3  # of the best rate to the median, above which the machine is busy
+_TAKEN = 0.35  # of a core, above which other programs keep the machine busy
+_MOST_BYTES = 1 << 16  # of the file
+_PLAUSIBLE = (1e8, 1e14)  # bytes per second
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """``rate`` in bytes per second; ``is_busy``: other programs slowed the measurement down."""
+
+    rate: float
+    is_busy: bool = False
+
+
+def kept_rate(device: str) -> float | None:
+    """Return the best rate measured so far for a processor or card, in bytes per second; None if there is none.
+
+    A damaged file counts as none.
+    """
+    rate = _read().get(device)
+    return float(rate) if isinstance(rate, int | float) and _PLAUSIBLE[0] <= rate <= _PLAUSIBLE[1] else None
+
+
+def known_rate(device: torch.device) -> float:
+    """Return the kept rate of a device in bytes per second, measured if there is none."""
+    return kept_rate(_name(device)) or measure(device).rate
+
+
+def measure(device: torch.device) -> Bandwidth:
+    """Measure how fast a CPU reads memory, or a GPU copies it with reads and writes counted. See `best_of`."""
+    import torch
+
+    data = torch.ones(_PROBE_BYTES // 4, device=device)
+    on_gpu = device.type == "cuda"
+    target = torch.empty_like(data) if on_gpu else data
+
+    def once() -> float:
+        began = time.perf_counter()
+        if on_gpu:
+            target.copy_(data)
+            torch.cuda.synchronize(device)
+        else:
+            data.sum()
+        return (1 + on_gpu) * _PROBE_BYTES / (time.perf_counter() - began)
+
+    return best_of(_name(device), once)
+
+
+def best_of(device: str, once: Callable[[], float]) -> Bandwidth:
+    """Return the best of several measurements and of earlier ones, and keep it.
+
+    Args:
+        device: the name of the processor or card.
+        once: measures once, and returns bytes per second.
+    """
+    since = _clocks()
+    rates = sorted(once() for _ in range(_COUNT))
+    seconds, busy, own = (now - then for now, then in zip(_clocks(), since, strict=True))
+    before = kept_rate(device) or 0.0
+    if rates[-1] > before:
+        _keep(device, rates[-1])
+    rate = max(rates[-1], before)
+    return Bandwidth(rate, is_busy(rates, rate, (busy - own) / seconds))
+
+
+def is_busy(rates: Sequence[float], rate: float, cores: float) -> bool:
+    """Whether other programs took ``cores``, or the median of the sorted ``rates`` is far below the best ``rate``."""
+    return cores > _TAKEN or rate > _SPREAD * rates[len(rates) // 2]
+
+
+def _name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Return `threads.clocks`; the cores' own as zero where the system does not count them."""
+    from minillm.loading.threads import clocks  # not at the top: it imports torch
+
+    try:
+        return clocks()
+    except OSError:
+        return clocks(lambda: 0.0)
+
+
+def _path() -> Path:
+    return cache_dir() / "bandwidth.json"
+
+
+def _read() -> dict[str, Any]:
+    try:
+        found = parse_json(read_bytes(_path(), _MOST_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _keep(device: str, rate: float) -> None:
+    """Replace the file atomically. Without a cache directory that can be written, nothing is kept."""
+    with suppress(OSError):
+        _path().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_path().parent) as scratch:
+            part = Path(scratch, _path().name)
+            part.write_text(json.dumps({**_read(), device: rate}, indent=1), encoding="utf-8")
+            os.replace(part, _path())
