@@ -140,7 +140,8 @@ class EngineConfig:
         "prompts and where dozens of requests run; auto: a copy where that takes at most a quarter of the memory; "
         "expanded: in dtype alone. int8: on a CPU, all matrices in 8 bits (a file's of 4 bits in 4 besides), which is "
         "faster and has other last digits. stored on a CPU: a file's matrices of 4 bits in 4 alone, its others of few "
-        "bits in 8, which takes the least memory; prompts take longer than with int8",
+        "bits in 8, which takes the least memory; prompts take longer than with int8. auto on a CPU: expanded if that "
+        "takes at most half of the free memory, otherwise stored",
     )  # fmt: skip
     quantize: str | None = choice(
         None, ("int8", "int4", "fp8"),

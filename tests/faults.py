@@ -1221,8 +1221,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/cli/test_fit.py::test_a_file_and_a_directory_are_rows_of_their_own"),
     ],
     "minillm/loading/fits.py": [
-        ("nothing-is-refused", "if fit.needed <= budget.available:\n        return\n    itself",
-         "if True:\n        return\n    itself",
+        ("nothing-is-refused", "if fit.needed <= budget.available:\n        return\n",
+         "if True:\n        return\n",
          FITTING + "test_a_model_that_does_not_fit_is_one_line_with_the_form_that_would"),
         ("whole-model-on-each-rank", "return math.prod(local[tensor.name]) / math.prod(whole[tensor.name])",
          "return 1.0",

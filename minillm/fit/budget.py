@@ -16,6 +16,7 @@ from minillm.progress import size
 from minillm.weights.shape import Shape
 
 CPU_KEEPS_LOW_BIT = False  # its products are of numbers, so matrices of few bits are unpacked at the load
+CPU_DEQUANTIZED_SHARE = 0.5  # of the free memory: prompts take longer low-bit, and more than this is others' memory
 CPU_POOL_TOKENS, CPU_POOL_SHARE = 32768, 0.5
 CPU_STEP_TOKENS = 512  # a step of a 135M model then takes about a second
 GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
@@ -81,6 +82,20 @@ class Budget:
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
         return Layout(self.element_size, packs, asked, self._held(packs))
+
+    @property
+    def chooses_weights(self) -> bool:
+        """Whether a model's size and the free memory decide if low-bit matrices are dequantized."""
+        return self.config.weights == "auto" and not self.on_gpu and not CPU_KEEPS_LOW_BIT
+
+    @property
+    def most_dequantized(self) -> int:
+        """Bytes that dequantized weights may take where the choice is free (`chooses_weights`)."""
+        return int((self.available - self.draft_bytes) * CPU_DEQUANTIZED_SHARE)
+
+    def with_weights(self, weights: str) -> Budget:
+        """The same with the option ``weights``."""
+        return replace(self, config=replace(self.config, weights=weights))
 
     def _held(self, packs: bool) -> Held:
         weights = self.config.weights

@@ -59,9 +59,21 @@ class Sized:
 
     def layout(self, budget: Budget) -> Layout:
         """How its weights are held."""
+        return self.decided(budget).layout(self.quantize)
+
+    def decided(self, budget: Budget) -> Budget:
+        """Return the budget with the option ``weights`` as this model is loaded.
+
+        Where the option is "auto" on a CPU, a low-bit model is dequantized if that fits in half of the free memory, and
+        otherwise stays low-bit.
+        """
         if self.kept:
-            budget = replace(budget, config=replace(budget.config, weights=self.kept))
-        return budget.layout(self.quantize)
+            return budget.with_weights(self.kept)
+        if not budget.chooses_weights:
+            return budget
+        whole = replace(budget, config=replace(budget.config, tensor_parallel_size=1))  # ranks share a CPU's memory
+        expanded, stored = (replace(self, kept=kept).weights(whole).memory for kept in ("expanded", "stored"))
+        return budget.with_weights("stored" if stored < expanded > budget.most_dequantized else "expanded")
 
     def weights(self, budget: Budget) -> Weights:
         """The memory of its weights, or of one rank's part of them."""

@@ -10,7 +10,7 @@ import torch
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError
 from minillm.fit.budget import GRAPH_BYTES, Budget
-from minillm.fit.forms import shape_of
+from minillm.fit.forms import Sized, shape_of
 from minillm.fit.weights import QUANTIZED, Weights, weights_in_memory
 from minillm.kernels import Costs
 from minillm.loading.compiling import with_compiled_layers
@@ -175,6 +175,7 @@ def load_weights(
     ranks: Ranks | None,
     on_progress: OnProgress = ignore_progress,
     draft: Draft | None = None,
+    on_message: OnMessage = ignore_message,
 ) -> tuple[Llama, Budget]:
     """The model, or this rank's part of it, and the budget of the memory that was there before.
 
@@ -200,8 +201,25 @@ def load_weights(
         budget = draft.beside(budget)
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     check_fits(description.name, model_config, description.tensors, shard, budget)
+    if budget.chooses_weights:
+        whole = Sized(description.name, description.tensors, shape_of(model_config), 0)
+        budget = _choose_weights(whole, budget, ranks, on_message)
     longest = config.max_model_len or model_config.max_position_embeddings
     return _load(description, config, budget, device, longest, ranks, on_progress), budget
+
+
+def _choose_weights(model: Sized, budget: Budget, ranks: Ranks | None, on_message: OnMessage) -> Budget:
+    """Decide whether low-bit weights are dequantized, alike on all ranks."""
+    dequantizes = model.decided(budget).config.weights == "expanded"
+    if ranks is not None:
+        dequantizes = bool(ranks.least(dequantizes))
+    if not dequantizes:
+        dequantized = size(model.weights(budget.with_weights("expanded")).memory)
+        on_message(
+            f"{model.name} stays low-bit: dequantized it would take {dequantized}, more than half of the free memory; "
+            "--weights expanded dequantizes it"
+        )
+    return budget.with_weights("expanded" if dequantizes else "stored")
 
 
 def _load(
@@ -276,7 +294,7 @@ def build_runner(
     if cores is not None:
         on_progress = following(cores, on_progress)
     drafting = describe_draft(description, config, device, on_progress, on_message)
-    model, budget = load_weights(description, config, device, ranks, on_progress, drafting)
+    model, budget = load_weights(description, config, device, ranks, on_progress, drafting, on_message)
     longest = config.max_model_len or description.config.max_position_embeddings
     if not config.enforce_eager:
         model = with_compiled_layers(model, on_progress, on_message)

@@ -28,10 +28,10 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
         return 1 / shard.size  # packed weights and their scales
 
     tensors, shape = tuple(tensors), shape_of(model)
-    fit = budget.fit(weights_in_memory(tensors, budget.layout(), share), shape)
+    itself = Sized(name, tensors, shape, 0)
+    fit = budget.fit(weights_in_memory(tensors, itself.layout(budget), share), shape)
     if fit.needed <= budget.available:
         return
-    itself = Sized(name, tensors, shape, 0)
     raise CapacityError(f"{name} needs {_needs(fit, budget)}, and {budget.where()}; {_instead(itself, budget)}")
 
 

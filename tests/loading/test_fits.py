@@ -120,26 +120,55 @@ def test_a_cpu_is_told_that_few_bits_could_be_kept(tmp_path: Path, monkeypatch: 
     memory(monkeypatch, 10.5)
     with pytest.raises(CapacityError) as by_name:
         load_engine("llama-3.1-8b", EngineConfig(device="cpu"))
-    with pytest.raises(CapacityError) as of_file:
-        check(10.5)
-    memory(monkeypatch, 9)
-    with pytest.raises(CapacityError) as of_form:
-        load_engine("llama-3.1-8b", EngineConfig(device="cpu"))
-    for caught, form, kept in (
-        (by_name, "llama-3.1-8b", "int8"), (of_form, "llama-3.1-8b:q4_k_m", "stored"), (of_file, file.name, "stored"),
-    ):  # fmt: skip
-        advice = str(caught.value).rpartition("; ")[2]
-        assert re.fullmatch(
-            rf"in fewer bits {re.escape(form)} \(\d\.\d GiB\) would fit: "
-            rf"minillm chat --model {re.escape(form)} --weights {kept}",
-            advice,
-        ), advice
+    assert re.search(r"; llama-3\.1-8b:q8_0 \(8\.\d GiB\) would fit: \S+ chat --model \S+$", str(by_name.value))
+    directory = forge_hf(tmp_path / "dir", LLAMA_8B, hf_tensors(LLAMA_8B))
+    with pytest.raises(CapacityError, match=r"; in fewer bits \S+ \(\d\.\d GiB\) would fit: .* --weights int8$"):
+        load_engine(str(directory), EngineConfig(device="cpu"))
+    check(10.5)  # by itself, a file stays low-bit
     for weights in ("int8", "expanded"):  # other ways than that are no reason not to tell
         with pytest.raises(CapacityError, match=r"--weights stored$"):
             check(8, weights)
     check(8, "stored")
     with pytest.raises(CapacityError, match=r"; take a smaller model$"):
         check(4)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "Q6_K", "F16"])
+def test_a_cpu_dequantizes_what_then_takes_half_of_the_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("minillm.fit.budget.CPU_KEEPS_LOW_BIT", False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    model = sized("x", forge_gguf(tmp_path / "1b.gguf", LLAMA_1B, kind))
+
+    def held(free: int, **options: Any) -> str:
+        return model.layout(Budget(free, 64 * GIB, False, 4, EngineConfig(**options))).held
+
+    dequantized = model.weights(Budget(0, 0, False, 4, EngineConfig(weights="expanded"))).memory
+    low_bit = "expanded" if kind == "F16" else "int4"
+    assert held(2 * dequantized + 2) == "expanded"
+    assert held(2 * dequantized - 2) == held(GIB) == low_bit
+    assert held(2 * dequantized - 2, weights="expanded") == "expanded"
+    assert held(64 * GIB, weights="stored") == "int4"
+    assert held(2 * dequantized - 2, tensor_parallel_size=2) == low_bit, "ranks share the memory"
+
+
+def test_the_loader_keeps_low_bit_what_would_take_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minillm import LLM
+
+    monkeypatch.setattr("minillm.fit.budget.CPU_KEEPS_LOW_BIT", False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    write_gguf(tmp_path / "q8.gguf", gguf_model(), GGMLQuantizationType.Q8_0)
+    model = sized("x", tmp_path / "q8.gguf")
+    dequantized = model.weights(Budget(0, 0, False, 4, EngineConfig(weights="expanded"))).memory
+    said: list[str] = []
+    for share, kept in ((1.01, False), (0.99, True)):  # of the free memory, in dequantized weights
+        monkeypatch.setattr("minillm.fit.budget.CPU_DEQUANTIZED_SHARE", share * dequantized / GIB)
+        monkeypatch.setattr("minillm.system.memory", lambda: (GIB, GIB))
+        with LLM(str(tmp_path / "q8.gguf"), device="cpu", num_blocks=8, on_message=said.append) as llm:
+            bytes_kept = llm.engine.runner.model.weight_bytes
+        assert (bytes_kept < 0.6 * dequantized, len(said)) == (kept, int(kept))
+    assert "stays low-bit: dequantized it would take" in said[0]
 
 
 @pytest.mark.usefixtures("nothing_is_made")
