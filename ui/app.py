@@ -151,6 +151,12 @@ class ChatApp(EngineApp):
         if len(self.screen_stack) > 1:
             self.pop_screen()
 
+    def action_leave(self) -> None:
+        """ctrl+q: quit; twice, where that would cut something off."""
+        talk = self.chat.talk
+        if not talk.unfinished or talk.is_asked_twice_to_end("ctrl+q", talk.unfinished):
+            self.exit()
+
     def action_command_palette(self) -> None:
         from minillm.ui.dialogs import Palette
 

@@ -1,7 +1,5 @@
 """The chat's screen: the talk, the memory beside it, and the keys of both."""
 
-import time
-
 from textual import events, getters, on
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -30,7 +28,6 @@ _KEYS = {
     "select-previous": ("alt+up", "select(-1)"), "select-next": ("alt+down", "select(1)"),
 }  # names of actions, their keys, and what they do  # fmt: skip
 _WIDTHS, _WIDTH_STEP, _USUAL_WIDTH = (25, 70), 5, 40  # of the memory beside the talk, in percent: see `memory.tcss`
-_GRACE = 2.0  # seconds between two ctrl+c that quit
 
 
 def name_of_stranger(owner: str) -> str:
@@ -64,7 +61,6 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.pool: Pool | None = None
         self._phase = EngineState().phase
         self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
-        self._interrupted_at = -_GRACE
         self._width = _USUAL_WIDTH
         self._last_copier = ""  # the request that copied a block last
         self._earlier_names: dict[str, str] = {}  # of requests, those of conversations before this one included
@@ -212,11 +208,8 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.app.copy_to_clipboard(selected)
         elif self.talk.run is not None or self._phase == "loading":
             self.action_stop()
-        elif time.monotonic() - self._interrupted_at < _GRACE:
+        elif self.talk.is_asked_twice_to_end("ctrl+c"):
             self.app.exit()
-        else:
-            self._interrupted_at = time.monotonic()
-            self.notify("ctrl+c again quits", timeout=_GRACE)
 
     def lead(self, event: events.Key | events.Paste) -> None:
         """Give the prompt the keyboard before a letter or pasted text comes, unless its widget has a use for them. The

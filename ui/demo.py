@@ -244,6 +244,10 @@ class DemoApp(ChatApp):
         # After the tour its keys are letters again.
         return not (action == "tour" and self.over)
 
+    def action_leave(self) -> None:
+        """Quit at once: nothing here is the user's."""
+        self.exit()
+
     def action_tour(self, what: str) -> None:
         if what == "next":
             self.paused = False

@@ -20,7 +20,7 @@ LETTERS = {
     "reload": "l", "edit": "e", "regenerate": "r", "continue": "c", "branch-previous": "b", "branch-next": "w",
     "undo": "u", "copy": "y", "probabilities": "p", "select-previous": "k", "select-next": "j", "pool": "1",
     "tables": "2", "strands": "3", "events": "4", "memory": "5", "steps": "6", "expand": "v", "editor": "x",
-    "suspend": "z", "quit": "q",
+    "suspend": "z", "quit": "q", "wider": "+", "narrower": "-",
 }  # of the menu, by action  # fmt: skip
 _TWO_COLUMNS = 78  # columns of a screen on which two of the menu stand side by side
 _ARROWS = {"up": "↑", "down": "↓", "left": "←", "right": "→"}

@@ -70,7 +70,7 @@ def test_random_keys(engine: str, tiny_model: Path, tmp_path: Path) -> None:
             typed = type_at_random(running, rng)
             running.wait_for_keys_taken()
             if running.process.poll() is None:
-                for key in ("\x1b[27u", "\x1b[27u", "\x11"):
+                for key in ("\x1b[27u", "\x1b[27u", "\x11", "\x11"):
                     running.type(key)
                     running.read(0.2)
             try:

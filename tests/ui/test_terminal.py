@@ -217,7 +217,7 @@ def test_an_app_that_does_not_end_tells_what_it_does() -> None:
 PATIENT = (
     sys.executable,
     "-c",
-    "import sys, runpy; import minillm.ui.chat_screen as chat_screen; chat_screen._GRACE = 60.0; "
+    "import sys, runpy; import minillm.ui.chat.talk as talk; talk._GRACE = 60.0; "
     f"sys.path.insert(0, '{ROOT}/tests/ui'); sys.argv = ['chat', 'fake']; "
     f"runpy.run_path('{ROOT}/tests/ui/chat_with_fake.py', run_name='__main__')",
 )  # the second ctrl+c may come late

@@ -15,8 +15,8 @@ from textual import events
 from minillm.errors import MinillmError
 from minillm.ui import terminal
 from minillm.ui.app import ChatApp
-from minillm.ui.chat import commands
 from minillm.ui.chat import prompt as prompt_module
+from minillm.ui.chat import talk as talk_module
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.prompt import PromptInput
@@ -178,18 +178,30 @@ async def test_a_command_after_a_choice_by_digit_is_a_command(monkeypatch: pytes
 
 
 @pytest.mark.anyio
-async def test_control_q_asks_during_an_answer_and_keeps_the_draft(
+async def test_control_q_asks_during_an_answer_and_with_a_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "SHORT_ANSWER", 0.0)
+    now = 1000.0
+    monkeypatch.setattr(talk_module, "time", SimpleNamespace(monotonic=lambda: now))
     store = SessionStore(tmp_path)
     async with chat(store=store) as pilot:
+
+        def told() -> str:
+            return [each.message for each in pilot.app._notifications][-1]
+
+        await pilot.press(*"a draft", "ctrl+q")
+        await until(pilot, lambda: told() == "this text is not sent: ctrl+q again quits")
+        now += 3
+        await pilot.press("ctrl+q")  # too late: it asks again
+        await pilot.press("ctrl+u")
         await say(pilot, "endless")
         await until(pilot, lambda: "word word" in seen(pilot))
-        await pilot.press(*"a draft", "ctrl+q")
-        await until(pilot, lambda: any("again quits" in each.message for each in pilot.app._notifications))
-        assert pilot.app.return_code is None
+        now += 3
         await pilot.press("ctrl+q")
+        await until(pilot, lambda: told() == "an answer is being given: ctrl+q again quits")
+        assert pilot.app.return_code is None
+        assert screen(pilot).talk.run is not None, "the answer goes on"
+        await pilot.press(*"a draft", "ctrl+q")
         await until(pilot, lambda: pilot.app.return_code == 0)
     async with chat(store=store) as pilot:
         prompt = screen(pilot).talk.prompt
@@ -204,6 +216,34 @@ async def test_control_q_asks_during_an_answer_and_keeps_the_draft(
         await pilot.press("up", "ctrl+q")
         await until(pilot, lambda: pilot.app.return_code == 0)
     assert store.take_draft() == "", "it was sent"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("keys", [["ctrl+c", "ctrl+q"], ["ctrl+q", "ctrl+c"], [*"/quit", "enter"]])
+async def test_two_keys_that_quit_or_the_command_end_the_chat(keys: list[str]) -> None:
+    async with chat() as pilot:
+        if keys[0] == "/":
+            await say(pilot, "endless")
+            await until(pilot, lambda: "word word" in seen(pilot))
+        else:
+            await pilot.press(*"a draft")
+        await pilot.press(*keys)
+        await until(pilot, lambda: pilot.app.return_code == 0)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("keys", ["", "alt+e", "x"])
+async def test_control_q_quits_at_once_where_little_would_be_lost(keys: str) -> None:
+    resumed = Conversation()
+    resumed.ask("a question\x1b[31m of old").finish_reason = "stop"
+    async with chat() as pilot:
+        await screen(pilot).talk.open_conversation(resumed)
+        await until(pilot, lambda: "of old" in seen(pilot))
+        if keys:
+            await pilot.press(keys)
+            await until(pilot, lambda: screen(pilot).talk.prompt.text != "")
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: pilot.app.return_code == 0)
 
 
 def test_a_signal_keeps_the_draft(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from minillm.ui.settings import settings_summary, with_param
 
 COMMANDS = CommandTable()
 command = COMMANDS.command
-SHORT_ANSWER = 3.0  # seconds of an answer that nobody minds to lose
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -347,10 +346,7 @@ async def suspend(talk: Talk, _: str) -> None:
     talk.app.action_suspend_process()
 
 
-@command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere", also=("exit", "bye"))
+@command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere", key_action="app.leave",
+         also=("exit", "bye"))  # fmt: skip
 async def leave(talk: Talk, _: str) -> None:
-    busy = talk.compaction if talk.run is None or talk.run.seconds < SHORT_ANSWER else talk.run
-    if busy is not None and talk.leaving is not busy:
-        talk.leaving = busy
-        raise UsageError("an answer is being given: Escape stops it, the same again quits")
     talk.app.exit()

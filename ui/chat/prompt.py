@@ -14,6 +14,7 @@ from textual.strip import Strip
 from textual.timer import Timer
 from textual.widgets.text_area import Edit, EditResult, Location
 
+from minillm.text.safe import clean
 from minillm.ui.chat.files import (
     begun_mention,
     best_matches,
@@ -83,7 +84,7 @@ class PromptInput(SteadyTextArea):
     def draft(self) -> str:
         """The full text, empty where it is one that was sent before."""
         text = self.full_text
-        return "" if not text.strip() or text in self._history else text
+        return "" if not text.strip() or text in map(clean, self._history) else text
 
     def take(self) -> str:
         """The full text; the input is empty afterwards."""

@@ -29,6 +29,7 @@ class SlashCommand:
     action: Action
     argument: str = ""  # named for people; in brackets where it may be left out
     keys: Mapping[str, str] = field(default_factory=dict)  # each with the argument that it stands for
+    key_action: str = ""  # what the keys do, where that is not quite the same
     shown_key: str = ""  # how people are told
     label: str = ""  # in the line of keys; empty: not there
     also: tuple[str, ...] = ()  # names that other chats have for it
@@ -47,7 +48,8 @@ class SlashCommand:
 
         label, priority = self.label or self.name.capitalize(), self.scope != "app"
         for key, argument in self.keys.items():
-            action, name = f"command({self.name!r}, {argument!r})", f"{self.name}-{argument}".rstrip("-")
+            action = self.key_action or f"command({self.name!r}, {argument!r})"
+            name = f"{self.name}-{argument}".rstrip("-")
             yield Binding(key, action, label, show=bool(self.label), priority=priority, id=name)
 
 

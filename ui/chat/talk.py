@@ -31,6 +31,7 @@ from minillm.ui.numbers import count, plural
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
 _FAR = 3  # lines below the screen that a reader is told of
 _LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
+_GRACE = 2.0  # seconds between two keys that quit
 LONG_ANSWER = 10.0  # seconds after which a user is called: one may have turned to something else
 
 
@@ -72,7 +73,7 @@ class Talk(Vertical):
         self._pinned_system = ""
         self._report_every = 0.0  # as the engine was told last
         self._last_prompt: PromptInput | None = None  # `prompt`, also when the widgets are gone
-        self.leaving: object = None  # the answer during which the user wanted to leave
+        self._end_asked_at = -_GRACE
 
     def compose(self) -> ComposeResult:
         yield (transcript := Transcript())
@@ -208,6 +209,25 @@ class Talk(Vertical):
         """The questions that wait, and the text in the prompt unless it was sent before."""
         draft = "" if self._last_prompt is None else self._last_prompt.draft
         return "\n\n".join(filter(None, [*self._waiting, draft]))
+
+    @property
+    def unfinished(self) -> str:
+        """Say what the end of the chat would cut off: an answer with its first words, or a long wait for them; or an
+        unsent text of several words. Empty where there is nothing.
+        """
+        run = self.run
+        if self.compaction is not None or (run is not None and (run.has_words or run.seconds > LONG_ANSWER)):
+            return "an answer is being given"
+        draft = "" if self._last_prompt is None else self._last_prompt.draft
+        return "this text is not sent" if len(draft.split()) > 1 else ""
+
+    def is_asked_twice_to_end(self, key: str, reason: str = "") -> bool:
+        """Return whether a key to quit is pressed again within `_GRACE` seconds; say the first time what it does."""
+        before, self._end_asked_at = self._end_asked_at, time.monotonic()
+        if self._end_asked_at - before < _GRACE:
+            return True
+        self.notify(": ".join(filter(None, [reason, f"{key} again quits"])), timeout=_GRACE)
+        return False
 
     async def offer_draft(self) -> None:
         """Have ↑ bring back the text that the last chat was closed with."""
