@@ -12,8 +12,10 @@ import signal
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from rich import cells
 from textual import constants, events
 from textual._xterm_parser import XTermParser
 from textual.app import App, ComposeResult
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from textual.content import Content
     from textual.widgets._markdown import MarkdownListItem as MarkdownListItem
     from textual.widgets._markdown import MarkdownParagraph as MarkdownParagraph
+    from textual.widgets._markdown import MarkdownTable as MarkdownTable
     from textual.widgets.markdown import MarkdownBlock
     from textual.widgets.text_area import Edit, EditResult
 
@@ -47,11 +50,21 @@ _COMPLETE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-Z\\-~]")  # a control sequence; "\
 _KITTY_KEY = re.compile(r"\x1b\[(\d*)[\d:]*(?:;(\d*)(?::(\d*))?)?((?:;[\d:]*)?[u~ABCDEFHPQRS])")
 _RELEASED = "3"  # the type of a key event in the Kitty protocol
 _KEEP_TITLE, _TITLE_BEFORE = "\x1b[22;2t", "\x1b[23;2t"  # xterm's stack of titles; others take no notice
+_EMOJI_LOOK = "\ufe0f"  # variation selector 16: some terminals draw the character before it wide, many do not
+_load_cell_table = cells.load_cell_table
+
+
+@cache
+def _without_wide_looks(unicode_version: str = "auto") -> cells.CellTable:
+    return _load_cell_table(unicode_version)._replace(narrow_to_wide=frozenset())
+
+
+cells.load_cell_table = _without_wide_looks  # a character has one width in all terminals; see `TerminalDriver.write`
 
 
 def __getattr__(name: str) -> Any:
     """The classes of Markdown, imported when they are needed: that takes a tenth of the time until the first screen."""
-    if name not in ("MarkdownListItem", "MarkdownParagraph"):
+    if name not in ("MarkdownListItem", "MarkdownParagraph", "MarkdownTable"):
         raise AttributeError(name)
     from textual.widgets import _markdown
 
@@ -227,6 +240,18 @@ class Becoming:
         await self.become(block)
 
 
+class HearsOfGrowth:
+    """Mixed into a Markdown block that has something to do once Textual has made it grow."""
+
+    def has_become(self, block: MarkdownBlock) -> None:
+        """Take note that this block shows ``block`` now."""
+        raise NotImplementedError
+
+    async def _update_from_block(self, block: MarkdownBlock) -> None:
+        await super()._update_from_block(block)  # type: ignore[misc]
+        self.has_become(block)
+
+
 async def update_block(block: MarkdownBlock, later: MarkdownBlock) -> None:
     """Have a block become ``later``, which is this block some words later."""
     await block._update_from_block(later)
@@ -314,6 +339,10 @@ class TerminalDriver(LinuxDriver):
     """Textual's driver, but bytes that are no UTF-8 do not end the app, and the end of input does. Keys that were read
     before come first. Answers of the terminal to earlier questions are no keys, and neither is anything in a paste.
     """
+
+    def write(self, data: str) -> None:
+        """Write to the terminal; no variation selector changes a width there. Copied and saved text keeps them."""
+        super().write(data.replace(_EMOJI_LOOK, ""))
 
     def run_input_thread(self) -> None:
         decode = getincrementaldecoder("utf-8")("replace").decode

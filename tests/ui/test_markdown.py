@@ -31,6 +31,7 @@ TEXTS = {
     "a quote in a list": "1. one\n\n   > in a quote\n2. two",
     "formulas": "So \\( a\\,b \\):\n\n\\[\n\\frac{a}{b}\n- c\\,d\n\\]\nand $$x$$.\n\n$$\ny_1 * z_1\n$$\nend",
     "code without a fence": "Do this:\ndef f(a):\n    if a:\n        return 1\n\n    return __name__\n\nThen `f`.",
+    "aligned columns": "| left | middle | right |\n|:-|:-:|-:|\n|1|2|3|\n| longer words | 55 | 66 |\n| 7 | 8 | 9 |",
     "mixed": "# Title\n\n> quoted\n> more\n\n| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n\n---\n\n1. one\n2. two",
 }
 
@@ -114,6 +115,26 @@ def test_formulas_names_and_code_are_drawn_as_written(text: str) -> None:
 )
 def test_markdown_stays_markdown(text: str, shown: str) -> None:
     assert "|".join(plain_texts(text)) == shown
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("step", [7, 1000])
+async def test_columns_are_aligned_as_the_second_line_says(step: int) -> None:
+    app = Shown()
+    async with app.run_test(size=(60, 30)) as pilot:
+        text, markdown = TEXTS["aligned columns"], app.query_one(ModelMarkdown)
+        for at in range(0, len(text), step):
+            await markdown.append_text(text[at : at + step])
+        await pilot.pause()
+        rows = [line.strip()[1:-1].split("│") for line in seen(pilot).splitlines() if line.count("│") == 4]
+        assert [cells[0].strip() for cells in rows] == ["left", "1", "longer words", "7"]
+        for left, middle, right in rows:
+            spaces = [len(cell) - len(cell.lstrip()) for cell in (left, middle, right)]
+            after = [len(cell) - len(cell.rstrip()) for cell in (left, middle, right)]
+            assert spaces[0] == 1
+            assert abs(spaces[1] - after[1]) <= 1
+            assert after[2] == 1
+        assert len({len("│".join(row)) for row in rows}) == 1
 
 
 @pytest.mark.anyio

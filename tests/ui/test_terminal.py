@@ -15,6 +15,10 @@ from pathlib import Path
 import pytest
 from fake_engine import HOSTILE
 from pty_session import CHAT, ROOT, Session, session
+from rich.cells import cell_len
+
+import minillm.ui.textual_internals  # noqa: F401  it sets the widths of characters
+from minillm.ui.chat.sessions import SessionStore
 
 # The app itself may send only these: cursor, colour and mode sequences of a fixed form.
 _OWN = re.compile(
@@ -247,6 +251,22 @@ def test_a_defect_of_the_app_restores_the_terminal_and_is_one_line() -> None:
         assert "internal error: RuntimeError: a defect ␛[31mof the app" in last
         assert "Traceback" not in last
         assert len(last.strip().splitlines()) <= 2
+
+
+def test_emoji_have_one_width_in_every_terminal(tmp_path: Path) -> None:
+    text = "\u2764\ufe0f 1\ufe0f\u20e3 \u26a0\ufe0f \U0001f3f7\ufe0f \u231a\ufe0f"
+    assert [cell_len(each) for each in text.split()] == [1, 1, 1, 1, 2], "as without the variation selectors"
+    with session(environment={"MINILLM_DATA": str(tmp_path)}) as running:
+        start(running)
+        running.type(f"echo {text}\r")
+        running.wait_for("50.0 tok/s")
+        running.type("\x11")
+        assert running.end() == 0
+        assert "\u2764" in running.output.decode()
+        assert "\ufe0f" not in running.output.decode()
+    store = SessionStore(tmp_path / "conversations")
+    [turn] = store.load(store.latest()).turns
+    assert (turn.question, turn.answer.text.strip()) == (f"echo {text}", text), "saved as it was written"
 
 
 def test_bytes_that_are_no_utf8_do_not_end_the_app() -> None:

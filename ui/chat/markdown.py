@@ -36,8 +36,10 @@ from minillm.ui.drawing import settle, update_in_place
 from minillm.ui.textual_internals import (
     Becoming,
     Growing,
+    HearsOfGrowth,
     MarkdownListItem,
     MarkdownParagraph,
+    MarkdownTable,
     keep_content,
     parts_of,
     update_block,
@@ -56,7 +58,12 @@ def harmless_parser() -> MarkdownIt:
 
 
 def _harmless(state: StateCore) -> None:
+    columns: list[str] = []
     for token in state.tokens:
+        if token.type == "table_open":
+            columns = token.meta["columns"] = []
+        elif token.type == "th_open":
+            columns.append(str(token.attrs.get("style", "")).removeprefix("text-align:"))
         if token.type == "inline":
             token.children = list(_shown(token.children or []))
         elif token.type in ("fence", "code_block"):
@@ -249,6 +256,23 @@ def _legible_code() -> type[HighlightTheme]:
     return type("LegibleCode", (HighlightTheme,), {"STYLES": styles})
 
 
+class Table(HearsOfGrowth, MarkdownTable):
+    """A table whose columns are aligned as its second line says."""
+
+    def __init__(self, markdown: Markdown, token: Token) -> None:
+        super().__init__(markdown, token)
+        self._columns: list[str] = token.meta["columns"]
+
+    def on_mount(self) -> None:
+        for number, cell in enumerate(self.query(".header, .cell")):
+            cell.set_styles(f"text-align: {self._columns[number % len(self._columns)] or 'left'};")
+
+    def has_become(self, block: MarkdownBlock) -> None:
+        if isinstance(block, Table) and self.is_attached:
+            self._columns = block._columns
+            self.on_mount()
+
+
 class ModelMarkdown(Growing, Markdown):
     """Markdown that grows by `append_text`."""
 
@@ -261,6 +285,7 @@ class ModelMarkdown(Growing, Markdown):
         "ordered_list_open": GrowingList,
         "fence": Fence,
         "code_block": Fence,
+        "table_open": Table,
     }
 
     def __init__(self, text: str = "") -> None:
