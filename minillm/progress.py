@@ -40,6 +40,13 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GiB"
 
 
+def rate(tokens_per_second: float | None) -> str:
+    """Return ``84`` or ``3.1``; a dash where the rate is unknown."""
+    if tokens_per_second is None:
+        return "-"
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 9.95 else f"{tokens_per_second:.1f}"
+
+
 def say(message: str) -> None:
     """Write a message about the work on stderr, without running into a bar."""
     _tqdm().write(f"minillm: {clean_line(message, 1000)}", file=sys.stderr)

@@ -1220,6 +1220,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("few-bits-by-the-file", 'if layout.held in ("int8", "int4"):', "if False:",
          "tests/cli/test_fit.py::test_a_file_and_a_directory_are_rows_of_their_own"),
     ],
+    "minillm/fit/verdicts.py": [
+        ("download-before-what-is-here", "key=lambda each: not each[0].downloaded", "key=lambda each: False",
+         FITTING + "test_what_is_here_goes_before_a_download"),
+    ],
     "minillm/loading/fits.py": [
         ("nothing-is-refused", "if fit.needed <= budget.available:\n        return\n",
          "if True:\n        return\n",
@@ -1227,8 +1231,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("whole-model-on-each-rank", "return math.prod(local[tensor.name]) / math.prod(whole[tensor.name])",
          "return 1.0",
          FITTING + "test_each_of_several_ranks_needs_its_part"),
-        ("download-before-what-is-here", "key=lambda each: not each[0].downloaded", "key=lambda each: False",
-         FITTING + "test_what_is_here_goes_before_a_download"),
         ("first-failure-ends-it", "if number == len(order):", "if True:",
          FITTING + "test_the_next_form_is_tried_where_one_cannot_be_had"),
     ],

@@ -21,7 +21,7 @@ from textual.widgets import Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
 from minillm.errors import MinillmError, UsageError
-from minillm.progress import size
+from minillm.progress import rate, size
 from minillm.service.messages import TokenChoice
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import hidden_keys
@@ -32,6 +32,7 @@ from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_te
 from minillm.ui.textual_internals import AsLargeAsTerminal, Options, PatientPalette, SteadyTextArea
 
 if TYPE_CHECKING:
+    from minillm.fit.verdicts import Place
     from minillm.weights.manifest import ModelEntry
 
 Result = TypeVar("Result")
@@ -147,9 +148,9 @@ class SamplingScreen(Dialog[Settings]):
 class ModelScreen(Dialog[str]):
     """Gives back a name of the manifest, or a path. A model that is not here yet will be downloaded."""
 
-    def __init__(self, current: str, gpu: int = 0) -> None:
+    def __init__(self, settings: Settings, gpu: int = 0) -> None:
         """``gpu``: the bytes of the GPU that the engine runs on, 0 where it runs on none."""
-        self._current, self._gpu = current, gpu
+        self._current, self._engine, self._gpu = settings.model, settings.engine, gpu
         self._options = Options()
         self._input = Input(placeholder="or a name, a directory, a .gguf file", compact=True)
         hint = "Enter loads it; the conversation stays · Escape closes"
@@ -165,11 +166,11 @@ class ModelScreen(Dialog[str]):
             self.say(error)
             self._input.focus()
             return
-        width = max(map(len, entries))
+        width, places = max(map(len, entries)), self._places()
         for name, entry in entries.items():
             here = any(find_downloaded(form.name) for form in entry.all_forms())
-            state = "downloaded" if here else "gated" if entry.gated else ""
-            state = f"{self._fit(entry):<12} {state:<11}"
+            state = "here" if here else "gated" if entry.gated else ""
+            state = f"{fit_of(entry, places):<21} {state:<5}"
             facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>8}"
             mark, bold = "▸ " if name == self._current else "  ", f"{clean_line(name, 40):<{width}}"
             licence = clean_line(entry.license, 20)
@@ -179,17 +180,15 @@ class ModelScreen(Dialog[str]):
             self._options.highlighted = list(entries).index(self._current)
         self._options.focus()
 
-    def _fit(self, entry: ModelEntry) -> str:
-        """Whether this machine can hold a model, and in which form."""
+    def _places(self) -> list[Place]:
+        """Return the devices of this machine, with the bandwidth that the engine's process measured."""
         from minillm import system
-        from minillm.fit.forms import IN_FEW_BITS, sized_entry, where_it_fits
+        from minillm.config import EngineConfig
+        from minillm.fit.verdicts import places_of
+        from minillm.loading.bandwidth import kept_gpu_rate, kept_rate
 
-        memory = system.memory()[0]
-        fits = {form.form: where_it_fits(sized_entry(form), self._gpu, memory) for form in entry.all_forms()}
-        if fits.get(entry.form) in ("GPU", "CPU"):
-            return f"fits the {fits[entry.form]}"
-        found = next((f"as {form}" for form, where in fits.items() if where in ("GPU", "CPU")), None)
-        return found or ("in few bits" if IN_FEW_BITS in fits.values() else "too large")
+        cpu_rate, gpu_rate = kept_rate(system.processor()), kept_gpu_rate() if self._gpu else None
+        return places_of(EngineConfig(**self._engine), system.memory(), self._gpu, cpu_rate, gpu_rate)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option_id)
@@ -197,6 +196,20 @@ class ModelScreen(Dialog[str]):
     def on_input_submitted(self, event: Input.Submitted) -> None:
         if event.value.strip():
             self.dismiss(event.value.strip())
+
+
+def fit_of(entry: ModelEntry, places: Sequence[Place]) -> str:
+    """Return where a model fits, in which quantization Enter loads it, and its tokens per second."""
+    from minillm.fit.forms import sized_entry
+    from minillm.fit.verdicts import IN_FEW_BITS, verdicts
+
+    forms = entry.all_forms()
+    found = verdicts([sized_entry(form) for form in forms], places)
+    form, verdict = next((pair for pair in zip(forms, found, strict=True) if pair[1].taken), (entry, found[0]))
+    if not verdict.taken:
+        return "in few bits" if any(each.where == IN_FEW_BITS for each in found) else "too large"
+    speed = "" if verdict.tokens_per_second is None else f"{rate(verdict.tokens_per_second):>4} tok/s"
+    return f"{verdict.where} {form.form if entry.forms else '':<6} {speed}"
 
 
 class SessionsScreen(Dialog[Path]):

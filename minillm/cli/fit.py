@@ -13,11 +13,12 @@ from typing import Any
 from minillm import system
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
-from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
+from minillm.fit.budget import Budget, Fit
 from minillm.fit.forms import Sized, in_few_bits, quantized, ranked, sized, sized_forms
+from minillm.fit.verdicts import budget_beforehand
 from minillm.fit.weights import QUANTIZED
 from minillm.loading.bandwidth import Bandwidth, measure
-from minillm.progress import size
+from minillm.progress import rate, size
 from minillm.system import import_torch
 from minillm.text.safe import clean_line
 from minillm.user_config import read_config
@@ -141,20 +142,17 @@ def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) ->
     """This machine's GPU, or its CPU where there is none; with ``memory`` one that has so much, all of it free."""
     gpu_here = _gpu_is_here()
     on_gpu = config.device != "cpu" and (gpu_here or memory is not None or config.device != "auto")
-    element_size = {"auto": 2 if on_gpu else 4, "float32": 4}.get(config.dtype, 2)
     if on_gpu and memory is None:
         return _this_gpu(config, bandwidth)
     free, total = system.memory() if memory is None else (memory, memory)
-    free = max(0, free - (GPU_PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES))
+    budget = budget_beforehand(config, free, total, on_gpu)
     speed = None if bandwidth is None else Bandwidth(bandwidth)
     if speed is None and (gpu_here or not on_gpu):
         speed = _measured("cuda" if on_gpu else "cpu")
     kind = "GPU" if on_gpu else "CPU"
-    about = (
-        f"a {kind} with {size(memory)}" if memory is not None else f"this machine's CPU, with {size(total)} of memory"
-    )
-    about += f", {size(free)} of it for the model" if memory is not None else f", {size(free)} free for a model"
-    budget = Budget(free, total, on_gpu, element_size, config)
+    here = f"this machine's CPU, with {size(total)} of memory, {size(budget.free)} free for a model"
+    other = f"a {kind} with {size(total)}, {size(budget.free)} of it for the model"
+    about = here if memory is None else other
     return Machine(about + _rate(speed, bandwidth), budget, None if speed is None else speed.rate)
 
 
@@ -192,7 +190,9 @@ def _rate(speed: Bandwidth | None, given: int | None) -> str:
 
 
 def _rows(models: list[Sized], machine: Machine) -> list[Row]:
-    order = [each for each in ranked(models, machine.budget, machine.bandwidth) if machine.drafts_for(each[1])]
+    # On a CPU a chat loads a model as it is, with no option, if it fits so.
+    plain = [model for model in models if machine.budget.on_gpu or not model.options]
+    order = _order(plain, machine) or _order(models, machine)
     rows = []
     for model in models:
         fit = model.fit(machine.budget)
@@ -203,6 +203,10 @@ def _rows(models: list[Sized], machine: Machine) -> list[Row]:
             speed = machine.budget.tokens_per_second(fit, model.shape, machine.bandwidth)
         rows.append(Row(model, fit, speed, bool(order) and model is order[0][0]))
     return rows
+
+
+def _order(models: list[Sized], machine: Machine) -> list[tuple[Sized, Fit]]:
+    return [each for each in ranked(models, machine.budget, machine.bandwidth) if machine.drafts_for(each[1])]
 
 
 def _name(model: Sized) -> str:
@@ -222,19 +226,13 @@ def _show(tables: list[list[Row]], machine: Machine) -> None:
                 else _name(row.model)
             )
             context = f"{row.fit.context:,} of {row.model.shape.context:,}" if row.fit.fits else "-"
-            speed = "" if machine.bandwidth is None else f"{_speed(row.tokens_per_second):>10}"
+            speed = "" if machine.bandwidth is None else f"{rate(row.tokens_per_second):>10}"
             file, weights = size(row.model.size), size(row.fit.weights.memory)
             marks = f"yes{', best' if row.best and len(rows) > 1 else ''}" if row.fit.fits else "no"
             marks += "" if machine.drafts_for(row.fit) else ", its draft model reads as much"
             here = ", here" if row.model.downloaded else ""
             here += f", with a copy of {size(row.fit.copied)} in 16 bits" if row.fit.copied else ""
             print(f"{name:{width}}{file:>10}{weights:>10}  {context:20}{speed}  {marks}{here}")
-
-
-def _speed(tokens_per_second: float | None) -> str:
-    if tokens_per_second is None:
-        return "-"
-    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 9.95 else f"{tokens_per_second:.1f}"
 
 
 def _advice(rows: list[Row], machine: Machine, name: str) -> str:

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from minillm import system
+from minillm.config import EngineConfig
 from minillm.errors import WeightsError
-from minillm.fit.forms import IN_FEW_BITS, sized, sized_entry, where_it_fits
-from minillm.progress import loading_bar, say, size
+from minillm.fit.forms import Sized, sized, sized_entry
+from minillm.fit.verdicts import IN_FEW_BITS, Place, Verdict, places_of, verdicts
+from minillm.loading.bandwidth import kept_rate, known_rate
+from minillm.progress import loading_bar, rate, say, size
 from minillm.system import import_torch
 from minillm.text.safe import clean_line
 from minillm.user_config import read_config
@@ -22,26 +25,35 @@ from minillm.weights.resolve import describe, find, resolve
 
 def models(arguments: argparse.Namespace) -> int:
     """List the models of weights.toml and the downloaded ones, and which of them this machine can hold."""
-    manifest, memory, gpu = load_manifest(), system.memory()[0], _gpu_memory()
+    manifest, gpu, config = load_manifest(), _gpu_memory(), EngineConfig(**read_config().engine)
+    places = _places(config, gpu)
     here = {files.name: files for files in downloaded()}
-    listed = [form for entry in manifest.models.values() for form in entry.all_forms()]
-    others = [ModelEntry.unlisted(name) for name in here if name not in {entry.name for entry in listed}]
-    rows = [_row(entry, here.get(entry.name)) for entry in (*listed, *others)]
-    for row in rows:
-        row["default"] = row["name"] == manifest.default
-        row["fits"] = _fits(manifest.entry(row["name"]), here.get(row["name"]), gpu, memory)
+    groups = [entry.all_forms() for entry in manifest.models.values()]
+    listed = {form.name for group in groups for form in group}
+    groups += [[ModelEntry.unlisted(name)] for name in here if name not in listed]
+    rows = []
+    for group in groups:
+        sizes = [_sized(manifest.entry(each.name), here.get(each.name)) for each in group]
+        for each, verdict in zip(group, verdicts(sizes, places), strict=True):
+            is_default = each.name == manifest.default
+            rows.append({**_row(each, here.get(each.name)), "default": is_default, **_facts(verdict)})
     if arguments.json:
         for row in rows:
             print(json.dumps(row))
         return 0
-    print(f"{'name':34}{'size':>9}  {'fits':6}{'license':21}{'gated':7}{'downloaded'}")
+    print(f"{'name':34}{'size':>9}  {'fits':12}{'tokens/s':>8}  {'license':21}{'gated':7}{'downloaded'}")
+    with_forms = {entry.name for entry in manifest.models.values() if entry.forms}
     for row in rows:
         base, _, form = clean_line(row["name"]).partition(":")
         name = f"  :{form}" if form and base in manifest.models else base + (" (default)" if row["default"] else "")
         gated, path = "yes" if row["gated"] else "no", clean_line(row["path"] or "no", 1000)
         fits = "CPU*" if row["fits"] == IN_FEW_BITS else row["fits"]
-        print(f"{name:34}{size(row['size']):>9}  {fits:6}{row['license']:21}{gated:7}{path}")
-    print(f"fits: this machine has {size(memory)} of memory free, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
+        fits += ", taken" if row["taken"] and row["name"].partition(":")[0] in with_forms else ""
+        speed = rate(row["tokens_per_second"])
+        print(f"{name:34}{size(row['size']):>9}  {fits:12}{speed:>8}  {row['license']:21}{gated:7}{path}")
+    memory = size(system.memory()[0])
+    print(f"fits: this machine has {memory} of memory free, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
+    print("taken: a chat with the name alone loads this quantization")
     if any(row["fits"] == IN_FEW_BITS for row in rows):
         print("CPU*: in few bits, with --weights stored or int8; `minillm fit NAME` shows which")
     return 0
@@ -94,13 +106,28 @@ def rm(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _fits(entry: ModelEntry | None, files: ModelFiles | None, gpu: int, memory: int) -> str:
-    """See `where_it_fits`."""
+def _places(config: EngineConfig, gpu: int) -> list[Place]:
+    """Return the devices of this machine. A bandwidth that was never measured is measured now."""
+    speed = kept_rate(system.processor())
+    if speed is None or gpu:
+        import_torch()
+        import torch
+
+        speed = known_rate(torch.device("cpu"))
+        gpu_speed = known_rate(torch.device("cuda")) if gpu and torch.cuda.is_available() else None
+        return places_of(config, system.memory(), gpu, speed, gpu_speed)
+    return places_of(config, system.memory(), cpu_bandwidth=speed)
+
+
+def _sized(entry: ModelEntry | None, files: ModelFiles | None) -> Sized | None:
     try:
-        model = sized_entry(entry) if entry else sized(files.name, files.path) if files else None
+        return sized_entry(entry) if entry else sized(files.name, files.path) if files else None
     except WeightsError:
-        model = None
-    return where_it_fits(model, gpu, memory)
+        return None
+
+
+def _facts(verdict: Verdict) -> dict[str, Any]:
+    return {"fits": verdict.where, "tokens_per_second": verdict.tokens_per_second, "taken": verdict.taken}
 
 
 def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:

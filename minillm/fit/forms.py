@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minillm.config import EngineConfig
 from minillm.errors import WeightsError
-from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
+from minillm.fit.budget import Budget, Fit
 from minillm.fit.weights import (
     PACKED,
     QUANTIZED,
@@ -28,7 +27,6 @@ from minillm.weights.shape import Shape
 from minillm.weights.stored import StoredModel, StoredTensor, read_stored
 
 READING_SPEED = 10.0  # tokens per second
-IN_FEW_BITS = "CPU in few bits"  # where a model fits a CPU only as `in_few_bits` holds it, which has to be asked for
 
 
 @dataclass(frozen=True)
@@ -120,23 +118,6 @@ def sized_entry(entry: ModelEntry) -> Sized | None:
     if entry.shape is None or not entry.size:
         return None
     return Sized(entry.name, expected_tensors(entry.shape, entry.size), entry.shape, entry.size, path is not None)
-
-
-def where_it_fits(model: Sized | None, gpu: int, memory: int) -> str:
-    """Return where a model fits: "GPU", "CPU", `IN_FEW_BITS`, "no", or "?" where little is known.
-
-    ``gpu``: the bytes of the GPU, 0 where there is none. ``memory``: the free bytes of this machine, as `minillm fit`
-    counts them.
-    """
-    if model is None:
-        return "?"
-    on_gpu = Budget(max(0, gpu - GPU_PROCESS_BYTES), gpu, True, 2, EngineConfig())
-    on_cpu = Budget(max(0, memory - CPU_PROCESS_BYTES), memory, False, 4, EngineConfig())
-    if model.fit(on_gpu).fits:
-        return "GPU"
-    if model.fit(on_cpu).fits:
-        return "CPU"
-    return IN_FEW_BITS if any(way.fit(on_cpu).fits for way in in_few_bits(model, on_cpu)) else "no"
 
 
 def sized_forms(entry: ModelEntry) -> list[Sized]:

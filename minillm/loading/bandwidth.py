@@ -48,6 +48,14 @@ def kept_rate(device: str) -> float | None:
     return float(rate) if isinstance(rate, int | float) and _PLAUSIBLE[0] <= rate <= _PLAUSIBLE[1] else None
 
 
+def kept_gpu_rate() -> float | None:
+    """Return the kept rate of the first NVIDIA card, by the name that its driver gives."""
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        names = (line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model:"))
+        return kept_rate(next(names, ""))
+    return None
+
+
 def known_rate(device: torch.device) -> float:
     """Return the kept rate of a device in bytes per second, measured if there is none."""
     return kept_rate(_name(device)) or measure(device).rate

@@ -18,6 +18,7 @@ from minillm.engine.samples import Samples
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError, memory_errors
 from minillm.fit.budget import Budget
+from minillm.loading.bandwidth import known_rate
 from minillm.loading.build import Description, Limits, build_runner, choose_device, choose_dtype, describe
 from minillm.loading.fits import choose_form
 from minillm.loading.pool_size import budget_of
@@ -103,7 +104,10 @@ def best_form(
         device = choose_device(config)
         return budget_of(config, device, choose_dtype(config, device))
 
-    return choose_form(name or default_model(), budget, on_progress, on_message)
+    def bandwidth() -> float:
+        return known_rate(choose_device(config))
+
+    return choose_form(name or default_model(), budget, on_progress, on_message, bandwidth)
 
 
 def chat_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget, Fit
 from minillm.fit.forms import Sized, in_few_bits, quantized, ranked, shape_of, sized_forms
+from minillm.fit.verdicts import order_of_choice
 from minillm.fit.weights import weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.model.loader import parameter_shapes
@@ -74,11 +75,12 @@ def choose_form(
     budget: Callable[[], Budget],
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
+    bandwidth: Callable[[], float | None] = lambda: None,
 ) -> str:
     """The best form that fits of a model that is called by its name alone, fetched if need be; other names as they are.
 
     A form that is here goes before one that is not, and where one cannot be fetched the next best is taken. ``budget``
-    is asked for only where there is a choice. ``on_message`` is told of it.
+    and ``bandwidth``, in bytes per second, are asked for only where there is a choice. ``on_message`` is told of it.
 
     Raises:
         DownloadError: none of those that fit could be fetched.
@@ -86,8 +88,7 @@ def choose_form(
     entry = load_manifest().models.get(name)
     if entry is None or not entry.forms:
         return name
-    fitting = ranked(sized_forms(entry), budget())
-    order = sorted(fitting, key=lambda each: not each[0].downloaded)
+    order, fitting = order_of_choice(sized_forms(entry), budget(), bandwidth())
     for number, (model, fit) in enumerate(order, 1):
         try:
             resolve(model.name, on_progress=on_progress, on_message=on_message)

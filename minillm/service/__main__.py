@@ -56,6 +56,7 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     began = time.monotonic()
     send(Loading(Progress("starting", 0, None, "")))
     from minillm.config import EngineConfig
+    from minillm.loading.bandwidth import known_rate
     from minillm.loading.build import choose_device
     from minillm.loading.engine import best_form, chat_options, load_engine
     from minillm.loading.gpu_stacks import keep_small
@@ -64,8 +65,10 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
 
     config = EngineConfig(**chat_options(command.options))
     tell = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
+    if (device := choose_device(config)).type == "cpu":
+        known_rate(device)  # the list of models reads it
     model_name = best_form(command.model, config, *tell)
-    keep_small(choose_device(config), config)
+    keep_small(device, config)
     engine = load_engine(model_name, config, *tell)
     send(loaded(engine, model_name, time.monotonic() - began))
     return Conversations(engine, send)

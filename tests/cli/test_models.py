@@ -14,7 +14,7 @@ import pytest
 
 from minillm import system
 from minillm.cli.main import main
-from minillm.progress import size
+from minillm.progress import rate, size
 from minillm.weights.files import FileRecord, downloading, models_dir, place, sha256_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -124,22 +124,66 @@ def test_show_reads_no_weights(run: Run, tiny_model: Path, tmp_path: Path) -> No
 def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "memory", lambda: (8 << 30, 16 << 30))
     monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 0)
-    names = ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-8b:q4_k_m")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    names = ("smollm2-135m", "llama-3.1-8b", "llama-3.1-8b:q8_0", "llama-3.1-8b:q4_k_m", "llama-3.2-3b")
 
-    def fits() -> dict[str, str]:
-        return {row["name"]: row["fits"] for row in map(json.loads, run("models", "--json")[1].splitlines())}
+    def fits() -> list[str]:
+        rows = {row["name"]: row["fits"] for row in map(json.loads, run("models", "--json")[1].splitlines())}
+        return [rows[name] for name in names]
 
-    assert [fits()[name] for name in names] == ["CPU", "CPU", "no", "CPU in few bits"]
-    rows = json.loads(run("fit", "--device", "cpu", "--bandwidth", "20GB/s", "--json")[1])["models"]
-    as_asked = {row["name"]: row["fits"] for row in rows if row["held"] == "expanded" and not row["quantize"]}
-    assert as_asked == {name: fits()[name] == "CPU" for name in as_asked}, "`fit` says the same"
+    assert fits() == ["CPU", "no", "no", "CPU", "CPU in few bits"]
     [line] = [line for line in run("models")[1].splitlines() if "4.6 GiB" in line and "Llama" in line]
-    assert "  CPU*  " in line
+    assert "  CPU, taken  " in line
     assert "CPU*: in few bits, with --weights" in run("models")[1]
+    monkeypatch.setattr(system, "memory", lambda: (11 << 30, 16 << 30))
+    assert fits() == ["CPU", "CPU in few bits", "CPU", "CPU", "CPU"]
     monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 24 << 30)
-    assert [fits()[name] for name in ("smollm2-135m", "llama-3.1-8b")] == ["GPU", "GPU"]
+    assert fits() == ["GPU"] * 5
     assert "a GPU with 24.0 GiB" in run("models")[1]
     assert "CPU*" not in run("models")[1]
+
+
+@pytest.mark.parametrize("gib", [1, 2, 4, 6, 8, 12, 16, 20, 40, 80])
+def test_fit_models_and_the_chat_say_the_same(run: Run, monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    """The verdict, the quantization that a chat takes, and its tokens per second."""
+    from minillm.config import EngineConfig
+    from minillm.errors import DownloadError
+    from minillm.fit.verdicts import budget_beforehand, places_of
+    from minillm.loading import fits
+    from minillm.ui.dialogs import fit_of
+
+    memory, speed = (gib << 30, 96 << 30), 20e9
+    monkeypatch.setattr(system, "memory", lambda: memory)
+    monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 0)
+    monkeypatch.setattr("minillm.cli.models.kept_rate", lambda device: speed)
+    listed = {row["name"]: row for row in map(json.loads, run("models", "--json")[1].splitlines())}
+    rows = json.loads(run("fit", "--device", "cpu", "--bandwidth", "20GB/s", "--json")[1])["models"]
+    fitted = {row["name"]: row for row in reversed(rows)}  # the model as it is, before ways to hold it
+    config = EngineConfig(device="cpu")
+    for name, row in fitted.items():
+        assert (listed[name]["fits"] == "CPU") == row["fits"], name
+        if row["fits"]:
+            assert listed[name]["tokens_per_second"] == row["tokens_per_second"]
+            assert listed[name]["taken"] == row["best"], name
+    for name, entry in fits.load_manifest().models.items():
+        shown = fit_of(entry, places_of(config, memory, 0, speed)).split()
+        of_name = [each for each in listed.values() if each["name"].partition(":")[0] == name]
+        taken = next((each for each in of_name if each["taken"]), None)
+        assert (shown[0] == "CPU") == (taken is not None)
+        tried: list[str] = []
+
+        def resolve(name: str, tried: list[str] = tried, **options: Any) -> None:
+            tried.append(name)
+            raise DownloadError("no network")
+
+        monkeypatch.setattr(fits, "resolve", resolve)
+        if taken is not None:
+            form = [taken["name"].partition(":")[2] or "full"] if entry.forms else []
+            assert shown == ["CPU", *form, rate(taken["tokens_per_second"]), "tok/s"]
+        if taken is not None and entry.forms:
+            with pytest.raises(DownloadError):
+                fits.choose_form(name, lambda: budget_beforehand(config, *memory, False), bandwidth=lambda: speed)
+            assert tried[0] == taken["name"], "which a chat then loads"
 
 
 def test_a_form_is_named_behind_a_colon(run: Run, tiny_model: Path) -> None:

@@ -345,8 +345,11 @@ def test_the_app_and_the_plain_chat_choose(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_memory_of_the_device_is_what_counts(monkeypatch: pytest.MonkeyPatch, fetched: list[str]) -> None:
+    monkeypatch.setattr("minillm.loading.engine.known_rate", lambda device: 1e12)
     memory(monkeypatch, 9.5)
     assert best_form("llama-3.1-8b", EngineConfig(device="cpu")) == "llama-3.1-8b:q6_k"
     memory(monkeypatch, 64)
     assert best_form("llama-3.1-8b", EngineConfig(device="cpu")) == "llama-3.1-8b"
     assert best_form("llama-3.2-1b", EngineConfig(device="cpu", max_model_len=100_000)) == "llama-3.2-1b"
+    monkeypatch.setattr("minillm.loading.engine.known_rate", lambda device: 20e9)
+    assert best_form("llama-3.2-1b", EngineConfig(device="cpu")) == "llama-3.2-1b:q8_0", "at reading speed"

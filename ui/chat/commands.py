@@ -238,7 +238,7 @@ async def choose_model(talk: Talk, name: str) -> None:
     else:
         loaded, pool = talk.engine.loaded, talk.pool
         use = None if pool is None or loaded is None or loaded.device == "cpu" else pool.use
-        dialog = ModelScreen(talk.app.settings.model, 0 if use is None else use.total)
+        dialog = ModelScreen(talk.app.settings, 0 if use is None else use.total)
         _ask(talk, dialog, talk.app.choose_model)
 
 

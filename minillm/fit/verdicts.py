@@ -1,0 +1,98 @@
+"""Where each quantization of a model fits, how fast it would be, and which one a chat takes.
+
+`minillm models`, the chat's list and the chat itself ask here, with the arithmetic and the ranking of `minillm fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from minillm.config import EngineConfig
+from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
+from minillm.fit.forms import Sized, in_few_bits, ranked
+
+IN_FEW_BITS: Final = "CPU in few bits"  # where a model fits a CPU only with --weights int8
+Where = Literal["GPU", "CPU", "CPU in few bits", "no", "?"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device of this machine. ``bandwidth`` in bytes per second, None if it was never measured."""
+
+    name: Literal["GPU", "CPU"]
+    budget: Budget
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where a model fits, and its expected tokens per second there. ``taken``: a chat takes this quantization."""
+
+    where: Where
+    tokens_per_second: float | None = None
+    taken: bool = False
+
+
+def budget_beforehand(config: EngineConfig, free: int, total: int, on_gpu: bool) -> Budget:
+    """Return the budget of a process that has yet to start: torch's libraries or CUDA's context take their part."""
+    element_size = {"auto": 2 if on_gpu else 4, "float32": 4}.get(config.dtype, 2)
+    free -= GPU_PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES
+    return Budget(max(0, free), total, on_gpu, element_size, config)
+
+
+def places_of(
+    config: EngineConfig,
+    memory: tuple[int, int],
+    gpu: int = 0,
+    cpu_bandwidth: float | None = None,
+    gpu_bandwidth: float | None = None,
+) -> list[Place]:
+    """Return the devices that a model may be loaded on, the preferred one first.
+
+    Args:
+        memory: the free bytes of this machine, and all.
+        gpu: the bytes of the GPU, 0 where there is none.
+        cpu_bandwidth, gpu_bandwidth: bytes per second, None where unknown.
+    """
+    places = []
+    if gpu and config.device != "cpu":
+        places.append(Place("GPU", budget_beforehand(config, gpu, gpu, True), gpu_bandwidth))
+    return [*places, Place("CPU", budget_beforehand(config, *memory, False), cpu_bandwidth)]
+
+
+def order_of_choice(
+    forms: Iterable[Sized], budget: Budget, bandwidth: float | None
+) -> tuple[list[tuple[Sized, Fit]], list[tuple[Sized, Fit]]]:
+    """Return the forms that fit in the order in which a chat tries them, and in that of `ranked`.
+
+    Downloaded ones come first.
+    """
+    fitting = ranked(forms, budget, bandwidth)
+    return sorted(fitting, key=lambda each: not each[0].downloaded), fitting
+
+
+def verdicts(forms: Sequence[Sized | None], places: Sequence[Place]) -> list[Verdict]:
+    """Return a verdict for each form of one model; None stands for a form of unknown size."""
+    known = [form for form in forms if form is not None]
+    orders = (order_of_choice(known, place.budget, place.bandwidth)[0] for place in places)
+    taken = next((order[0][0] for order in orders if order), None)
+    return [_verdict(form, form is taken, places) for form in forms]
+
+
+def _verdict(model: Sized | None, taken: bool, places: Sequence[Place]) -> Verdict:
+    if model is None:
+        return Verdict("?")
+    for place in places:
+        if (fit := model.fit(place.budget)).fits:
+            return Verdict(place.name, _speed(model, fit, place), taken)
+    for place in places:
+        for way in in_few_bits(model, place.budget):
+            if (fit := way.fit(place.budget)).fits:
+                return Verdict(IN_FEW_BITS, _speed(way, fit, place))
+    return Verdict("no")
+
+
+def _speed(model: Sized, fit: Fit, place: Place) -> float | None:
+    return place.bandwidth and place.budget.tokens_per_second(fit, model.shape, place.bandwidth)
