@@ -14,7 +14,7 @@ from minillm import system
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.forms import Sized, in_few_bits, quantized, ranked, sized, sized_forms
+from minillm.fit.forms import READING_SPEED, Sized, in_few_bits, quantized, ranked, sized, sized_forms
 from minillm.fit.verdicts import budget_beforehand
 from minillm.fit.weights import QUANTIZED
 from minillm.loading.bandwidth import Bandwidth, measure
@@ -86,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(machine.about)
     _show(tables, machine)
     if arguments.model is not None:
+        for faster in _faster(tables[0]):
+            print(f"with {rate(faster.tokens_per_second)} tokens/s: {faster.model.command}")
         print(_advice(tables[0], machine, arguments.model))
     return 0
 
@@ -233,6 +235,15 @@ def _show(tables: list[list[Row]], machine: Machine) -> None:
             here = ", here" if row.model.downloaded else ""
             here += f", with a copy of {size(row.fit.copied)} in 16 bits" if row.fit.copied else ""
             print(f"{name:{width}}{file:>10}{weights:>10}  {context:20}{speed}  {marks}{here}")
+
+
+def _faster(rows: list[Row]) -> list[Row]:
+    """Return the way with the most bits at reading speed where it needs an option, and the best row is slower."""
+    best = next((row.tokens_per_second for row in rows if row.best), None)
+    if best is None or best >= READING_SPEED:
+        return []
+    fast = [row for row in rows if row.model.options and (row.tokens_per_second or 0) >= READING_SPEED]
+    return sorted(fast, key=lambda row: (row.fit.roomy, row.model.size), reverse=True)[:1]
 
 
 def _advice(rows: list[Row], machine: Machine, name: str) -> str:

@@ -85,7 +85,7 @@ class Budget:
 
     @property
     def chooses_weights(self) -> bool:
-        """Whether a model's size and the free memory decide if low-bit matrices are dequantized."""
+        """Tell whether a model's size and the free memory decide if low-bit matrices are dequantized."""
         return self.config.weights == "auto" and not self.on_gpu and not CPU_KEEPS_LOW_BIT
 
     @property

@@ -1,4 +1,4 @@
-"""Where each quantization of a model fits, how fast it would be, and which one a chat takes.
+"""Say where each quantization of a model fits, how fast it would be, and which one a chat takes.
 
 `minillm models`, the chat's list and the chat itself ask here, with the arithmetic and the ranking of `minillm fit`.
 """
@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where a model fits, and its expected tokens per second there. ``taken``: a chat takes this quantization."""
+    """Hold where a model fits, and its expected tokens per second there. ``taken``: a chat takes this quantization."""
 
     where: Where
     tokens_per_second: float | None = None

@@ -99,7 +99,7 @@ def best_of(device: str, once: Callable[[], float]) -> Bandwidth:
 
 
 def is_busy(rates: Sequence[float], rate: float, cores: float) -> bool:
-    """Whether other programs took ``cores``, or the median of the sorted ``rates`` is far below the best ``rate``."""
+    """Tell whether other programs took ``cores``, or the median of the sorted ``rates`` is far below ``rate``."""
     return cores > _TAKEN or rate > _SPREAD * rates[len(rates) // 2]
 
 

@@ -92,6 +92,18 @@ def test_a_busy_machine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert "busy" not in run("llama-3.1-8b", "--bandwidth", "20GB/s")[1]
 
 
+def test_a_faster_way_is_named_where_the_best_is_slow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself a chat loads the model as it is."""
+    monkeypatch.setattr("minillm.fit.budget.CPU_KEEPS_LOW_BIT", False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    machine = ("llama-3.2-1b", "--device", "cpu", "--memory", "20GiB", "--bandwidth")
+    faster, best = run(*machine, "27GB/s")[1].splitlines()[-2:]
+    assert best == "minillm chat --model llama-3.2-1b:full"
+    assert faster.startswith("with 1")
+    assert faster.endswith(" tokens/s: minillm chat --model llama-3.2-1b --weights int8")
+    assert "tokens/s: " not in run(*machine, "80GB/s")[1]
+
+
 def test_a_context_in_8_bits_is_longer_and_stands_in_the_command(run: Run) -> None:
     """A row of 128 numbers takes 132 bytes, and not 256."""
     wide, narrow = (
