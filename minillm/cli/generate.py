@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from minillm.user_config import CALM_SAMPLING, UserConfig, read_config
 
 if TYPE_CHECKING:
     from minillm.llm import LLM
+    from minillm.parallel.shared_work import PartFiles
     from minillm.text.tokenizer import Tokenizer
 
 
@@ -104,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 1 if failed else 0
     import_torch()
     from minillm.llm import LLM
+    from minillm.parallel.shared_work import PartFiles
 
     with loading_bar(enabled=not arguments.quiet) as report:
         llm = LLM(job.model, on_progress=report, on_message=say, **engine)
@@ -213,10 +216,12 @@ def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
     from torch.distributed import DistError
 
     from minillm.parallel.channel import RankDied
+    from minillm.parallel.shared_work import PartFiles
 
     kept = f"what is finished is kept beside {path}: the same command goes on from there"
     try:
-        return _share(job, llm, params, path)
+        with closing(PartFiles(path, job.name())) as parts:
+            return _share(job, llm, params, parts)
     except KeyboardInterrupt:
         say(f"stopped; {kept}")
         return 130
@@ -228,11 +233,11 @@ def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
         raise MinillmError(f"the first node is gone; {kept}") from None
 
 
-def _share(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
+def _share(job: Job, llm: LLM, params: list[Params], parts: PartFiles) -> int:
     """This replica's part of the requests; the first replica merges all parts."""
-    from minillm.parallel.shared_work import PartFiles, Replicas
+    from minillm.parallel.shared_work import Replicas
 
-    replicas, parts, total = Replicas.find(llm.config.tensor_parallel_size), PartFiles(path, job.name()), len(params)
+    replicas, total = Replicas.find(llm.config.tensor_parallel_size), len(params)
     parts.open(replicas.index)
     left = replicas.agreed("left", lambda: sorted(set(range(total)) - set(parts.finished())))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +57,5 @@ def test_nothing_waits_behind_a_prompt_that_takes_long(
     assert said == (["add x", "y"] if at_once else ["y", "add x"])
     assert room.preparing == {"x"}
     assert (prepared_by == [threading.current_thread()]) == at_once
-    pools: list[ThreadPoolExecutor] = [reader._pool, reader._grammars]
-    for pool in pools:
+    for pool in (reader._pool, reader._grammars):
         pool.shutdown()

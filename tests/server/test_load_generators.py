@@ -37,7 +37,7 @@ def events(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, An
     answer = httpx.post(f"{server.url}{path}", json={"model": model, **body}, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
-    data = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    data = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line and not line.startswith(":")]
     assert data[-1] == "[DONE]"
     return [json.loads(each) for each in data[:-1]]
 

@@ -144,10 +144,14 @@ def test_one_engine_serves_while_another_is_started_again(tiny: Path) -> None:
         assert httpx.get(f"{running.url}/v1/prefixes").json()["data"] == [], "what it kept is gone"
         running.wait_until(lambda: health(running) == (200, "ok"))
         assert len(running.pids) == 3
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda number: complete(running, f"{number} x", max_tokens=60), range(8)))
-        assert all(answer["choices"] for answer in answers)
-        assert min(per_replica(running, "engine_steps_total")) > 5, "both work again"
+
+        def both_work() -> bool:
+            with ThreadPoolExecutor(8) as pool:
+                answers = list(pool.map(lambda number: complete(running, f"{number} x", max_tokens=60), range(8)))
+            assert all(answer["choices"] for answer in answers)
+            return min(per_replica(running, "engine_steps_total")) > 5
+
+        running.wait_until(both_work)
     assert sum("is started again" in line for line in running.said) == 1
     assert "Traceback" not in "".join(running.said)
 
@@ -161,12 +165,14 @@ def lone(tiny: Path) -> Iterator[Server]:
 def test_an_engine_that_is_stopped_is_told_by_health(lone: Server) -> None:
     engine = lone.pids[1]
     os.kill(engine, signal.SIGSTOP)
-    lone.wait_until(lambda: health(lone)[0] == 503)
-    assert "has not answered for" in health(lone)[1]
-    answer = httpx.post(f"{lone.url}/v1/completions", json={"prompt": "a"})
-    assert answer.status_code == 503, "new requests do not hang"
-    assert httpx.get(f"{lone.url}/v1/cache").status_code == 503
-    os.kill(engine, signal.SIGCONT)
+    try:
+        lone.wait_until(lambda: health(lone)[0] == 503)
+        assert "has not answered for" in health(lone)[1]
+        answer = httpx.post(f"{lone.url}/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503, "new requests do not hang"
+        assert httpx.get(f"{lone.url}/v1/cache").status_code == 503
+    finally:
+        os.kill(engine, signal.SIGCONT)
     lone.wait_until(lambda: health(lone) == (200, "ok"))
     assert complete(lone, "a")["choices"]
     assert lone.pids[1] == engine
