@@ -551,3 +551,22 @@ async def test_an_answer_that_is_removed_while_it_appears_fails_nothing() -> Non
             view.remove()
             view.add(text)
             await view.flush()
+
+
+@pytest.mark.anyio
+async def test_cards_leave_no_hole_and_their_hint_takes_one_line() -> None:
+    async with chat(size=(120, 40), sampling={"n": 3}) as pilot:
+        await ask(pilot, "several")
+        await until(pilot, lambda: "double click" in seen(pilot))
+        cards = list(screen(pilot).query(CandidateCard))
+        assert cards[0].region.y == cards[1].region.y < cards[2].region.y
+        assert cards[2].region.x == cards[0].region.x
+        assert cards[2].region.right == cards[1].region.right
+        hints = [line for line in seen(pilot).splitlines() if "double click" in line]
+        assert "Space: whole screen" in hints[0]
+        for card in cards:
+            widths = {card.scrollable_content_region.width}
+            card.show_vertical_scrollbar = True
+            await pilot.pause()
+            widths.add(card.scrollable_content_region.width)
+            assert len(widths) == 1, "its scrollbar takes no column of the text"

@@ -129,7 +129,7 @@ async def test_a_beam_without_a_strand_of_its_own_is_named() -> None:
         panel.show_news(name, "turn 2", lambda owner, index: -0.5, num_beams=3)
         await pilot.pause()
         await pilot.pause()
-        assert "turn 2 · 1  in the strand of a longer beam" in seen(pilot)
+        assert "turn 2 · 1  ended early: holds no blocks" in seen(pilot)
 
 
 async def test_blocks_of_wrong_draft_tokens_fill_no_log() -> None:

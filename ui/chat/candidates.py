@@ -154,6 +154,7 @@ class CandidatesView(Vertical):
     def on_resize(self, event: events.Resize) -> None:
         columns = max(1, min(len(self._cards), event.size.width // _NARROWEST))
         self.query_one(Grid).styles.grid_size_columns = columns
+        self._cards[-1].styles.column_span = columns - (len(self._cards) - 1) % columns  # no hole at the end
 
     async def end(self) -> None:
         await self.flush()
@@ -181,7 +182,7 @@ class CandidatesView(Vertical):
         if answer.time_to_first_token is None and answer.is_open:
             text = summary(answer)
         elif not answer.is_open:
-            text = f"1 … {last}, a double click, or Tab and Enter accepts one · Space: the whole screen"
+            text = f"1 … {last}, double click or Tab, Enter: accept · Space: whole screen"
         elif done == len(self._cards):  # a beam search may go on, see `BeamSearchParams.early_stopping`
             text = f"searching for better ones · 1 … {last} accepts one and ends the search"
         else:

@@ -141,7 +141,7 @@ class Strands(LineView):
         held = {table.index for table in self.memory.current_tables}
         owner, num_beams = self.memory.current, self.memory.num_beams if held else 0
         without = [self.memory.name(owner or "", index) for index in range(num_beams) if index not in held]
-        return lines + [(f"{name}  in the strand of a longer beam", "fact") for name in without]
+        return lines + [(f"{name}  ended early: holds no blocks", "fact") for name in without]
 
     def _fading(self, gone: Sequence[Left], room: int) -> list[Fading]:
         """The lines of sequences that have gone, as many as there is space for: their names, and the words of a few."""
