@@ -199,6 +199,9 @@ class Requests:
         if groups:
             self.scheduler.remove(groups)
         for group in groups:
+            if group.error is not None:  # it may have come after a sequence had ended and was kept
+                for sequence in group.sequences:
+                    self.scheduler.idle.release(sequence)
             group.metrics.finished_time = time.monotonic()
             del self.groups[group.request_id]
             self.finished[group.request_id] = group

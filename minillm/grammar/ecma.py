@@ -165,7 +165,7 @@ class _Reader:
             least = int(counts[1])
             most = int(counts[3]) if counts[3] else None if counts[2] else least
             if most is not None and most < least:
-                raise BadPattern("the bounds of a count are in the wrong order")
+                raise BadPattern("it has a count with bounds in the wrong order")
             self.at = counts.end()
         else:
             return atom
@@ -215,7 +215,7 @@ class _Reader:
                 last = self._class_part()
                 if len(first) == len(last) == 1 and first[0][0] == first[0][1] and last[0][0] == last[0][1]:
                     if last[0][0] < first[0][0]:
-                        raise BadPattern("the ends of a range are in the wrong order")
+                        raise BadPattern("it has a range with ends in the wrong order")
                     first = ((first[0][0], last[0][0]),)
                 else:  # a class is no end of a range: the hyphen is one
                     self.at = before

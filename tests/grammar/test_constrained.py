@@ -384,7 +384,7 @@ def test_a_text_that_is_the_only_one_may_be_spelled_with_any_tokens(llm: LLM, cl
     ):
         [output] = llm.generate(["x"], cls(**{"grammar": grammar, "max_tokens": 60, **bounds}))
         assert output.error is None, bounds
-        assert text.startswith(output.outputs[0].text)
+        assert text.startswith(output.outputs[0].text.rstrip("\ufffd"))  # cut within a character
         if "no_repeat_ngram_size" not in bounds:
             assert output.outputs[0].text == text
             assert not set(output.outputs[0].token_ids) & set(long)

@@ -107,6 +107,13 @@ class Session:
         self._typed = len(self.output)
         os.write(self._master, data)
 
+    def quit(self) -> None:
+        """Press Ctrl+Q, and once more where an answer or unsent text asks for it."""
+        self.type("\x11")
+        self.read(0.5)
+        if self.process.poll() is None:
+            self.type("\x11")
+
     def resize(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         with contextlib.suppress(ProcessLookupError):

@@ -87,7 +87,7 @@ def test_the_chat_takes_the_terminals_ground_and_the_keys_typed_meanwhile(colour
         running.type(f"early \x1b]11;rgb:{colour}\x1b\\words\x1b[?62c")
         running.wait_for("early words")
         assert ground in running.output
-        running.type("\x11")
+        running.quit()
         assert running.end() == 0
         assert running.modes_left_on() == []
 
@@ -99,7 +99,7 @@ def test_the_chat_asks_nothing_that_it_was_told(how: str) -> None:
         running.wait_for("Ask something")
         assert LIGHT_GROUND in running.output
         assert QUESTION.encode() not in running.output
-        running.type("\x11")
+        running.quit()
         assert running.end() == 0
 
 
@@ -125,7 +125,7 @@ def test_an_answer_that_comes_late_is_no_key() -> None:
             running.read(0.5)
             assert b"rgb" not in running.output
             assert b"62;1" not in running.output
-            running.type("\x11")
+            running.quit()
             assert running.end() == 0
             return
     raise AssertionError("the parts of the answer came too far apart, each time")

@@ -176,7 +176,7 @@ class Typist:
                 type_slowly(running, b"\x1b[27u")
                 running.read(0.3)
             self.all_comes_back(running)
-            type_slowly(running, b"\x11")
+            running.quit()
         code = running.end(30)
         assert code == 0, f"exit code {code}: {running.output[-3000:]!r}; {self.story()}"
         assert running.modes_left_on() == []

@@ -292,7 +292,7 @@ async def test_undo_takes_the_lines_of_a_prompt_away_that_has_a_scrollbar() -> N
 async def test_where_there_is_no_room_beside_the_talk_a_view_takes_the_screen() -> None:
     async with chat(size=(40, 12)) as pilot:
         await pilot.press("f7")
-        await until(pilot, lambda: "/tour shows it" in seen(pilot))
+        await until(pilot, lambda: "no text is in memory" in seen(pilot))
         await pilot.press("f7")
         await until(pilot, lambda: "Ask something" in seen(pilot))
         await pilot.press("f5")

@@ -18,6 +18,7 @@ from minillm.kernels.linear.low_bit.layouts import UNPACKED, expanded, in_fp8
 
 pytest.importorskip("triton")
 from minillm.kernels.attention import decode as decode_attention
+from minillm.kernels.linear.low_bit import bound as low_bit_bound
 from minillm.kernels.linear.low_bit import choose as low_bit_linear
 from minillm.kernels.linear.low_bit import few_tokens as low_bit_matmul
 from minillm.kernels.linear.low_bit.bound import scale_of_attended
@@ -30,8 +31,9 @@ WIDTH, OUT, HIDDEN = HEADS * DIM, 12, 256
 
 @pytest.fixture(autouse=True)
 def _kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("low_bit_linear", "low_bit_bound", "decode_attention"):
-        monkeypatch.setattr(kernels, name, globals()[name], raising=False)
+    modules = {"low_bit_linear": low_bit_linear, "low_bit_bound": low_bit_bound, "decode_attention": decode_attention}
+    for name, module in modules.items():
+        monkeypatch.setattr(kernels, name, module, raising=False)
     if not ON_GPU:
         # Few sequences are cut into parts on a GPU, which has many processors; the reference computes what is not.
         monkeypatch.setattr(decode_attention, "num_splits_for", lambda *args: 3)

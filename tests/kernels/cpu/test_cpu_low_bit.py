@@ -59,7 +59,7 @@ def test_matrices_of_4_bits(scales: Scales, rows: int, biased: bool, out: tuple[
     bias = torch.randn(total) if biased else None
     linear = LinearWeight.in_8_bits(lambda: expanded(stored).__getitem__, (total, 512), bias, stored)
     kernels.linear(torch.randn(8, 512), linear)
-    x = torch.randn(rows, 512)
+    x = torch.randn(rows, 512, generator=generator)
     expected = x.double() @ exact.T + (0 if bias is None else bias.double())
     assert relative_error(kernels.linear(x, linear), expected) < TOLERANCE
     assert relative_error(kernels.linear_add(x, linear, torch.ones(rows, total)), expected + 1) < TOLERANCE

@@ -29,8 +29,8 @@ WIDTH = 256
 
 @pytest.fixture(autouse=True)
 def _kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("low_bit_linear", "low_bit_bound"):
-        monkeypatch.setattr(kernels, name, globals()[name], raising=False)
+    for name, module in {"low_bit_linear": low_bit_linear, "low_bit_bound": low_bit_bound}.items():
+        monkeypatch.setattr(kernels, name, module, raising=False)
 
 
 class Layer(NamedTuple):

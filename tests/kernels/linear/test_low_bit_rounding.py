@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minillm.kernels.linear.low_bit import rounding
 from minillm.kernels.linear.low_bit.layouts import Layout, dequantise, in_eight_bits
 from minillm.kernels.linear.low_bit.rounding import rounded
 
@@ -45,7 +46,7 @@ def test_a_grid_is_kept(bits: int) -> None:
 def test_parts_are_as_the_whole_is(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(10, 64)
     whole = dequantise(rounded(weight, 4))
-    monkeypatch.setattr("minillm.kernels.linear.low_bit.rounding._AT_ONCE", 3 * 64)
+    monkeypatch.setattr(rounding, "_AT_ONCE", 3 * 64)
     assert torch.equal(dequantise(rounded(weight, 4)), whole)
 
 
