@@ -199,7 +199,7 @@ def _in_fp8(tensor: StoredTensor) -> int:
 
 
 def _is_packed(tensor: StoredTensor, layout: Layout) -> bool:
-    """Whether `kernels.cpu.packed_linear` gives a matrix another layout, rather than leave it to torch."""
+    """Return whether `kernels.cpu.packed_linear` gives a matrix another layout, rather than leave it to torch."""
     if not layout.packs or len(tensor.shape) != 2:
         return False
     becomes_numbers = (tensor.is_in_blocks or tensor.kind in FP8) and not layout.keeps_low_bit

@@ -57,7 +57,7 @@ def kept_gpu_rate() -> float | None:
 
 
 def known_rate(device: torch.device) -> float:
-    """Return the kept rate of a device in bytes per second, measured if there is none."""
+    """Return the kept rate of a device in bytes per second, measured if absent."""
     return kept_rate(_name(device)) or measure(device).rate
 
 

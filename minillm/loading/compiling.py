@@ -71,7 +71,7 @@ def _checksum(path: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library is there as it was compiled. What else is in its place, a pipe or a link, is not opened."""
+    """Tell whether a library is as it was compiled. What else is in its place, a pipe or a link, is not opened."""
     try:
         if not all(stat.S_ISREG(each.lstat().st_mode) for each in (path, _checksum(path))):
             return False

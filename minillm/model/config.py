@@ -19,7 +19,7 @@ from minillm.text.reading import Values, shown
 
 _LLAMA, _MISTRAL, _SMOLLM3 = "LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM"
 _QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-_INTERNLM3 = "InternLM3ForCausalLM"  # a Llama whose biases have other keys
+_INTERNLM3 = "InternLM3ForCausalLM"  # a Llama with other keys for its biases
 _ARCHITECTURES = {
     "llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3, "smollm3": _SMOLLM3,
     "internlm3": _INTERNLM3,
@@ -175,7 +175,7 @@ def _architecture(values: Values) -> str:
 
 
 def _biases(values: Values, architecture: str) -> tuple[bool, bool, bool]:
-    """Whether q, k and v have biases, whether o has one, and the matrices of the MLP."""
+    """Return whether q, k and v have biases, whether o has one, and whether the MLP has."""
     if architecture == _INTERNLM3:
         others = values.flag("bias", values.flag("mlp_bias"))
         return values.flag("qkv_bias", values.flag("attention_bias")), others, others

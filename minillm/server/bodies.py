@@ -171,7 +171,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def has_schema(self) -> bool:
-        """Whether answers must be JSON."""
+        """Return whether answers must be JSON."""
         form = self.grammar() or {}
         return "json_schema" in form or "json_object" in form
 

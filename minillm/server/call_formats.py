@@ -123,7 +123,7 @@ def _python_call(node: ast.expr, tools: Tools) -> tuple[str, str] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal that JSON has, too; raises ValueError for anything else."""
+    """Return the value of a literal that JSON also has; raises ValueError for anything else."""
     match node:
         case ast.Constant(str() | bool() | int() | float() | None as value):
             return value
