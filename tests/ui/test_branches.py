@@ -202,7 +202,7 @@ async def test_a_question_that_waits_comes_back_where_one_has_to_choose_first() 
         await until(pilot, lambda: "1 question will be asked next" in seen(pilot))
         screen(pilot).talk.run.stop()  # type: ignore[union-attr]
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "echo next")
-        assert any("choose an answer first" in note.message for note in pilot.app._notifications)
+        await until(pilot, lambda: any("choose an answer first" in note.message for note in pilot.app._notifications))
 
 
 async def test_where_branches_begin_is_said_right_above_the_question() -> None:
