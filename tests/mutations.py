@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,14 +72,20 @@ class Mutation:
 
 
 def drawn(amount: int, seed: int) -> list[Mutation]:
-    """Return some of all changes to the folders, the same for a seed while the code is the same."""
-    found = sorted(_all(), key=lambda each: hashlib.sha256(f"{seed} {each.name}".encode()).digest())
-    return list(islice((each for each in found if each.is_python((ROOT / each.file).read_bytes())), amount))
+    """Return changes drawn in turn from each folder, the same for a seed while the code is the same."""
+    turns = zip_longest(*(_shuffled(folder, seed) for folder in FOLDERS))
+    return list(islice((each for turn in turns for each in turn if each is not None), amount))
+
+
+def _shuffled(folder: str, seed: int) -> Iterator[Mutation]:
+    """Yield the valid changes to a folder, in the order of a hash of their names."""
+    found = sorted(_all(folder), key=lambda each: hashlib.sha256(f"{seed} {each.name}".encode()).digest())
+    return (each for each in found if each.is_python((ROOT / each.file).read_bytes()))
 
 
 @cache
-def _all() -> list[Mutation]:
-    files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+def _all(folder: str) -> list[Mutation]:
+    files = sorted((ROOT / folder).rglob("*.py"))
     return [each for path in files for each in mutations(path.relative_to(ROOT).as_posix(), path.read_bytes())]
 
 

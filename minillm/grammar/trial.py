@@ -7,6 +7,7 @@ Most grammars of reasonable size compile in milliseconds. Some, an intersection 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from functools import lru_cache
@@ -37,7 +38,8 @@ def check_compiles(kind: str, source: str) -> str | None:
     except subprocess.TimeoutExpired:
         return late
     if done.returncode < 0:
-        return late if done.returncode in (-24, -9, -14) else "makes the library crash; make it simpler"
+        is_late = done.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+        return late if is_late else "makes the library crash; make it simpler"
     try:
         fault = json.loads(done.stdout)["fault"]
     except (ValueError, KeyError):

@@ -127,6 +127,11 @@ def test_wrong_values_are_refused(make: Any, value: Any) -> None:
     assert_refused(make, value)
 
 
+def test_as_many_choices_as_the_bounds_allow_are_taken() -> None:
+    for count in (1, limits.MAX_CHOICES):
+        assert Grammar.choice(["a"] * count).kind == "choice"
+
+
 def test_a_circle_is_refused() -> None:
     schema: dict[str, Any] = {}
     schema["items"] = schema

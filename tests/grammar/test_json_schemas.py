@@ -156,6 +156,15 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {"items": {"enum": list("abcdefg")}, "uniqueItems": True, "maxItems": 3}, [["a"], ["a", "c", "g"]],
         [["a", "a"], ["a", "b", "c", "d"]],
     ),
+    "a set of two among many": (
+        {"type": "array", "items": {"enum": list("abcdefghijk")}, "uniqueItems": True, "maxItems": 2},
+        [[], ["a"], ["a", "k"]], [["b", "b"], ["a", "b", "c"]],
+    ),
+    "a tuple of items that always differ": (
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}, {"type": "null"}], "items": False,
+         "uniqueItems": True},
+        [[], [1, "a"], [1, "a", None]], [[1, 1], [1, "a", "a"], [1, "a", None, None]],
+    ),
     "a set of booleans": ({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, [[True, False]], [[True, True]]),
     "a pair of different integers": (
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2}, [[], [5], [5, 7], [10, 1], [20, 5], [-20, -99], [21, 20]],
@@ -195,6 +204,10 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "an enum next to dependencies": (
         {"enum": [{"a": 1}, {"a": 1, "b": 1}, {"b": 1}, {"c": 1}], "dependentRequired": {"a": ["b"]}, "propertyNames": {"pattern": "[ab]"}},
         [{"a": 1, "b": 1}, {"b": 1}], [{"a": 1}, {"c": 1}],
+    ),
+    "an enum next to a constant": (
+        {"enum": [{"a": 1}, {"a": True}, {"b": 1}, {"a": 1, "b": 2}, [1, [2]]], "const": {"a": 1}},
+        [{"a": 1}], [{"a": True}, {"b": 1}, {"a": 1, "b": 2}, [1, [2]]],
     ),
     "an enum next to contains": (
         {"enum": [[1, 1], [1], [2], [1, 1, 1]], "contains": {"const": 1}, "minContains": 2, "maxContains": 2}, [[1, 1]], [[1], [2], [1, 1, 1]],
@@ -317,10 +330,14 @@ REJECTED: dict[str, Any] = {
     "multipleOf": {"type": "number", "multipleOf": 0},
     "type": {"type": "nothing"},
     "fraction": {"type": "fraction"},
+    "nothign": {"not": {"type": "nothign"}},
     "properties": {"properties": [1]},
     "anyOf": {"anyOf": {"a": 1}},
     "required": {"required": [1]},
     "#/definitions/none": {"properties": {"a": {"$ref": "#/definitions/none"}}},
+    "#none": {"properties": {"a": {"$ref": "#none"}}},
+    "http://x.y/z": {"$ref": "http://x.y/z"},
+    " oneOf ": {"type": "array", "oneOf": [{"maxItems": 0}, {"maxItems": 0, "items": {"type": "integer"}}]},
     "which is no schema": {"$ref": "#/title", "title": "x"},
     "too many digits": {"enum": [2**60 + 1]},
     "where a schema belongs": {"properties": {"a": 3}},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import string
+import unicodedata
 
 import pytest
 from bytewise import accepts, matcher
@@ -90,6 +92,32 @@ def test_the_notation_of_javascript_is_read(pattern: str, text: str) -> None:
     algebra = Algebra()
     assert algebra.matches(language(algebra, pattern), text)
     assert not algebra.matches(language(algebra, pattern), text + "?")
+
+
+def test_classes_and_escapes_are_those_of_ecma_262() -> None:
+    """Section 22.2.2: the characters that each one matches, among those where all of them are."""
+    plain = {chr(code) for code in (*range(0x2100), *range(0x2FF0, 0x3010), *range(0xFEF0, 0xFF10))}
+    spaces = {*"\t\v\f\ufeff", *(char for char in plain if unicodedata.category(char) == "Zs")}
+    ends = set("\n\r\u2028\u2029")
+    digits = set("0123456789")
+    words = set(string.ascii_letters + string.digits + "_")
+    expected = {
+        r"\s": spaces | ends, r"\S": plain - spaces - ends, r"\d": digits, r"\D": plain - digits, r"\w": words,
+        r"\W": plain - words, ".": plain - ends, r"[\b]": {"\b"}, r"\0": {"\0"}, r"\t": {"\t"}, r"\n": {"\n"},
+        r"\v": {"\v"}, r"\f": {"\f"}, r"\r": {"\r"}, r"\cJ": {"\n"}, r"\cj": {"\n"},
+        r"\x2a": {"*"}, r"\u20aC": {"€"}, r"\u{e9}": {"é"},
+        r"[^\w\s]": plain - words - spaces - ends, r"[\x00-\x1f]": set(map(chr, range(32))),
+    }  # fmt: skip
+    for pattern, characters in expected.items():
+        algebra = Algebra()
+        found = language(algebra, f"^{pattern}$")
+        assert {char for char in plain if algebra.matches(found, char)} == characters, pattern
+
+
+def test_repetitions_are_written_with_the_usual_signs() -> None:
+    algebra = Algebra()
+    for sign in ("*", "+", "?", "{2}", "{2,}", "{0,3}", "{2,3}"):
+        assert algebra.expression(language(algebra, f"^a{sign}$")) == f"^(?:[a]{sign})$"
 
 
 WRONG = ["(", ")", "a)", "[a", "*a", "a**", "a{2}{3}", "a{3,2}", "[b-a]", "\\", r"\ud800", r"\u{110000}"]

@@ -11,6 +11,7 @@ from test_gguf_tokenizer import metadata_of
 from test_tokenizer import byte_level, random_texts, sentencepiece
 
 from minillm import Grammar
+from minillm.errors import UsageError
 from minillm.grammar.compiler import Compiler
 from minillm.grammar.matcher import Matcher
 from minillm.grammar.vocabulary import Vocabulary
@@ -131,6 +132,21 @@ def test_what_no_token_spells_is_refused(vocabulary: tuple[list[bytes], Vocabula
     assert few.matcher(Grammar.regex("[abc]+")).error is None
     with pytest.raises(Exception, match="no text that this model's tokens can spell"):
         few.matcher(Grammar.regex("c+"))
+
+
+def test_a_text_that_the_tokenizer_refuses_is_spelled_by_the_longest_tokens() -> None:
+    def refuse(text: str) -> list[int]:
+        raise UsageError("no such text")
+
+    ours = Vocabulary([b"", b"a", b"ab", b"b", b"abc", b"d"], refuse)
+    assert [ours.encode(text) for text in ("abcd", "abd", "aba", "bxa", "")] == [[4, 5], [2, 5], [2, 1], [3], []]
+
+
+def test_spellings_are_all_tokens_that_may_follow() -> None:
+    tokens = [b"", b"a", b"ab", b"b", b"abc", b"abx", b"abce", b"d", b"c"]
+    ours = Vocabulary(tokens, lambda text: [tokens.index(each.encode()) for each in text if each in "abcd"])
+    found = Compiler(ours).matcher(Grammar.regex("ab[cd]")).spellings()
+    assert [tokens[token_id] for token_id in found] == [b"a", b"ab", b"abc"]
 
 
 @pytest.mark.parametrize("least", [0, 3])
