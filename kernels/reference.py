@@ -333,64 +333,6 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
     words[rows[real].long(), Field.POSITION] += 1
 
 
-LONGEST_MATCH = 16  # tokens that are compared: texts that agree in so many mostly go on alike
-MOST_SEARCHED = 8192  # of a text's last tokens
-
-
-def begin_guesses(
-    words: Tensor, row: Tensor, history: Tensor, block_size: int, inputs: DecodeInputs, guesses: Tensor
-) -> None:
-    """Find where a text's last tokens occurred before, and gather its last token and guesses into ``inputs``.
-
-    The place is the one where most tokens agree, at most 16, and of several the latest. The tokens behind it are the
-    guesses; where they end, the text is taken to go on repeating itself.
-
-    Args:
-        words: as for `begin_decode`.
-        row: ``[1]`` int32, the sequence's; -1 is padding.
-        history: ``[longest text]`` int32, its tokens in front of the last one, which its row holds.
-        inputs: buffers of n sequences: the last token, then ``n - 1`` guesses; padding where there are none.
-        guesses: ``[n - 1]`` int64, to be written; -1 where there are none.
-    """
-    n, number = len(guesses) + 1, int(row)
-    if number < 0:
-        guesses.fill_(-1)
-        begin_decode(words, row.expand(n), block_size, inputs)
-        return
-    last = int(words[number, Field.POSITION])
-    text = [*history[:last].tolist(), int(words[number, Field.TOKEN])]
-    found = place = 0
-    for candidate in range(max(1, last - MOST_SEARCHED), last):
-        length = 0
-        while length < LONGEST_MATCH and length <= candidate and text[candidate - length] == text[last - length]:
-            length += 1
-        if length > found or (length == found and place):
-            found, place = length, candidate
-    drawn = [text[place + 1 + i % (last - place)] if place else -1 for i in range(n - 1)]
-    guesses.copy_(torch.tensor(drawn))
-    rows, tokens = words[number].repeat(n, 1), [text[last], *drawn]
-    rows[:, Field.TOKEN] = torch.tensor(tokens, dtype=torch.int32)
-    rows[:, Field.POSITION] += torch.arange(n, dtype=torch.int32, device=words.device)
-    at = torch.tensor([i if token >= 0 else -1 for i, token in enumerate(tokens)], device=words.device)
-    begin_decode(rows, at.int(), block_size, inputs)
-
-
-def end_guesses(words: Tensor, row: Tensor, history: Tensor, token_ids: Tensor, guesses: Tensor) -> None:
-    """Write to a text and its row the drawn tokens that are the guesses, in front of the first other one, and that one.
-
-    Args:
-        token_ids: ``[n]`` int64, drawn behind the last token and behind each guess.
-    """
-    number, drawn = int(row), token_ids.tolist()
-    if number < 0:
-        return
-    right = next((i for i, guess in enumerate(guesses.tolist()) if guess != drawn[i]), len(guesses))
-    last = int(words[number, Field.POSITION])
-    history[last] = words[number, Field.TOKEN]
-    history[last + 1 : last + 1 + right] = token_ids[:right].int()
-    words[number, Field.TOKEN], words[number, Field.POSITION] = drawn[right], last + right + 1
-
-
 def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
     """Apply each row's repetition, then frequency and presence penalty, and write float32 logits to ``out``.
 

@@ -44,7 +44,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_guessed: int = 0  # of its output tokens, those that were guessed before they were drawn
-    num_unsettled: int = 0  # guesses that the device has made under way: so many more tokens may be computed
     decode: Chunk | None = None  # its last token as a chunk: the same object at every step, since making one takes time
 
     @property
@@ -163,7 +162,6 @@ class Chunk:
     row: int = -1  # of the step's logits, if the chunk computes its sequence's last token
     num_guesses: int = 0  # wanted behind the sequence's last token; once scheduled, those that there is room for
     draft: tuple[int, ...] = ()  # the guesses, when they are known; their rows of the logits follow ``row``
-    device_guesses: int = 0  # that the device makes behind the sequence's last token, and judges
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:

@@ -78,7 +78,6 @@ SLOW_CLIENTS = "tests/server/test_slow_clients.py::"
 LANES = "tests/kernels/test_lanes.py::"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
 EIGHT_BITS_WRITTEN = "tests/kernels/cache/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
-BY_DEVICE = "tests/speculation/test_device_guesses.py::"
 GUESSES = "tests/speculation/test_speculation.py::"
 DRAFTS = "tests/speculation/test_drafts.py::"
 TOKEN_ROWS = "tests/runner/test_token_rows.py"
@@ -307,37 +306,18 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          GUESSES + "test_what_would_fail_behind_a_wrong_guess_fails_nothing"),
         ("guesses-drawn-with-one-noise", "sequence.num_tokens + number", "sequence.num_tokens",
          GUESSES + "test_tokens_are_the_same_whatever_the_options"),
-        ("device-guesses-cost-a-preemption", "num_free == 0", "num_free < 0",
-         BY_DEVICE + "test_there_is_no_room_for_guesses_where_the_pool_is_full"),
-        ("device-guesses-beyond-the-longest-text", "sequence.num_tokens + 2 * ROWS[-1]", "sequence.num_tokens",
-         BY_DEVICE + "test_a_text_near_the_longest_of_all_ends_there"),
         ("guess-kept-though-wrong", "or token != guess:", "or guess is None:",
          GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
         ("wrong-guesses-keep-their-blocks", "cache.free_tail(sequence.table, sequence.num_computed)",
          "cache.num_free", GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
-        ("right-guesses-not-counted-as-computed", "draws, computed=1)", "draws)",
+        ("right-guesses-not-counted-as-computed", "sequence.num_computed += 1", "sequence.num_computed += 0",
          GUESSES + "test_right_guesses_come_several_at_a_step"),
         ("an-end-among-guesses-missed", "if sequence.finish_reason is not None or token", "if token",
          GUESSES + "test_an_answer_ends_at_any_of_the_guesses"),
-        ("device-guesses-keep-their-blocks", "cache.free_tail(self.table,", "id((self.table,) or",
-         BY_DEVICE + "test_random_requests_have_the_same_tokens"),
-        ("blocks-of-the-next-step-are-freed", "sequence.num_computed + sequence.num_unsettled)",
-         "sequence.num_computed)",
-         BY_DEVICE + "test_random_requests_have_the_same_tokens"),
-        ("device-guesses-taken-for-right", "or token != guess:", "or guess is None:",
-         BY_DEVICE + "test_random_requests_have_the_same_tokens"),
-        ("an-end-among-device-guesses-missed", "if sequence.finish_reason is not None or token", "if token",
-         BY_DEVICE + "test_held_blocks_of_an_answer_are_those_of_its_tokens"),
-        ("right-device-guesses-not-computed", "sequence.num_computed += num_right", "sequence.num_computed += 0",
-         BY_DEVICE + "test_random_requests_have_the_same_tokens"),
     ],
     "minillm/speculation/guesses.py": [
         ("guesses-beyond-the-answer", "group.max_tokens - sequence.num_output_tokens - 1", "self.pace(sequence).count",
          GUESSES + "test_right_guesses_are_not_made_beyond_the_answer"),
-        ("device-guesses-where-none-is-expected", "or self._source(group, sequence) is None:", "or False:",
-         BY_DEVICE + "test_a_text_that_repeats_nothing_has_plain_steps"),
-        ("no-pause-of-device-guesses", "if not pace.is_due() or", "if",
-         BY_DEVICE + "test_guesses_that_are_wrong_become_rare"),
         ("every-lookup-is-waited-for", "if self._source(group, sequence) is None and", "if False and",
          GUESSES + "test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups"),
     ],
@@ -553,10 +533,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/runner/rows.py": [
         ("plan-for-ever", "self._good_for -= 1", "pass",
          ROWS + "test_a_plan_is_made_anew_when_own_tokens_have_doubled"),
-        ("blocks-of-wrong-guesses-taken-for-told", "if row.num_blocks > len(sequence.blocks):", "if False:",
-         BY_DEVICE + "test_blocks_of_wrong_guesses_may_become_others"),
-        ("rows-stay-where-guesses-were-right", "row.position += num_right", "row.position += 0",
-         BY_DEVICE + "test_random_requests_have_the_same_tokens"),
         ("rows-trusted-behind-guesses", "                row.has_token = False", "                pass",
          GUESSES + "test_tokens_are_the_same_whatever_the_options"),
         ("tables-too-narrow", "longest = max(longest, row.position)", "longest = row.position - 9",
@@ -617,8 +593,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          SHORT_PROMPTS + "test_rows_are_back_when_a_recording_fails"),
     ],
     "minillm/runner/device_runner.py": [
-        ("text-of-guesses-untold", "return first, token_ids[first:]", "return first, []",
-         BY_DEVICE + "test_no_step_waits_and_fewer_are_needed"),
         ("short-memory-ends-the-engine", "except torch.OutOfMemoryError:", "except ZeroDivisionError:",
          SHORT_PROMPTS + "test_memory_that_is_short_leaves_prompts_as_they_are"),
         ("prompts-logits-of-another-row", "prefill.logit_rows + n)", "prefill.logit_rows)", AHEAD + "[0]"),
@@ -992,14 +966,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "linear/test_few_linear.py::test_a_few_tokens"),
         ("few-tokens-write-behind-the-last", "is_row[:, None] & (tokens < num_tokens)[None, :]", "is_row[:, None]",
          KERNELS + "linear/test_few_linear.py::test_what_no_token_and_no_row_covers_is_neither_read_nor_written"),
-    ],
-    "kernels/decode_state/guesses.py": [
-        ("guesses-from-a-worse-place", "tl.maximum(found, tl.max(best, axis=0))", "tl.max(best, axis=0)",
-         KERNELS + "decode_state/test_guess_rows.py::test_guesses"),
-        ("guesses-behind-the-text", "(i - 1) % tl.maximum(last - place, 1)", "(i - 1)",
-         KERNELS + "decode_state/test_guess_rows.py::test_guesses"),
-        ("text-lacks-right-guesses", "mask=lanes < right)", "mask=lanes < 0)",
-         KERNELS + "decode_state/test_guess_rows.py::test_guesses"),
     ],
     "kernels/linear/matvec.py": [
         ("triton-matvec-norm", "axis=0 if TOKENS == 1 else 2) / num_columns + eps",

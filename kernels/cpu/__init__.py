@@ -14,11 +14,9 @@ from minillm.kernels.cpu.low_bit import Rows, packed_int4, packed_int8
 from minillm.kernels.cpu.sampling import mask_logits, sample, sample_with_logprobs, top_log_probabilities
 from minillm.kernels.reference import (
     begin_decode,
-    begin_guesses,
     block_copy,
     choose_beams,
     end_decode,
-    end_guesses,
     fork_rows,
     gather_blocks,
     log_probabilities,

@@ -121,11 +121,6 @@ class Scheduler:
             schedule.drafts = [chunk for chunk in schedule.decodes if chunk.num_guesses]
             schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.num_guesses]
 
-        if len(schedule.decodes) == 1 and schedule.decodes[0].device_guesses:  # of a sequence that ran alone so far
-            [chunk] = schedule.decodes
-            is_alone = not (schedule.prefills or schedule.drafts or schedule.preempted)
-            chunk.device_guesses = self._room_for_guesses(chunk, chunk.device_guesses if is_alone else 0)
-
     def _room_for_guesses(self, chunk: Chunk, count: int) -> int:
         """Take room for so many guesses, or for none where there is less. Returns how many there are."""
         try:

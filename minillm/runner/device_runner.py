@@ -6,10 +6,7 @@ into the rows. The next step can be launched before the host has seen them. Grap
 sequences, and of few sequences for padded lengths of the longest, when these are first met; everything else, sharing
 included, is data. Short prompts are graphs, too: `minillm.runner.short_prompts`.
 
-A text that runs alone and repeats itself is guessed on the device, which also judges these guesses
-(`minillm.kernels.decode_state.guesses`); the host hears a step later how far the sequence has come.
-
-Other guesses at a sequence's next tokens are computed as if they were sequences that decode, with one table and other
+Guesses at a sequence's next tokens are computed as if they were sequences that decode, with one table and other
 lengths (a layer writes all K and V before any token reads them). So these steps and their draws are graphs, too; their
 rows the host writes anew each time (`minillm.runner.token_rows`).
 
@@ -41,10 +38,9 @@ from minillm.runner.rows import SHORTEST, Rows, Sharing, padded_length, padded_s
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens, num_listed
 from minillm.runner.short_prompts import ShortPrompts
-from minillm.runner.step import ChunkWork, DecodeWork, GuessWork, StepWork
+from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 from minillm.runner.to_device import to_device
-from minillm.runner.to_host import ToHost
-from minillm.runner.token_rows import MOST_DEVICE_GUESSES, MOST_TOKENS, TokenRows
+from minillm.runner.token_rows import MOST_TOKENS, TokenRows
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
 Found = tuple[Tensor, ...]  # of each row: its token, that one's log-probability, and those and ids of the most probable
@@ -123,10 +119,6 @@ class DeviceRunner(Runner):
         self._told_places: list[int] = []
         self._work_list = WorkList.allocate(capacity, shape, self._device)
         self._tokens = TokenRows(padded_size(MOST_TOKENS), width, self._device, pinned=graphs)
-        self._text = torch.zeros(max_model_len + MOST_DEVICE_GUESSES + 1, dtype=torch.int32, device=self._device)
-        self._guesses = torch.zeros(MOST_DEVICE_GUESSES, dtype=torch.int64, device=self._device)
-        self._told_text: tuple[int, int] = -1, 0  # the sequence, and how many of its tokens the device has
-        self._num_guesses = 0  # of the last step: what came of them the device has as well
         self._forwards = Graphs(self._rows, self._tokens.rows, enabled=graphs)
         self._draws = Graphs(self._rows, self._tokens.rows, enabled=graphs)
         self._prompts: ShortPrompts | None = None
@@ -148,23 +140,16 @@ class DeviceRunner(Runner):
 
     def work_for(self, schedule: Schedule, copies: list[tuple[int, int]]) -> StepWork:
         if self._takes_rows(schedule):
-            self._decodes, self._num_guesses = [], 0
+            self._decodes = []
             chunks = [self.chunk_work(chunk) for chunk in schedule.chunks]
             self._sampling = [_sampling(chunk) for chunk in schedule.chunks]
             return StepWork(schedule.moves, copies, None, chunks, len(chunks))
         decodes, prefills = schedule.decodes, schedule.prefills + schedule.drafts
         decode = self._books.work_for(decodes, joins=bool(prefills)) if decodes else None
-        guesses = None
-        if len(decodes) == 1 and decodes[0].device_guesses:
-            guesses = GuessWork(decodes[0].device_guesses, *self._untold(decodes[0].sequence))
-        count = 0 if guesses is None else guesses.count
-        if decode is not None:
-            decode.longest += self._num_guesses + count  # if all are right
-        self._num_guesses = count
         self._count_tokens()
         self._decodes = decodes
         chunks = [self.chunk_work(chunk) for chunk in prefills]
-        return StepWork(schedule.moves, copies, decode, chunks, 0, guesses)
+        return StepWork(schedule.moves, copies, decode, chunks, 0)
 
     @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
@@ -186,9 +171,6 @@ class DeviceRunner(Runner):
             self.logits(batch, work.chunks, batch.num_decodes, out=logits)
         elif work.decode is not None:
             size = self._begin(work.decode)
-            if work.guesses is not None:
-                self._compute_guesses(work.guesses, work.decode.longest)
-                return logits
             shared = self._shared(work.decode, size)
             blocks = self._width if shared is not None else self._blocks_for(size, work.decode.longest)
             launch = (0, 0) if shared is None else shared.launch
@@ -217,28 +199,6 @@ class DeviceRunner(Runner):
         if len(wanted) == ends[-1]:
             return self._logits[: len(wanted)]
         return out.copy_(self._logits[self._numbers(wanted, torch.int64)])
-
-    def _compute_guesses(self, work: GuessWork, longest: int) -> None:
-        """Compute the only sequence's token and guesses behind it, which the device makes."""
-        if work.token_ids:
-            end = work.first + len(work.token_ids)
-            self._text[work.first : end] = self._numbers(work.token_ids, torch.int32)
-        n = 1 + work.count
-        blocks = self._blocks_for(n, longest)
-        self._forwards.run((n, blocks, "guesses"), lambda: self._forward_guesses(n, blocks))
-
-    def _untold(self, sequence: Sequence) -> tuple[int, list[int]]:
-        """What the device lacks of a sequence's text: where that begins, and its tokens.
-
-        The text's last token lies in the sequence's row, known to the host or not.
-        """
-        if self._told_text[0] != sequence.seq_id:
-            self._told_text, self._num_guesses = (sequence.seq_id, 0), 0
-        first, token_ids = self._told_text[1], sequence.token_ids
-        if self._num_guesses and sequence.num_pending:
-            return first, []
-        self._told_text = sequence.seq_id, len(token_ids)
-        return first, token_ids[first:]
 
     def _take_steps(self, logits: Tensor) -> None:
         """Let the searches that the device decides take a step, rows and blocks included."""
@@ -310,26 +270,6 @@ class DeviceRunner(Runner):
         found = self._draws.run((size, "each", listed), lambda: self._draw_each(size, listed))
         rows = [wanted[draw.row] for draw in draws]
         return self._drawn(draws, found, rows, _wants_logprobs(draws), may_compute_ahead=False)
-
-    @property
-    def guesses_on_device(self) -> bool:
-        return self._ranks is None
-
-    @torch.inference_mode()
-    def draw_guesses(self, chunk: Chunk) -> tuple[Drawn, ToHost]:
-        n, vocab = 1 + chunk.device_guesses, self._logits.shape[1]
-        draws, listed = [chunk] * n, num_listed([chunk], vocab)
-        guesses, *found = self._draws.run((n, "guesses", listed), lambda: self._draw_guesses(n, listed))
-        self._books.note_drawn([chunk])
-        for observer in self.observers:
-            observer.end()
-        drawn = self._drawn(draws, tuple(found), list(range(n)), _wants_logprobs(draws), may_compute_ahead=True)
-        return drawn, ToHost([guesses])
-
-    def settle(self, sequence: Sequence, num_right: int) -> None:
-        self._books.settle(sequence, num_right)
-        if self._told_text[0] == sequence.seq_id:
-            self._told_text = sequence.seq_id, len(sequence.token_ids) - 1
 
     def _drawn(
         self, draws: list[Chunk], found: Found, rows: list[int], wants_logprobs: bool, *, may_compute_ahead: bool
@@ -404,7 +344,6 @@ class DeviceRunner(Runner):
         self._beams.forget()
         self._choices = None
         self._sampling, self._each = [], None
-        self._told_text, self._num_guesses = (-1, 0), 0
         self._told_places = []
 
     def close(self) -> None:
@@ -492,17 +431,6 @@ class DeviceRunner(Runner):
         inputs = inputs._replace(block_tables=inputs.block_tables[:, :blocks])
         kernels.begin_decode(words, self._tokens.rows[:size], self.block_size, inputs)
         self._forward_inputs(inputs, size, blocks, None)
-
-    def _forward_guesses(self, n: int, blocks: int) -> None:
-        inputs, guesses = self._inputs.first(n), self._guesses[: n - 1]
-        kernels.begin_guesses(self._words, self._rows[:1], self._text, self.block_size, inputs, guesses)
-        self._forward_inputs(inputs, n, blocks, None)
-
-    def _draw_guesses(self, n: int, listed: int) -> Found:
-        raw, row, guesses = self.as_drawn_from(self._logits[:n]), self._rows[:1], self._guesses[: n - 1]
-        tokens, logprobs = kernels.sample_with_logprobs(raw, self._inputs.first(n).sampling)
-        kernels.end_guesses(self._words, row, self._text, tokens, guesses)
-        return guesses.clone(), tokens, logprobs, *_list(raw, listed)
 
     def _draw_each(self, size: int, listed: int) -> Found:
         raw = self.as_drawn_from(self._logits[:size])

@@ -126,16 +126,6 @@ class Rows:
             if row is not None:
                 self._free.append(row.index)
 
-    def settle(self, sequence: Sequence, num_right: int) -> None:
-        """Note how many guesses were right that the device has judged: so far it has gone on by itself.
-
-        The sequence has given back the blocks that it had for the others, and may get other ones.
-        """
-        if (row := self._held.get(sequence.seq_id)) is not None:
-            row.position += num_right
-            if row.num_blocks > len(sequence.blocks):
-                row.num_blocks, row.last_block = len(sequence.blocks), sequence.blocks[-1]
-
     def outdate(self, sequences: list[Sequence]) -> None:
         """Note that these went on without their rows, which keep all but the last token; nobody counts their tokens."""
         for sequence in sequences:

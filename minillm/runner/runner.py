@@ -17,7 +17,6 @@ from minillm.runner.host_pool import HostPool
 from minillm.runner.sampler import Drawn, sample_tokens
 from minillm.runner.scores import Scored, score
 from minillm.runner.step import ChunkWork, StepObserver, StepWork, packed
-from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk, Schedule, Sequence
 
 
@@ -137,23 +136,6 @@ class Runner:
         """
         self.give_up(holders)
         return sample_tokens(self.as_drawn_from(logits), draws)
-
-    @property
-    def guesses_on_device(self) -> bool:
-        """Whether `Chunk.device_guesses` may be asked for, of the only sequence of a step."""
-        return False
-
-    def draw_guesses(self, chunk: Chunk) -> tuple[Drawn, ToHost]:
-        """Draw behind a sequence's last token and behind the guesses that the device has made.
-
-        Returns:
-            What is drawn, ``[1 + guesses]``, and the guesses, ``[guesses]``, -1 for each where there are none. The
-            sequence goes on with the tokens that are the guesses in front of the first other one, and with that one.
-        """
-        raise NotImplementedError
-
-    def settle(self, sequence: Sequence, num_right: int) -> None:
-        """Note how far a sequence has come by guesses of the device; its tokens and computed ones are up to date."""
 
     def as_drawn_from(self, logits: Tensor) -> Tensor:
         """The logits in the type of all draws: in float32 where it must not depend on other requests' penalties.

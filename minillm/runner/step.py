@@ -68,15 +68,6 @@ class DecodeWork:
 
 
 @dataclass(slots=True)
-class GuessWork:
-    """Guesses that the device makes behind the token of the only sequence of a step (`decode_state.guesses`)."""
-
-    count: int
-    first: int  # where what the device lacks of the sequence's text begins
-    token_ids: list[int]  # it
-
-
-@dataclass(slots=True)
 class StepWork:
     """A step, in this order: save blocks, bring blocks back, copy blocks, compute."""
 
@@ -87,13 +78,11 @@ class StepWork:
     # Of the chunks, the first ones: their tokens are computed as those of sequences that decode, without rows on the
     # device. It is all or none where other sequences have rows, and one token of each sequence where none has.
     num_decodes: int
-    guesses: GuessWork | None = None  # beside ``decode``; ranks that share a model have none
 
     @property
     def num_tokens(self) -> int:
         decoding = 0 if self.decode is None else self.decode.num_seqs
-        guessed = 0 if self.guesses is None else self.guesses.count
-        return decoding + guessed + sum(len(chunk.token_ids) for chunk in self.chunks)
+        return decoding + sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
 class StepObserver:

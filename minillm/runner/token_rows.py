@@ -13,7 +13,6 @@ from minillm.kernels import Field
 from minillm.runner.step import ChunkWork
 
 MOST_TOKENS = 40  # of a step with guesses
-MOST_DEVICE_GUESSES = 15  # of a sequence that runs alone: with its last token 16 rows
 
 
 class TokenRows:

@@ -1,13 +1,9 @@
 """What a request knows in order to guess at its next tokens: how many, and where they are read."""
 
-from dataclasses import replace
-
-from minillm.runner.token_rows import MOST_DEVICE_GUESSES
 from minillm.sequence import Chunk, Sequence, SequenceGroup
 from minillm.speculation.lookup import Occurrences, Source
 from minillm.speculation.pace import DraftPace, LookupPace, Pace, Price
 
-ROWS = 4, 8, MOST_DEVICE_GUESSES + 1  # of a step for which the device makes guesses
 _RESUMED = 3  # tokens that are guessed where a text may go on with what it has parted from
 
 
@@ -59,23 +55,6 @@ class Lookups(Guesses):
         self._noted: dict[int, int] = {}  # tokens of each completion that are in the index
         self._sources: dict[int, Source] = {}  # of each completion's latest guesses
         self._waiting: set[int] = set()  # completions whose next step waits for guesses
-        self._device_pace = LookupPace(_without_waiting(price), credit=1.0)  # of the only completion
-
-    def chunk_for_device(self, group: SequenceGroup, sequence: Sequence) -> Chunk | None:
-        """A sequence's last token and guesses behind it that the device shall make, if any.
-
-        To be asked once a step. It makes some where the tokens that the host knows have a source: those of the step
-        under way are still missing.
-        """
-        pace = self._device_pace
-        if not pace.is_due() or self._source(group, sequence) is None:
-            return None
-        rows = next(rows for rows in ROWS if pace.count < rows)
-        return Chunk(group, sequence, 1, True, device_guesses=rows - 1)
-
-    def learn_from_device(self, num_found: int, num_right: int) -> None:
-        """Learn from a step for which the device has found so many guesses."""
-        self._device_pace.judge(num_found, num_right)
 
     def expects(self, group: SequenceGroup, sequence: Sequence) -> bool:
         if self._source(group, sequence) is None and self._parted(sequence) is None:
@@ -120,9 +99,3 @@ class Lookups(Guesses):
         source, pace = self._sources.get(sequence.index), self.pace(sequence)
         assert isinstance(pace, LookupPace)
         return source if source is not None and pace.resumes(source.num_tries) else None
-
-
-def _without_waiting(price: Price) -> Price:
-    """What guesses cost that the device makes: nobody waits, but rows cost time also where nothing is found."""
-    step = price.step - price.wait
-    return replace(price, step=step, fewest=ROWS[0] - 1, most=ROWS[-1] - 1, wait=step + price.each * (ROWS[0] - 1))

@@ -5,42 +5,34 @@ The guesses come from the sequence's own text and its siblings' (`minillm.specul
 position is drawn, which depends on the logits, the seed and the position alone. A guess is right exactly where it is
 that token. So the answer is the one that would have come without guesses, whatever its sampling parameters are; only
 fewer steps lead to it.
-
-Where waiting for the host would take long beside a step, the device itself makes guesses at a sequence that runs alone,
-and judges them: see `minillm.kernels.decode_state.guesses`. The host says only for which steps.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from typing import TypeVar
 
 from torch import Tensor
 
-from minillm.cache import BlockTable
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
 from minillm.model.llama import Llama
 from minillm.outputs import Delta, TokenLogprobs
 from minillm.runner.penalties import needs_processing
 from minillm.runner.runner import Runner
-from minillm.runner.sampler import Drawn, num_listed
-from minillm.runner.to_host import ToHost
+from minillm.runner.sampler import Drawn
 from minillm.runner.token_rows import MOST_TOKENS
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 from minillm.speculation.drafter import MOST_SEQS, token_bytes
-from minillm.speculation.guesses import ROWS, Guesses, Lookups
+from minillm.speculation.guesses import Guesses, Lookups
 from minillm.speculation.pace import Price
 
 Result = TypeVar("Result")
 Results = tuple[list[int], list[TokenLogprobs | None], list[bool]]  # as `Drawn.wait` has them
-Draw = tuple[int, TokenLogprobs | None, bool, str | None]  # one of them, and what its processing has failed of
 
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each guess (with the weights as stored 0.3 and 0.13).
 _CPU_PRICE = Price(0.3, 0.12)
@@ -50,7 +42,6 @@ _COMPILED_PRICE = Price(0.35, 0.2)  # beside a step that `minillm.model.one_toke
 # host, 0.2 ms. All that in bytes, as `token_bytes` has it.
 _GPU_PRICE = Price(0.08, 0.008, resumptions=8, fewest=7, most=15)
 _HOST_BYTES, _LAYER_BYTES, _ROW_BYTES = 500 << 20, 8 << 20, 1 << 19
-_SLOW_HOST = 0.1  # of a step: where waiting for the host takes longer, the device makes guesses and judges them itself
 
 
 class GuessingSamples(Samples):
@@ -64,7 +55,6 @@ class GuessingSamples(Samples):
         super().__init__(requests, runner, seed)
         self._kind = Lookups if draft is None else Guesses
         self._price = replace(_price(runner.model), draft=draft or 0.0)
-        self._by_device = draft is None and runner.guesses_on_device and self._price.wait > _SLOW_HOST
         self.num_verified = self.num_guessed = self.num_right = 0  # sequences' steps with guesses, and guesses, ever
 
     def begin(self, group: SequenceGroup) -> None:
@@ -74,26 +64,15 @@ class GuessingSamples(Samples):
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
         chunks = super().due(group)
-        if self._by_device and self.requests.scheduler.cache.num_free == 0:
-            # The device may be about to judge guesses: then the room of the wrong ones is free, and nobody has to go.
-            chunks = [chunk for chunk in chunks if not chunk.sequence.num_unsettled]
         if group.state is not None and group.state.works and self._few_run():
             for number, chunk in enumerate(chunks):
-                if self._is_guessed_by_device(chunk):
-                    guessed = partial(group.state.chunk_for_device, group, chunk.sequence)
-                    chunks[number] = _tried(group, guessed, None) or chunk
-                elif chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
+                if chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
                     most = MOST_TOKENS // max(1, self._num_running) - 1
                     guessed = partial(group.state.chunk, group, chunk.sequence, most)
                     chunks[number] = _tried(group, guessed, None) or chunk
         return chunks
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        if len(chunks) == 1 and chunks[0].device_guesses:
-            drawn, guesses = self._runner.draw_guesses(chunks[0])
-            chunks[0].sequence.num_pending += 1
-            chunks[0].sequence.num_unsettled += chunks[0].device_guesses
-            return DeviceVerification(self, chunks[0], drawn, guesses, chunks[0].sequence.own_table)
         drafted = [chunk for chunk in chunks if chunk.num_guesses]
         plain = [chunk for chunk in chunks if not chunk.num_guesses]
         if not drafted:
@@ -109,7 +88,10 @@ class GuessingSamples(Samples):
     def note_guesses(self, chunk: Chunk, num_right: int) -> None:
         """Count a step's guesses, and learn from them. There may be none where some were wanted."""
         if chunk.draft:
-            self._count(chunk.sequence, len(chunk.draft), num_right)
+            self.num_verified += 1
+            self.num_guessed += len(chunk.draft)
+            self.num_right += num_right
+            chunk.sequence.num_guessed += num_right
             _tried(chunk.group, lambda: chunk.group.state.learn(chunk, num_right), None)
 
     def expects(self, chunk: Chunk) -> bool:
@@ -117,51 +99,11 @@ class GuessingSamples(Samples):
         guesses, sequence = chunk.group.state, chunk.sequence
         if guesses is None or not guesses.works or guesses.pace(sequence).left or not self._few_run():
             return False
-        if self._is_guessed_by_device(chunk):
-            return False
         return bool(guesses.expects(chunk.group, sequence))
-
-    def _is_guessed_by_device(self, chunk: Chunk) -> bool:
-        """Whether the device makes guesses behind a sequence's last token, if any are made, and nobody waits for them.
-
-        It does so for one that runs alone, where the host is slow and nothing else about a draw needs it.
-        """
-        group, sequence = chunk.group, chunk.sequence
-        if not self._by_device or not chunk.decodes:
-            return False
-        alone = self._num_running == 1 and len(group.sequences) == 1 and not group.on_device
-        if not alone or needs_processing(group, sequence):
-            return False
-        wanted = group.params.logprobs
-        if wanted and not num_listed([chunk], self.requests.vocab_size):
-            return False
-        # As far as two steps may come.
-        return sequence.num_tokens + 2 * ROWS[-1] <= self.requests.max_model_len
 
     @property
     def _num_running(self) -> int:
         return sum(group.num_seqs for group in self.requests.scheduler.running)
-
-    def note_device_guesses(self, group: SequenceGroup, sequence: Sequence, guesses: list[int], num_right: int) -> None:
-        """Count a step's guesses that the device made, if any, and learn from them."""
-        num_found = len(guesses) if guesses[0] >= 0 else 0
-        if num_found:
-            self._count(sequence, num_found, num_right)
-        _tried(group, lambda: group.state.learn_from_device(num_found, num_right), None)
-
-    def _count(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:
-        self.num_verified += 1
-        self.num_guessed += num_guessed
-        self.num_right += num_right
-        sequence.num_guessed += num_right
-
-    def settle(self, sequence: Sequence, num_right: int) -> None:
-        """See `Runner.settle`."""
-        self._runner.settle(sequence, num_right)
-
-    def give_up(self, sequence: Sequence) -> None:
-        """See `Runner.give_up`."""
-        self._runner.give_up([sequence])
 
     def _few_run(self) -> bool:
         return len(self.requests.scheduler.running) <= MOST_SEQS and self._num_running <= MOST_SEQS
@@ -248,54 +190,6 @@ class Unguessed:
 
 
 @dataclass(slots=True)
-class DeviceVerification:
-    """The tokens of a step whose guesses the device made and judged; see `minillm.sequence.Flight`.
-
-    The next step may be under way: it goes on from wherever this one has brought the sequence.
-    """
-
-    samples: GuessingSamples
-    chunk: Chunk
-    drawn: Drawn
-    guesses: ToHost
-    table: BlockTable  # when it was launched: preemption takes it away
-    results: Results = ([], [], [])
-    may_run_ahead: bool = True
-    may_compute_ahead: bool = True
-
-    @property
-    def groups(self) -> list[SequenceGroup]:
-        return [self.chunk.group]
-
-    @property
-    def is_wanted(self) -> bool:
-        return self.chunk.sequence.finish_reason is None
-
-    def wait(self) -> None:
-        self.results = self.drawn.wait()
-
-    def conclude(self) -> list[Delta]:
-        samples, group, sequence = self.samples, self.chunk.group, self.chunk.sequence
-        sequence.num_pending -= 1
-        sequence.num_unsettled -= self.chunk.device_guesses
-        if sequence.finish_reason is not None:
-            return []
-        [guesses] = self.guesses.wait()
-        delta, num_right = _appended(samples, self.chunk, guesses, zip(*self.results, repeat(None)))
-        if sequence.finish_reason is None and sequence.table is self.table:
-            sequence.num_computed += num_right
-            samples.requests.scheduler.cache.free_tail(self.table, sequence.num_computed + sequence.num_unsettled)
-            samples.settle(sequence, num_right)
-        else:
-            samples.give_up(sequence)
-        samples.note_device_guesses(group, sequence, guesses, num_right)
-        return delta
-
-    def discard(self) -> None:
-        self.chunk.sequence.num_pending = self.chunk.sequence.num_unsettled = 0
-
-
-@dataclass(slots=True)
 class Verification:
     """The tokens that one step draws behind guesses, and beside them plainly; see `minillm.sequence.Flight`."""
 
@@ -343,43 +237,24 @@ class Verification:
 
     def _go_on(self, chunk: Chunk, first: int) -> list[Delta]:
         """Append the drawn tokens as far as the guesses were right, and one behind them; as one delta, if any."""
-        samples, sequence, end = self.samples, chunk.sequence, first + 1 + len(chunk.draft)
-        draws = zip(
-            *(each[first:end] for each in self.results), (row.group.error for row in self.rows[first:end]), strict=True
-        )
-        delta, num_right = _appended(samples, chunk, chunk.draft, draws, computed=1)
+        samples, group, sequence, end = self.samples, chunk.group, chunk.sequence, first + 1 + len(chunk.draft)
+        draws = zip(*(each[first:end] for each in self.results), self.rows[first:end], strict=True)
+        deltas, num_right = list[Delta](), 0
+        for guess, (token, logprobs, is_nan, row) in zip([*chunk.draft, None], draws, strict=True):
+            if is_nan:
+                samples.requests.note_nan(group)
+            group.error = group.error or row.group.error
+            if group.error is not None:
+                break
+            deltas.append(samples.append(group, sequence, token, logprobs))
+            if sequence.finish_reason is not None or token != guess:
+                break
+            sequence.num_computed += 1
+            num_right += 1
         if sequence.finish_reason is None and sequence.table is not None:
             samples.requests.scheduler.cache.free_tail(sequence.table, sequence.num_computed)
         samples.note_guesses(chunk, num_right)
-        return delta
-
-
-def _appended(
-    samples: GuessingSamples, chunk: Chunk, guesses: SequenceOf[int], draws: Iterable[Draw], *, computed: int = 0
-) -> tuple[list[Delta], int]:
-    """Append what is drawn as far as the guesses are right, and the token behind them; as one delta, if any.
-
-    Args:
-        draws: behind the last token and behind each guess.
-        computed: so many of its tokens more are computed for each guess that is right, as the guess that it was.
-
-    Returns:
-        The delta, and how many guesses were right in front of an end.
-    """
-    group, sequence, deltas = chunk.group, chunk.sequence, list[Delta]()
-    num_right = 0
-    for guess, (token, logprobs, is_nan, error) in zip([*guesses, None], draws, strict=False):
-        if is_nan:
-            samples.requests.note_nan(group)
-        group.error = group.error or error
-        if group.error is not None:
-            break
-        deltas.append(samples.append(group, sequence, token, logprobs))
-        if sequence.finish_reason is not None or token != guess:
-            break
-        sequence.num_computed += computed
-        num_right += 1
-    return [_joined(deltas)] if deltas else [], num_right
+        return [_joined(deltas)] if deltas else []
 
 
 def _joined(deltas: list[Delta]) -> Delta:

@@ -22,7 +22,6 @@ from minillm.kernels.attention.shared import prefix_attention
 from minillm.kernels.cache import blocks, rotary
 from minillm.kernels.decode_state import beams as beam_rows
 from minillm.kernels.decode_state import decode as decode_rows
-from minillm.kernels.decode_state import guesses as guess_rows
 from minillm.kernels.linear import invariant as invariant_linear
 from minillm.kernels.linear import matvec
 from minillm.kernels.linear.low_bit import choose as few_bits
@@ -139,12 +138,6 @@ def check_rows() -> None:
         bits = torch.zeros(2, vocab // 32 + 1, dtype=torch.int32, device=DEVICE)
         masks.mask_logits(logits[:4], torch.tensor([1, -1, 0, 1], dtype=torch.int32, device=DEVICE), bits, logits[:4])
         decode_rows.end_decode(words, counts, chosen, torch.tensor([0, 1, 2, vocab - 1], device=DEVICE))
-        history = torch.zeros(28, dtype=torch.int32, device=DEVICE)
-        guesses = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-        for row in (rows - 1, -1):
-            one = chosen.new_tensor([row])
-            guess_rows.begin_guesses(words, one, history, 4, inputs, guesses)
-            guess_rows.end_guesses(words, one, history, torch.zeros_like(inputs.token_ids), guesses)
         beams = torch.tensor([rows - 1, 2, 0, -1], dtype=torch.int32, device=DEVICE)
         words[:, Field.POSITION], words[:, Field.RANK] = 27, torch.arange(rows, device=DEVICE)
         searches = torch.zeros(2, SearchField.WORDS, dtype=torch.int32, device=DEVICE)
