@@ -957,16 +957,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("triton-gate-and-up-swapped", "silu = (gate * tl.sigmoid(gate))",
          "silu = (gate * tl.sigmoid(up.to(tl.float32)))", KERNELS + "norm/test_activation.py"),
     ],
-    "kernels/linear/few_tokens.py": [
-        ("few-tokens-norm", "tl.sum(squares, axis=0) / num_columns", "tl.sum(squares, axis=0) / DEPTH",
-         KERNELS + "linear/test_few_linear.py::test_a_few_tokens"),
-        ("few-tokens-gates-bias", "tl.load(bias_ptr + num_rows + rows,", "tl.load(bias_ptr + rows,",
-         KERNELS + "linear/test_few_linear.py::test_a_few_tokens"),
-        ("few-tokens-rest-of-the-columns", "rest = PARTS * DEPTH + part * REST", "rest = DEPTH + part * REST",
-         KERNELS + "linear/test_few_linear.py::test_a_few_tokens"),
-        ("few-tokens-write-behind-the-last", "is_row[:, None] & (tokens < num_tokens)[None, :]", "is_row[:, None]",
-         KERNELS + "linear/test_few_linear.py::test_what_no_token_and_no_row_covers_is_neither_read_nor_written"),
-    ],
     "kernels/linear/matvec.py": [
         ("triton-matvec-norm", "axis=0 if TOKENS == 1 else 2) / num_columns + eps",
          "axis=0 if TOKENS == 1 else 2) / COLUMNS + eps",

@@ -11,14 +11,11 @@ Arithmetic is float32 throughout, without the matrix unit, so several tokens com
 result, too. `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
 """
 
-from collections.abc import Callable
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
-from minillm.kernels.linear import few_tokens as few_linear
 
 # Tokens, up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps): on an H200 with a cold L2, one
 # token of the 135m's layers in a chain of whole layers.
@@ -160,43 +157,34 @@ def _matvec_kernel(
 
 def takes(num_tokens: int, weight: Tensor) -> bool:
     """Whether these kernels are the fastest way to multiply a weight ``[out, in]`` with this many tokens."""
-    is_small = weight.numel() <= _LARGEST.get(num_tokens, 0)
-    return num_tokens == 1 or is_small or few_linear.takes(num_tokens, weight)
+    return num_tokens == 1 or weight.numel() <= _LARGEST.get(num_tokens, 0)
 
 
 def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``; as the next three, of at most `MOST_TOKENS` tokens and contiguous, else ValueError.
-
-    Of more tokens, where `few_linear` takes them.
-    """
-    return _launcher(x, weight)(_target(x, weight), x, weight, bias)
+    """``x @ weight.T + bias``; as the next three, of at most `MOST_TOKENS` tokens and contiguous, else ValueError."""
+    return launch(_target(x, weight), x, weight, bias)
 
 
 def norm_matvec(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``, in ``out`` if given: see `reference.norm_linear`."""
-    return _launcher(x, weight)(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
+    return launch(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
 
 
 def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``silu(gate) * up``, ``[tokens, out / 2]``, of a packed weight: see `reference.norm_gated_linear`."""
-    return _launcher(x, weight)(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
+    return launch(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
 
 
 def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """``residual += x @ weight.T + bias``, ``[tokens, out]``, in place: see `reference.linear_add`."""
-    return _launcher(x, weight)(_target(x, weight, residual), x, weight, bias, add=True)
-
-
-def _launcher(x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
-    return few_linear.launch if few_linear.takes(x.shape[0], weight) else launch
+    return launch(_target(x, weight, residual), x, weight, bias, add=True)
 
 
 def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
     """``out``, or room for the product with one of the weight's matrices, once shapes and layouts are checked."""
-    is_few = 1 <= x.shape[0] <= MOST_TOKENS or few_linear.takes(x.shape[0], weight)
-    fits = x.shape[1:] == weight.shape[1:] and is_few and x.dtype == weight.dtype
+    fits = x.shape[1:] == weight.shape[1:] and 1 <= x.shape[0] <= MOST_TOKENS and x.dtype == weight.dtype
     if not (fits and x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
         raise ValueError(
             f"a matvec takes up to [{MOST_TOKENS}, {weight.shape[1]}] and a weight of its dtype, all contiguous, "

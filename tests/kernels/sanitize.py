@@ -72,7 +72,7 @@ def check_products(dtype: torch.dtype) -> None:
     x, weight = randn(3, 577, dtype=dtype), randn(577, dtype=dtype)
     norm.rms_norm(x, weight, 1e-5)
     activation.silu_mul(randn(3, 2 * 333, dtype=dtype))
-    for tokens in (1, 3, 5):  # of which the matrix unit multiplies some in bfloat16
+    for tokens in (1, 3):
         few, residual = x[:tokens].contiguous(), randn(tokens, 90, dtype=dtype)
         matvec.norm_matvec(few, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))
         matvec.norm_gated_matvec(few, weight, 1e-5, randn(2 * 91, 577, dtype=dtype))

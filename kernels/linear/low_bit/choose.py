@@ -24,7 +24,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from minillm.kernels.linear import few_tokens as few_linear
 from minillm.kernels.linear import fp8 as fp8_linear
 from minillm.kernels.linear.low_bit import few_tokens as matmul
 from minillm.kernels.linear.low_bit import many_tokens as dot
@@ -212,10 +211,12 @@ def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
 def most_tokens_beside_a_copy(parts: tuple[LowBit, ...], copy: Tensor) -> int:
     """The most tokens that low-bit matrices multiply where there is a copy in 16 bits: those of 4 bits 64.
 
-    Of small ones none: their products take as long as launches, so fewer bytes save nothing, and unpacking takes time.
-    One H200, the 135m in Q4_1 / bfloat16: 1 sequence 2,070 / 2,450 tokens a second, 16 sequences 16,300 / 23,800.
+    None of a small weight: its matmuls take as long as their launches, so fewer bytes save nothing. One H200, the 135m
+    in Q4_1 / bfloat16: 1 sequence 2,070 / 2,450 tokens a second.
     """
-    if few_linear.is_small(copy):
+    columns = copy.shape[-1]
+    largest = 5_000_000 if columns <= 1536 else 2_500_000
+    if copy.dtype == torch.bfloat16 and columns <= 4096 and copy.numel() <= largest:
         return 0
     return min(16 if part.layout.table else _MOST_BESIDE_A_COPY[part.layout.bits] for part in parts)
 
