@@ -92,6 +92,15 @@ def test_a_room_imports_only_what_lies_on_lower_floors() -> None:
                 assert floor_of[other] < floor_of[room], f"{path.relative_to(ROOT)} imports {module}"
 
 
+def test_only_the_bench_command_imports_benchmarks() -> None:
+    importing = {
+        str(path.relative_to(ROOT))
+        for room, path in files_of_rooms()
+        if room != "bench" and any(module.startswith("minillm.bench") for module in imported(path))
+    }
+    assert importing == {"minillm/cli/bench.py"}
+
+
 def test_no_files_of_a_room_import_each_other_in_a_circle() -> None:
     modules = {}
     for room, path in files_of_rooms():

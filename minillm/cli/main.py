@@ -147,15 +147,6 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU where there is one)"),
         *(_CONFIG, _JSON),
     ),
-    "tune": (
-        "measure anew how a model's matrices of few bits are cut best on this GPU, and keep that",
-        "tune.run",
-        _NAME,
-        option("--shape", metavar="NAME", help="random weights in a shape of `minillm bench`, like llama-1b:q4_k_m"),
-        option("--quantize", choices=("int8", "int4"), help="round the model's matrices to so few bits"),
-        option("--device", metavar="DEVICE", help="cuda or cuda:N (default: the first GPU)"),
-        *(_CONFIG, _JSON),
-    ),
     "show": ("what there is to know about a model, without loading it", "models.show", _NAME, _CONFIG, _JSON),
     "pull": (
         "download a model",

@@ -157,7 +157,10 @@ def choose_tiles(
     tiles = known(file.read(on_message), products, dtype)
     missing = {each: found for each, found in products.items() if str(each) not in tiles}
     if missing and file.card != RECORDED:
-        on_message(f"{file.card} is new to {len(missing)} kinds of matrices: measuring how to cut them")
+        on_message(
+            f"{file.card}: measuring the fastest tiles for {len(missing)} kinds of low-bit matrices, once; "
+            f"delete {file.path} to measure again"
+        )
         for each in measured(missing, dtype, file, on_progress, on_message, measure):
             tiles.setdefault(str(each.product), {})[each.tokens] = each.tile
         torch.cuda.empty_cache()  # the pool of blocks takes what is free

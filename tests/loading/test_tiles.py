@@ -124,7 +124,8 @@ def test_a_new_card_is_measured_once_and_its_file_is_read_again(file: TileFile) 
     first, measurer = model(), Measurer()
     said = choose(first, file, measurer)
     assert measurer.asked == list(products_of(first))
-    assert said == [f"{file.card} is new to 8 kinds of matrices: measuring how to cut them"]
+    what = f"{file.card}: measuring the fastest tiles for 8 kinds of low-bit matrices, once"
+    assert said == [f"{what}; delete {file.path} to measure again"]
     again, second = model(), Measurer()
     assert choose(again, file, second) == []
     assert second.asked == []
