@@ -110,8 +110,10 @@ def flag(default: bool, *, help: str) -> Any:
     return custom(default, check, help=help, metavar="", parse=bool)
 
 
-def choice(default: str | None, choices: tuple[str, ...], *, help: str, aliases: Mapping[str, str] = {}) -> Any:
-    """Declare one of several words, or None where that is the default; ``aliases`` maps other spellings to them."""
+def choice(
+    default: str | None, choices: tuple[str, ...], *, help: str, metavar: str = "", aliases: Mapping[str, str] = {}
+) -> Any:
+    """Declare one of several words, or None if that is the default; ``aliases`` maps other spellings to them."""
 
     def check(name: str, value: Any) -> str | None:
         if value is None and default is None:
@@ -121,7 +123,7 @@ def choice(default: str | None, choices: tuple[str, ...], *, help: str, aliases:
             raise UsageError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
         return str(value)
 
-    return custom(default, check, help=help, metavar="{" + ",".join(choices) + "}", choices=choices)
+    return custom(default, check, help=help, metavar=metavar or "|".join(choices), choices=choices)
 
 
 def custom(

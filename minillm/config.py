@@ -1,4 +1,4 @@
-"""How the engine runs: explicit, and checked once, here."""
+"""Declare the options of the engine, and check them once."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ def _speculate(name: str, value: Any) -> str:
 
 
 def _chat_template(name: str, value: Any) -> str | None:
-    """The text of a template that is given as text or as a file."""
+    """Return the text of a template given as text or as a file."""
     if value is None:
         return None
     if not isinstance(value, str) or not value:
@@ -55,128 +55,129 @@ def _chat_template(name: str, value: Any) -> str | None:
 @documented
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of `minillm.LLM`.
+    """Hold the options of `minillm.LLM`.
 
     Raises:
         UsageError: a value of the wrong type or out of range.
     """
 
-    device: str = custom("auto", _device, metavar="DEVICE", help="cpu, cuda or cuda:N; auto: a GPU where there is one")
+    device: str = custom("auto", _device, metavar="DEVICE", help="cpu, cuda or cuda:N. auto: a GPU if there is one")
     dtype: str = choice(
         "auto", ("auto", "float32", "bfloat16", "float16"), aliases={"float": "float32", "half": "float16"},
-        help="of weights, activations and KV cache; auto: float32 on a CPU, bfloat16 on a GPU that has it",
+        metavar="TYPE",
+        help="data type of weights, activations and KV cache: float32, bfloat16 or float16. auto: float32 on a CPU, "
+        "bfloat16 on a GPU that supports it",
     )  # fmt: skip
     kv_cache_dtype: str = choice(
         "auto", ("auto", "int8"),
-        help="of the KV cache; int8: whole numbers with a scale for each token and head, room for nearly twice the "
-        "tokens of 16 bits; auto: as dtype",
+        help="data type of the KV cache. int8: 8-bit integers with one scale per token and head, which holds almost "
+        "twice as many tokens as 16 bits; auto: the same as dtype",
     )  # fmt: skip
-    block_size: int = custom(16, _block_size, metavar="N", parse=int, help="token slots per block, a power of two")
-    num_blocks: int | None = integer(None, 1, _MOST, help="blocks in the pool (default: what memory allows)")
+    block_size: int = custom(
+        16, _block_size, metavar="N", parse=int, help="tokens per block of the KV cache, a power of two"
+    )
+    num_blocks: int | None = integer(None, 1, _MOST, help="blocks in the KV cache (default: as many as memory allows)")
     pool_tokens: int | None = integer(
         None, 1, _MOST,
-        help="tokens that the pool holds at most, or max_model_len where that is more (default: 32768 on a CPU and in "
-        "the chat, else what memory allows)",
+        help="most tokens in the KV cache, at least max_model_len (default: 32768 on a CPU and in the chat, otherwise "
+        "as many as memory allows)",
     )  # fmt: skip
     max_model_len: int | None = integer(
-        None, 1, _MOST, help="longest prompt plus answer in tokens (default: the model's own, or the pool's)"
+        None, 1, _MOST, help="longest prompt plus answer in tokens (default: the model's limit, or the KV cache's size)"
     )
-    max_num_seqs: int = integer(256, 1, _MOST, help="sequences computed at a time, over all requests")
+    max_num_seqs: int = integer(256, 1, _MOST, help="most sequences per step, over all requests")
     max_num_batched_tokens: int | None = integer(
-        None,
-        1,
-        _MOST,
-        help="tokens computed in a step (default: 512 on a CPU; on a GPU 8192, fewer where memory is short)",
+        None, 1, _MOST, help="most tokens per step (default: 512 on a CPU; 8192 on a GPU, fewer if memory is short)"
     )
     prefill_chunk: int | None = integer(
         None, 1, _MOST,
-        help="tokens of prompts in a step in which others decode, which wait for it (default: no bound on a CPU, about "
-        "45 ms of work on a GPU)",
+        help="most prompt tokens per step while other sequences decode (default: no limit on a CPU, about 45 ms of "
+        "work on a GPU)",
     )  # fmt: skip
     gpu_memory_utilization: float = number(
-        0.9, 0.0, 1.0, above=True, help="part of the GPU's memory for weights, activations and pool together"
+        0.9, 0.0, 1.0, above=True, help="fraction of the GPU's memory for weights, activations and KV cache"
     )
-    enable_prefix_caching: bool = flag(True, help="keep full blocks to be found where a later prompt begins alike")
+    enable_prefix_caching: bool = flag(True, help="reuse cached blocks for prompts that begin alike")
     enable_prefix_attention: bool = flag(
-        True, help="read blocks that decoding sequences share once for all of them, on a GPU and where that is faster"
+        True, help="share reads of common prefix blocks during decoding (on a GPU, when that is faster)"
     )
     deterministic: bool = flag(
         False,
-        help="on a GPU, give a request the same bits whatever runs beside it, however its prompt is cut, and whatever "
-        "was cached, preempted or guessed; about a tenth slower with weights of 16 bits, and shared blocks are read by "
-        "each sequence",
+        help="make answers on a GPU bitwise reproducible and batch-invariant. They then do not depend on other "
+        "requests, chunked prefill, caching, preemption or speculation; it is about a tenth slower with 16-bit weights "
+        "and each sequence reads shared blocks itself",
     )
     preemption: str = choice(
         "swap", ("swap", "recompute"),
-        help="when blocks run out, move a request's blocks to the host (or compute them again where the host is full), "
-        "or compute them again in any case",
+        help="how to free blocks when none are left. swap: move a request's blocks to CPU memory, or recompute them if "
+        "it is full; recompute: always recompute",
     )  # fmt: skip
-    swap_space_gb: float = number(4.0, 0.0, 1e6, help="room on the host for swapped blocks, in 10^9 bytes")
+    swap_space_gb: float = number(4.0, 0.0, 1e6, help="CPU memory for swapped blocks, in GB (10^9 bytes)")
     admission: str = choice(
-        "predicted", ("predicted", "optimistic"),
-        help="admit a request when the peak that all are heading for fits, or as soon as its prompt does",
+        "predicted", ("predicted", "optimistic"), metavar="POLICY",
+        help="when to admit a request: predicted or optimistic. predicted: when the expected peak of all requests "
+        "fits; optimistic: as soon as its prompt fits",
     )  # fmt: skip
     speculate: str = custom(
         "off", _speculate, metavar="off|lookup|MODEL",
-        help="compute guesses at an answer's next tokens beside the last one; the tokens are the same, but for last "
-        "digits that depend on how many are computed at once, and come sooner where few requests run. lookup: guesses "
-        "are found where the text, or the prompt, repeats itself; MODEL: a smaller model of the same tokens makes "
-        "them, or the same one in few bits (name:q4_k_m; name:int4, int8 or fp8 rounds it while it is loaded)",
+        help="speculative decoding. lookup: propose draft tokens by n-gram lookup in the prompt and the answer; MODEL: "
+        "propose them with a smaller model of the same vocabulary, or with the same model quantized (name:q4_k_m; "
+        "name:int4, name:int8 and name:fp8 quantize it while loading). Answers stay the same up to rounding, which "
+        "depends on the number of tokens per step. It speeds up a few requests at a time",
     )  # fmt: skip
     tensor_parallel_size: int = integer(
         1, 1, _MOST,
-        help="processes that share the model, each on a GPU of its own (or all on this CPU); at most as many as the "
-        "model has heads. Under torchrun they are there already",
+        help="processes that share the model, each on its own GPU or all on this CPU. At most the model's number of "
+        "attention heads; under torchrun, its processes are used",
     )  # fmt: skip
     enforce_eager: bool = flag(
         False,
-        help="no CUDA graphs on a GPU, no compiled layers on a CPU: starts sooner, takes less memory, and decodes more "
-        "slowly",
+        help="use no CUDA graphs on a GPU and no compiled layers on a CPU. Starts faster and takes less memory, but "
+        "decodes slower",
     )
-    num_threads: int | None = integer(None, 1, 1024, help="threads on a CPU (default: as many as cores are free)")
+    num_threads: int | None = integer(None, 1, 1024, help="CPU threads (default: one per free core)")
     weights: str = choice(
-        "auto", ("auto", "stored", "both", "expanded", "int8"),
-        help="on a GPU, matrices of 4 to 8 bits as the file holds them; both: and a copy in dtype, which is faster for "
-        "prompts and where dozens of requests run; auto: a copy where that takes at most a quarter of the memory; "
-        "expanded: in dtype alone. int8: on a CPU, all matrices in 8 bits (a file's of 4 bits in 4 besides), which is "
-        "faster and has other last digits. stored on a CPU: a file's matrices of 4 bits in 4 alone, its others of few "
-        "bits in 8, which takes the least memory; prompts take longer than with int8. auto on a CPU: expanded if that "
+        "auto", ("auto", "stored", "both", "expanded", "int8"), metavar="MODE",
+        help="how to hold weight matrices: stored, both, expanded or int8. stored: quantized as in the file (on a CPU "
+        "4-bit matrices in 4 bits and other quantized ones in 8), which takes the least memory; both: on a GPU, with "
+        "a copy in dtype, which is faster for prompts and for dozens of requests; expanded: dequantized to dtype; "
+        "int8: on a CPU, all matrices in 8 bits (4-bit ones also in 4), which is faster and rounds differently. auto: "
+        "on a GPU both if the copy takes at most a quarter of the memory, otherwise stored; on a CPU expanded if that "
         "takes at most half of the free memory, otherwise stored",
     )  # fmt: skip
     quantize: str | None = choice(
         None, ("int8", "int4", "fp8"),
-        help="on a GPU, round the matrices of a model of 16 or 32 bits while it is loaded, the embedding excepted, and "
-        "the head in fp8; this is for many requests at a time, on a GPU that computes with it",
+        help="quantize a 16-bit or 32-bit model while loading it, on a GPU. The embedding is not quantized, nor is the "
+        "output head with fp8; fp8 is for many requests at a time on a GPU with FP8 matrix units",
     )  # fmt: skip
-    enable_tuning: bool = flag(
-        True, help="measure how low-bit matrices are cut best when a kind of GPU first meets them"
-    )
+    enable_tuning: bool = flag(True, help="tune the low-bit kernels at the first load on a new kind of GPU")
     load_format: str = choice(
-        "auto", ("auto", "dummy", *(f"dummy:{form}" for form in FORMS)),
-        help="dummy: random weights; with a form, as a file of few bits would hold them",
+        "auto", ("auto", "dummy", *(f"dummy:{form}" for form in FORMS)), metavar="FORMAT",
+        help="auto, dummy or dummy:QUANTIZATION. auto: load the model's files; dummy: use random weights, quantized "
+        f"if a quantization is given ({', '.join(FORMS)})",
     )  # fmt: skip
     chat_template: str | None = custom(
         None, _chat_template, metavar="FILE|TEXT",
-        help="Jinja template of chats in place of the model's own: a file, or the template itself",
+        help="Jinja chat template to use instead of the model's own, as a file or as text",
     )  # fmt: skip
     seed: int = integer(
-        0, -(1 << 63), (1 << 63) - 1, cli=False, help="of the generator that gives a seed to each request without one"
+        0, -(1 << 63), (1 << 63) - 1, cli=False, help="seed of the generator of seeds for requests without one"
     )
 
     @property
     def draft(self) -> str | None:
-        """The name of the draft model that ``speculate`` asks for."""
+        """Return the draft model's name from ``speculate``; None for other methods."""
         return None if self.speculate in ("off", "lookup") else self.speculate
 
     def kv_element_size(self, element_size: int) -> int:
-        """Bytes of a number in the KV cache, where one of dtype takes ``element_size``: see `kv_row_bytes`."""
+        """Return the bytes per number in the KV cache if one of dtype takes ``element_size``: see `kv_row_bytes`."""
         return 1 if self.kv_cache_dtype == "int8" else element_size
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.draft is not None and self.tensor_parallel_size > 1:
             raise UsageError(
-                f"speculate {shown(self.draft)} needs tensor_parallel_size 1: several ranks guess by lookup, or not"
+                f"speculate {shown(self.draft)} needs tensor_parallel_size 1: with several ranks, use lookup or off"
             )
         for name in ("max_num_batched_tokens", "prefill_chunk"):
             tokens = getattr(self, name)

@@ -1,4 +1,4 @@
-"""The parameters of a request, checked once, when they are made."""
+"""Declare the parameters of a request, and check them once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def _bad_words(name: str, words: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _logit_bias(name: str, bias: Any) -> dict[int, float] | None:
-    """Check a bias, whose keys may be strings as in JSON, and cut its values to -100 … 100."""
+    """Check a bias and clamp its values to -100 … 100; keys may be strings, as in JSON."""
     if bias is None:
         return None
     if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
@@ -106,59 +106,59 @@ def _true_false_or_text(text: str) -> bool | str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Params:
-    """Parameters of sampling and of beam search."""
+    """Hold the parameters that sampling and beam search share."""
 
     max_tokens: int = custom(
-        256, _max_tokens, metavar="N", parse=int, help="longest answer in tokens; None: a full context"
+        256, _max_tokens, metavar="N", parse=int, help="longest answer in tokens. In Python, None: a full context"
     )
-    min_tokens: int = integer(0, 0, MAX_TOKENS, help="no end before N tokens")
-    stop: Sequence[str] = custom((), _stop_strings, repeats=True, help="end before this text; may be several")
+    min_tokens: int = integer(0, 0, MAX_TOKENS, help="do not end the answer before N tokens")
+    stop: Sequence[str] = custom((), _stop_strings, repeats=True, help="stop before this text; repeatable")
     stop_token_ids: Iterable[int] = custom(
         (),
         _token_ids,
         metavar="ID",
         parse=int,
         repeats=True,
-        help="end at this token id, as well as at the model's own",
+        help="stop at this token id, in addition to the model's own; repeatable",
     )
-    ignore_eos: bool = flag(False, help="go on past end-of-sequence tokens")
+    ignore_eos: bool = flag(False, help="continue after end-of-sequence tokens")
     logprobs: int | None = custom(
         None, _logprobs, metavar="N", parse=int,
-        help="report the log-probabilities of the chosen token and the N most probable ones, before penalties and "
-        "grammar; -1: all",
+        help="report the log-probabilities of each generated token and the N most likely ones. They are taken before "
+        "penalties and grammar; -1 reports all tokens",
     )  # fmt: skip
     prompt_logprobs: int | None = integer(
         None, 0, MAX_LOGPROBS,
-        help="report log-probability and rank of each token of the prompt, and the N most probable ones; it is "
-        "computed whole, since the prefix cache keeps no logits, and leaves its blocks there",
+        help="report the log-probability and rank of each prompt token, and the N most likely ones. The whole prompt "
+        "is computed, because the prefix cache holds no logits",
     )  # fmt: skip
     repetition_penalty: float = number(
-        1.0, 0.0, 100.0, above=True, help="above 1 makes the tokens so far less likely (Keskar et al. 2019)"
+        1.0, 0.0, 100.0, above=True, help="above 1 makes all tokens so far less likely (Keskar et al. 2019)"
     )
-    presence_penalty: float = number(0.0, -2.0, 2.0, help="lowers a logit at the first use of its token")
-    frequency_penalty: float = number(0.0, -2.0, 2.0, help="lowers a logit at every use of its token")
+    presence_penalty: float = number(0.0, -2.0, 2.0, help="lower the logits of tokens in the answer by this")
+    frequency_penalty: float = number(0.0, -2.0, 2.0, help="lower a token's logit by this for each use in the answer")
     no_repeat_ngram_size: int = integer(
-        0, 0, MAX_TOKENS, help="no run of N tokens twice in prompt and answer (Paulus et al. 2017); 0: off"
+        0, 0, MAX_TOKENS, help="do not repeat any N tokens of the prompt and the answer (Paulus et al. 2017)"
     )
     logit_bias: Mapping[int, float] | None = custom(
-        None, _logit_bias, cli=False, help="token id to value added to its logit, -100 to 100"
+        None, _logit_bias, cli=False, help="map of token ids to values added to their logits, -100 to 100"
     )
     bad_words: Sequence[str | Sequence[int]] = custom(
-        (), _bad_words, repeats=True, help="never say this text, or this run of token ids; may be several"
+        (), _bad_words, repeats=True, help="never generate this text; repeatable. In Python, also a list of token ids"
     )
     allowed_token_ids: Iterable[int] | None = custom(
         None, _allowed_token_ids, metavar="ID", parse=int, repeats=True,
-        help="say these token ids only, so name an end token, too; may be several",
+        help="generate only this token id; repeatable. Include an end token",
     )  # fmt: skip
     logits_processor: LogitsProcessor | None = custom(  # noqa: RUF009 - a field, as all others
         None, _logits_processor, cli=False,
-        help="your function of (prompt ids, answer's ids, float32 logits [vocab] where the model computes): it returns "
-        "the logits to go on with, after every other change of them; what must not follow stays out; if it fails, its "
-        "request fails alone",
+        help="function of (prompt ids, answer ids, float32 logits [vocab] on the model's device) that returns the new "
+        "logits. It runs after all other changes of the logits, and masked tokens stay masked; if it fails, only its "
+        "request fails",
     )  # fmt: skip
 
     grammar: Grammar | None = custom(  # noqa: RUF009
-        None, grammar_of, cli=False, help="what the answer must look like: Grammar.json(schema), .regex, .choice, .lark"
+        None, grammar_of, cli=False, help="constrain the answer: Grammar.json(schema), .regex, .choice or .lark"
     )
 
     def __post_init__(self) -> None:
@@ -170,29 +170,31 @@ class _Params:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that occurred before pay for it."""
+        """Return whether any penalty for repeated tokens is set."""
         return bool(self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0)
 
 
 @documented
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(_Params):
-    """Parameters of sampling, under the names of the field.
+    """Hold the parameters of sampling, under their usual names.
 
-    Temperature comes first, then ``top_k``, ``top_p`` and ``min_p``, each on the tokens that the one before has left.
+    Temperature is applied first, then ``top_k``, ``top_p`` and ``min_p``, each to the tokens left by the previous one.
 
     Raises:
         UsageError: a value of the wrong type or out of range.
     """
 
-    n: int = integer(1, 1, MAX_N, help="answers for each prompt; they share its blocks")
-    temperature: float = number(1.0, 0.0, 1e6, help="0 is greedy")
-    top_k: int = custom(0, _top_k, metavar="N", parse=int, help="keep the N most probable tokens; 0: all")
+    n: int = integer(1, 1, MAX_N, help="answers per prompt, which share its blocks")
+    temperature: float = number(1.0, 0.0, 1e6, help="sampling temperature; 0 is greedy")
+    top_k: int = custom(0, _top_k, metavar="N", parse=int, help="keep the N most likely tokens; 0 keeps all")
     top_p: float = number(
-        1.0, 0.0, 1.0, above=True, help="keep the most probable tokens up to this sum (Holtzman et al. 2020)"
+        1.0, 0.0, 1.0, above=True, help="keep the top tokens up to this total probability (Holtzman et al. 2020)"
     )
-    min_p: float = number(0.0, 0.0, 1.0, help="keep tokens this probable beside the best one (Nguyen et al. 2024)")
-    seed: int | None = integer(None, -(1 << 63), (1 << 63) - 1, help="the same seed gives the same tokens")
+    min_p: float = number(
+        0.0, 0.0, 1.0, help="drop tokens below this fraction of the top token's probability (Nguyen et al. 2024)"
+    )
+    seed: int | None = integer(None, -(1 << 63), (1 << 63) - 1, help="random seed; the same seed gives the same tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,35 +203,36 @@ class SamplingParams(_Params):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the request computes at a time."""
+        """Return the number of sequences that the request computes at a time."""
         return self.n
 
 
 @documented
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams(_Params):
-    """Parameters of beam search, with the semantics of Hugging Face ``generate``.
+    """Hold the parameters of beam search, with the semantics of Hugging Face ``generate``.
 
-    Penalties and biases act on the log-probabilities of each beam, by its own history; ``cumulative_logprob`` adds them
-    up. A ``beam_width`` of 1 is a search with one beam, not greedy decoding: past an end token it goes on with the
-    second-best one.
+    Penalties and biases change the log-probabilities of each beam, based on its own history; ``cumulative_logprob`` is
+    their sum. A ``beam_width`` of 1 is a search with one beam, not greedy decoding: after an end token it continues
+    with the second-best token.
 
     Raises:
         UsageError: a value of the wrong type or out of range.
     """
 
-    beam_width: int = integer(4, 1, MAX_N, help="beams kept at each step, in all groups together")
-    n: int | None = integer(None, 1, MAX_N, help="answers returned, the best first; None: all beams")
+    beam_width: int = integer(4, 1, MAX_N, help="beams kept at each step, over all groups")
+    n: int | None = integer(None, 1, MAX_N, help="answers to return, best first; None: all beams")
     length_penalty: float = number(
-        1.0, -100.0, 100.0, help="power of the length that divides a beam's score (above 0 favours long beams)"
+        1.0, -100.0, 100.0, help="exponent of the length normalization (above 0 favors long beams)"
     )
     early_stopping: bool | str = custom(
-        False, _early_stopping, metavar="{true,false,never}", parse=_true_false_or_text,
-        help="once beam_width beams have ended, stop at once (true), when no running beam can do better at its present "
-        "length (false), or at any length (never)",
+        False, _early_stopping, metavar="true|false|never", parse=_true_false_or_text,
+        choices=("true", "false", "never"),
+        help="when to stop once beam_width beams have ended. true: at once; false: when no running beam can do better "
+        "at its current length; never: when none can at any length",
     )  # fmt: skip
-    num_beam_groups: int = integer(1, 1, MAX_N, help="diverse beam search in N groups (Vijayakumar et al. 2018)")
-    diversity_penalty: float = number(0.0, 0.0, 1e6, help="taken from a token for each earlier group that chose it")
+    num_beam_groups: int = integer(1, 1, MAX_N, help="groups of diverse beam search (Vijayakumar et al. 2018)")
+    diversity_penalty: float = number(0.0, 0.0, 1e6, help="penalty for tokens already chosen by earlier groups")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -242,18 +245,19 @@ class BeamSearchParams(_Params):
             if count is not None and count > self.beam_width:
                 raise UsageError(f"{name} must be from 1 to {self.beam_width} (beam_width), not {count}")
         if self.beam_width % self.num_beam_groups:
-            raise UsageError(f"beam_width {self.beam_width} is no multiple of num_beam_groups {self.num_beam_groups}")
+            groups = f"num_beam_groups {self.num_beam_groups}"
+            raise UsageError(f"beam_width {self.beam_width} is not a multiple of {groups}")
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the request computes at a time."""
+        """Return the number of sequences that the request computes at a time."""
         return self.beam_width
 
 
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's parameters, and a model's ``defaults`` where it gives none.
+    """Return a request's parameters, completed with a model's ``defaults``.
 
-    A default of ``min_tokens`` or ``max_tokens`` that contradicts the request's other one gives way.
+    A default of ``min_tokens`` or ``max_tokens`` is changed or dropped if it contradicts the request's other one.
     """
     values = {**defaults, **given}
     most, least = values.get("max_tokens"), values.get("min_tokens")

@@ -39,8 +39,9 @@ THEMES = (
     "catppuccin-latte", "catppuccin-frappe", "catppuccin-macchiato", "solarized-light", "solarized-dark", "rose-pine",
     "rose-pine-moon", "rose-pine-dawn", "atom-one-dark", "atom-one-light",
 )  # of the chat  # fmt: skip
-# Of `generate` and the chat, where neither the user nor the model says how to sample.
+# Defaults of `generate` and the chat if neither the user nor the model sets sampling parameters.
 CALM_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
+CHAT_SAMPLING: Mapping[str, Any] = {**CALM_SAMPLING, "max_tokens": 1024}
 _MAX_BYTES = 1 << 20
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}

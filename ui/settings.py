@@ -9,10 +9,8 @@ from minillm.checks import declared
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.user_config import CALM_SAMPLING, UserConfig
+from minillm.user_config import CHAT_SAMPLING, UserConfig
 
-# A chat wants calmer sampling and longer answers than the defaults of the API.
-CHAT_SAMPLING: Mapping[str, Any] = {**CALM_SAMPLING, "max_tokens": 1024}
 # A reader would see finished answers replaced by longer ones, for as long again.
 CHAT_BEAMS: Mapping[str, Any] = {"early_stopping": True}
 POOL_TOKENS = 32768
@@ -113,9 +111,9 @@ class ParamField:
 
 
 def _fields(cls: type, *names: str) -> tuple[ParamField, ...]:
-    """The lines of some declared parameters; a hint is a parameter's help without its source."""
+    """Return the lines of some declared parameters; a hint is the first sentence of a parameter's help."""
     known = {
-        name: ParamField(name, each.parse, each.help.split(" (")[0], default is None)
+        name: ParamField(name, each.parse, each.help.split(" (")[0].split(". ")[0], default is None)
         for name, default, each in declared(cls)
     }
     return tuple(known[name] for name in names)

@@ -16,7 +16,7 @@ def add_workloads(bench: Parser) -> None:
     """Add a subcommand for every workload; its file is imported when its options are needed."""
     workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True)
     for name, (_, summary) in WORKLOADS.items():
-        parser = workloads.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        parser = workloads.add_parser(name, help=summary, description=summary)
         parser.fill = [partial(_add_options, name)]
 
 
@@ -28,10 +28,12 @@ def _workload(name: str) -> tuple[Callable[..., Any], type[NoOptions]]:
 
 def _add_options(name: str, parser: Parser) -> None:
     _, options = _workload(name)
-    parser.add_argument("--json", action="store_true", help="write JSON")
     add_declared(parser, options)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     if issubclass(options, ModelOptions):
+        own = [each.option_strings[-1] for each in parser._actions if each.option_strings]
         add_model_options(parser)
+        parser.essential = [*own, "--model", "--device", "--dtype", "--weights", "--kv-cache-dtype", "--speculate"]
 
 
 def run(arguments: argparse.Namespace) -> int:

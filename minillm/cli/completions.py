@@ -1,6 +1,6 @@
-"""``minillm completions``: a script for a shell, which asks this command at every Tab for the words that may follow.
+"""``minillm completions``: print a script for a shell. At every Tab it runs this command to list the next words.
 
-So the offered words never fall behind the parser, nor behind the models that there are.
+The offered words are thus always those of the parser and of the available models.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _minillm() {
 complete -o default -F _minillm minillm
 """,
     "zsh": r"""#compdef minillm
-# eval "$(minillm completions zsh)" in ~/.zshrc, behind compinit
+# eval "$(minillm completions zsh)" in ~/.zshrc, after compinit
 _minillm() {
     local -a found=("${(@f)$(minillm completions zsh "${(@)words[1,CURRENT]}" 2>/dev/null)}")
     if [[ -n "$found" ]]; then compadd -- $found; else _files; fi
@@ -49,21 +49,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
-    """The forms that the last of ``words`` may take behind the others; none where a file or any text may stand."""
+    """Return the completions of the last of ``words`` after the others; none where a file or any text may follow."""
     *before, last = words
     begun = ""  # the part of the last word that the shell keeps
-    if last == ":" and before:  # bash makes three words of model:form
+    if last == ":" and before:  # bash splits model:quantization into three words
         *before, begun = before
         last = begun = f"{begun}:"
     elif before[-1:] == [":"] and len(before) > 1:
         *before, begun, _ = before
         begun += ":"
         last = begun + last
-    option: argparse.Action | None = None  # whose value comes next
+    option: argparse.Action | None = None  # the one that takes the next word as its value
     for word in before:
         actions = parser.filled()._actions
         commands = next((each.choices for each in actions if isinstance(each, argparse._SubParsersAction)), {})
-        if word == "=":  # bash makes three words of --model=x
+        if word == "=":  # bash splits --model=x into three words
             continue
         if option is None and word.startswith("-"):
             option = next((each for each in actions if word in each.option_strings and each.nargs is None), None)
@@ -80,12 +80,11 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
 
 
 def _values(action: argparse.Action) -> list[str]:
-    """All values of an option or of a place, where they can be listed."""
+    """Return all values of an option or of an argument, if they can be listed."""
     if action.choices is not None:
         return list(action.choices)
-    if action.dest in ("model", "downloaded"):
-        entries = load_manifest().models.values() if action.dest == "model" else []
+    if action.dest in ("model", "downloaded", "words"):
+        entries = [] if action.dest == "downloaded" else load_manifest().models.values()
         listed = [form.name for entry in entries for form in entry.all_forms()]
         return list(dict.fromkeys([*listed, *(files.name for files in downloaded())]))
-    metavar = str(action.metavar)
-    return metavar.strip("{}").split(",") if metavar.startswith("{") else []
+    return list(getattr(action, "values", ()))

@@ -1,4 +1,4 @@
-"""Options of ``minillm generate`` that say what an answer must look like."""
+"""Options of ``minillm generate`` for structured output."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from minillm.errors import UsageError
 from minillm.system import expanded
 from minillm.text.reading import read_bytes
 
-_MAX_BYTES = 1 << 24  # of a file; what a grammar may have is said by the grammar
+_MAX_BYTES = 1 << 24  # of a file; the grammar checks its own limits
 
 
 def add_grammar_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json-object``, ``--json-schema``, ``--regex``, ``--choice`` and ``--lark``, of which one may be given."""
-    section = parser.add_argument_group("what an answer must look like, in sampling and in beam search")
+    """Add the mutually exclusive ``--json-object``, ``--json-schema``, ``--regex``, ``--choice`` and ``--lark``."""
+    section = parser.add_argument_group("structured output, for sampling and beam search")
     group = section.add_mutually_exclusive_group()
-    group.add_argument("--json-object", action="store_true", help="an object in JSON")
-    group.add_argument("--json-schema", metavar="FILE", help="JSON that the schema in FILE describes")
-    group.add_argument("--regex", metavar="PATTERN", help="a text that PATTERN matches from end to end")
-    group.add_argument("--choice", action="append", metavar="TEXT", help="one of several texts: say it for each")
-    group.add_argument("--lark", metavar="FILE", help="a text that the Lark grammar in FILE describes")
+    group.add_argument("--json-object", action="store_true", help="answer with a JSON object")
+    group.add_argument("--json-schema", metavar="FILE", help="answer with JSON that matches the schema in FILE")
+    group.add_argument("--regex", metavar="PATTERN", help="answer with text that matches PATTERN as a whole")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="answer with one of these texts; repeatable")
+    group.add_argument("--lark", metavar="FILE", help="answer with text that matches the Lark grammar in FILE")
 
 
 def given_grammar(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The parameter ``grammar`` if one of the options was given.
+    """Return the parameter ``grammar`` if one of the options is set.
 
-    Raises UsageError where the file cannot be read or the grammar is wrong.
+    Raises UsageError if the file cannot be read or the grammar is wrong.
     """
     from minillm.grammar.grammar import Grammar
 
@@ -50,4 +50,4 @@ def _text(name: str, file: str) -> str:
     except OSError as error:
         raise UsageError(f"{name}: cannot read {file}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{name}: {file} is no text in UTF-8") from None
+        raise UsageError(f"{name}: {file} is not UTF-8 text") from None

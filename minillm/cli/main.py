@@ -1,7 +1,7 @@
 """The ``minillm`` command.
 
-The subcommands live in the other files here; this one only knows their options, so that ``--help`` imports no torch.
-Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
+The other files of this package hold the commands; this one only knows their options, so ``--help`` imports no torch.
+Exit codes: 0 success, 1 failure, 2 usage error, 130 stopped with ctrl-c.
 """
 
 import argparse
@@ -19,28 +19,28 @@ from minillm.cli.options import MODEL_NAMES, Parser, add_model_option, add_model
 from minillm.errors import MinillmError, UsageError, memory_errors
 from minillm.system import no_interrupt_lost
 from minillm.text.safe import clean_line
-from minillm.user_config import THEMES
+from minillm.user_config import CALM_SAMPLING, CHAT_SAMPLING, THEMES
 
 
 def command_parser() -> Parser:
-    """The parser of the whole command."""
-    about = "Llama models on your own machine: chat, batch generation, and a view of the KV cache."
-    parser = Parser(prog="minillm", description=about, allow_abbrev=False)
-    parser.add_argument(
-        "--version", action="version", version=f"minillm {minillm.__version__}", help="print the version and exit"
-    )
+    """Return the parser of the whole command."""
+    about = "run Llama-family models on your own machine: chat, batch generation, a server, and a view of the KV cache"
+    parser = Parser(prog="minillm", description=about)
+    version = f"minillm {minillm.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (summary, _, *options) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command = commands.add_parser(name, help=summary, description=summary, aliases=_ALIASES.get(name, ()))
         command.fill = options
+        command.essential = _ESSENTIAL.get(name, "").split()
     return parser
 
 
-def _add_form(generate: Parser) -> None:
-    form = generate.add_mutually_exclusive_group()
-    add = partial(form.add_argument, dest="form", action="store_const")
-    add("--lines", const="lines", help="every line of the file is a prompt (else the whole text is)")
-    add("--jsonl", const="jsonl", help="every line is a JSON request (implied by the name *.jsonl)")
+def _add_line_format(generate: Parser) -> None:
+    group = generate.add_mutually_exclusive_group()
+    add = partial(group.add_argument, dest="form", action="store_const")
+    add("--lines", const="lines", help="treat every line of the file as a prompt (default: the whole file is one)")
+    add("--jsonl", const="jsonl", help="treat every line of the file as a JSON request (default for *.jsonl)")
 
 
 def _add_workloads(bench: Parser) -> None:
@@ -58,142 +58,171 @@ def _add_grammars(generate: Parser) -> None:
 _switch = partial(option, action="store_true")
 _file = partial(option, metavar="FILE")
 
-_CONFIG = _file("--config", help="settings (default: config.toml in the user's directory)")
-_JSON = _switch("--json", help="write JSON")
-_NAME = option("model", nargs="?", metavar="NAME", help=f"{MODEL_NAMES} (default: the default model)")
+_CONFIG = _file("--config", help="read settings from FILE (default: config.toml in the configuration directory)")
+_JSON = _switch("--json", help="print JSON")
+_QUIET = _switch("-q", "--quiet", help="show no progress bar and no hints")
+_NAME = option("model", nargs="?", metavar="MODEL", help=f"{MODEL_NAMES} (default: the default model)")
+_SYSTEM = option("-s", "--system", metavar="TEXT", help="system prompt")
 _THEME = option(
-    "--theme", choices=THEMES, metavar="NAME", help="colours: dark, light, nord … (default: by the terminal)"
+    "--theme", choices=THEMES, metavar="NAME", help="color theme: dark, light, nord, … (default: match the terminal)"
 )
 
-# Of each command: its summary, the function here that runs it, and the functions that add its options.
+# For each command: its summary, the function in this package that runs it, and the functions that add its options.
 _COMMANDS: dict[str, tuple[Any, ...]] = {
     "chat": (
-        "talk to a model in the terminal, and watch its block tables",
+        "chat with a model in the terminal, and watch the KV cache",
         "chat.chat",
-        option("question", nargs="?", metavar="QUESTION", help="ask this first, about text that is piped in"),
-        add_model_options,
-        option("-s", "--system", metavar="TEXT", help="system prompt"),
-        _switch("--plain", help="line by line: for pipes and screen readers"),
-        option("--server", metavar="URL", help="use the engine of `minillm serve`; MINILLM_API_KEY is its key"),
-        _switch("--resume", help="go on with the latest saved conversation"),
-        *(_THEME, _CONFIG, add_sampling_options),
-    ),
-    "demo": (
-        "a guided tour of the cache on the real engine, in the terminal",
-        "chat.demo",
-        option("--speed", type=float, default=1.0, metavar="X", help="above 1: faster (1)"),
-        *(add_model_option, _CONFIG, _THEME),
+        option("question", nargs="?", metavar="QUESTION", help="ask this first; piped text is appended to it"),
+        partial(add_model_options, defaults={"speculate": "lookup on a CPU, otherwise off"}),
+        _SYSTEM,
+        _switch("--plain", help="chat line by line, for pipes and screen readers"),
+        option("--server", metavar="URL", help="chat with a running `minillm serve`; its key is MINILLM_API_KEY"),
+        _switch("--resume", help="continue the latest saved conversation"),
+        *(_THEME, _CONFIG, partial(add_sampling_options, defaults=CHAT_SAMPLING)),
     ),
     "generate": (
-        "complete prompts: arguments, a file, or standard input",
+        "complete prompts from arguments, a file or standard input",
         "generate.run",
         option(
             "prompts",
             nargs="*",
             metavar="PROMPT",
-            help="text to complete; what a pipe or a file brings on standard input is put after it, "
-            "behind a blank line",
+            help="text to complete; piped text is appended to it after a blank line",
         ),
         _file("-f", "--file", help="read prompts from FILE ('-': standard input)"),
-        _add_form,
-        _switch("--chat", help="wrap each prompt as a user's message of a chat"),
+        _add_line_format,
+        _switch("--chat", help="apply the model's chat template: each prompt is a user message"),
         option("-s", "--system", metavar="TEXT", help="system prompt; implies --chat"),
         _switch(
             "--parse-special",
-            help="control tokens that a raw prompt spells (<|im_end|>) are control tokens: for text that you trust",
+            help="encode control tokens spelled in a prompt (<|im_end|>) as control tokens; for trusted text only",
         ),
-        _switch("--json", help="write one JSON object per prompt"),
-        _file("-o", "--output", help="write JSON objects to FILE; a run that was stopped goes on from there"),
-        _switch("--force", help="overwrite an --output that is finished"),
-        _switch("--data-parallel", help="share the prompts among the replicas that torchrun has started"),
-        _switch("-q", "--quiet", help="no progress bar"),
-        *(_CONFIG, add_model_options, add_sampling_options, _add_grammars),
+        _switch("--json", help="print one JSON object per prompt"),
+        _file("-o", "--output", help="write JSON objects to FILE; repeat the command to resume an interrupted run"),
+        _switch("--force", help="overwrite a finished --output file"),
+        _switch("--data-parallel", help="distribute the prompts over the replicas that torchrun started"),
+        *(_QUIET, _CONFIG, add_model_options, partial(add_sampling_options, defaults=CALM_SAMPLING), _add_grammars),
     ),
     "serve": (
-        "answer OpenAI's protocol over HTTP: chats, completions, forks, pinned prefixes, the cache",
+        "serve a model over HTTP with an OpenAI-compatible API",
         "serve.run",
         option("name", nargs="?", metavar="MODEL", help=f"{MODEL_NAMES} (default: the default model)"),
-        option("--host", default="127.0.0.1", metavar="HOST", help="address (127.0.0.1); others need a key"),
-        option("--port", type=int, default=8000, metavar="N", help="port (8000); 0: any that is free"),
-        _file("--api-key-file", help="keys that clients need, one a line, perhaps with a name before: `anna: KEY`"),
-        option("--api-key", metavar="KEY", help="one key; better in the environment, as MINILLM_API_KEY"),
-        option("--served-model-name", action="append", metavar="NAME", help="the model's name for clients"),
-        option("--allowed-host", action="append", metavar="HOST", help="another name that this server goes by"),
-        option("--allow-origin", action="append", metavar="URL", help="a web page that may use it (CORS)"),
-        option("--replicas", type=int, metavar="N", help="engines of the model, each with its GPU (1, or torchrun's)"),
-        option("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait (1024)"),
-        option("--max-body", type=int, default=8 << 20, metavar="BYTES", help="of one request (8388608)"),
-        option("--grace", type=int, default=30, metavar="SECONDS", help="for answers under way when it ends (30)"),
+        option(
+            "--host",
+            default="127.0.0.1",
+            metavar="HOST",
+            help="address to bind (default: 127.0.0.1); any address that other machines can reach needs an API key",
+        ),
+        option("--port", type=int, default=8000, metavar="N", help="port (default: 8000); 0 picks a free one"),
+        _file("--api-key-file", help="API keys, one per line, optionally with the owner's name: `anna: KEY`"),
+        option("--api-key", metavar="KEY", help="one API key; MINILLM_API_KEY keeps it out of the list of processes"),
+        option("--served-model-name", action="append", metavar="NAME", help="model name that clients use; repeatable"),
+        option("--allowed-host", action="append", metavar="HOST", help="accept this host name as well; repeatable"),
+        option(
+            "--allow-origin",
+            action="append",
+            metavar="URL",
+            help="let web pages of this origin use the server (CORS); repeatable",
+        ),
+        option(
+            "--replicas", type=int, metavar="N", help="engines, each on its own GPUs (default: 1, or those of torchrun)"
+        ),
+        option("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait (default: 1024)"),
+        option(
+            "--max-body", type=int, default=8 << 20, metavar="BYTES", help="largest request body (default: 8388608)"
+        ),
+        option(
+            "--grace",
+            type=int,
+            default=30,
+            metavar="SECONDS",
+            help="time to finish running answers at shutdown (default: 30)",
+        ),
         *(_CONFIG, add_model_options),
     ),
     "models": (
-        "list the models that have a name: which are downloaded, and which fit this machine",
+        "list the named models, and show which are downloaded and which fit this machine",
         "models.models",
-        _switch("--json", help="write one JSON object per model"),
+        _switch("--json", help="print one JSON object per model"),
     ),
-    "fit": (
-        "which models fit this machine, in which form, with how much context, and how fast",
-        "fit.run",
-        option("model", nargs="?", metavar="NAME", help=f"{MODEL_NAMES} (default: all of weights.toml)"),
-        option(
-            "--memory",
-            metavar="SIZE",
-            help="a device with so much memory, like 12GiB: a GPU, or with --device cpu a CPU",
-        ),
-        option("--bandwidth", metavar="RATE", help="of its memory, like 500GB/s (default: measured, where it is here)"),
-        option("--context", metavar="N", type=int, help="tokens of context that must fit"),
-        option("--kv-cache-dtype", choices=("auto", "int8"), help="int8: K and V of the context in 8 bits"),
-        option("--speculate", metavar="MODEL", help="beside a draft model, which takes its own room"),
-        option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU where there is one)"),
-        *(_CONFIG, _JSON),
-    ),
-    "show": ("what there is to know about a model, without loading it", "models.show", _NAME, _CONFIG, _JSON),
     "pull": (
         "download a model",
         "models.pull",
         *(_NAME, _CONFIG),
-        _switch("--verify", help="check the files' sha256 even if they are there already"),
+        _switch("--verify", help="check the sha256 of files that are already downloaded"),
     ),
+    "show": ("show the facts of a model without loading it", "models.show", _NAME, _CONFIG, _JSON),
     "rm": (
         "delete downloaded models",
         "models.rm",
-        option("downloaded", nargs="+", metavar="NAME", help="downloaded models"),
+        option("downloaded", nargs="+", metavar="MODEL", help="downloaded models"),
     ),
-    "info": ("versions, devices and directories: the first thing to put into a bug report", "info.run", _JSON),
-    "bench": ("measure speed: as its flags say, without config.toml", "bench.run", _add_workloads),
+    "fit": (
+        "show which models and quantizations fit a machine, with how much context, and how fast they run",
+        "fit.run",
+        option("model", nargs="?", metavar="MODEL", help=f"{MODEL_NAMES} (default: all that `minillm models` lists)"),
+        option("--memory", metavar="SIZE", help="memory of another GPU, like 12GiB; with --device cpu, of another CPU"),
+        option("--bandwidth", metavar="RATE", help="memory bandwidth, like 500GB/s (default: measured here)"),
+        option("--context", metavar="N", type=int, help="tokens of context that must fit"),
+        option("--kv-cache-dtype", choices=("auto", "int8"), help="int8: store the KV cache in 8 bits"),
+        option("--speculate", metavar="MODEL", help="reserve memory for this draft model"),
+        option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one)"),
+        *(_CONFIG, _JSON),
+    ),
+    "demo": (
+        "take a guided tour of the KV cache on the real engine",
+        "chat.demo",
+        option("--speed", type=float, default=1.0, metavar="X", help="speed of the tour (default: 1)"),
+        *(add_model_option, _CONFIG, _THEME),
+    ),
+    "bench": ("run benchmarks (ignores config.toml)", "bench.run", _add_workloads),
+    "info": ("print versions, devices and directories, for bug reports", "info.run", _JSON),
     "completions": (
-        "a script that completes this command's words in bash, zsh or fish",
+        "print a script that completes minillm's options in a shell",
         "completions.run",
-        option("shell", choices=("bash", "zsh", "fish"), help="print what this shell's startup file sources"),
+        option("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),
         option("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),  # print candidates for the last one
     ),
 }
 
+_ALIASES: dict[str, tuple[str, ...]] = {"models": ("list", "ls")}
 
-_WHILE_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF, errno.EIO)  # files are named by their errors
+# The options that --help shows, most important first; --help-all shows all.
+_SAMPLING = "--temperature --top-p --max-tokens --n --beam-width --seed"
+_ENGINE = "--device --weights --kv-cache-dtype --max-model-len --speculate"
+_ESSENTIAL = {
+    "chat": f"--model --system --resume --plain --server --theme {_SAMPLING} {_ENGINE} --config",
+    "generate": f"--model --chat --system --file --lines --jsonl --output --json {_SAMPLING} --json-schema --choice "
+    "--device --weights --quiet --config",
+    "serve": f"--host --port --api-key-file --served-model-name --replicas {_ENGINE} --max-num-seqs "
+    "--gpu-memory-utilization --tensor-parallel-size --config",
+}
+
+
+_WHILE_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF, errno.EIO)  # an error of a file names the file
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. Returns the exit code; prints errors that a user can cause as one line."""
+    """Run the command line. Print an error that a user can cause as one line, and return the exit code."""
     settle_streams()
     code = _guarded(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # the rest is dropped: Python would try again at its end, and complain
+        except OSError:  # drop the rest: at exit, Python would try again and complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
 
 
 def settle_streams() -> None:
-    """Open the standard streams that are closed, and let no character fail.
+    """Open closed standard streams, and escape characters that the output's encoding lacks.
 
-    Otherwise the next file that is opened gets a closed stream's number, and with it the output of libraries. Closed
-    input is empty here, output to a closed stderr is lost, and writing to a closed stdout fails.
+    Otherwise the next opened file would get a closed stream's number, and with it the output of libraries. Closed input
+    reads as empty, output to a closed stderr is lost, and writing to a closed stdout fails.
     """
     for name, flags, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, flags)  # the lowest that is free: the stream's own
+            number = os.open(os.devnull, flags)  # the lowest free number, so the stream's own
             os.set_inheritable(number, True)
             stream = open(number, mode, closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
@@ -204,7 +233,7 @@ def settle_streams() -> None:
 
 
 def _guarded(argv: Sequence[str]) -> int:
-    """Run, and make one line of each error."""
+    """Run the command, and print each error as one line."""
     try:
         code = _run(argv)
         sys.stdout.flush()
@@ -213,7 +242,7 @@ def _guarded(argv: Sequence[str]) -> int:
         return _say(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _say("stopped", 130, "")
-    except BrokenPipeError:  # the reader of our output went away
+    except BrokenPipeError:  # the reader of our output has gone
         return 1
     except OSError as error:  # of the machine: a full disk, no permission, too many open files
         where = error.filename or ("cannot write to standard output" if error.errno in _WHILE_WRITING else "")
@@ -224,7 +253,7 @@ def _guarded(argv: Sequence[str]) -> int:
         if isinstance(error, ImportError) and not str(error.name).startswith("minillm"):
             return _say(_not_imported(error))
         what = f"{type(error).__name__}: {clean_line(str(error), 500)}"
-        return _say(f"{what} (set MINILLM_DEBUG=1 for the whole story)", kind="internal error: ")
+        return _say(f"{what} (set MINILLM_DEBUG=1 for the traceback)", kind="internal error: ")
 
 
 @no_interrupt_lost()
@@ -241,7 +270,8 @@ def _run(argv: Sequence[str]) -> int:
         os.getcwd()
     except OSError:  # libraries that torch loads end the process
         raise UsageError("the current directory does not exist any more; change to another one") from None
-    file, function = _COMMANDS[arguments.command][1].split(".")
+    name = next((name for name, aliases in _ALIASES.items() if arguments.command in aliases), arguments.command)
+    file, function = _COMMANDS[name][1].split(".")
     return int(getattr(importlib.import_module(f"minillm.cli.{file}"), function)(arguments))
 
 

@@ -1,45 +1,73 @@
-"""The parser, and options that are made from the declarations of parameters (`minillm.checks`)."""
+"""The parser, and options made from the declarations of parameters (`minillm.checks`)."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any, NoReturn, Self
 
+from minillm.cli.help import help_text
 from minillm.errors import UsageError, nearest
 
-MODEL_NAMES = "name from `minillm models`, repository of the hub (org/name), model directory, or .gguf file"
-option = partial(methodcaller, "add_argument")  # makes a function that adds this option to a parser
+MODEL_NAMES = "name in `minillm models`, Hugging Face repository (org/name), model directory, or .gguf file"
+option = partial(methodcaller, "add_argument")  # returns a function that adds this option to a parser
 add_model_option = option("-m", "--model", metavar="NAME", help=MODEL_NAMES)
 _SHORT = {"n": "-n", "temperature": "-t"}
-_ALIKE = 0.7  # of a command and a mistyped one: commands of other programs (list, run, create, stop) are less like ours
+_ALIKE = 0.7  # similarity of a mistyped command to ours: commands of other programs (create, stop, ps) have less
+_DESTRUCTIVE = {"rm"}  # never suggested for a mistyped command
 _NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of a command or of its subcommand, whose errors are one line.
+    """A parser of a command or of its subcommand. Its errors are one line.
 
-    The functions in ``fill`` add its options the first time that it parses: `bench` alone has more than all others
-    together, and adding them takes longer than all other work of ``--help``.
+    Attributes:
+        fill: functions that add its options the first time it parses. `bench` alone has more options than all other
+            commands together, and adding them takes longer than everything else that ``--help`` does.
+        essential: the options that ``--help`` shows, most important first; empty: all. ``--help-all`` shows all.
     """
 
     fill: Sequence[Callable[[Parser], object]] = ()
+    essential: Sequence[str] = ()
+    _is_filled = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"add_help": False, "allow_abbrev": False, **options})
 
     def filled(self) -> Self:
-        """This parser, with its options."""
-        functions, self.fill = self.fill, ()
-        for add_options in functions:
-            add_options(self)
+        """Return this parser, with its options."""
+        if not self._is_filled:
+            self._is_filled = True
+            for add_options in self.fill:
+                add_options(self)
+            which = "the most used options" if self.essential else "this help"
+            self.add_argument("-h", "--help", action="help", help=f"show {which} and exit")
+            text = "show all options and exit" if self.essential else argparse.SUPPRESS
+            self.add_argument("--help-all", action=_HelpAll, help=text)
         return self
 
+    def format_help(self) -> str:
+        essential = self.filled().essential
+        return help_text(self, [*essential, "--help", "--help-all"] if essential else ())
+
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        return super(Parser, self.filled()).parse_known_args(*args, **options)
+        """Parse the arguments; those after an option belong to the last argument as well if it takes several.
+
+        argparse by itself ends such an argument at the first option: in ``generate "a" -t 0 "b"`` it rejects "b".
+        """
+        found, rest = super(Parser, self.filled()).parse_known_args(*args, **options)
+        last = next((each for each in self._actions if each.nargs == "*"), None)
+        if last is not None:
+            words = [*getattr(found, last.dest), *(word for word in rest if not word.startswith("-"))]
+            setattr(found, last.dest, words)
+            rest = [word for word in rest if word.startswith("-")]
+        return found, rest
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse drops errors: help on a full disk would end well.
+        # argparse ignores errors: help on a full disk would succeed.
         (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
@@ -53,14 +81,25 @@ class Parser(argparse.ArgumentParser):
         elif "invalid choice: " in message:
             choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
             choices = [str(c) for action in self._actions for c in action.choices or ()]
-            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + (
-                _meant(choice, choices, _ALIKE) or f"; known: {', '.join(choices)}"
-            )
+            near = _meant(choice, set(choices) - _DESTRUCTIVE, _ALIKE)
+            what = message.split(":")[0].removeprefix("argument ")
+            message = f"unknown {what} {choice!r}{near or '; known: ' + ', '.join(choices)}"
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
+class _HelpAll(argparse.Action):
+    """Print the help of all options, and exit."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser._print_message(help_text(parser, ()), sys.stdout)
+        parser.exit()
+
+
 def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
-    """The options of a parser and of the subcommands that were given."""
+    """Return the options of a parser and of the given subcommands."""
     found: set[str] = set()
     for action in parser._actions:
         found.update(action.option_strings)
@@ -74,29 +113,35 @@ def _meant(word: str, words: Iterable[str], alike: float = 0.5) -> str:
     return f", did you mean {close}?" if close else ""
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model``, and an option for each of EngineConfig's."""
+def add_model_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] = {}) -> None:
+    """Add ``--model``, and an option for each field of EngineConfig; ``defaults`` are those of the command."""
     from minillm.config import EngineConfig  # here and below not at the top: ``minillm --help`` takes half as long
 
     group = parser.add_argument_group("model and memory")
     add_model_option(group)
-    add_declared(group, EngineConfig)
+    add_declared(group, EngineConfig, (), defaults)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each parameter of sampling and of beam search."""
+def add_sampling_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """Add an option for each parameter of sampling and of beam search; ``defaults`` are those of the command."""
     from minillm.checks import declared
     from minillm.params import BeamSearchParams, SamplingParams
 
-    says = "in brackets: the value where neither config.toml nor the model gives one; temperature is 0.7 and top_p 0.95"
-    says += " in `generate` and the chat where the model says nothing about sampling"
-    add_declared(parser.add_argument_group("sampling", says), SamplingParams)
+    note = "Defaults apply if neither config.toml nor the model sets a value."
+    add_declared(parser.add_argument_group("sampling", note), SamplingParams, (), defaults)
     shared = {name for name, _, _ in declared(SamplingParams)}
     add_declared(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
 
 
-def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[str] = ()) -> None:
-    """Add an option for each declared parameter of a dataclass."""
+def add_declared(
+    group: argparse._ActionsContainer, cls: type, skip: Collection[str] = (), defaults: Mapping[str, Any] = {}
+) -> None:
+    """Add an option for each declared parameter of a dataclass.
+
+    Args:
+        skip: parameters without an option.
+        defaults: values that the help names as defaults instead of those of the dataclass.
+    """
     from minillm.checks import declared
 
     for name, default, parameter in declared(cls):
@@ -110,17 +155,18 @@ def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[
             options["help"] = f"do not {parameter.help}" if default else parameter.help
         else:
             words.append(f"--{name.replace('_', '-')}")
-            number = f"{default:g}" if isinstance(default, float) else default
-            text = parameter.help + ("" if default in (None, ()) else f" ({number})")
+            number = f"{default:g}" if isinstance(default, float) else str(default).lower()
+            text = parameter.help + ("" if default in (None, ()) else f" (default: {defaults.get(name, number)})")
             options |= {"type": parameter.parse, "metavar": parameter.metavar, "help": text}
             if parameter.repeats:
                 options["action"] = "append"
         options["help"] = options["help"].replace("%", "%%")
-        group.add_argument(*words, **options)
+        action: Any = group.add_argument(*words, **options)
+        action.values = parameter.choices  # for completions; argparse's own choices would word errors differently
 
 
 def given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """The declared parameters of a dataclass that were given on the command line."""
+    """Return the declared parameters of a dataclass that the command line sets."""
     from minillm.checks import declared
 
     return {name: value for name, _, _ in declared(cls) if (value := getattr(arguments, name, None)) is not None}

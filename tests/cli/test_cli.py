@@ -190,7 +190,8 @@ def test_a_bad_line_is_named_before_anything_runs(tmp_path: Path, text: str, sai
 
 MISTAKES = [
     (["genrate"], "did you mean generate"),
-    *(([word], f"unknown COMMAND {word!r}; known: ") for word in ("list", "run", "create")),
+    *(([word], f"unknown COMMAND {word!r}; known: ") for word in ("create", "stop", "ps", "rmi", "rmm")),
+    (["lst"], "unknown COMMAND 'lst', did you mean list?"),
     (["generate", "--temprature", "1", "x"], "did you mean --temperature"),
     (["generate", "x", "--temperature", "nan"], "temperature must be"),
     (["generate", "x", "--temperature", "-1"], "temperature must be"),
@@ -213,7 +214,7 @@ MISTAKES = [
     (["generate", "x", "--config", "/no/config.toml"], "there is no /no/config.toml"),
     (["chat", "what", "is", "this"], "one argument too many: 'is'; put quotation marks"),
     (["chat", "--theme", "blue"], "unknown --theme 'blue'; known: dark, light"),
-    (["rm"], "NAME"),
+    (["rm"], "MODEL"),
     (["show", "smolm2-135m"], "did you mean smollm2-135m"),
     (["show", "/no/such"], "no file or directory"),
     (["completions", "tcsh"], "unknown shell 'tcsh'"),

@@ -237,7 +237,7 @@ def completed(run: Run, *words: str) -> list[str]:
 def test_words_are_completed_from_the_parser(run: Run, tiny_model: Path) -> None:
     assert {"chat", "generate", "show", "rm", "completions"} <= set(completed(run, ""))
     assert completed(run, "ge") == ["generate"]
-    assert completed(run, "--") == ["--help", "--version"]
+    assert completed(run, "--") == ["--version", "--help"]
     assert completed(run, "generate", "--tem") == ["--temperature"]
     assert "-t" in completed(run, "generate", "a prompt", "-")
     assert completed(run, "generate", "--dtype", "fl") == completed(run, "generate", "--dtype", "=", "fl")
