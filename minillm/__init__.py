@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minillm.params import BeamSearchParams, SamplingParams
     from minillm.scoring import Score
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "minillm.llm": ("LLM",),

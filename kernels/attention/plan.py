@@ -48,7 +48,7 @@ class Costs:
     """The times that decide whether to read shared blocks once, and how: microseconds, and bytes per microsecond.
 
     It saves reads, most of which would hit the L2. It costs two more launches, results that are written and merged, and
-    a kernel for the tails that is made for short ones. The defaults were measured on an H200: see the README.
+    a kernel for the tails that is made for short ones. docs/decisions/shared-blocks.md has the figures of an H200.
     """
 
     launch: float = 3.0

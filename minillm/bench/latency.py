@@ -1,4 +1,7 @@
-"""``latency``: how fast a few sequences decode together; protocol: see README.md. The floor is that of the weights."""
+"""``latency``: measure how fast a few sequences decode together. The floor is that of the weights.
+
+docs/performance.md describes the protocol.
+"""
 
 import os
 import statistics

@@ -1,6 +1,6 @@
 """``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``, ``share``: workloads through the engine.
 
-Protocol: see README.md. The prefix cache starts empty, except for the prefix that ``prefix`` warms.
+Protocol: see docs/performance.md. The prefix cache starts empty, except for the prefix that ``prefix`` warms.
 """
 
 import random

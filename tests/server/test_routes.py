@@ -10,10 +10,13 @@ import httpx
 import pytest
 from running_server import Server
 
+from minillm.checks import declared
+from minillm.params import BeamSearchParams, SamplingParams
 from minillm.server import bodies
 from minillm.server.access import AccessRules
 from minillm.server.app import make_app
 from minillm.server.metrics import Metrics
+from minillm.server.openapi import document
 from minillm.server.seats import Seats
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -121,3 +124,21 @@ def test_codes_of_other_routes(server: Server) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": -5})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, None), "no code where clients know none"
+
+
+def test_the_openapi_document_has_every_route() -> None:
+    service: Any = SimpleNamespace(metrics=None)
+    app: Any = make_app(service, AccessRules())
+    routes = {(method, route.path) for route in app.app.routes for method in route.methods}
+    hidden = {"/v1/session", "/v1/session/{name}", "/openapi.json"}  # of the chat app; of the document itself
+    documented = {(method.upper(), path) for path, each in document()["paths"].items() for method in each}
+    found = {(method, path.replace(":path", "")) for method, path in routes if method != "HEAD"}
+    assert documented == {(method, path) for method, path in found if path not in hidden}
+
+
+def test_every_parameter_of_a_request_has_a_field() -> None:
+    """All but a grammar, which has fields of its own, and a function, which no client can send."""
+    names = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)}
+    names -= {"grammar", "logits_processor"}
+    assert names <= set(bodies.CompletionBody.__struct_fields__)
+    assert names <= set(bodies.ChatBody.__struct_fields__)
