@@ -1,4 +1,4 @@
-"""The best continuations of all beams of all requests, found on the device together."""
+"""Search the best continuations of all beams of all requests, in one pass on the device."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Pairs = list[tuple[float, int]]  # (log-probability, token id) of one beam's bes
 
 @dataclass(frozen=True)
 class BeamStep:
-    """One request's beams at this step: a choice for each of its searches, in their order."""
+    """One request's beams at this step: a choice for each of its searches, in order."""
 
     group: SequenceGroup
     choices: list[Choice]
@@ -47,7 +47,9 @@ class BeamStep:
 
     @property
     def in_turn(self) -> bool:
-        """Return whether the diversity penalty changes what other penalties do: groups are then processed in turn."""
+        """Return whether groups must be processed one by one: the diversity penalty changes the effect of other
+        penalties.
+        """
         params = self.params
         follows = params.repetition_penalty != 1.0 or params.logits_processor is not None
         return follows and len(self.choices) > 1 and params.diversity_penalty > 0
@@ -55,12 +57,13 @@ class BeamStep:
 
 @torch.inference_mode()
 def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Candidate]]]:
-    """For each step, for each of its groups: the best continuations, the best first.
+    """Return each step's best continuations, best first, for each of its groups.
 
-    The vocabulary is searched on the device; the few tokens found for each beam come to the host, which compares beams.
+    The device searches the vocabulary. Only the few tokens found for each beam are copied to the CPU, which compares
+    beams.
 
     Args:
-        logits: ``[n, vocab]``. Where a row holds NaN, so do all its candidates.
+        logits: ``[n, vocab]``. If a row holds NaN, all its candidates are NaN.
     """
     together = [step for step in steps if not step.in_turn]
     found = iter(_together(logits, together) if together else [])
@@ -70,7 +73,7 @@ def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[li
 def _together(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Candidate]]]:
     rows = [row for step in steps for group in step.rows for row in group]
     owners = [(step, s) for step in steps for group in step.beams for s in group]
-    # A diversity penalty takes continuations away from a group; at most as many others replace them.
+    # A diversity penalty lowers at most beam_width continuations of a group; as many others can replace them.
     extra = max((step.params.beam_width for step in steps if len(step.searches) > 1), default=0)
     wanted = max(s.num_candidates(len(step.group.end_ids)) for step in steps for s in step.searches) + extra
     if rows != list(range(len(logits))):
@@ -78,7 +81,7 @@ def _together(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Can
     values, ids = (found.cpu() for found in _best_tokens(logits, owners, min(wanted, logits.shape[1])))
 
     result: list[list[list[Candidate]]] = [[] for _ in steps]
-    # Groups of the same shape are one top-k on the device; groups that pay for each other's choices go one by one.
+    # Requests of the same shape share one top-k. Diverse beam search compares its groups one by one.
     shapes: dict[tuple[int, int], list[tuple[int, int, BeamSearch]]] = {}
     first = 0
     for number, step in enumerate(steps):
@@ -104,27 +107,28 @@ def _together(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Can
 
 
 def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count: int) -> tuple[Tensor, Tensor]:
-    """``(log-probabilities, token ids)`` ``[rows, count]`` of each beam's best next tokens, as penalties and grammar
-    leave them.
+    """Return ``(log-probabilities, token ids)`` of each beam's best next tokens, after penalties and grammar masks.
+
+    Both are ``[rows, count]``.
     """
     values, ids = kernels.top_log_probabilities(logits, count)
     pairs = [(step.group, sequence) for step, sequence in owners]
     if rows := [row for row, pair in enumerate(pairs) if needs_processing(*pair)]:
         log_probs = logits[rows].float().log_softmax(-1)
         process_logits(log_probs, [pairs[row] for row in rows])
-        # Found by the same kernel, but not brought to a sum of one. In a row of NaN it finds any numbers.
+        # The same kernel finds the ids, but the values are not normalized again. In a row of NaN its ids are arbitrary.
         found = kernels.top_log_probabilities(log_probs, count)[1].clamp(0, logits.shape[1] - 1)
         values[rows], ids[rows] = log_probs.gather(1, found), found
     return values, ids
 
 
 def _diverse(step: BeamStep, best: Callable[[int, Counter[int]], list[Pairs]]) -> list[list[Candidate]]:
-    """Diverse beam search: each group pays for the tokens that the groups before it are about to choose.
+    """Search one step of diverse beam search: each group pays for the tokens that earlier groups are about to choose.
 
-    A group whose search is over has no beams and chooses nothing.
+    A group with a finished search has no beams and chooses nothing.
 
     Args:
-        best: given a group's number and these tokens, returns its beams' best next tokens with the penalty subtracted.
+        best: maps a group's number and these tokens to its beams' best next tokens, with the penalty subtracted.
     """
     result = []
     chosen: Counter[int] = Counter()
@@ -144,7 +148,7 @@ def _diverse(step: BeamStep, best: Callable[[int, Counter[int]], list[Pairs]]) -
 def _charged(
     step: BeamStep, values: list[list[float]], ids: list[list[int]]
 ) -> Callable[[int, Counter[int]], list[Pairs]]:
-    """Subtract the diversity penalty from tokens that were found without it; their rows are those of all groups."""
+    """Subtract the diversity penalty from ``values``, found without it, in the rows of all groups."""
     ends = list(accumulate(map(len, step.rows)))
 
     def best(number: int, chosen: Counter[int]) -> list[Pairs]:
@@ -156,7 +160,7 @@ def _charged(
 
 
 def _in_turn(logits: Tensor, step: BeamStep) -> list[list[Candidate]]:
-    """Let each group pay before its repetition penalty and its processor see the log-probabilities, as transformers."""
+    """Subtract the diversity penalty before the repetition penalty and the logits processor, as transformers does."""
 
     def best(number: int, chosen: Counter[int]) -> list[Pairs]:
         choice, count = step.choices[number], step.searches[number].num_candidates(len(step.group.end_ids))
@@ -176,7 +180,12 @@ def _in_turn(logits: Tensor, step: BeamStep) -> list[list[Candidate]]:
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, wanted: SequenceOf[tuple[int, int]], count: int) -> list[TokenLogprobs]:
-    """The log-probability of (row of logits, token id) pairs, with the ``count`` most probable tokens of the row."""
+    """Return log-probabilities of (row of logits, token id) pairs, each with the row's ``count`` most probable tokens.
+
+    Args:
+        logits: ``[n, vocab]``.
+        count: negative for the whole vocabulary.
+    """
     if not wanted:
         return []
     device = logits.device

@@ -1,4 +1,4 @@
-"""What one search chooses among at one step, and what is kept of it."""
+"""The choice of one search at one step, and the hypotheses kept of it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from minillm.text.stop import OutputText
 
 @dataclass
 class Hypothesis:
-    """A beam that has ended, or as it stands."""
+    """A finished beam, or a snapshot of a running one."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    text: OutputText | None  # where the request has stop strings; otherwise text is made when it is asked for
+    text: OutputText | None  # only with stop strings; otherwise text is made on request
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
 @dataclass
 class BeamState:
-    """The searches of one request, one for each group of its beams, and their running beams, the best first."""
+    """The searches of one request, one for each group of beams, and their running beams, best first."""
 
     searches: list[BeamSearch[Hypothesis]]
     beams: list[list[Sequence]] = field(default_factory=list)  # empty before the first step
-    search: Search | None = None  # the rules of the only search, where the device can take its steps
-    counted: BlockTable | None = None  # the first beam's, when its group's common blocks were counted
+    search: Search | None = None  # settings of the only search, if the device can run its steps
+    counted: BlockTable | None = None  # the first beam's table when the common blocks were counted
 
     @property
     def done(self) -> bool:
@@ -40,7 +40,7 @@ class BeamState:
 
 @dataclass
 class Choice:
-    """One search at one step: the rows of logits and the sequences of its beams, and properties of its candidates."""
+    """One search at one step: its beams' rows of logits and sequences, and properties of its candidates."""
 
     group: SequenceGroup
     rows: list[int]
@@ -51,10 +51,10 @@ class Choice:
 
     def __post_init__(self) -> None:
         self.end_ids = self.group.end_ids
-        self.has_text = any(beam.text is not None for beam in self.beams)  # a search that is over has no beams
+        self.has_text = any(beam.text is not None for beam in self.beams)  # a finished search has no beams
 
     def text(self, candidate: Candidate) -> OutputText | None:
-        """The text of a continuation, where the request has stop strings."""
+        """Return the text of a continuation, or None if the request has no stop strings."""
         before = self.beams[candidate.beam].text
         if before is None:
             return None
@@ -66,7 +66,7 @@ class Choice:
         return self.texts[key]
 
     def matcher(self, candidate: Candidate) -> Matcher | None:
-        """Where a continuation stands in the request's grammar; a failure becomes the group's error."""
+        """Return the grammar matcher after a continuation. A failure becomes the group's error."""
         before = self.beams[candidate.beam].matcher
         if before is None:
             return None
@@ -82,7 +82,7 @@ class Choice:
         return [] if found is None else [found]
 
     def ends(self, candidate: Candidate) -> bool:
-        """Whether an end token, a stop string or the end of the grammar completes a continuation."""
+        """Return whether an end token, a stop string or the end of the grammar completes a continuation."""
         if candidate.token_id in self.end_ids:
             return True
         matcher = self.matcher(candidate)
@@ -92,7 +92,7 @@ class Choice:
         return text is not None and text.matched is not None
 
     def hypothesis(self, candidate: Candidate) -> Hypothesis:
-        """A continuation that has ended, at its last token or because it is as long as it may be."""
+        """Return the finished beam of a continuation that is complete or has reached the maximum length."""
         beam, text, token_id = self.beams[candidate.beam], self.text(candidate), candidate.token_id
         stop_reason: str | int | None = None
         if text is not None:

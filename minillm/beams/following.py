@@ -1,4 +1,4 @@
-"""Searches whose steps the device takes by itself: the host hears of each a step later, and follows."""
+"""On-device beam search: the host applies each choice one step later."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from minillm.sequence import Flight, SequenceGroup
 
 @dataclass(slots=True)
 class Followed:
-    """What the device chooses in one step, and what the host does in the same step; see `minillm.sequence.Flight`."""
+    """The device's choices of one step, and the host's work in the same step; see `minillm.sequence.Flight`."""
 
     follow: Callable[[BeamStep, list[Candidate]], list[Delta]]
     requests: Requests
-    following: dict[SequenceGroup, int]  # with the place of its search among those of ``chosen``
+    following: dict[SequenceGroup, int]  # with the index of its search in ``chosen``
     chosen: Chosen
     hosted: Flight | None  # of other groups
     may_run_ahead: bool = field(init=False)
@@ -61,7 +61,7 @@ class Followed:
         if any(math.isnan(value) for value, _, _ in found):
             self.requests.note_nan(group)
             return []
-        # The device names a beam by its place among the group's sequences, a search by its rank.
+        # The device identifies a beam by its index in the group's sequences, a search by its rank.
         ranks = [sequence.index for sequence in group.sequences]
         candidates = [Candidate(value, ranks[place], token_id) for value, place, token_id in found]
         return self.follow(BeamStep(group, [Choice(group, ranks, group.state.beams[0])]), candidates)

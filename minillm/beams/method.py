@@ -1,4 +1,4 @@
-"""Beam search as a method of decoding: it forks and frees the tables of the sequences that are its beams.
+"""Beam search as a decoding method: it forks and frees the block tables of its beams.
 
 The sequences of a group are the running beams. They advance together, because each step chooses among all of them.
 """
@@ -29,7 +29,7 @@ from minillm.text.stop import OutputText
 class Beams:
     """The beam searches of all requests; see `minillm.sequence.Method`.
 
-    Where there is a ``device`` that can, it takes the steps of searches by itself, and the host follows.
+    If there is a ``device`` that supports it, the device runs the steps of searches and the host follows.
     """
 
     def __init__(self, requests: Requests, device: DeviceRunner | None = None) -> None:
@@ -44,7 +44,7 @@ class Beams:
         if params.stop and tokenizer is not None:
             detokenizer = tokenizer.detokenizer(group.sequences[0].token_ids)
             group.sequences[0].text = OutputText(detokenizer, tuple(params.stop), params.min_tokens)
-        # Searches that pay for each other's choices, texts and what else callers want to see of each step: the host.
+        # Diversity penalties, stop strings, log-probabilities and held requests need the host at each step.
         hosted = count > 1 or group.sequences[0].text is not None or params.logprobs is not None or group.hold
         if self._device is not None and not hosted:
             search = Search(width, group.state.searches[0].num_candidates(len(group.end_ids)), group.end_ids)
@@ -56,8 +56,8 @@ class Beams:
             return [Chunk(group, leader, leader.num_prompt_tokens - leader.num_computed, False)]
         pending = group.sequences[0].num_pending
         if pending and group.sequences[0].num_output_tokens + pending >= group.max_tokens:
-            return []  # the tokens under way are the last ones
-        # Beams decode in step: the last token of each waits until all have come as far.
+            return []  # the pending tokens are the last ones
+        # Beams decode in step: none computes its last token before the others have caught up.
         behind = [(beam, left) for beam in group.sequences if (left := beam.num_tokens - 1 - beam.num_computed)]
         if behind:
             group.search = None
@@ -68,7 +68,7 @@ class Beams:
         return [beam.decode or Chunk.last_token(group, beam) for beam in group.sequences]
 
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
-        if group.state.beams:  # otherwise the first step of the search makes the other beams
+        if group.state.beams:  # otherwise the first step of the search creates the other beams
             self.requests.fork_prompt(group, leader)
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
@@ -76,10 +76,10 @@ class Beams:
         hosted = [chunk for chunk in chunks if not chunk.group.on_device]
         choices = None if self._device is None else self._device.take_choices()
         if choices is None:
-            assert not on_device, "the device has taken no steps of its searches"
+            assert not on_device, "the device has run no step of its searches"
             return self._search(logits, hosted)
         groups, chosen = choices
-        # Those of other groups have ended since their step was launched.
+        # Groups without a chunk have ended since their step was launched.
         following = {chunk.group: groups.index(chunk.group) for chunk in on_device}
         for chunk in on_device:
             chunk.sequence.num_pending += 1
@@ -92,7 +92,7 @@ class Beams:
         return Searches(self, logits, list(rows.items()))
 
     def _is_for_device(self, group: SequenceGroup) -> bool:
-        """Whether the device takes the step of a search whose beams are all about to decode."""
+        """Return whether the device runs this step of a search: all its beams are about to decode."""
         search = group.state.search
         if search is None or group.on_device:
             return search is not None
@@ -120,16 +120,16 @@ class Beams:
     def advance(
         self, step: BeamStep, candidates: list[list[Candidate]], logprobs: dict[tuple[int, int], TokenLogprobs]
     ) -> list[Delta]:
-        """Choose the beams that live on, and fork, append and free accordingly. No K or V moves.
+        """Choose the beams that live on, and fork, append and free accordingly. K and V are not moved.
 
         Args:
-            candidates: the best continuations for each of the step's searches, the best first.
-            logprobs: of the continuations, by row of logits and token, where the request wants them.
+            candidates: the best continuations for each of the step's searches, best first.
+            logprobs: of the continuations, by row of logits and token, if the request wants them.
         """
         return self._advance(step, candidates, logprobs, self._replace_beams)
 
     def follow(self, step: BeamStep, candidates: list[Candidate]) -> list[Delta]:
-        """Do in the books what the device has done with a group's only search."""
+        """Repeat in the host's bookkeeping what the device has done with a group's only search."""
         return self._advance(step, [candidates], {}, self._follow_rows)
 
     def _advance(
@@ -170,7 +170,7 @@ class Beams:
                 sequence = parent = choice.beams[candidate.beam]
                 if parent.seq_id in taken:
                     sequence = self.requests.fork(parent, len(parent.token_ids))
-                    group.sequences.append(sequence)  # its blocks are the group's, whatever fails from here on
+                    group.sequences.append(sequence)  # if anything fails from here on, the group frees its blocks
                     sequence.logprobs = parent.logprobs.copy()
                 taken.add(sequence.seq_id)
                 beams[-1].append(sequence)
@@ -178,7 +178,7 @@ class Beams:
         for sequence in group.sequences:
             if sequence.seq_id not in taken:
                 self.requests.scheduler.free(sequence)
-        # Only now: a parent's history must be copied before it grows.
+        # After the loop: a parent's history must be copied before it grows.
         for index, (sequence, choice, candidate) in enumerate(grown):
             sequence.index, sequence.cumulative_logprob = index, candidate.logprob
             if choice.has_text:
@@ -191,7 +191,7 @@ class Beams:
         group.sequences = [sequence for sequence, _, _ in grown]
 
     def _follow_rows(self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]) -> None:
-        """Let the sequences go on as their rows on the device did: see `minillm.kernels.reference.choose_beams`."""
+        """Replace the sequences as the device replaced their slots: see `minillm.kernels.reference.choose_beams`."""
         [choice], [chosen], preemption = choices, survivors, self.requests.scheduler.preemption
         if len(chosen) < len(group.sequences):
             group.error = NO_TOKEN
@@ -209,7 +209,7 @@ class Beams:
                 preemption.fork_into(sequence, parent, len(parent.token_ids))
             taken.add(parent.seq_id)
             beams.append(sequence)
-        # Only now: a parent's history must be copied before it grows.
+        # After the loop: a parent's history must be copied before it grows.
         for index, (sequence, candidate) in enumerate(zip(beams, chosen, strict=True)):
             sequence.index, sequence.cumulative_logprob = index, candidate.logprob
             sequence.token_ids.append(candidate.token_id)
@@ -222,7 +222,7 @@ class Searches:
 
     beams: Beams
     logits: Tensor
-    searching: list[tuple[SequenceGroup, dict[int, int]]]  # with the row of logits of each of the group's sequences
+    searching: list[tuple[SequenceGroup, dict[int, int]]]  # seq_id -> row of logits, for each group
     found: list[tuple[BeamStep, list[list[Candidate]]]] = field(default_factory=list)
     may_run_ahead: bool = False
     may_compute_ahead: bool = False
@@ -268,7 +268,7 @@ class Searches:
         self.searching = []
 
     def _logprobs(self, step: BeamStep, candidates: list[list[Candidate]]) -> dict[tuple[int, int], TokenLogprobs]:
-        """The model's own log-probabilities of all continuations, where the request wants them."""
+        """Return the model's own log-probabilities of all continuations, if the request wants them."""
         count = step.group.params.logprobs
         if count is None:
             return {}
@@ -278,15 +278,15 @@ class Searches:
 
 
 def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
-    """One request's beams at this step. In its first step all searches have one beam, the prompt."""
+    """Return one request's beams at this step. In its first step each search has one beam, the prompt."""
     beams = group.state.beams or [[group.sequences[0]]] * len(group.state.searches)
     return BeamStep(group, [Choice(group, [row_of[beam.seq_id] for beam in each], each) for each in beams])
 
 
 def count_common_blocks(group: SequenceGroup, block_size: int) -> None:
-    """Count the first full blocks that all beams hold: whichever of them fork, those stay theirs."""
+    """Count the first full blocks that all beams hold. Forks of these beams hold them as well."""
     first, state, count = group.sequences[0], group.state, group.num_common_blocks
-    if first.table is None:  # it had to make room in this very step
+    if first.table is None:  # preempted in this step
         return
     if state.counted is not first.table:
         state.counted, count = first.table, 0
@@ -297,15 +297,15 @@ def count_common_blocks(group: SequenceGroup, block_size: int) -> None:
 
 
 def grammar_error(step: BeamStep) -> str | None:
-    """Why a beam's grammar has failed; None where none has."""
+    """Return the first grammar error among the step's beams, or None."""
     matchers = [beam.matcher for beams in step.beams for beam in beams if beam.matcher is not None]
     return next((matcher.error for matcher in matchers if matcher.error is not None), None)
 
 
 def places(group: SequenceGroup) -> dict[int, int]:
-    """The place that each running beam, by its seq_id, has among the answers as they stand, the best one's being 0.
+    """Return the rank of each running beam among the current answers, by seq_id; the best answer has rank 0.
 
-    Those that have ended have places, too; beams for which there is no room among the answers come behind all others.
+    Finished beams have ranks as well. Beams beyond the number of requested answers rank after all others.
     """
     state: BeamState = group.state
     running = [beam for beams in state.beams for beam in beams]
@@ -319,7 +319,10 @@ def places(group: SequenceGroup) -> dict[int, int]:
 
 
 def _best_first(group: SequenceGroup) -> list[tuple[float, float, Hypothesis]]:
-    """(score, log-probability, beam) of all that have ended, then of those that run if the search is not over."""
+    """Return (score, log-probability, beam) of all finished beams, best first, then of the running ones.
+
+    If the search is done and has finished beams, running beams are left out.
+    """
     state: BeamState = group.state
     found = [(each.score, each.logprob, each.beam) for search in state.searches for each in search.finished]
     found.sort(key=lambda entry: -entry[0])

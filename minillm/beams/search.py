@@ -1,9 +1,9 @@
-"""Beam search: which continuations live on, which have finished, and when it is over.
+"""Beam search: choose the continuations that live on, keep the finished ones, and decide when the search is done.
 
-The semantics are those of Hugging Face ``generate`` (its vectorised ``_beam_search``): of the best ``(1 + number of
-end tokens) * width`` continuations, the best ``width`` that do not end live on; those that end and stand among the best
-``width`` are finished. Plain Python on numbers: the tensors are in `minillm.beams.candidates`, the blocks
-follow by fork and free in the engine.
+The semantics are those of Hugging Face ``generate`` (its vectorized ``_beam_search``). Among the best ``(1 + number of
+end tokens) * width`` continuations, the best ``width`` that do not end live on. Those that end and rank among the best
+``width`` are finished. This is plain Python on numbers: `minillm.beams.candidates` handles the tensors, and
+`minillm.beams.method` forks and frees the blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Beam = TypeVar("Beam")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Beam number ``beam`` continued by ``token_id``; ``logprob`` is the whole beam's."""
+    """Beam number ``beam`` continued by ``token_id``; ``logprob`` is the log-probability of the whole beam."""
 
     logprob: float
     beam: int
@@ -24,7 +24,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Finished(Generic[Beam]):
-    """A finished beam: the caller's record of it, and its score."""
+    """A finished beam: the caller's record of it, its score and its log-probability."""
 
     score: float
     logprob: float
@@ -39,24 +39,24 @@ class BeamSearch(Generic[Beam]):
     length_penalty: float
     early_stopping: bool | str
     max_tokens: int
-    logprobs: list[float] = field(default_factory=lambda: [0.0])  # of the running beams, the best first
+    logprobs: list[float] = field(default_factory=lambda: [0.0])  # of the running beams, best first
     num_tokens: int = 0  # generated so far
-    finished: list[Finished[Beam]] = field(default_factory=list)  # the best first
+    finished: list[Finished[Beam]] = field(default_factory=list)  # best first
     done: bool = False
 
     def num_candidates(self, num_end_tokens: int) -> int:
-        """How many continuations to look at: enough that ``width`` of them do not end."""
+        """Return how many continuations to consider: enough that ``width`` of them do not end."""
         return max(2, 1 + num_end_tokens) * self.width
 
     def advance(
         self, candidates: Sequence[Candidate], ends: Callable[[Candidate], bool], keep: Callable[[Candidate], Beam]
     ) -> list[Candidate]:
-        """Take a step.
+        """Advance the search by one token.
 
         Args:
             candidates: the best continuations, best first. Those of log-probability -inf are not allowed.
-            ends: whether a continuation is complete (an end token, a stop string). Length is looked at here.
-            keep: makes the hypothesis that is kept of a finished continuation.
+            ends: returns whether a continuation is complete (an end token, a stop string). `advance` checks the length.
+            keep: makes the caller's record of a finished continuation.
 
         Returns:
             The running beams of the next step, best first; empty when the search is done.
@@ -84,7 +84,7 @@ class BeamSearch(Generic[Beam]):
         if len(self.finished) == self.width and score <= self.finished[-1].score:
             return
         self.finished.append(Finished(score, candidate.logprob, keep(candidate)))
-        self.finished.sort(key=lambda beam: -beam.score)  # stable: among equals the earlier one stays first
+        self.finished.sort(key=lambda beam: -beam.score)  # stable: equal scores keep their order
         del self.finished[self.width :]
 
     def _cannot_improve(self) -> bool:

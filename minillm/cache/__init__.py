@@ -1,4 +1,4 @@
-"""The books of the KV cache: which table holds which block. No tensor here."""
+"""Bookkeeping of the KV cache: which table holds which block. No tensors here."""
 
 from minillm.cache.block_manager import BlockManager, BlockTable, OutOfBlocks
 from minillm.cache.events import CacheEvent

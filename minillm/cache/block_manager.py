@@ -1,14 +1,14 @@
-"""The block manager knows which table holds which block of the KV cache. Its verbs are fork, append and free.
+"""Bookkeeping of the KV cache's blocks, with three operations: fork, append and free.
 
-A sequence's context is a table of block ids, and blocks are counted by the tables that hold them (PagedAttention, Kwon
-et al. 2023), the way an operating system shares pages between processes after ``fork``:
+A sequence's context is a table of block ids, and each block counts the tables that hold it (PagedAttention, Kwon et al.
+2023), the way an operating system shares pages between processes after ``fork``:
 
-- **fork** shares: the child's table lists the parent's blocks, no bytes move.
-- **append** makes room for more tokens. A last block that others hold too is not written: a fresh one takes its place
-  and one copy (source, destination) is recorded. The last owner writes in place.
-- **free** drops a table, or the tail of one. A block that no table holds is free again, or, if it is full and its
-  tokens are known, cached: found by the next prompt that begins alike (`prefix_cache.py`), until it is needed for
-  something else. The longest unused block goes first, and of a table its tail.
+- **fork** shares: the child's table lists the parent's blocks. No data is copied.
+- **append** adds token slots. If other tables hold the last block, a fresh block replaces it and one copy (source,
+  destination) is recorded. The last owner writes in place.
+- **free** drops a table, or the tail of one. An unreferenced block becomes free. If it is full and its tokens are
+  known, it stays cached instead: the next prompt with the same beginning finds it (`prefix_cache.py`), until its memory
+  is needed. Eviction takes the least recently used block first, and a table's tail before its beginning.
 """
 
 from collections.abc import Sequence
@@ -21,24 +21,26 @@ from minillm.cache.runs import common_length
 
 
 class OutOfBlocks(Exception):
-    """Too few free blocks for an append. Nothing has changed; the scheduler answers by preempting or queueing."""
+    """Too few free blocks for an append. Nothing has changed; the scheduler preempts or queues."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """One sequence's blocks in logical order, and how many of its tokens have a slot in them."""
+    """One sequence's blocks in logical order, and the number of its tokens that have a slot in them."""
 
     seq_id: int
     blocks: list[int]
     num_tokens: int = 0
-    # Tokens that may be appended without a look at the reference counts: `append` keeps it up to date, `fork` lowers
-    # it to `num_tokens`, so that the next append of either side finds the shared block.
+    # Tokens that can be appended without checking reference counts. `append` updates it. `fork` lowers it to
+    # `num_tokens`, so the next append to either table checks for a shared block.
     writable: int = 0
     salt: str | None = None  # only tables of the same salt share cached blocks
-    nodes: list[Node] = field(default_factory=list)  # of the full blocks that `commit` has seen, in the prefix cache
+    nodes: list[Node] = field(default_factory=list)  # prefix cache nodes of the committed full blocks
 
     def append_in_place(self) -> bool:
-        """`BlockManager.append` of one token, where that takes no block; False, and nothing done, where it does."""
+        """Append one token if that takes no block, like `BlockManager.append`; otherwise return False and change
+        nothing.
+        """
         if self.num_tokens < self.writable:
             self.num_tokens += 1
             return True
@@ -53,16 +55,16 @@ class BlockManager:
         self.ref_counts = [0] * num_blocks
         self.tables: dict[int, BlockTable] = {}
         self.subscribers: list[Subscriber] = []
-        self.num_copies = 0  # copies on write, ever
-        self.num_evictions = 0  # cached blocks that were given up, ever
-        self.num_hit_tokens = 0  # tokens of prompts that were in blocks already, ever
+        self.num_copies = 0  # copies on write since the start
+        self.num_evictions = 0  # cached blocks evicted since the start
+        self.num_hit_tokens = 0  # prompt tokens found in the cache since the start
         self.num_looked_up_tokens = 0
         self.prefix_caching = prefix_caching
         self.prefixes = PrefixCache(block_size)
-        self._cached: dict[int, None] = {}  # findable blocks that no table holds, the longest unused first
+        self._cached: dict[int, None] = {}  # unreferenced, findable blocks; the least recently used first
         self._free = FreeBlocks(num_blocks)
-        self._copies: dict[int, int] = {}  # destination -> source, recorded and not yet taken
-        self._copy_sources: dict[int, int] = {}  # block -> how many recorded copies still read it
+        self._copies: dict[int, int] = {}  # destination -> source, recorded but not yet taken
+        self._copy_sources: dict[int, int] = {}  # block -> number of recorded copies that still read it
 
     def allocate(
         self, seq_id: int, token_ids: Sequence[int] = (), salt: str | None = None, prefix: CachedPrefix | None = None
@@ -73,7 +75,7 @@ class BlockManager:
             prefix: the result of `find_cached` for them, if nothing has changed since.
 
         Raises:
-            ValueError: ``seq_id`` has a table already.
+            ValueError: ``seq_id`` already has a table.
         """
         if seq_id in self.tables:
             raise ValueError(f"sequence {seq_id} has a block table already")
@@ -94,14 +96,17 @@ class BlockManager:
         return table
 
     def count_hit(self, num_tokens: int, num_looked_up: int) -> None:
-        """Count tokens of a prompt that need not be computed, of all that it has."""
+        """Count a prompt's tokens for the hit rate: how many were cached, and how many it has."""
         self.num_hit_tokens += num_tokens
         self.num_looked_up_tokens += num_looked_up
 
     def fork(self, parent: BlockTable, child_id: int, num_tokens: int | None = None) -> BlockTable:
         """Make a table that shares the blocks of ``parent``'s first ``num_tokens`` tokens (all by default).
 
-        Rolling a sequence back is a fork at an earlier token, and a free of the original.
+        To roll a sequence back, fork it at an earlier token and free the original.
+
+        Raises:
+            ValueError: ``num_tokens`` is negative, or more than the parent has.
         """
         num_tokens = parent.num_tokens if num_tokens is None else num_tokens
         if not 0 <= num_tokens <= parent.num_tokens:
@@ -119,13 +124,13 @@ class BlockManager:
         return child
 
     def fork_into(self, table: BlockTable, parent: BlockTable, num_tokens: int) -> None:
-        """Let ``table`` share the blocks that the first ``num_tokens`` tokens of ``parent`` fill, instead of its own.
+        """Replace the first blocks of ``table`` with the full blocks of ``parent``'s first ``num_tokens`` tokens.
 
-        Its blocks behind them stay its own: where the last of these tokens fill a block only partly, the device has
-        copied that part into ``table``'s block already.
+        Later blocks stay its own. If the last of these tokens fill a block only partly, the device has already copied
+        that part into ``table``'s block.
 
         Raises:
-            ValueError: one of them has fewer tokens.
+            ValueError: one of the tables has fewer tokens.
         """
         if min(table.num_tokens, parent.num_tokens) < num_tokens:
             raise ValueError(f"fork of {num_tokens} tokens, of {parent.num_tokens}, into {table.num_tokens}")
@@ -143,10 +148,10 @@ class BlockManager:
             self.emit(CacheEvent("fork", table.seq_id, tuple(parent.blocks[:count]), parent.seq_id))
 
     def append(self, table: BlockTable, count: int) -> None:
-        """Make room for ``count`` more tokens at the end of ``table``.
+        """Add slots for ``count`` more tokens at the end of ``table``.
 
         Raises:
-            OutOfBlocks: there is not enough room; nothing has changed.
+            OutOfBlocks: too few free blocks; nothing has changed.
         """
         end = table.num_tokens + count
         if end > table.writable:
@@ -154,13 +159,17 @@ class BlockManager:
         table.num_tokens = end
 
     def free_tail(self, table: BlockTable, num_tokens: int) -> None:
-        """Give back the room behind the first ``num_tokens`` tokens of ``table``; ValueError where it has fewer."""
+        """Free the slots after the first ``num_tokens`` tokens of ``table``.
+
+        Raises:
+            ValueError: ``table`` has fewer tokens.
+        """
         if not 0 <= num_tokens <= table.num_tokens:
             raise ValueError(f"freed from token {num_tokens} of a sequence of {table.num_tokens}")
         kept = -(-num_tokens // self.block_size)
         gone = table.blocks[kept:]
         del table.blocks[kept:], table.nodes[num_tokens // self.block_size :]
-        # The next append looks whether others hold the last block, or could find it.
+        # Makes the next append check whether the last block is shared or findable.
         table.num_tokens = table.writable = num_tokens
         for block in reversed(gone):
             self.ref_counts[block] -= 1
@@ -170,11 +179,11 @@ class BlockManager:
             self.emit(CacheEvent("cut", table.seq_id, tuple(gone)))
 
     def free(self, table: BlockTable) -> None:
-        """Drop ``table``. Its blocks lose one owner each; those without any are free."""
+        """Drop ``table`` and free the blocks that no other table holds."""
         if self.tables.pop(table.seq_id, None) is not table:
             raise AssertionError(f"the block table of sequence {table.seq_id} is freed twice")
         counts = self.ref_counts
-        for block in reversed(table.blocks):  # the tail first: others share it least, and it is reused first
+        for block in reversed(table.blocks):  # tail first: it is shared least, and reused first
             counts[block] -= 1
             if not counts[block]:
                 self._drop(block)
@@ -185,7 +194,7 @@ class BlockManager:
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Make the full blocks of the first ``num_computed`` tokens findable: their K and V are there."""
+        """Make the full blocks of the first ``num_computed`` tokens findable: their K and V are computed."""
         size, nodes = self.block_size, table.nodes
         if not self.prefix_caching:
             return
@@ -194,7 +203,7 @@ class BlockManager:
             nodes.append(self.prefixes.add(table.blocks[index], before, token_ids[index * size : (index + 1) * size]))
 
     def is_cached(self, block: int) -> bool:
-        """Whether no table holds the block, but prompts can still find it."""
+        """Return whether the block is unreferenced but prompts can still find it."""
         return block in self._cached
 
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
@@ -206,13 +215,13 @@ class BlockManager:
         return CachedPrefix(blocks, nodes, len(blocks) * self.block_size, held)
 
     def distrust(self, table: BlockTable) -> None:
-        """Let nobody find the blocks of a table whose K and V are wrong (NaN, say)."""
+        """Make the blocks of a table unfindable, because their K and V are wrong (for example NaN)."""
         for block in table.blocks:
             if block in self.prefixes:
                 self.prefixes.remove(block)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix; blocks that no table holds are free."""
+        """Forget every prefix and free the unreferenced blocks."""
         while self._cached:
             self._evict()
         for table in self.tables.values():
@@ -220,21 +229,21 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that no table holds and that can still be found."""
+        """Number of unreferenced blocks that can still be found."""
         return len(self._cached)
 
     # --- for the scheduler and the runner -----------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that an append can take now; the cached ones are among them."""
+        """Number of blocks that an append can take now, cached ones included."""
         return len(self._free) + len(self._cached)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """The (source, destination) copies recorded since the last call.
+        """Return the (source, destination) copies recorded since the last call.
 
-        They must reach the device before anything is written to the pool. Until they are taken, a source is not
-        handed out again even where no table holds it any more.
+        They must run on the device before anything is written to the pool. Until they are taken, a source is not
+        reused, even if no table holds it any more.
         """
         copies = [(source, destination) for destination, source in self._copies.items()]
         sources, self._copies, self._copy_sources = self._copy_sources, {}, {}
@@ -244,7 +253,7 @@ class BlockManager:
         return copies
 
     def content_of(self, block: int) -> int:
-        """The block whose content ``block`` has on the device now: another one, while its copy waits to be taken."""
+        """Return the block that has ``block``'s content on the device now: its source, while its copy is not taken."""
         return self._copies.get(block, block)
 
     def _grow(self, table: BlockTable, end: int) -> None:
@@ -256,7 +265,7 @@ class BlockManager:
         if shared:
             self._copy_on_write(table)
         elif partly_filled and table.blocks[-1] in self.prefixes:
-            self.prefixes.remove(table.blocks[-1])  # its last owner, forked at an earlier token, writes to it
+            self.prefixes.remove(table.blocks[-1])  # its last owner, forked at an earlier token, will write to it
         if fresh > 0:
             taken = self._take(fresh, table.blocks[-1] if table.blocks else None)
             for block in taken:
@@ -272,7 +281,7 @@ class BlockManager:
         return self._free.take(count, after)
 
     def _evict(self) -> None:
-        """Give up the longest unused cached block."""
+        """Free the least recently used cached block."""
         block = next(iter(self._cached))
         del self._cached[block]
         self.prefixes.remove(block)
@@ -295,8 +304,8 @@ class BlockManager:
             self.emit(CacheEvent("copy", table.seq_id, (source, destination)))
 
     def _drop(self, block: int) -> None:
-        """No table holds the block any more."""
-        source = self._copies.pop(block, None)  # nobody will read the copy: forget it
+        """Release a block that no table holds any more."""
+        source = self._copies.pop(block, None)  # the copy has no reader any more
         if source is not None:
             self._copy_sources[source] -= 1
             if not self._copy_sources[source]:
@@ -307,7 +316,7 @@ class BlockManager:
             self._release(block)
 
     def _release(self, block: int) -> None:
-        """A block that nobody holds and nobody reads: cached if it can be found, else free."""
+        """Cache a block without owners and pending copies if it can be found, else free it."""
         if block in self.prefixes:
             self._cached[block] = None
         else:

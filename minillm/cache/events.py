@@ -1,4 +1,4 @@
-"""Changes of the cache, as data: the chat app draws them, tests replay them."""
+"""Cache changes as data: the chat app draws them, and tests replay them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ class CacheEvent:
 
     ==========  ===================================================================================
     allocate    ``seq_id`` took ``blocks`` from the free ones
-    fork        ``seq_id`` now shares ``blocks`` with ``parent_id``; blocks that it had in their place it has no more
+    fork        ``seq_id`` now shares ``blocks`` with ``parent_id``, in place of the blocks it had there
     copy        ``seq_id`` writes to ``blocks[1]``, a copy of the shared ``blocks[0]`` (copy-on-write)
-    cut         ``seq_id`` freed its tail, ``blocks``: the tokens in them were guesses, and wrong
+    cut         ``seq_id`` freed its tail, ``blocks``: they held rejected draft tokens
     free        ``seq_id`` is gone; it held ``blocks``
     hit         the new ``seq_id`` found ``blocks`` in the prefix cache
     evict       the cached ``blocks`` are free; ``seq_id`` is -1
-    preempt     ``seq_id``, which holds ``blocks``, has to make room and waits
-    swap_out    ``seq_id`` left ``blocks`` for the host's memory
+    preempt     ``seq_id``, which holds ``blocks``, is preempted and waits
+    swap_out    ``seq_id`` left ``blocks`` for host memory
     swap_in     ``seq_id`` is back, in ``blocks``
     ==========  ===================================================================================
     """

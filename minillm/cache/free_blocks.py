@@ -1,9 +1,9 @@
-"""Which blocks of the pool are free, kept as runs of consecutive ids.
+"""Free blocks of the pool, kept as runs of consecutive ids.
 
-A table whose blocks are consecutive is read without a gather on the CPU and in long bursts on a GPU, so the allocator
-prefers the block right behind a sequence's last one, as TokenAttention does (LightLLM). A sequence that starts takes
-the middle of the longest run: its neighbours and itself keep room to grow. Runs live in size classes by powers of two,
-as in the TLSF allocator (Masmano et al. 2004): every call is O(1) per block.
+The CPU reads a table of consecutive blocks without a gather, and a GPU reads it in long bursts. The allocator therefore
+prefers the block right after a sequence's last one, as TokenAttention does (LightLLM). A new sequence takes the middle
+of the longest run, so that it and the sequences around it can grow. Runs are kept in size classes by powers of two, as
+in the TLSF allocator (Masmano et al. 2004): every call is O(1) per block.
 """
 
 
@@ -24,7 +24,7 @@ class FreeBlocks:
         return self._count
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """``count`` free blocks, from ``after + 1`` on if that is free, in as few runs as it finds.
+        """Take ``count`` free blocks, starting at ``after + 1`` if that is free, in few runs.
 
         The caller has checked that ``count <= len(self)``.
         """
@@ -42,7 +42,7 @@ class FreeBlocks:
         return taken
 
     def put(self, block: int) -> None:
-        """Give one block back."""
+        """Free one block."""
         if self._is_free[block]:
             raise AssertionError(f"block {block} is freed twice")
         self._is_free[block] = 1
@@ -57,11 +57,11 @@ class FreeBlocks:
         self._insert(start, end - start + 1)
 
     def runs(self) -> list[tuple[int, int]]:
-        """(start, length) of every run, in order of start."""
+        """Return (start, length) of every run, in order of start."""
         return sorted((start, self._length[start]) for size_class in self._classes for start in size_class)
 
     def _longest_run(self, wanted: int) -> int:
-        """A run of the largest size class, preferably one that holds ``wanted`` blocks."""
+        """Return a run of the largest size class, preferably one that holds ``wanted`` blocks."""
         candidates = self._classes[self._nonempty.bit_length() - 1]
         for tried, start in enumerate(candidates):
             if self._length[start] >= wanted or tried == 8:

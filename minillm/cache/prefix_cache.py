@@ -1,14 +1,14 @@
-"""Which full blocks hold which tokens: a prompt's beginning costs nothing where it was computed before.
+"""Index from tokens to full blocks, so that cached beginnings of prompts are not computed again.
 
-A block is found by the tokens in it and by the block before it, all the way back to the first: a chain. Each link is a
-node with a number of its own, and the key of a block is (node before it, its tokens). Python's dictionary compares keys
-that hash alike: a collision never gives a wrong answer. (vLLM's chain of hashes, Kwon et al. 2023, without the hash.)
+The key of a block is (the node before it, its tokens), and each block gets a node with a number of its own. Blocks are
+thus found along a chain from the first one. Python's dictionary compares keys whole, so a hash collision never gives a
+wrong answer. vLLM uses a chain of hashes instead (Kwon et al. 2023).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-Node = int | str | None  # a block's number, or the salt that a chain begins with
+Node = int | str | None  # a number, or the salt that a chain begins with
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class PrefixEntry:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The blocks that hold the beginning of a prompt at this moment."""
+    """The cached blocks of a prompt's beginning at this moment."""
 
     blocks: list[int]
     nodes: list[Node]  # of these blocks
-    num_tokens: int  # in them: full blocks only, and never all of the prompt, for the last one's logits are needed
-    num_held: int  # blocks that tables hold already, and that cost nothing
+    num_tokens: int  # full blocks only, and never the whole prompt: its last token's logits are needed
+    num_held: int  # blocks that tables already hold: using them takes no free block
 
 
 class PrefixCache:
-    """The index. It neither owns nor counts blocks: the block manager says which are findable and which are gone."""
+    """The index. It neither owns nor counts blocks; the block manager adds and removes them."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -43,23 +43,23 @@ class PrefixCache:
         return block in self._entries
 
     def after(self, node: Node) -> Iterator[tuple[int, ...]]:
-        """The tokens of every block that can be found after ``node``; looks at all blocks, which takes time."""
+        """Yield the tokens of every block that can be found after ``node``. Scans all blocks, which is slow."""
         return (tokens for before, tokens in self._blocks if before == node and type(before) is type(node))
 
     def entry(self, block: int) -> PrefixEntry | None:
-        """Return the entry under which a block can be found, if there is one."""
+        """Return the entry under which a block can be found, or None."""
         if block not in self._entries:
             return None
         node, (before, token_ids) = self._entries[block]
         return PrefixEntry(node, before, token_ids)
 
     def match(self, token_ids: Sequence[int], salt: str | None, limit: int) -> tuple[list[int], list[Node]]:
-        """The cached blocks of the first ``limit`` tokens at most, and their nodes."""
+        """Return the cached blocks of the first ``limit`` tokens at most, and their nodes."""
         size = self.block_size
         blocks: list[int] = []
         nodes: list[Node] = []
         node: Node = salt
-        tokens = tuple(token_ids)  # its parts need not be copied again
+        tokens = tuple(token_ids)  # slices of a tuple need no conversion
         for end in range(size, limit + 1, size):
             block = self._blocks.get((node, tokens[end - size : end]))
             if block is None:
@@ -70,7 +70,7 @@ class PrefixCache:
         return blocks, nodes
 
     def add(self, block: int, before: Node, token_ids: Sequence[int]) -> Node:
-        """Make a full block findable after node ``before``; returns its node, or that of an equal block."""
+        """Make a full block findable after node ``before``; return its node, or that of an equal block."""
         key = (before, tuple(token_ids))
         known = self._blocks.get(key)
         if known is not None:
@@ -82,5 +82,5 @@ class PrefixCache:
         return node
 
     def remove(self, block: int) -> None:
-        """Let nobody find a block whose content is about to change."""
+        """Make a block unfindable, because its content is about to change."""
         del self._blocks[self._entries.pop(block)[1]]

@@ -1,10 +1,10 @@
-"""Lists of ids, of blocks or of tokens: the beginning that two of them share, and runs of consecutive ids."""
+"""Common prefixes of two id lists, and runs of consecutive ids."""
 
 from collections.abc import Iterator, Sequence
 
 
 def contiguous_runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """All runs of consecutive ids, in their order, each as (index of its first id, that id, how many)."""
+    """Yield all runs of consecutive ids in order, each as (index of its first id, that id, length)."""
     start, count = 0, len(ids)
     for end in range(1, count + 1):
         if end == count or ids[end] != ids[end - 1] + 1:
@@ -13,8 +13,8 @@ def contiguous_runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def common_length(one: Sequence[object], other: Sequence[object], start: int = 0) -> int:
-    """How many first ids both have; the first ``start`` are known to be the same."""
+    """Return the length of the common prefix. The first ``start`` ids are known to be equal."""
     length = min(len(one), len(other))
-    if one[start:length] == other[start:length]:  # mostly so, and much quicker than a look at each
+    if one[start:length] == other[start:length]:  # the usual case, and much faster than a loop
         return length
     return next((i for i in range(start, length) if one[i] != other[i]), length)

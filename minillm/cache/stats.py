@@ -1,4 +1,4 @@
-"""A look into the books: memory figures in tokens, whether all balances, and why a prompt is cached so far."""
+"""Views of the bookkeeping: memory figures, consistency checks, and why a prompt is cached up to a point."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from minillm.cache.runs import common_length
 
 @dataclass(frozen=True)
 class CacheStats:
-    """The pool at one moment. Blocks unless the name says slots; every slot is room for one token."""
+    """The pool at one moment. Counts are blocks unless the name says slots; a slot holds one token."""
 
     num_blocks: int
     block_size: int
     free_blocks: int
     used_blocks: int
     shared_blocks: int  # held by more than one table
-    logical_blocks: int  # entries of all tables: the same sequences without sharing would take as many
+    logical_blocks: int  # entries of all tables: the blocks needed without sharing
     used_slots: int  # slots of used blocks that hold a token
     num_sequences: int
-    num_runs: int  # stretches of consecutive blocks over all tables; equals num_sequences at best
+    num_runs: int  # runs of consecutive blocks over all tables; equals num_sequences at best
     num_copies: int  # copies on write since the start
-    cached_blocks: int = 0  # of the free ones: those that the prefix cache can still find
-    num_evictions: int = 0  # cached blocks given up since the start
-    num_hit_tokens: int = 0  # tokens of prompts that the prefix cache had, since the start
+    cached_blocks: int = 0  # free blocks that the prefix cache can still find
+    num_evictions: int = 0  # cached blocks evicted since the start
+    num_hit_tokens: int = 0  # prompt tokens found in the prefix cache, since the start
     num_looked_up_tokens: int = 0
     # Filled in by the engine; 0 for a block manager alone.
     num_preemptions: int = 0
@@ -38,7 +38,7 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Part of all prompt tokens that was found in the prefix cache, 0 to 1."""
+        """Fraction of all prompt tokens that was found in the prefix cache, 0 to 1."""
         return self.num_hit_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
 
     @property
@@ -48,14 +48,14 @@ class CacheStats:
 
     @property
     def usage(self) -> float:
-        """Used part of the pool, 0 to 1."""
+        """Used fraction of the pool, 0 to 1."""
         return self.used_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
 def pool_stats(manager: BlockManager) -> CacheStats:
-    """Count the pool of this moment."""
+    """Return the pool's statistics at this moment."""
     size = manager.block_size
-    filled: dict[int, int] = {}  # block -> slots with a token, as its fullest owner sees it
+    filled: dict[int, int] = {}  # block -> slots with a token, in the table that fills it most
     logical = runs = 0
     for table in manager.tables.values():
         logical += len(table.blocks)
@@ -83,7 +83,7 @@ def pool_stats(manager: BlockManager) -> CacheStats:
 
 
 def check(manager: BlockManager) -> None:
-    """Raise AssertionError unless the books balance."""
+    """Raise AssertionError unless the bookkeeping is consistent."""
     held = Counter(block for table in manager.tables.values() for block in table.blocks)
     owned = {block: count for block, count in enumerate(manager.ref_counts) if count}
     assert dict(held) == owned, "reference counts differ from what the tables hold"
@@ -102,21 +102,21 @@ def check(manager: BlockManager) -> None:
     for block in manager._cached:
         assert block in manager.prefixes, f"block {block} is cached and cannot be found"
     for destination, source in manager._copies.items():
-        assert manager.ref_counts[destination] >= 1, f"copy to block {destination}, which nobody holds"
-        assert source in manager._copy_sources, f"copy from block {source}, which may be handed out"
+        assert manager.ref_counts[destination] >= 1, f"copy to block {destination}, which is unreferenced"
+        assert source in manager._copy_sources, f"copy from block {source}, which may be reused"
         assert source not in manager._copies, f"copy from block {source}, which waits for its own copy"
 
 
 @dataclass(frozen=True)
 class PrefixReport:
-    """Why a prompt was found in the prefix cache as far as it was, and no further. Counts are tokens."""
+    """The cached part of a prompt, and where the nearest cached prefix differs. Counts are tokens."""
 
     num_prompt_tokens: int
-    num_cached_tokens: int  # in full blocks: a request would not compute them again
-    num_matching_tokens: int  # with the nearest cached prefix; its last block may match only in part
-    expected: int | None  # the cached token at that place, if a cached prefix goes on there
-    found: int | None  # the prompt's token at that place
-    texts: dict[int, str] = field(default_factory=dict)  # of these two, where a tokenizer is known
+    num_cached_tokens: int  # in full blocks: a request does not compute them again
+    num_matching_tokens: int  # with the nearest cached prefix; its last block may match partly
+    expected: int | None  # the next token of the nearest cached prefix, if any
+    found: int | None  # the prompt's token at that position, if any
+    texts: dict[int, str] = field(default_factory=dict)  # of these two tokens, if a tokenizer is known
 
     def __str__(self) -> str:
         found = f"{self.num_cached_tokens} of {self.num_prompt_tokens} tokens are cached"

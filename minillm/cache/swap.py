@@ -1,7 +1,7 @@
-"""Room on the host for blocks of sequences that had to leave the device.
+"""Host memory for the blocks of sequences that were swapped out.
 
-A group leaves as a whole: each of its blocks is saved once, however many of its tables hold it, and after the return
-the tables share the same blocks as before. Only the books are here; the runner moves the bytes.
+A group is swapped out as a whole. Each of its blocks is saved once, even if several of its tables hold it, and after
+the return the tables share the same blocks as before. This is bookkeeping only; the runner moves the data.
 """
 
 from collections import Counter
@@ -23,21 +23,21 @@ class HostMoves:
 
 @dataclass(frozen=True)
 class SavedTable:
-    """A block table whose blocks lie on the host."""
+    """A block table with its blocks in host memory."""
 
     seq_id: int
-    blocks: list[int]  # of the host
+    blocks: list[int]  # ids of host blocks
     num_tokens: int
     salt: str | None
 
 
 class SwapSpace:
-    """Reference-counted blocks ``0 … num_blocks - 1`` of the host."""
+    """Reference-counted host blocks ``0 … num_blocks - 1``."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.saved: dict[int, SavedTable] = {}
-        self.num_swapped_out = self.num_swapped_in = 0  # blocks, ever
+        self.num_swapped_out = self.num_swapped_in = 0  # blocks, since the start
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -49,9 +49,9 @@ class SwapSpace:
         """Save the first tokens of each (table, number of tokens) and free the tables.
 
         Returns:
-            (device block, host block) pairs to copy before anything else is written to the pool; None where the host
-            lacks room: nothing has changed then. Within a step everything leaves before anything returns: the host
-            blocks of a group that returned are free at once.
+            (device block, host block) pairs to copy before anything else is written to the pool, or None if host memory
+            is full; then nothing has changed. Within a step all swap-outs run before all swap-ins, so a group's host
+            blocks are free as soon as it returns.
         """
         size = cache.block_size
         kept = [(table, tokens, table.blocks[: -(-tokens // size)]) for table, tokens in tables]
@@ -71,14 +71,14 @@ class SwapSpace:
         return pairs
 
     def blocks_needed(self, seq_ids: Sequence[int]) -> int:
-        """Device blocks that the return of these sequences can take at most."""
+        """Return an upper bound of the device blocks that the return of these sequences takes."""
         distinct = {host for seq_id in seq_ids for host in self.saved[seq_id].blocks}
-        return len(distinct) + len(seq_ids)  # a shared tail that is forked at fewer tokens is copied on write
+        return len(distinct) + len(seq_ids)  # a shared tail forked at fewer tokens is copied on write
 
     def swap_in(
         self, cache: BlockManager, seq_ids: Sequence[int]
     ) -> tuple[dict[int, BlockTable], list[tuple[int, int]]]:
-        """Give sequences their tables back. The caller has seen to it that `blocks_needed` are free.
+        """Restore the tables of sequences. The caller ensures that `blocks_needed` blocks are free.
 
         Returns:
             The tables, and the (host block, device block) pairs to copy before this step's copies on write, which may
@@ -86,7 +86,7 @@ class SwapSpace:
         """
         size = cache.block_size
         restored: dict[int, tuple[SavedTable, BlockTable]] = {}
-        # The longest first: the others fork from one that goes at least as far as they do.
+        # Longest first: every other table can then fork from one that is at least as long.
         for saved in sorted((self.saved[seq_id] for seq_id in seq_ids), key=lambda saved: -saved.num_tokens):
             parent, shared = None, 0
             for other, table in restored.values():
@@ -110,7 +110,7 @@ class SwapSpace:
         return {seq_id: table for seq_id, (_, table) in restored.items()}, [(h, d) for d, h in loads.items()]
 
     def fork_into(self, seq_id: int, parent_id: int, num_blocks: int) -> None:
-        """Let a saved sequence share the first blocks of another one, instead of its own: `BlockManager.fork_into`."""
+        """Replace the first blocks of a saved sequence with those of another, like `BlockManager.fork_into`."""
         blocks, shared = self.saved[seq_id].blocks, self.saved[parent_id].blocks[:num_blocks]
         for host in shared:
             self._ref_counts[host] += 1
@@ -118,7 +118,7 @@ class SwapSpace:
         self._let_go(gone)
 
     def discard(self, seq_id: int) -> None:
-        """Forget a saved sequence, if it is one."""
+        """Forget a saved sequence, if there is one with this id."""
         saved = self.saved.pop(seq_id, None)
         self._let_go([] if saved is None else saved.blocks)
 
@@ -129,7 +129,7 @@ class SwapSpace:
                 self._free.append(host)
 
     def check(self) -> None:
-        """Raise AssertionError unless the books balance."""
+        """Raise AssertionError unless the bookkeeping is consistent."""
         held = Counter(host for saved in self.saved.values() for host in saved.blocks)
         counts = [held[host] for host in range(self.num_blocks)]
         assert counts == self._ref_counts, "reference counts differ from what the saved tables hold"
