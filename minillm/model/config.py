@@ -1,8 +1,8 @@
-"""A checkpoint's architecture, as its configuration describes it, checked once.
+"""A checkpoint's architecture, read from its configuration and validated once.
 
 `ModelConfig.from_hf` reads a Hugging Face ``config.json`` as plain data. Keys that change the arithmetic are either
-supported or refused by name; a required key has no default, because a wrong default talks well for a hundred tokens
-and nonsense after them.
+supported or rejected by name. Required keys have no defaults: a model with a wrong value can write plausible text for a
+hundred tokens and nonsense afterwards.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from minillm.text.reading import Values, shown
 
 _LLAMA, _MISTRAL, _SMOLLM3 = "LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM"
 _QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-_INTERNLM3 = "InternLM3ForCausalLM"  # a Llama with other keys for its biases
+_INTERNLM3 = "InternLM3ForCausalLM"  # Llama, but with different keys for the biases
 _ARCHITECTURES = {
     "llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3, "smollm3": _SMOLLM3,
     "internlm3": _INTERNLM3,
 }  # fmt: skip
-# The values of keys that a config.json leaves out, where transformers does not treat all architectures alike.
+# Defaults of missing config.json keys that differ between architectures in transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     _MISTRAL: {"sliding_window": 4096},
     _QWEN2: {"sliding_window": 4096, "max_window_layers": 28},
@@ -34,10 +34,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _FULL, _WINDOWED = "full_attention", "sliding_attention"  # the values of layer_types
 
-# Far above any model; they keep a forged size from being counted up to. Sizes are compared with the file's later.
+# Limits far above any model, so that a forged size cannot cause long loops. Sizes are checked against the file later.
 _MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_VOCAB = 1 << 14, 1 << 16, 1 << 24, 1 << 24
 _MAX_TOKENS = 1 << 24
-# Keys of generation_config.json that change answers, with the values that change nothing.
+# Unsupported keys of generation_config.json that change answers, with their neutral values.
 _UNSUPPORTED: dict[str, Any] = {
     "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "penalty_alpha": 0.0,
     "guidance_scale": 1.0, "num_beams": 1, "min_length": 0, "encoder_repetition_penalty": 1.0, "stop_strings": None,
@@ -48,9 +48,10 @@ _UNSUPPORTED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder. All sizes in elements; ``max_position_embeddings`` in tokens.
+    """Shape of a Llama-family decoder. All sizes are in elements, ``max_position_embeddings`` is in tokens.
 
-    An id beyond the vocabulary is dropped. The engine adds the tokenizer's own end token, which ends a turn of a chat.
+    Special token ids beyond the vocabulary are dropped. The engine adds the tokenizer's own end token, which ends a
+    chat turn.
     """
 
     architecture: str
@@ -68,17 +69,17 @@ class ModelConfig:
     attention_bias: bool = False  # of q, k and v
     output_bias: bool = False  # of o
     mlp_bias: bool = False
-    qk_norm: bool = False  # each head of q and k goes through an RMSNorm before it is rotated
+    qk_norm: bool = False  # RMSNorm of each head of q and k before the rotary embedding
     layers_without_rope: tuple[int, ...] = ()
-    windows: tuple[int | None, ...] = ()  # of each layer, in tokens: see `Pages.window`; empty: none has one
+    windows: tuple[int | None, ...] = ()  # of each layer, in tokens, see `Pages.window`; empty: no windows
     bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()  # of generation_config.json where it names any, as transformers' ``generate``
-    dtype: str | None = None  # of the checkpoint when it was saved, where it says so
+    eos_token_ids: tuple[int, ...] = ()  # generation_config.json's if it has any, as in transformers' ``generate``
+    dtype: str | None = None  # of the saved checkpoint, if given
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # see `_generation_defaults`
 
     @property
     def num_parameters(self) -> int:
-        """Weights and biases, tied embeddings counted once."""
+        """Number of weights and biases; tied embeddings are counted once."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         if self.attention_bias:
             attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
@@ -90,20 +91,20 @@ class ModelConfig:
         return embeddings + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
 
     def kv_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of K and V that one token slot takes over all layers; see `kv_row_bytes`."""
+        """Return the bytes of K and V that one token slot takes over all layers; see `kv_row_bytes`."""
         return 2 * self.num_layers * self.num_kv_heads * kv_row_bytes(self.head_dim, element_size)
 
     @property
     def longest_context(self) -> int:
-        """The most tokens of a sequence: the trained context, times its factor where rope scaling is ``dynamic``."""
+        """Maximum tokens of a sequence: the trained context, times the factor of ``dynamic`` rope scaling."""
         stretch = self.rope.factor if self.rope.type == "dynamic" else 1.0
         return int(self.max_position_embeddings * max(1.0, stretch))
 
     @property
     def rope_changes_beyond(self) -> int | None:
-        """The sequence length above which rotary angles depend on that length, not on positions alone; None: never.
+        """The sequence length above which rotary angles depend on the length, not on positions alone; None: never.
 
-        K of the same tokens then differs between sequences, so their blocks must not be shared by tokens alone.
+        K of the same tokens then differs between sequences, so equal tokens are not enough to share their blocks.
         """
         if self.rope.type == "dynamic":
             return self.max_position_embeddings
@@ -113,7 +114,8 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a ``config.json`` (old and new key layouts).
 
-        Raises WeightsError where a required key is missing or of the wrong type, or names something unsupported.
+        Raises:
+            WeightsError: a required key is missing or has the wrong type, or a value is unsupported.
         """
         values, of_generation = Values("config.json", config), Values("generation_config.json", generation or {})
         architecture = _architecture(values)
@@ -125,7 +127,7 @@ class ModelConfig:
         head_dim = _head_dim(values, hidden, heads)
         if heads % kv_heads:
             raise WeightsError(
-                f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+                f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
         context = values.integer("max_position_embeddings")
         vocab = values.integer("vocab_size", most=_MAX_VOCAB)
@@ -186,7 +188,7 @@ def _biases(values: Values, architecture: str) -> tuple[bool, bool, bool]:
 def _head_dim(values: Values, hidden: int, heads: int) -> int:
     if not values.has("head_dim") and hidden % heads:
         raise WeightsError(
-            f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; no head_dim is given"
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; head_dim is missing"
         )
     head_dim = values.integer("head_dim", hidden // heads, most=_MAX_WIDTH)
     if head_dim % 2:
@@ -202,13 +204,13 @@ def _refuse_unsupported(values: Values) -> None:
     if quantization.values:
         method = quantization.text("quant_method", "unknown")
         raise WeightsError(
-            f"config.json: quantised weights ({shown(method)}) are not supported; "
-            "use the unquantised model or a .gguf file"
+            f"config.json: quantized weights ({shown(method)}) are not supported; "
+            "use the unquantized model or a .gguf file"
         )
 
 
 def _layers_without_rope(values: Values, num_layers: int) -> tuple[int, ...]:
-    """The layers that do not rotate q and k: named by a 0 each, or every ``no_rope_layer_interval``-th."""
+    """Return the layers that do not rotate q and k: those marked by a 0, or every ``no_rope_layer_interval``-th."""
     if not values.has("no_rope_layers"):
         interval = values.integer("no_rope_layer_interval")
         return tuple(range(interval - 1, num_layers, interval))
@@ -219,9 +221,9 @@ def _layers_without_rope(values: Values, num_layers: int) -> tuple[int, ...]:
 
 
 def _windows(values: Values, architecture: str, num_layers: int, no_rope: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Each layer's window, as transformers reads the config; empty where no layer has one.
+    """Return each layer's window as transformers reads it; empty if no layer has one.
 
-    A Llama has none: transformers passes over the keys in its config.json.
+    Llama has none: transformers ignores these keys in its config.json.
     """
     if architecture in (_LLAMA, _INTERNLM3):
         return ()
@@ -244,12 +246,12 @@ def _windows(values: Values, architecture: str, num_layers: int, no_rope: tuple[
 
 
 def ignored_settings(generation: Mapping[str, Any]) -> list[str]:
-    """Return the keys of generation_config.json that would change answers and are not supported."""
+    """Return the unsupported keys of generation_config.json that would change answers."""
     return [name for name, neutral in _UNSUPPORTED.items() if generation.get(name) not in (None, neutral, [], {})]
 
 
 def _generation_defaults(values: Values) -> dict[str, Any]:
-    """The sampling parameters of generation_config.json, as far as it has them."""
+    """Return the sampling parameters that generation_config.json gives."""
     checks: dict[str, Callable[[str], Any]] = {
         "temperature": partial(values.number, most=1e6),
         "top_p": partial(values.positive, most=1.0),

@@ -5,12 +5,12 @@
                  x += down(silu(gate) * up)   with gate, up = gate_up(norm(x))
     logits = head(norm(x))
 
-Its kin differ in data of the config: biases (of q, k and v alone in Qwen2), norms of q and k in front of rotary
-(Qwen3), layers without rotary (SmolLM3), layers in which a token sees only a window of the last ones (Mistral, Qwen2).
+Other Llama-family models differ in config values: biases (only of q, k and v in Qwen2), norms of q and k before rotary
+(Qwen3), layers without rotary (SmolLM3), and layers with sliding-window attention (Mistral, Qwen2).
 
-Every op comes from `kernels`, and is a line above: a norm belongs to the projection behind it, an addition to the one
-in front of it. Projections that read the same input are one matrix: q, k, v and gate, up. A model that several devices
-share differs in the first line, the additions and the last: `minillm.model.shard`.
+Every op comes from `kernels` and covers one line above: it fuses a norm with the projection after it, and an addition
+with the projection before it. Projections of the same input are one matrix: q, k, v and gate, up. A sharded model
+overrides the embedding, the additions and the logits: `minillm.model.shard`.
 """
 
 from dataclasses import dataclass, field
@@ -40,45 +40,45 @@ from minillm.model.rope import RotaryTable
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of several sequences packed into one row: first one token of each decoding sequence, then the chunks.
+    """Tokens of several sequences packed together: one token of each decoding sequence, then the prefill chunks.
 
-    Sequences ``0 … num_decodes - 1`` decode; the rest prefill. Tensors lie on the model's device.
+    Sequences ``0 … num_decodes - 1`` decode; the others prefill. Tensors are on the model's device.
     """
 
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64, of each token within its sequence
-    slot_mapping: Tensor  # [num_tokens] int64, where each token's K and V go; -1 writes nothing
+    slot_mapping: Tensor  # [num_tokens] int64, the slot of each token's K and V; -1: not written
     block_tables: Tensor  # [num_seqs, max_blocks] int32
     context_lens: Tensor  # [num_seqs] int32, this step's tokens included
     num_decodes: int
     cu_seqlens: Tensor  # [num_seqs - num_decodes + 1] int32, starts of the chunks, counted from the first chunk
-    logit_rows: Tensor | None = None  # [num_logits] int64, the tokens whose logits are wanted; None: of all
-    shared: WorkList | None = None  # the decodes' common blocks, where reading them once is worth it
+    logit_rows: Tensor | None = None  # [num_logits] int64, tokens that need logits; None: all
+    shared: WorkList | None = None  # the decodes' common blocks, if reading them once is faster
     rope_lengths: list[int] | None = None  # per token, for dynamic rope scaling only: see RotaryTable.rows
 
     @cached_property
     def decodes(self) -> tuple[Tensor, Tensor]:
-        """``block_tables`` and ``context_lens`` of the sequences that decode."""
+        """``block_tables`` and ``context_lens`` of the decoding sequences."""
         return self.block_tables[: self.num_decodes], self.context_lens[: self.num_decodes]
 
     @cached_property
     def chunks(self) -> tuple[Tensor, Tensor]:
-        """``block_tables`` and ``context_lens`` of the sequences that prefill."""
+        """``block_tables`` and ``context_lens`` of the prefilling sequences."""
         return self.block_tables[self.num_decodes :], self.context_lens[self.num_decodes :]
 
 
 class CompiledLayers(Protocol):
-    """All layers, compiled for the batches that it takes: see `minillm.model.one_token`."""
+    """All layers, compiled for the batches that `takes` accepts: see `minillm.model.one_token`."""
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch is one that it can compute."""
+        """Return whether this object can compute a batch."""
 
     def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         """Write the tokens' K and V; return the last layer's output. ``angles`` are `RotaryTable.rows` of the batch."""
 
 
 class Attention(NamedTuple):
-    """A kind of attention: layers of one kind share the facts of a step."""
+    """A kind of attention: layers of one kind share a step's angles, slots and plan."""
 
     has_rope: bool
     window: int | None  # see `Pages.window`
@@ -99,13 +99,13 @@ class Layer:
 
     @property
     def linears(self) -> tuple[LinearWeight, LinearWeight, LinearWeight, LinearWeight]:
-        """Its linear layers, in the order in which they compute."""
+        """Its linear layers, in the order of computation."""
         return self.qkv, self.o, self.gate_up, self.down
 
 
 @dataclass(frozen=True)
 class Llama:
-    """A decoder's weights and its forward pass. Complete when constructed; see `minillm.model.loader`."""
+    """A decoder's weights and its forward pass. All weights are loaded at construction; see `minillm.model.loader`."""
 
     config: ModelConfig
     embedding: Tensor | LowBit  # [vocab, hidden]
@@ -113,7 +113,7 @@ class Llama:
     norm: Tensor  # [hidden]
     head: LinearWeight  # [vocab, hidden]
     rotary: RotaryTable
-    kv_in_8_bits: bool = field(default=False, kw_only=True)  # K and V as whole numbers with scales: `LayerCache`
+    kv_in_8_bits: bool = field(default=False, kw_only=True)  # int8 K and V with scales: `LayerCache`
     ops: Ops = field(default=FASTEST, kw_only=True)
     one_token: CompiledLayers | None = field(default=None, kw_only=True)
 
@@ -127,7 +127,7 @@ class Llama:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether a token's bits do not depend on the batch: see `kernels.Ops`."""
+        """Return whether results are batch-invariant: see `kernels.Ops`."""
         return self.ops is not FASTEST
 
     @cached_property
@@ -137,7 +137,7 @@ class Llama:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """All matrices that are here, as `ModelConfig.num_parameters` counts them, each as it is stored."""
+        """Bytes of all loaded matrices as they are stored, counted like `ModelConfig.num_parameters`."""
         embedding = 0 if self.config.tie_word_embeddings else self.embedding.nbytes
         return embedding + sum(linear.num_bytes for linear in self.linears)
 
@@ -148,35 +148,37 @@ class Llama:
 
     @property
     def copied_bytes(self) -> int:
-        """What a copy in 16 bits of the matrices of few bits takes: `LinearWeight.keep_copy`."""
+        """Bytes of a 16-bit copy of the low-bit matrices: `LinearWeight.keep_copy`."""
         return sum(linear.copied_bytes(self.dtype) for linear in self.linears)
 
     def bound_results(self) -> None:
-        """Find the scales with which results go on in float16 between low-bit products on a GPU: see `kernels.mlp`."""
+        """Choose the scales of float16 results between low-bit GPU kernels: see `kernels.mlp`."""
         for layer in self.layers:
             layer.gate_up.bound_gated(layer.post_attention_norm)
             layer.o.bound_attended(layer.qkv, layer.input_norm)
 
     @property
     def kv_element_size(self) -> int:
-        """Bytes of a number in the pool, for `ModelConfig.kv_bytes_per_token`."""
+        """Bytes per number in the pool, for `ModelConfig.kv_bytes_per_token`."""
         return 1 if self.kv_in_8_bits else self.dtype.itemsize
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """An empty pool.
+        """Return an uninitialized KV cache pool of ``num_blocks`` blocks of ``block_size`` tokens.
 
-        Memory that was never written is not touched on a CPU, so a large pool costs nothing before it is used.
+        On a CPU the operating system allocates its memory on first use, so unused blocks of a large pool take none.
         """
         c = self.local
         shape = (c.num_layers, 2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
-        # No huge pages: with them the first token of each block would clear 2 MB per layer, 0.34 s on two cores.
+        # No huge pages: with them the first token of each block would clear 2 MB per layer.
         if not self.kv_in_8_bits:
             return KVCache(torch.empty(shape, dtype=self.dtype, device=self.device))
         scales = torch.empty(*shape[:3], c.num_kv_heads, block_size, dtype=torch.float32, device=self.device)
         return KVCache(torch.empty(shape, dtype=torch.int8, device=self.device), scales)
 
     def forward(self, batch: Batch, kv_cache: KVCache, out: Tensor | None = None) -> Tensor:
-        """Write the tokens' K and V; return logits ``[num_logits, vocab]`` in the model's dtype, ``out`` if given."""
+        """Write the tokens' K and V; return logits ``[num_logits, vocab]`` in the model's dtype, in ``out`` if
+        given.
+        """
         return self.logits(self.hidden(batch, kv_cache), batch.logit_rows, out)
 
     def hidden(self, batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -193,22 +195,22 @@ class Llama:
         return x
 
     def logits(self, hidden: Tensor, rows: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Logits ``[num_logits, vocab]`` of these ``rows`` of ``hidden [num_tokens, hidden]``; None: of all."""
+        """Return logits ``[num_logits, vocab]`` of ``rows`` of ``hidden [num_tokens, hidden]``, or of all rows."""
         return self._logits(hidden if rows is None else hidden[rows], out)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         return kernels.embedding(token_ids, self.embedding, self.dtype)
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
-        """``residual + linear(x, weight)``, in place where that is possible."""
+        """Return ``residual + linear(x, weight)``, in place if possible."""
         return self.ops.linear_add(x, weight, residual)
 
     def _attend_add(self, q: Tensor, pages: Pages, layer: Layer, residual: Tensor, plan: HostPlan | None) -> Tensor:
-        """``residual + o(attention)`` of tokens that all decode, in place where that is possible."""
+        """Return ``residual + o(attention)`` for tokens that all decode, in place if possible."""
         return self.ops.attend_add(q, pages, self.local.head_dim**-0.5, layer.o, residual, plan)
 
     def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
-        """``x + down(silu(gate) * up)``, in place where that is possible."""
+        """Return ``x + down(silu(gate) * up)``, in place if possible."""
         return self._mlp(x, layer, x)
 
     def _mlp(self, x: Tensor, layer: Layer, residual: Tensor | None) -> Tensor:
@@ -219,7 +221,7 @@ class Llama:
         return self.ops.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
     def _steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
-        """For each kind of attention, the angles and slots of the tokens, and the plan; ``cache`` is any layer's."""
+        """Return the tokens' angles and slots, and the plan, for each kind of attention; ``cache`` is any layer's."""
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
         steps = {}
         for kind in {layer.attention for layer in self.layers}:
@@ -238,7 +240,7 @@ class Llama:
         plan: HostPlan | None,
         x: Tensor,
     ) -> Tensor:
-        """``x + o(attention)`` of all tokens over one layer's ``cache``, in place where that is possible."""
+        """Return ``x + o(attention)`` for all tokens over one layer's ``cache``, in place if possible."""
         c, scale = self.local, self.local.head_dim**-0.5
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
         q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)

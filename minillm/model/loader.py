@@ -1,7 +1,7 @@
-"""From a checkpoint's tensors to a `Llama`: every parameter is written exactly once, or loading fails.
+"""Load a `Llama` from a checkpoint's tensors: every parameter is written exactly once, or loading fails.
 
-Fused matrices are allocated at their full size and filled slice by slice from the checkpoint's separate ones. Of a
-model that several ranks share, only this rank's rows and columns are read.
+Fused matrices are allocated at full size and filled slice by slice from the checkpoint's separate ones. With tensor
+parallelism, only this rank's rows and columns are read.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,23 +23,23 @@ from minillm.parallel.collectives import Ranks
 from minillm.text.safe import clean_line
 
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Buffers that old checkpoints store and that are computed here.
+# Buffers stored in old checkpoints; minillm computes them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
 
 class TensorSource(Protocol):
-    """A checkpoint as the loader reads it: tensors by their Hugging Face names, or rows and columns of them."""
+    """A checkpoint as seen by the loader: tensors by their Hugging Face names, or rows and columns of them."""
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor: ...
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """The part as it is stored, on ``device``; None where it has too many bits, or is cut within a block."""
+        """Return the part as it is stored, on ``device``; None if it is not low-bit, or the slice splits a block."""
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The Hugging Face name and shape of every parameter of a model; a tied head is not among them."""
+    """Yield the Hugging Face name and shape of every parameter of a model, without a tied head."""
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     yield _EMBEDDING, (c.vocab_size, c.hidden_size)
@@ -77,14 +77,18 @@ def load_llama(
     weights: Held = "expanded",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Llama:
-    """Build the model from ``source``, or this rank's part of it; ``on_progress`` takes layers done and layers in all.
+    """Build the model from ``source``, or this rank's part of it.
 
-    Matrices that are stored in few bits stay so ("stored") or become numbers of ``dtype`` ("expanded"). On a CPU "int8"
-    makes of each matrix one of 8 bits when it is first used, see `minillm.model.settle`; "int4" only of those that are
-    stored in few bits, and not of those of 4, which stay so.
+    Args:
+        max_positions: the longest sequence, in tokens.
+        weights: "stored" keeps low-bit matrices low-bit, and "expanded" dequantizes them to ``dtype``. On a CPU, "int8"
+            quantizes each matrix to 8 bits on first use, see `minillm.model.settle`. "int4" does so only with low-bit
+            matrices, and keeps those of 4 bits as they are.
+        on_progress: called with the number of loaded layers and of all layers.
 
-    Raises WeightsError where a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary
-    angles; UsageError where there are more ranks than the model has heads.
+    Raises:
+        WeightsError: a tensor is missing, unknown or has the wrong shape, or the config gives no rotary angles.
+        UsageError: there are more ranks than the model has heads.
     """
     _check_names(source, config)
     shard = shard_of(config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
@@ -106,7 +110,7 @@ def load_llama(
         return source.low_bit(name, device, *shard.part_of(name, config)) if weights != "expanded" else None
 
     def fused(*names: str) -> LinearWeight:
-        """One matrix of the rows of several, and their biases where the model has them."""
+        """Concatenate the rows of several matrices, and their biases if the model has them."""
         parts = [f"{name}.weight" for name in names]
         rows = sum(held[part][0] for part in parts)
         shape = (rows, held[parts[0]][1])
@@ -145,7 +149,7 @@ def load_llama(
         return take(name).to(device=device, dtype=dtype, copy=True)
 
     def vocabulary(name: str) -> Tensor | LowBit:
-        """Rows of the vocabulary, filled up with zeros to every rank's share."""
+        """Load rows of the vocabulary, padded with zeros to every rank's share."""
         if (stored := low_bit(name)) is not None:
             return padded(stored, held[_EMBEDDING][0])
         rows = read(name)
@@ -161,7 +165,7 @@ def load_llama(
         return HeadNorms(vector(attention + "q_norm.weight"), vector(attention + "k_norm.weight"), config.rms_norm_eps)
 
     def attention_of(index: int) -> Attention:
-        """A layer's kind of attention; a window that holds every sequence is none."""
+        """Return a layer's kind of attention. A window that covers every sequence counts as none."""
         window = config.windows[index] if config.windows else None
         return Attention(index not in config.layers_without_rope, None if (window or 0) >= max_positions else window)
 
@@ -184,8 +188,8 @@ def load_llama(
         layers.append(layer)
         on_progress(index + 1, config.num_layers)
     norm = vector("model.norm.weight")
-    # Some checkpoints say that they are tied and store a head all the same. Where it differs from the embedding it is
-    # used, as transformers does.
+    # Some checkpoints store a head although their config says it is tied. If it differs from the embedding it is used,
+    # as in transformers.
     head = embedding
     if not config.tie_word_embeddings:
         head = vocabulary(HEAD)
@@ -193,7 +197,7 @@ def load_llama(
     elif HEAD in source.names() and source.shape(HEAD) == source.shape(_EMBEDDING):
         head = vocabulary(HEAD)
         if isinstance(head, Tensor) and isinstance(embedding, Tensor) and torch.equal(head, embedding):
-            head = embedding  # once in memory
+            head = embedding  # keep one copy in memory
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
     if isinstance(head, LowBit):
         head_weight = held_linear(partial(expanded, (head,)), head.shape, None, (head,))
@@ -213,15 +217,17 @@ def _fill(target: Tensor, parts: list[Tensor]) -> None:
 
 def _check_names(source: TensorSource, config: ModelConfig) -> None:
     present, expected = set(source.names()), {}
-    for name, shape in parameter_shapes(config):  # of more layers than are there, the first one ends it
+    for name, shape in parameter_shapes(config):  # if the config claims too many layers, the first missing one raises
         expected[name] = shape
         if name not in present:
-            raise WeightsError(f"the checkpoint has no tensor {name}; it is incomplete or its config.json is another's")
+            raise WeightsError(
+                f"the checkpoint has no tensor {name}; it is incomplete, or its config.json belongs to another model"
+            )
         if tuple(source.shape(name)) != shape:
-            raise WeightsError(f"tensor {name} has shape {tuple(source.shape(name))}, and config.json asks for {shape}")
+            raise WeightsError(f"tensor {name} has shape {tuple(source.shape(name))}, but config.json requires {shape}")
     others = present - expected.keys() - {HEAD}
     if unknown := sorted(name for name in others if not name.endswith(IGNORED_SUFFIXES)):
         raise WeightsError(
             f"the checkpoint has {len(unknown)} tensors that this architecture does not use, "
-            f"{clean_line(unknown[0])} among them"
+            f"such as {clean_line(unknown[0])}"
         )

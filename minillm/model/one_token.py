@@ -1,11 +1,11 @@
-"""A model's layers for one token of one sequence on a CPU, each as one compiled function.
+"""Compiled decoder layers for one token of one sequence on a CPU.
 
-A token of a small model is some 750 ops of PyTorch. While weights stream through the caches each of them takes longer
-than its work, and all together half of a token's time. TorchInductor writes loops for all that lies between two
-products of a layer, and a C++ compiler makes a library of them (AOTInductor), for any layer of the same shape. The
-products are torch's own, of 4 bits.
+A token of a small model takes some 750 PyTorch ops. While weights stream through the caches, each op costs more than
+its work, and together they take half of a token's time. TorchInductor fuses everything between two matmuls of a layer
+into loops, and a C++ compiler builds one library of them (AOTInductor) for all layers of the same shape. The matmuls
+are torch's own 4-bit ones.
 
-`Layer` is a layer's arithmetic; that of `minillm.model.llama`, op by op, is its reference.
+`Layer` is a layer's arithmetic; the ops of `minillm.model.llama` are its reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ from minillm.kernels.linear.low_bit.layouts import GROUP
 from minillm.model.llama import Attention, Batch, Llama
 from minillm.model.llama import Layer as Weights
 
-_FEWEST_SLOTS = 2  # a length of 1 would be a constant of the compiled function
+_FEWEST_SLOTS = 2  # torch.export would specialize the function for a length of 1
 _MOST_SLOTS = 1 << 30
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """All that the compiled function of a layer depends on."""
+    """Everything that the compiled function of a layer depends on."""
 
     hidden: int
     num_heads: int
@@ -52,7 +52,10 @@ class LayerShape:
 
 
 def layer_shape(model: Llama) -> LayerShape | None:
-    """The shape of a model's layers; None where they cannot be compiled: not alike, or not of 4 bits on a CPU."""
+    """Return the shape of a model's layers.
+
+    Return None if they cannot be compiled: they differ, or are not 4-bit matrices on a CPU.
+    """
     is_plain = type(model) is Llama and model.ops is FASTEST and not model.kv_in_8_bits
     if not is_plain or model.device.type != "cpu" or model.dtype != torch.float32:
         return None
@@ -80,7 +83,7 @@ def _in_4_bits(linear: LinearWeight) -> tuple[Tensor, Tensor] | None:
 
 
 class Layer(torch.nn.Module):
-    """A layer's arithmetic for one token; its weights are arguments, so that one function serves all layers."""
+    """A layer's arithmetic for one token. Its weights are arguments, so one function serves all layers."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -100,11 +103,10 @@ class Layer(torch.nn.Module):
         """Write the token's K and V, and return the layer's output ``[1, hidden]`` float32.
 
         Args:
-            x: ``[1, hidden]`` float32.
-            cos, sin: ``[1, head_dim / 2]`` float32, by which q and k are turned.
-            keys, values: ``[all slots, kv heads, head_dim]`` float32, the layer's part of the pool.
-            slot: ``[1]`` int64, where the token's K and V go.
-            slots: ``[tokens in sight]`` int64, where theirs lie, this token's included.
+            x: ``[1, hidden]`` float32. cos, sin: ``[1, head_dim / 2]`` float32, the rotary angles of q and k. keys,
+            values: ``[all slots, kv heads, head_dim]`` float32, the layer's part of the pool.
+            slot: ``[1]`` int64, the slot of the token's K and V.
+            slots: ``[visible tokens]`` int64, the slots that the token attends to, its own included.
             weights: as `layer_weights` lists them.
         """
         shape, rest, dim = self.shape, iter(weights), self.shape.head_dim
@@ -130,7 +132,7 @@ class Layer(torch.nn.Module):
         keys.index_copy_(0, slot, turn(k)[None])
         values.index_copy_(0, slot, v[None])
         query = turn(q).view(num_kv_heads, -1, dim) * dim**-0.5
-        # Sums and not products: the loops read K and V where they lie. [tokens in sight, kv heads, heads of each]
+        # Sums instead of matmuls: the loops read K and V in place. [visible tokens, kv heads, heads per kv head]
         shares = (query * keys[slots][:, :, None]).sum(-1).softmax(0)
         attended = (shares[..., None] * values[slots][:, :, None]).sum(0)
         x = x + linear(attended.view(1, -1), o_bias)
@@ -139,7 +141,7 @@ class Layer(torch.nn.Module):
 
 
 def layer_weights(layer: Weights) -> list[Tensor]:
-    """A layer's tensors in the order in which `Layer` takes them."""
+    """Return a layer's tensors in the order that `Layer` expects."""
     linears: list[list[Tensor]] = []
     for linear in layer.linears:
         in_4_bits = _in_4_bits(linear)
@@ -152,31 +154,31 @@ def layer_weights(layer: Weights) -> list[Tensor]:
 def _in_order(
     input_norm: Tensor, head_norms: list[Tensor], post_attention_norm: Tensor, linears: list[list[Tensor]]
 ) -> list[Tensor]:
-    """The tensors of a layer in the order in which `Layer` takes them; ``linears`` are as `Weights.linears`."""
+    """Order the tensors of a layer as `Layer` expects; ``linears`` are as in `Weights.linears`."""
     qkv, o, gate_up, down = linears
     return [input_norm, *qkv, *head_norms, *o, post_attention_norm, *gate_up, *down]
 
 
 def compile_layer(shape: LayerShape, path: Path) -> None:
-    """Compile `Layer` of this shape for the processor of this machine, and write the library, a ``.pt2``, to ``path``.
+    """Compile `Layer` of this shape for this machine's processor, and write the library, a ``.pt2``, to ``path``.
 
-    Takes about ten seconds, some hundred megabytes, and a C++ compiler.
+    This takes about ten seconds, some hundred megabytes, and a C++ compiler.
     """
-    import torch._inductor  # takes a second
+    import torch._inductor  # slow import
 
     length, pool = torch.export.Dim("length", min=_FEWEST_SLOTS, max=_MOST_SLOTS), torch.export.Dim("pool", min=64)
     arguments, weights = _example(shape)
     dynamic: tuple[Any, ...] = ({}, {}, {}, {0: pool}, {0: pool}, {}, {0: length}, [{} for _ in weights])
     with torch.no_grad():
         exported = torch.export.export(Layer(shape), (*arguments, weights), dynamic_shapes=dynamic)
-        # Threads as torch has them when the function runs: see `minillm.loading.threads`.
-        # Each header is read once: compiling them ahead would take a fifth of the time.
+        # The number of threads is torch's when the function runs: see `minillm.loading.threads`. Precompiling headers
+        # would not pay: each is read only once.
         options = {"cpp.dynamic_threads": True, "pattern_matcher": False, **_without_precompiled_headers()}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
 
 
 def _without_precompiled_headers() -> dict[str, bool]:
-    """Settings of inductor, where this torch has them."""
+    """Return inductor settings that disable precompiled headers, if this torch has them."""
     config = torch._inductor.config
     settings: dict[str, bool] = {}
     if hasattr(config, "cpp_cache_precompile_headers"):
@@ -187,7 +189,7 @@ def _without_precompiled_headers() -> dict[str, bool]:
 
 
 def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:
-    """Arguments of `Layer`, and its weights: no value matters but the slots."""
+    """Return example arguments of `Layer`, and its weights; only the values of the slots matter."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*size: int) -> Tensor:
@@ -209,19 +211,19 @@ def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:
 
 @dataclass(frozen=True)
 class OneToken:
-    """A model's layers, compiled. ``run`` is the function of one, on the flat list of `Layer`'s arguments."""
+    """A model's compiled layers. ``run`` computes one layer from the flat list of `Layer`'s arguments."""
 
     run: Callable[[list[Tensor]], Sequence[Tensor]]
     layers: list[tuple[Attention, list[Tensor]]]
 
     @classmethod
     def load(cls, path: Path, model: Llama) -> "OneToken":
-        """Load a model's layers from what `compile_layer` wrote. Raises RuntimeError where that is no library."""
+        """Load a model's layers from the file that `compile_layer` wrote. Raises RuntimeError if it is no library."""
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         return cls(loader.run, [(layer.attention, layer_weights(layer)) for layer in model.layers])
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch is one token of one sequence, with another in sight."""
+        """Return whether a batch is one token of one sequence that attends to at least two tokens."""
         if batch.num_decodes != 1 or len(batch.token_ids) != 1 or batch.shared is not None:
             return False
         length = int(batch.context_lens[0])

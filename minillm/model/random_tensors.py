@@ -1,4 +1,4 @@
-"""Random weights in a checkpoint's shapes (``load_format="dummy"``): for speed tests, where the values are noise."""
+"""Random weights with a checkpoint's shapes (``load_format="dummy"``), for speed tests."""
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ _LAYOUTS = {
 
 
 class RandomTensors:
-    """A `minillm.model.loader.TensorSource` of random numbers, in 16 bits or as a file of few bits would hold them.
+    """A `minillm.model.loader.TensorSource` of random numbers, in 16 bits or quantized.
 
-    Scaled like a trained model's, so that activations stay finite in half precision through any number of layers, and
-    bfloat16 numbers as nearly all published checkpoints hold: `minillm.kernels.cpu` reads those faster than others. A
-    part of a tensor is cut out of the whole one, so that any number of ranks hold the same model.
+    The scale is that of a trained model, so activations stay finite in half precision through any number of layers.
+    Values are bfloat16 numbers, as in most published checkpoints: `minillm.kernels.cpu` reads those faster than others.
+    Each rank cuts its part out of the whole tensor, so any number of ranks hold the same model.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0, form: str | None = None) -> None:
@@ -56,7 +56,9 @@ class RandomTensors:
         return random_matrix(layout, (out, width), 0.02, self._generator)
 
     def _is_finer(self, name: str) -> bool:
-        """Whether llama.cpp's mixtures hold the matrix in more bits: the head, and v and down in half of the layers."""
+        """Return whether llama.cpp's mixtures give the matrix more bits: the head, and v and down in half of the
+        layers.
+        """
         if name == "lm_head.weight":
             return True
         layer, count = int(name.split(".")[2]) if ".layers." in name else 0, self._layers

@@ -1,6 +1,6 @@
-"""Rotary tables (Su et al. 2021): which angle belongs to which position, and the ways of stretching the embedding.
+"""Rotary tables (Su et al. 2021): the angles of each position, with all supported kinds of rope scaling.
 
-Names and arithmetic follow Hugging Face transformers, so that long contexts agree with it to the bit in float32.
+Names and arithmetic follow Hugging Face transformers, so that long contexts agree with it bitwise in float32.
 """
 
 import math
@@ -18,34 +18,35 @@ _MAX_POSITIONS = 1 << 23  # of a table: with 128 dimensions it takes 4 GiB
 class RotaryTable:
     """Cosines and sines per position, ``[max_positions, head_dim / 2]`` float32 each.
 
-    The angles of ``dynamic`` and ``longrope`` scaling have no such table where sequences may be longer than
-    `ModelConfig.rope_changes_beyond`: they depend on a length, too, and `rows` computes them. A prompt token counts the
-    whole prompt as its length, a generated token its own position, as in transformers; so no angle depends on the cuts
-    between chunks. K that was computed before a sequence grew beyond that length keeps its angles. Under ``longrope``
-    that is a break: within its original context a model is better and faster off with ``max_model_len`` at most that.
+    The angles of ``dynamic`` and ``longrope`` scaling have no such table if sequences can exceed
+    `ModelConfig.rope_changes_beyond`: they also depend on a length, and `rows` computes them. For a prompt token this
+    is the length of the whole prompt, for a generated token its own position, as in transformers. Chunk boundaries thus
+    never change an angle. K that was computed before a sequence grew beyond the limit keeps its angles. With
+    ``longrope`` that is a discontinuity: to stay within the original context, set ``max_model_len`` to it, which is
+    also faster.
 
-    Raises WeightsError where the model's numbers give no angles, or there are too many positions.
+    Raises WeightsError if the config gives no angles, or there are too many positions.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
         if max_positions > _MAX_POSITIONS:
             raise WeightsError(
-                f"a context of {max_positions:,} tokens is more than {_MAX_POSITIONS:,}; say a lower --max-model-len"
+                f"a context of {max_positions:,} tokens is more than {_MAX_POSITIONS:,}; set a lower --max-model-len"
             )
         self.config, self.device = config, device
         limit = config.rope_changes_beyond
         self.dynamic = limit is not None and max_positions > limit
         inverse, self.factor = inverse_frequencies(config)
         if self.dynamic:
-            inverse_frequencies(config, max_positions)  # raises here and not in the middle of an answer
+            inverse_frequencies(config, max_positions)  # raises now rather than in the middle of an answer
         angles = torch.outer(torch.arange(max_positions).float(), inverse)
         self.cos = angles.cos().mul_(self.factor).to(device)
         self.sin = angles.sin_().mul_(self.factor).to(device)
 
     def rows(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """``(cos, sin)``, each ``[num_tokens, head_dim / 2]``, for ``positions [num_tokens]`` int64.
+        """Return ``(cos, sin)``, each ``[num_tokens, head_dim / 2]``, for ``positions [num_tokens]`` int64.
 
-        Where ``dynamic``, each token's angles go by one of ``lengths``, which is that of its sequence.
+        If ``dynamic``, ``lengths`` gives each token the sequence length that determines its angles.
         """
         if not self.dynamic:
             return self.cos[positions], self.sin[positions]
@@ -57,10 +58,10 @@ class RotaryTable:
 
 
 def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple[Tensor, float]:
-    """The angular step of each pair of dimensions, ``[head_dim / 2]`` float32, and the factor on cos and sin.
+    """Return the angular step of each pair of dimensions, ``[head_dim / 2]`` float32, and the factor on cos and sin.
 
-    The types ``dynamic`` and ``longrope`` depend on the sequence's ``length`` in tokens, too. Raises WeightsError where
-    the model's numbers give none.
+    The types ``dynamic`` and ``longrope`` also depend on the sequence's ``length`` in tokens. Raises WeightsError if
+    the config's numbers give no finite angles.
     """
     rope = config.rope
     try:
@@ -92,7 +93,7 @@ def _scaled(rope: RopeConfig, dim: int, context: int, length: int | None) -> tup
     elif rope.type == "llama3":
         inverse = _llama3(rope, inverse)
     elif rope.type == "proportional":
-        # A share of the dimensions turns, the slow rest stands still.
+        # Only the first dimensions rotate; the others keep angle 0.
         turning = int(rope.options["partial_rotary_factor"] * dim // 2)
         inverse = inverse.where(torch.arange(dim // 2) < turning, 0.0) / rope.factor
     return inverse, 1.0
@@ -103,14 +104,14 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _dynamic(rope: RopeConfig, dim: int, context: int, length: int | None) -> Tensor:
-    """NTK-aware scaling by the current length (u/emozilla 2023): theta grows once the trained context is exceeded."""
+    """Scale NTK-aware by the current length (u/emozilla 2023): theta grows beyond the trained context."""
     length = max(length or 0, context)
     stretch = rope.factor * length / context - (rope.factor - 1)
     return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim)
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
-    """Llama 3.1: low frequencies are divided by ``factor``, high ones kept, those between interpolated."""
+    """Scale as Llama 3.1: divide low frequencies by ``factor``, keep high ones, interpolate between."""
     low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
     original = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse
@@ -122,7 +123,7 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, sharpen the softmax."""
+    """Scale as YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, sharpen the softmax."""
     options, original = rope.options, rope.original_max_position_embeddings
 
     def sharpness(weight: float = 1.0) -> float:
@@ -146,7 +147,7 @@ def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
 
 
 def _longrope(rope: RopeConfig, dim: int, length: int | None) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024): a searched divisor of each frequency, and another beyond the original context."""
+    """Scale as LongRoPE (Ding et al. 2024): divide each frequency, by other divisors beyond the original context."""
     original = rope.original_max_position_embeddings
     attention_factor = rope.options.get("attention_factor")
     if attention_factor is None:

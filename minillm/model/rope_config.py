@@ -1,4 +1,4 @@
-"""The rotary embedding as a config.json describes it, with every way of stretching it."""
+"""The rotary embedding as described in a config.json, with all supported kinds of scaling."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,18 +13,17 @@ TYPES = ("default", "linear", "dynamic", "proportional", "llama3", "yarn", "long
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and how it is stretched beyond the trained context.
+    """Rotary position embedding (Su et al. 2021) and its scaling beyond the trained context.
 
     Attributes:
         theta: the base of the frequencies.
-        type: how they are stretched, under Hugging Face's name.
-        factor: by how much.
-        original_max_position_embeddings: the context in tokens before it was stretched, where the type needs it.
-        options: the remaining numbers of the type, under Hugging Face's names (``low_freq_factor``, ``beta_fast``, …).
-        short_factor, long_factor: ``longrope``'s divisors of each frequency, below and above the original context.
-        frequency_factors: divisors besides: GGUF files store llama3 scaling that way. One value per pair of dimensions,
-            as in the two above.
-        amplitude: a factor on cos and sin besides the type's own (GGUF's ``rope.scaling.attn_factor``).
+        type: the kind of scaling, by its Hugging Face name.
+        factor: the scaling factor.
+        original_max_position_embeddings: the context in tokens before scaling, if the type needs it.
+        options: the other numbers of the type, by their Hugging Face names (``low_freq_factor``, ``beta_fast``, …).
+        short_factor, long_factor: ``longrope``'s divisors of each frequency, up to and beyond the original context.
+        frequency_factors: additional divisors, one per pair of dimensions: GGUF files store llama3 scaling this way.
+        amplitude: an additional factor on cos and sin (GGUF's ``rope.scaling.attn_factor``).
     """
 
     theta: float
@@ -39,7 +38,7 @@ class RopeConfig:
 
 
 def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) -> dict[str, Any]:
-    """The fields of `RopeConfig` that belong to a type, for a model's context in tokens and pairs of dimensions."""
+    """Return a type's fields of `RopeConfig`, for a model's context in tokens and pairs of dimensions."""
 
     def optional(*keys: str) -> dict[str, float]:
         return {key: rope.number(key) for key in keys if rope.has(key)}
@@ -52,7 +51,7 @@ def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) 
         share = config.number("partial_rotary_factor", 1.0, most=1.0)
         share = rope.number("partial_rotary_factor", share, most=1.0)
         return {"factor": rope.positive("factor", 1.0), "options": {"partial_rotary_factor": share}}
-    # The context before it was stretched. A value beside the rope's own comes first, as in transformers.
+    # The context before scaling. A top-level value overrides the one in the rope settings, as in transformers.
     key = "original_max_position_embeddings"
     original = (config if config.has(key) else rope).integer(key, context)
     if kind == "llama3":
@@ -61,7 +60,7 @@ def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) 
     if kind == "yarn":
         options = optional("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         options["truncate"] = rope.flag("truncate", True)
-        # A null factor means the ratio of the contexts; where the key is missing, nothing was meant.
+        # A null factor means the ratio of the contexts; a missing key is an error.
         factor = context / original if "factor" in rope.values and not rope.has("factor") else None
         return {key: original, "factor": rope.positive("factor", factor), "options": options}
     divisors = {each: rope.numbers(each, pairs) for each in ("short_factor", "long_factor")}
@@ -70,12 +69,13 @@ def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) 
 
 
 def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
-    """The rotary embedding of a config, in both layouts: ``rope_parameters`` (new) and ``rope_scaling`` (old).
+    """Read a config's rotary embedding, in both layouts: ``rope_parameters`` (new) and ``rope_scaling`` (old).
 
-    Keys that a type does not read change nothing and are passed over, as in transformers (``finetuned``, say). The
-    context is the model's, in tokens.
+    Keys that a type does not use (such as ``finetuned``) are ignored, as in transformers. ``context`` is the model's,
+    in tokens.
 
-    Raises WeightsError where a value is missing or makes no sense, or something unsupported is named.
+    Raises:
+        WeightsError: a value is missing or invalid, or unsupported.
     """
     rope = config.part("rope_parameters")
     if rope.values and config.part("rope_scaling").values:
@@ -93,7 +93,7 @@ def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
             raise WeightsError(f"{values.where}: partial_rotary_factor other than 1 is not supported")
     theta = rope if "rope_theta" in rope.values else config
     return RopeConfig(
-        # Where nobody says it, it is 10,000: Llama 1 and 2 were saved before the key existed.
+        # The default is 10,000: Llama 1 and 2 were saved before the key existed.
         theta=theta.positive("rope_theta") if "rope_theta" in theta.values else 10_000.0,
         type=kind,
         frequency_factors=rope.numbers("frequency_factors", head_dim // 2) if rope.has("frequency_factors") else None,

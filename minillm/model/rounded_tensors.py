@@ -1,4 +1,4 @@
-"""Matrices of a checkpoint rounded to fewer bits while they are loaded: ``--quantize``."""
+"""Quantization of a checkpoint's matrices while they are loaded: ``--quantize``."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ _BITS = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class RoundedTensors:
-    """A source whose matrices have few bits; what is stored in few bits stays as it is.
+    """A source of quantized matrices. Matrices that are already low-bit stay as they are.
 
-    Not so the embedding, and in FP8 a head either: it would lose more there than all layers do. Each is rounded as it
-    is read, on the device that it is for, and by the part that a rank reads.
+    The embedding is not quantized, and in FP8 neither is a head: they would lose more accuracy than all layers
+    together. Each matrix is quantized when it is read, on its target device, and only the part that a rank reads.
     """
 
     source: TensorSource
@@ -34,7 +34,9 @@ class RoundedTensors:
         return self.source.tensor(name, rows, columns)
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """The part as it is stored, or rounded; None of others, or where groups of 32 do not fill a row."""
+        """Return the part as it is stored, or quantized; None for other tensors, or if groups of 32 do not fill a
+        row.
+        """
         stored = self.source.low_bit(name, device, rows, columns)
         if stored is not None or not name.endswith(("_proj.weight", "lm_head.weight")):
             return stored

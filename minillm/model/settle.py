@@ -1,4 +1,4 @@
-"""The first step of a model whose weights are packed as they are first used (`minillm.kernels.cpu.packed_int8`)."""
+"""The first step of a model that packs its weights on first use (`minillm.kernels.cpu.packed_int8`)."""
 
 import torch
 
@@ -9,10 +9,10 @@ _BLOCK = 16
 
 
 def settle(model: Llama, max_positions: int) -> None:
-    """Let each matrix see its input for 64 random tokens, the same ones for every start, so that it packs itself.
+    """Run 64 random tokens, the same ones at every start, so that each matrix sees an input and packs itself.
 
-    Random tokens show the large columns nearly as well as text does: KL to exact weights is 1.5e-3, with the columns of
-    the measured text itself 1.4e-3, without any 5.1e-3.
+    Random tokens show large columns nearly as well as text does: KL to exact weights is 1.5e-3; with the columns of the
+    measured text itself it is 1.4e-3, without any 5.1e-3.
     """
     count = min(_NUM_TOKENS, max_positions)
     generator = torch.Generator().manual_seed(0)

@@ -1,13 +1,13 @@
 """The part of a model that one rank holds (tensor parallelism, Shoeybi et al. 2019).
 
-    q, k, v, gate, up   split by rows: a rank computes its heads, and its columns of the gated product
-    o, down             split by columns: each rank's product is a part of the sum, and the ranks add theirs up
-    embedding, head     split by the vocabulary
-    norms               everywhere, those of q and k too: they are as wide as one head
+    q, k, v, gate, up   sharded by rows: a rank computes its heads, and its columns of the gated MLP
+    o, down             sharded by columns: each rank computes a partial sum, and an all-reduce adds them
+    embedding, head     sharded by the vocabulary
+    norms               replicated, also those of q and k: they are as wide as one head
 
-Nothing has to divide. Ranks get whole KV heads with the query heads that read them, some one more than others; where
-there are more ranks than KV heads, several ranks keep the same KV head and share its query heads. The vocabulary is cut
-into equal parts, the last one filled up with zeros, because the ranks' logits are gathered.
+No size has to be divisible by the number of ranks. Each rank gets whole KV heads with the query heads that read them;
+some ranks get one more than others. If there are more ranks than KV heads, several ranks keep the same KV head and
+share its query heads. The vocabulary is sharded equally and padded with zeros, because the ranks' logits are gathered.
 """
 
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Layer, Llama
 from minillm.parallel.collectives import Ranks
 
-_INTERMEDIATE_UNIT = 64  # columns of the gated product that stay together: whole 128-byte lines
+_INTERMEDIATE_UNIT = 64  # columns of the gated MLP that stay together: whole 128-byte lines
 
 
 @dataclass(frozen=True)
 class Shard:
     """The part of rank ``rank`` of ``size``, in heads, columns and tokens of the whole model.
 
-    ``vocab`` may reach beyond the vocabulary: the rows there are zeros.
+    ``vocab`` may extend beyond the vocabulary: those rows are zeros.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Shard:
     vocab: slice
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """The shape of this rank's part, as if it were a model of its own."""
+        """Return the shape of this rank's part, as if it were a whole model."""
         return replace(
             config,
             num_heads=_length(self.heads),
@@ -50,7 +50,7 @@ class Shard:
         )
 
     def part_of(self, name: str, config: ModelConfig) -> tuple[slice | None, slice | None]:
-        """The rows and columns of the parameter ``name`` that this rank holds; None: all of them."""
+        """Return the rows and columns of the parameter ``name`` that this rank holds; None: all of them."""
         if self.size == 1:
             return None, None
         layer, dim = name.split(".")[-2], config.head_dim
@@ -68,12 +68,12 @@ class Shard:
         return None, None
 
     def holds(self, name: str) -> bool:
-        """Whether the parameter is this rank's: the bias of a product that the ranks add up is added by rank 0."""
+        """Return whether this rank loads the parameter: only rank 0 has the biases of o and down."""
         return self.rank == 0 or not name.endswith(("o_proj.bias", "down_proj.bias"))
 
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
-    """The part of rank ``rank`` among ``size``. Raises UsageError where they are more than the model has heads."""
+    """Return the part of rank ``rank`` among ``size``. Raises UsageError if the model has fewer heads than ranks."""
     check_size(config, size)
     heads, kv_heads = _heads(config, rank, size)
     unit = _INTERMEDIATE_UNIT
@@ -86,14 +86,16 @@ def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """Raise UsageError where the model has too few heads for ``size`` ranks."""
+    """Raise UsageError if the model has too few heads for ``size`` ranks."""
     most = min(config.num_heads, config.intermediate_size)
     if size > most:
-        raise UsageError(f"tensor_parallel_size {size} is too much: the model has {most} heads to share; take fewer")
+        raise UsageError(
+            f"tensor_parallel_size {size} is too large: the model has {most} heads to share; use fewer ranks"
+        )
 
 
 def _heads(config: ModelConfig, rank: int, size: int) -> tuple[slice, slice]:
-    """Query heads and KV heads of a rank: each of its KV heads is read by the same number of its query heads."""
+    """Return the query heads and KV heads of a rank. Each of its KV heads serves equally many of its query heads."""
     group = config.num_heads // config.num_kv_heads
     if size <= config.num_kv_heads:
         kv = _share(config.num_kv_heads, rank, size)
@@ -108,7 +110,7 @@ def _heads(config: ModelConfig, rank: int, size: int) -> tuple[slice, slice]:
 
 
 def _share(count: int, index: int, parts: int) -> slice:
-    """The ``index``-th of ``parts`` runs of ``count`` things, as equal as can be, the longer ones first."""
+    """Return the ``index``-th of ``parts`` nearly equal runs of ``count`` items; longer runs come first."""
     each, more = divmod(count, parts)
     start = index * each + min(index, more)
     return slice(start, start + each + (index < more))
@@ -120,10 +122,9 @@ def _length(part: slice) -> int:
 
 @dataclass(frozen=True)
 class ShardedLlama(Llama):
-    """A `Llama` whose weights are the shard's. All ranks compute the same batch; rank 0 alone returns all logits.
+    """A `Llama` with one shard's weights. All ranks compute the same batch; only rank 0 returns all logits.
 
-    The products behind o and down are parts of sums that run over the ranks, and so is the embedding; the logits are
-    parts of rows, which rank 0 gathers.
+    The embedding and the products of o and down are partial sums, added by an all-reduce. Rank 0 gathers the logits.
     """
 
     shard: Shard
@@ -134,14 +135,14 @@ class ShardedLlama(Llama):
         return self.shard.local(self.config)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        """Each rank looks up the tokens of its part of the vocabulary; the others give zeros."""
+        """Look up the tokens of this rank's part of the vocabulary, zeros for all others, and add up over the ranks."""
         vocab = self.shard.vocab
         elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
         x = kernels.embedding((token_ids - vocab.start).masked_fill_(elsewhere, 0), self.embedding, self.dtype)
         return self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
-        """Rank 0 adds the residual."""
+        """Return the sum over the ranks, to which rank 0 adds the residual."""
         first = self.ranks.rank == 0
         return self.ranks.all_reduce(self.ops.linear_add(x, weight, residual) if first else self.ops.linear(x, weight))
 
@@ -150,11 +151,11 @@ class ShardedLlama(Llama):
         return self._linear_add(attended.flatten(1), layer.o, residual)
 
     def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
-        """Rank 0 adds the residual."""
+        """Return the sum over the ranks, to which rank 0 adds the residual."""
         return self.ranks.all_reduce(self._mlp(x, layer, x if self.ranks.rank == 0 else None))
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """On rank 0 ``[num_logits, vocab]``, on the others their ``[num_logits, vocab of the shard]``."""
+        """Return ``[num_logits, vocab]`` on rank 0, and ``[num_logits, vocab of the shard]`` on the others."""
         part = super()._logits(x, None)
         vocab, width = self.config.vocab_size, part.shape[1]
         parts = self.ranks.all_gather(part) if len(part) else part.new_empty(self.ranks.size, 0, width)
@@ -167,5 +168,5 @@ class ShardedLlama(Llama):
 
 
 def ranks_of(model: Llama) -> Ranks | None:
-    """The processes that share the model; None where it is whole."""
+    """Return the processes that share the model; None if it is not sharded."""
     return model.ranks if isinstance(model, ShardedLlama) else None

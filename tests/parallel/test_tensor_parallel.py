@@ -594,7 +594,7 @@ def test_processes_must_fill_whole_replicas() -> None:
 
 
 def test_too_many_ranks_are_refused_in_one_line(tiny_model: Path) -> None:
-    with pytest.raises(UsageError, match="tensor_parallel_size 7 is too much: the model has 6 heads"):
+    with pytest.raises(UsageError, match="tensor_parallel_size 7 is too large: the model has 6 heads"):
         LLM(str(tiny_model), device="cpu", tensor_parallel_size=7)
     with pytest.raises(UsageError, match="each rank takes a GPU"):
         LLM(str(tiny_model), device="cuda:1", tensor_parallel_size=2)
