@@ -1,1 +1,1 @@
-"""Models by name: found, fetched, checked, read."""
+"""Models by name: find, download, verify and read them."""

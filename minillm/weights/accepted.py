@@ -1,4 +1,4 @@
-"""A model's configuration, checked before its weights are fetched or opened."""
+"""Read a model's configuration and validate it before the weights are downloaded or opened."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # 
 def read_config(directory: Path) -> ModelConfig:
     """Read the configuration of a model in Hugging Face's layout.
 
-    Raises WeightsError where it is missing or wrong, or names an architecture or quantization that is not supported.
+    Raises:
+        WeightsError: it is missing or invalid, or its architecture or quantization is not supported.
     """
     config = model_config(directory)
     if read_quantised(directory) is not None:
@@ -24,11 +25,11 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def model_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a directory. Raises WeightsError where there is none, or nothing but a LoRA adapter."""
+    """Return the config.json of a directory. Raises WeightsError if it is missing, or the model is a LoRA adapter."""
     weights = {path.name for path in directory.glob("*.safetensors")} - {ADAPTER}
     if is_there(directory / ADAPTER_CONFIG) and not weights:
         raise WeightsError(
-            f"{directory} is a LoRA adapter, which changes a model and is none itself: merge it into its base model "
+            f"{directory} is a LoRA adapter, which is not a whole model: merge it into its base model "
             "(PEFT's merge_and_unload) and load the result"
         )
     return read_json(directory / "config.json")

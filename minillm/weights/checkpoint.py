@@ -1,6 +1,6 @@
-"""Checkpoints: models as they are stored, their tensors by Hugging Face's names.
+"""Checkpoints: stored models with tensors under their Hugging Face names.
 
-Those of config.json and safetensors are here; those in a GGUF file are in `minillm.weights.gguf_file`.
+This module reads config.json and safetensors; `minillm.weights.gguf_file` reads GGUF files.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _QUANTISED_DTYPES = _DTYPES | {"F8_E4M3", "I8", "I32", "I64"}
 
 
 def open_checkpoint(files: ModelFiles) -> SafetensorsCheckpoint | GGUFCheckpoint:
-    """Open a model's files. Raises WeightsError if they are missing, damaged or of a kind that is not supported."""
+    """Open a model's files. Raises WeightsError if they are missing, damaged or of an unsupported kind."""
     if files.path.is_dir():
-        read_config(files.path)  # first: an unknown architecture explains more than the first of its tensors
+        read_config(files.path)  # first: an unsupported architecture explains more than an unknown tensor
         found = read_quantised(files.path)
         return SafetensorsCheckpoint(files.path) if found is None else QuantisedCheckpoint(files.path, found)
     from minillm.weights.gguf_file import GGUFCheckpoint  # not at the top: it imports gguf
@@ -48,7 +48,7 @@ def open_checkpoint(files: ModelFiles) -> SafetensorsCheckpoint | GGUFCheckpoint
 class SafetensorsCheckpoint:
     """A directory of weights. Tensors are read from memory-mapped files, one at a time.
 
-    Raises WeightsError where a file is missing, damaged, outside the directory, or of a kind that is not supported.
+    Raises WeightsError if a file is missing, damaged, outside the directory, or of an unsupported kind.
     """
 
     def __init__(self, directory: Path, dtypes: frozenset[str] = _DTYPES) -> None:
@@ -63,9 +63,9 @@ class SafetensorsCheckpoint:
         for shard in sorted(set(expected.values())) if expected else self._find_files():
             self._open(shard)
         for name, shard in expected.items():
-            # Indices often name what is not stored: a head that is the embedding, and what the loader computes.
+            # Indices often name tensors that are not stored: a tied head, and buffers that the loader ignores.
             if self._where.get(name) != shard and not name.endswith((HEAD, *IGNORED_SUFFIXES)):
-                raise WeightsError(f"{_INDEX} places tensor {clean_line(name)} in {shard}, and it is not there")
+                raise WeightsError(f"{_INDEX} places tensor {clean_line(name)} in {shard}, but it is not there")
 
     def names(self) -> list[str]:
         return list(self._where)
@@ -77,7 +77,7 @@ class SafetensorsCheckpoint:
         return str(self._views[name].get_dtype())
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """One tensor, or the given rows and columns of it, which alone are read."""
+        """Read one tensor, or only the given rows and columns of it."""
         try:
             view = self._views[name]
             if len(view.get_shape()) < 2:
@@ -87,7 +87,7 @@ class SafetensorsCheckpoint:
             raise WeightsError(f"{self._where[name]}: {clean_line(str(error))}") from None
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """None: all tensors of these files are numbers."""
+        """Return None: these files have no low-bit tensors."""
         return None
 
     def _read_index(self) -> dict[str, str]:
@@ -99,11 +99,13 @@ class SafetensorsCheckpoint:
             raise WeightsError(f"{path}: it has no weight_map")
         for shard in weight_map.values():
             if not _is_file_name(shard):
-                raise WeightsError(f"{path}: {shown(shard)} is not a file name; shards lie beside the index")
+                raise WeightsError(
+                    f"{path}: {shown(shard)} is not a file name; shards must be in the directory of the index"
+                )
         return weight_map
 
     def _find_files(self) -> list[str]:
-        """The weights of a directory without an index."""
+        """Return the weight files of a directory without an index."""
         if is_there(self._directory / "model.safetensors"):
             return ["model.safetensors"]
         names = (path.name for path in self._directory.glob("*.safetensors"))
@@ -136,16 +138,17 @@ class SafetensorsCheckpoint:
 
 
 class QuantisedCheckpoint(SafetensorsCheckpoint):
-    """A directory of weights with quantized matrices, which have the names of the plain ones.
+    """A directory with quantized matrices, under the names of the unquantized ones.
 
-    A matrix is quantized where its packed tensors are there; their shapes tell how. Dequantized tensors are float32.
+    A matrix is quantized if its packed tensors are present; their shapes determine the format. `tensor` dequantizes to
+    float32.
     """
 
     def __init__(self, directory: Path, quantization: Quantization) -> None:
         super().__init__(directory, _QUANTISED_DTYPES)
         self._quantization = quantization
         self.config.pop("quantization_config", None)
-        self._parts: dict[str, list[str]] = {}  # last names of the tensors of a stem
+        self._parts: dict[str, list[str]] = {}  # stem -> last components of its tensor names
         for name in self._where:
             stem, _, part = name.rpartition(".")
             self._parts.setdefault(stem, []).append(part)
@@ -156,7 +159,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
 
     def names(self) -> list[str]:
         packed = {f"{stem}.{part}" for stem in self._stems.values() for part in (*OTHERS, *FIRST.values())}
-        unused = (".k_scale", ".v_scale")  # of an 8-bit cache
+        unused = (".k_scale", ".v_scale")  # of an 8-bit KV cache
         rest = (name for name in self._where if name not in packed and not name.endswith(unused))
         return [*self._stems, *(name for name in rest if not self._is_absent_bias(name))]
 
@@ -171,7 +174,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return in_fp8 if form.method == "fp8" else f"{form.method} {form.bits}-bit"
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """One tensor, or the given rows and columns of it."""
+        """Read one tensor, or the given rows and columns of it, dequantized."""
         if name not in self._stems:
             return super().tensor(name, rows, columns)
         if self._form(name)[0].method == "fp8":
@@ -182,7 +185,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return whole[rows or slice(None), columns or slice(None)].contiguous()
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """A quantized matrix, or rows and columns of it; None for others, or where no kernel reads it."""
+        """Return a quantized matrix, or rows and columns of it; None for other tensors, or if no kernel reads it."""
         if name not in self._stems:
             return None
         form, shape = self._form(name)
@@ -195,7 +198,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return self._levels(name, device).low_bit(form.bits, taken, width)
 
     def _first(self, stem: str) -> str | None:
-        """The tensor of a quantized matrix that holds its levels; None where the stem is of no such matrix."""
+        """Return the name of the tensor with a quantized matrix's levels, or None if the stem is not quantized."""
         for part in ("qweight", "weight_packed", "weight"):
             name = f"{stem}.{part}"
             if part in self._parts[stem] and self._views[name].get_dtype() not in _DTYPES:
@@ -203,7 +206,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return None
 
     def _form(self, name: str) -> tuple[Quantised, tuple[int, ...]]:
-        """How a matrix is stored, and its shape."""
+        """Return a matrix's storage format and its shape."""
         if name not in self._forms:
             stem, super_shape = self._stems[name], super().shape
             shapes = {part: super_shape(f"{stem}.{part}") for part in self._parts[stem]}
@@ -214,7 +217,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return self._forms[name]
 
     def _part(self, name: str, part: str) -> Tensor | None:
-        """A tensor of a packed matrix by its last name, as it is stored."""
+        """Read a tensor of a packed matrix by the last component of its name."""
         full = f"{self._stems[name]}.{part}"
         if full not in self._where:
             return None
@@ -233,12 +236,12 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
     def _checked(self, name: str, unpacked: Callable[[], _T]) -> _T:
         try:
             return unpacked()
-        except (ValueError, RuntimeError) as error:  # torch's of shapes that do not fit
+        except (ValueError, RuntimeError) as error:  # torch raises RuntimeError for shapes that do not fit
             shard = self._where[self._first(self._stems[name]) or name]
             raise WeightsError(f"{shard}: {clean_line(name)}: {clean_line(str(error), 150)}") from None
 
     def _is_absent_bias(self, name: str) -> bool:
-        """Whether it is a bias of zeros that GPTQ writes for layers that have none."""
+        """Return whether it is an all-zero bias that GPTQ writes for layers without one."""
         if not name.endswith("_proj.bias") or self.config.get("model_type") not in ("llama", "mistral"):
             return False
         asked = self.config.get("attention_bias") or self.config.get("mlp_bias")
@@ -252,7 +255,7 @@ def _is_file_name(name: object) -> bool:
 
 
 def _diagnose(path: Path) -> str | None:
-    """The kind of a file that is no safetensors, by its first bytes."""
+    """Guess the kind of a file that is not safetensors, from its first bytes."""
     try:
         with open_regular(path) as stream:
             start = stream.read(256)

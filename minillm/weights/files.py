@@ -1,7 +1,7 @@
-"""A model's files on this machine, and the record that says they are complete.
+"""A model's files on this machine, and the record that marks them as complete.
 
-A model counts as downloaded only by its record, which is written last and atomically: an interruption leaves a
-``.partial`` directory, from which the next attempt goes on.
+Only a model with a record counts as downloaded. The record is written last and atomically: an interrupted download
+leaves a ``.partial`` directory, which the next attempt resumes.
 """
 
 import hashlib
@@ -28,7 +28,9 @@ RECORD = "minillm.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model lies: a directory of Hugging Face's layout, or a ``.gguf`` file. ``source`` served it."""
+    """A model's path: a directory in Hugging Face's layout, or a ``.gguf`` file. ``source`` is where it was downloaded
+    from.
+    """
 
     name: str
     path: Path
@@ -37,7 +39,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a downloaded model. ``sha256`` was true when it was downloaded."""
+    """One file of a downloaded model, with its size in bytes and its sha256 at the time of the download."""
 
     name: str
     size: int
@@ -49,24 +51,24 @@ def models_dir() -> Path:
 
 
 def _home(name: str, ending: str = "") -> Path:
-    """Where a downloaded model lies. The name of a repository has a slash, and never two dashes in a row."""
+    """Return the path of a downloaded model. A repository name has a slash, and never two dashes in a row."""
     return models_dir() / (name.replace("/", "--") + ending)
 
 
 def downloaded() -> list[ModelFiles]:
-    """All downloaded models, by name."""
+    """Return all downloaded models, by name."""
     homes = [record.parent.name for record in sorted(models_dir().glob(f"*/{RECORD}"))]
     found = [find_downloaded(home.replace("--", "/")) for home in homes if not home.endswith(".partial")]
     return [files for files in found if files is not None]
 
 
 def size_on_disk(path: Path) -> int:
-    """The bytes of a file, or of all files in a directory."""
+    """Return the bytes of a file, or of all files in a directory."""
     return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
 def find_downloaded(name: str) -> ModelFiles | None:
-    """The downloaded model called ``name``, its files present at their recorded sizes; None otherwise."""
+    """Return the downloaded model called ``name`` if all its files have their recorded sizes, else None."""
     directory = _home(name)
     try:
         source, files = _read_record(directory)
@@ -77,7 +79,7 @@ def find_downloaded(name: str) -> ModelFiles | None:
 
 
 def verify(name: str, on_progress: OnProgress) -> None:
-    """Compare a downloaded model's files with their recorded sha256. Raises WeightsError unless each is the same."""
+    """Compare the sha256 of a downloaded model's files with the recorded ones. Raises WeightsError if any differs."""
     directory = _home(name)
     try:
         _, files = _read_record(directory)
@@ -94,15 +96,17 @@ def verify(name: str, on_progress: OnProgress) -> None:
 
 
 def remove(name: str) -> int:
-    """Delete a downloaded model, and the rest of an interrupted download. Returns the bytes that it took.
+    """Delete a downloaded model and the remains of an interrupted download. Return the freed bytes.
 
-    Raises UsageError where there is none of this name, WeightsError where it is being downloaded or cannot be deleted.
+    Raises:
+        UsageError: no model of this name is downloaded.
+        WeightsError: it is being downloaded, or cannot be deleted.
     """
     home = _home(name)
     ours = re.compile(rf"{re.escape(home.name)}(\.partial|\.broken\d+)?")
     found = [path for path in models_dir().glob("*/") if ours.fullmatch(path.name)]
     if not found:
-        # No nearest name: one of another model would be an invitation to delete it.
+        # Suggests no similar name: the user might delete another model.
         raise UsageError(f"model {clean_line(name)} is not downloaded; `minillm models` shows which are")
     try:
         with FileLock(_home(name, ".lock"), timeout=0):
@@ -118,12 +122,12 @@ def remove(name: str) -> int:
 
 
 def _model_path(directory: Path, files: list[FileRecord]) -> Path:
-    """The directory of a model, or its ``.gguf`` file where it is that one file."""
+    """Return the directory of a model, or its file if it is a single ``.gguf`` file."""
     return directory / files[0].name if len(files) == 1 and files[0].name.endswith(".gguf") else directory
 
 
 def _read_record(directory: Path) -> tuple[str, list[FileRecord]]:
-    """A downloaded model's source and files; OSError or ValueError where the record is missing or damaged."""
+    """Read a downloaded model's source and files. Raises OSError or ValueError if the record is missing or damaged."""
     record = parse_json(read_bytes(directory / RECORD))
     try:
         return str(record["source"]), [
@@ -134,7 +138,7 @@ def _read_record(directory: Path) -> tuple[str, list[FileRecord]]:
 
 
 def sha256_of(path: Path, on_progress: OnProgress = ignore_progress) -> str:
-    """The file's sha256 in hexadecimal."""
+    """Return the file's sha256 in hexadecimal."""
     digest, done, total = hashlib.sha256(), 0, path.stat().st_size
     with open_regular(path) as stream:
         while chunk := stream.read(1 << 22):
@@ -146,9 +150,9 @@ def sha256_of(path: Path, on_progress: OnProgress = ignore_progress) -> str:
 
 @contextmanager
 def downloading(name: str, on_message: OnMessage) -> Iterator[Path]:
-    """A partial directory for model ``name``, held by one process at a time; files of an earlier attempt may be in it.
+    """Yield a partial directory for model ``name``, locked for one process; it may hold files of an earlier attempt.
 
-    Raises DownloadError where the cache directory cannot be written.
+    Raises DownloadError if the cache directory is not writable.
     """
     partial = _home(name, ".partial")
     try:
@@ -164,7 +168,7 @@ def downloading(name: str, on_message: OnMessage) -> Iterator[Path]:
             f"cannot write to {models_dir()}: {error.strerror}; make it writable, or set MINILLM_CACHE elsewhere"
         ) from None
     try:
-        partial.mkdir(parents=True, exist_ok=True)  # the lock's last holder may have moved it
+        partial.mkdir(parents=True, exist_ok=True)  # the previous owner of the lock may have moved it
         yield partial
     finally:
         lock.release()
@@ -177,7 +181,7 @@ def place(name: str, partial: Path, source: str, files: list[FileRecord], extra:
     temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
     temporary.replace(partial / RECORD)
     final = _home(name)
-    if final.exists():  # incomplete or damaged, else it would have been used
+    if final.exists():  # incomplete or damaged, otherwise it would have been used
         names = (final.with_name(f"{final.name}.broken{number}") for number in count())
         os.replace(final, next(path for path in names if not path.exists()))
     os.replace(partial, final)
@@ -185,10 +189,10 @@ def place(name: str, partial: Path, source: str, files: list[FileRecord], extra:
 
 
 def check_space(needed: int, directory: Path) -> None:
-    """Raise DownloadError unless ``needed`` bytes are free where ``directory`` lies."""
+    """Raise DownloadError unless ``needed`` bytes are free on ``directory``'s file system."""
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise DownloadError(
             f"not enough disk space in {directory}: {size(needed)} are needed, {size(free)} are free; "
-            "make room or set MINILLM_CACHE to another disk"
+            "free some space, or set MINILLM_CACHE to another disk"
         )

@@ -1,6 +1,6 @@
-"""The blocks of GGUF's low-bit types, taken apart into the planes of `kernels.linear.low_bit.layouts`, on any device.
+"""Convert blocks of GGUF's quantization types to the planes of `kernels.linear.low_bit.layouts`, on any device.
 
-Formats: ggml's ``ggml-common.h`` and ``ggml-quants.c``. Where no scale is changed and no level, so is no weight.
+Formats: ggml's ``ggml-common.h`` and ``ggml-quants.c``. The conversion is exact: it changes no scale and no level.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from minillm.kernels.linear.low_bit.layouts import AT_ONCE_ON_CPU, GROUP, SUPER, Layout, LowBit, pack_levels, pack_super
 
-_AT_ONCE = 1 << 24  # weights on a GPU, so that what is made on the way stays small beside the model
+_AT_ONCE = 1 << 24  # weights on a GPU, so that temporaries stay small next to the model
 
 
 def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
-    """Float16 numbers at byte ``at`` of each block, ``[out, blocks, count]``."""
+    """Return float16 numbers at byte ``at`` of each block, ``[out, blocks, count]``."""
     return raw[..., at : at + 2 * count].contiguous().view(torch.float16)
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """Levels of 16 bytes, ``[out, blocks, 32]``: the low halves, then the high ones."""
+    """Return the levels of 16 bytes, ``[out, blocks, 32]``: the low nibbles, then the high ones."""
     return torch.cat((raw & 15, raw >> 4), -1)
 
 
 def _bits(raw: Tensor) -> Tensor:
-    """The 32 bits of 4 bytes, ``[out, blocks, 32]``."""
+    """Return the 32 bits of 4 bytes, ``[out, blocks, 32]``."""
     return ((raw[..., None] >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(-2)
 
 
@@ -53,7 +53,7 @@ def _q8_0(raw: Tensor) -> Parts:
 
 
 def _super_scales(raw: Tensor) -> Tensor:
-    """The 6-bit scales and minima of K-quants (ggml's ``get_scale_min_k4``) and both units, packed anew."""
+    """Repack the 6-bit scales and minima of K-quants (ggml's ``get_scale_min_k4``) with both units."""
     packed = raw[..., 4:16].int()
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, third & 15 | (first >> 6) << 4), -1)
@@ -63,7 +63,9 @@ def _super_scales(raw: Tensor) -> Tensor:
 
 
 def _pairs_of_groups(raw: Tensor) -> Tensor:
-    """Levels of 128 bytes, ``[out, blocks, 4, 2, 32]``: the low halves of 32 bytes are a group, and the high ones."""
+    """Return the levels of 128 bytes, ``[out, blocks, 4, 2, 32]``: the low nibbles of 32 bytes are a group, then the
+    high.
+    """
     runs = raw.unflatten(-1, (4, 1, GROUP))
     return torch.cat((runs & 15, runs >> 4), -2)
 
@@ -110,12 +112,12 @@ _TYPES: dict[Type, tuple[Layout, Callable[[Tensor], Parts]]] = {
 
 
 def is_low_bit(kind: Type) -> bool:
-    """Whether matrices of this type stay as they are stored."""
+    """Return whether matrices of this type stay quantized."""
     return kind in _TYPES
 
 
 def low_bit(raw: Tensor, kind: Type, width: int) -> LowBit:
-    """The matrix of rows ``raw [out, bytes]`` uint8 of ``width`` weights each. It is made a slab of rows at a time."""
+    """Convert rows ``raw [out, bytes]`` uint8 of ``width`` weights each to a matrix, slab by slab of rows."""
     layout, take_apart = _TYPES[kind]
     size = SUPER if layout.scales in ("super", "bytes") else GROUP
     rows = max(1, (AT_ONCE_ON_CPU if raw.device.type == "cpu" else _AT_ONCE) // width)

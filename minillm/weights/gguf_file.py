@@ -1,4 +1,4 @@
-"""Checkpoints in a GGUF file: dequantised to float32 by the gguf library, under Hugging Face's names."""
+"""Checkpoints in GGUF files: dequantized to float32 by the gguf library, under Hugging Face's names."""
 
 import math
 import re
@@ -57,13 +57,13 @@ _FOLLOWED = (
 
 
 class GGUFCheckpoint:
-    """A ``.gguf`` file of Llama or its kin. Raises WeightsError if it is damaged, or not supported."""
+    """A ``.gguf`` file of a Llama-family model. Raises WeightsError if it is damaged or not supported."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         header = _whole_header(path)
         if "general.architecture" in header.metadata:
-            check_architecture(Values(str(path), header.metadata))  # first: it explains more than the tensors do
+            check_architecture(Values(str(path), header.metadata))  # first: it explains more than an unknown tensor
         self._data = np.memmap(path, mode="r", dtype=np.uint8)
         for info in header.tensors.values():
             self._span(info)
@@ -85,16 +85,16 @@ class GGUFCheckpoint:
         return "F32" if name in self._zeros else GGMLQuantizationType(self._tensors[name].type).name
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """One tensor in float32, or the given rows and columns of it."""
+        """Read one tensor in float32, or the given rows and columns of it."""
         if name in self._zeros:
             return torch.zeros(self._zeros[name])[rows or slice(None)]
         tensor = torch.from_numpy(self._in_order(name, self._dequantised(self._tensors[name])))
         return tensor[rows or slice(None)] if columns is None else tensor[rows or slice(None), columns]
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """A matrix in few bits as it is stored, or rows and columns of it; None of others, or cut within a block.
+        """Return a low-bit matrix as it is stored, or rows and columns of it.
 
-        Types that no kernel reads are widened to 8 bits.
+        Types without a kernel are widened to 8 bits. Return None for other tensors, or if the slice splits a block.
         """
         info = self._tensors.get(name)
         if info is None or len(info.shape) != 2:
@@ -109,12 +109,12 @@ class GGUFCheckpoint:
         raw = self._in_order(name, self._data[self._span(info)].reshape(num_rows, -1))
         raw = raw[rows or slice(None), taken.start // block * size : taken.stop // block * size]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of memory that it must not write, and nothing does
+            warnings.simplefilter("ignore")  # torch warns that the memory is read-only; nothing writes to it
             there = torch.from_numpy(np.ascontiguousarray(raw)).to(device)
         return low_bit(there, kind, taken.stop - taken.start)
 
     def _in_order(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Rows as Hugging Face has them: those of q and k are stored in another order."""
+        """Return rows in Hugging Face's order: GGUF files permute those of q and k."""
         projection = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
         if projection is None or not self._permuted:
             return values
@@ -124,14 +124,14 @@ class GGUFCheckpoint:
         return _unpermute(values, heads)
 
     def _unfused(self, info: TensorInfo) -> list[TensorInfo]:
-        """Split an ``attn_qkv``, which has the rows of q, k and v one below the other; keep any other tensor."""
+        """Split an ``attn_qkv`` tensor into q, k and v, which are stacked by rows; keep any other tensor."""
         if not re.fullmatch(r"blk\.\d+\.attn_qkv\.(weight|bias)", info.name):
             return [info]
         heads = self.config["num_attention_heads"], *2 * (self.config["num_key_value_heads"],)
         rows = [count * self.config["head_dim"] for count in heads]
         if info.shape[0] != sum(rows):
             raise WeightsError(
-                f"{self._path}: tensor {info.name} has {info.shape[0]} rows, and q, k and v together have {sum(rows)}"
+                f"{self._path}: tensor {info.name} has {info.shape[0]} rows, but q, k and v together have {sum(rows)}"
             )
         span, parts, offset = self._span(info), [], info.offset
         for name, count in zip("qkv", rows, strict=True):
@@ -141,7 +141,7 @@ class GGUFCheckpoint:
         return parts
 
     def _span(self, info: TensorInfo) -> slice:
-        """A tensor's bytes, its type and size checked."""
+        """Return the range of a tensor's bytes, after checking its type and size."""
         where = f"{self._path}: tensor {clean_line(info.name)}"
         try:
             kind = GGMLQuantizationType(info.type)
@@ -173,13 +173,13 @@ class GGUFCheckpoint:
             values = dequantize(np.ascontiguousarray(raw), kind)
         except NotImplementedError:
             raise WeightsError(
-                f"{self._path}: tensor {clean_line(info.name)} is {kind.name}, which the gguf package cannot dequantise"
+                f"{self._path}: tensor {clean_line(info.name)} is {kind.name}, which the gguf package cannot dequantize"
             ) from None
         return np.require(values.reshape(info.shape), dtype=np.float32, requirements=["C", "W"])  # torch wants both
 
 
 def _whole_header(path: Path) -> Header:
-    """The header of a file that holds all of a model."""
+    """Read the header of a file that holds a whole model."""
     named = re.search(r"-(\d{5})-of-(\d{5})\.gguf$", path.name)
     try:
         header = read_header(path)
@@ -187,7 +187,7 @@ def _whole_header(path: Path) -> Header:
     except WeightsError:
         if named is None or named[2] == "00001":
             raise
-        parts = int(named[2])  # the tail of a file that was cut up has no header of its own
+        parts = int(named[2])  # later parts of a split file may have no header
     if parts <= 1:
         return header
     raise WeightsError(
@@ -202,13 +202,13 @@ def _hf_name(name: str) -> str:
     parts = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if parts and parts[2] in _LAYER_NAMES:
         return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
-    return name  # the loader names it as one that it does not know
+    return name  # the loader rejects it by name
 
 
 def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the biases that the file leaves out though others of their block are there: they are zero.
+    """Return name and shape of the biases that the file omits although other projections have them: they are zero.
 
-    (Each is optional in llama.cpp: some models have them on q, k and v alone.)
+    (Each bias is optional in llama.cpp: some models have them on q, k and v only.)
     """
     flags = {"self_attn": config["attention_bias"], "mlp": config["mlp_bias"]}
     kinds = "q|k|v" if config["architectures"] == [_ARCHITECTURES["qwen2"]] else r"\w+"
@@ -222,16 +222,16 @@ def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> di
 
 
 def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp stores the rows of q and k so that the two halves of a rotary pair are neighbours; undo that."""
+    """Undo llama.cpp's order of rows of q and k, which interleaves the two halves of each rotary pair."""
     rows, rest = values.shape[0], values.shape[1:]
     return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows, *rest)
 
 
 def check_architecture(metadata: Values) -> str:
-    """The architecture of a file. Raises WeightsError where it is not supported."""
+    """Return the architecture of a file. Raises WeightsError if it is not supported."""
     if metadata.text("general.type", "model") == "adapter":
         raise WeightsError(
-            f"{metadata.where}: this is a LoRA adapter, which changes a model and is none itself: merge it into its "
+            f"{metadata.where}: this is a LoRA adapter, which is not a whole model: merge it into its "
             "base model (`llama-export-lora`) and load the result"
         )
     architecture = metadata.text("general.architecture", "(none named)")
@@ -246,7 +246,7 @@ def check_architecture(metadata: Values) -> str:
 
 
 def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str, Any]:
-    """The file's config.json."""
+    """Return the config.json that corresponds to the file's metadata."""
     metadata = Values(str(path), header.metadata)
     architecture = check_architecture(metadata)
 
@@ -290,20 +290,20 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
 
 
 def _rope_scaling(metadata: Values, rope: str, frequency_factors: list[float] | None) -> dict[str, Any]:
-    """Return ``rope_scaling`` of a config.json, as llama.cpp reads the metadata; empty where nothing is scaled.
+    """Return ``rope_scaling`` of a config.json, as llama.cpp reads the metadata; empty without scaling.
 
-    Unlike llama.cpp, which reads YaRN's betas for other architectures only, this follows them, as transformers does.
+    Unlike llama.cpp, which applies YaRN's betas only to other architectures, this applies them, as transformers does.
 
-    ``rope`` begins the keys. Every key that changes angles is followed or refused by name. ``frequency_factors`` are
-    llama 3's scaling, which GGUF stores as one divisor per pair of dimensions.
+    Keys begin with ``rope``. Every key that changes angles is applied or rejected by name. ``frequency_factors`` are
+    Llama 3's scaling, which GGUF stores as one divisor per pair of dimensions.
     """
     prefix = f"{rope}scaling."
-    kind = metadata.text(f"{prefix}type", "linear")  # the only kind of 2023, whose files do not name it
+    kind = metadata.text(f"{prefix}type", "linear")  # files of 2023 omit it: there was no other type
     if kind not in _SCALING_TYPES:
         known = ", ".join(_SCALING_TYPES)
         raise WeightsError(f"{metadata.where}: rope scaling {shown(kind)} is not supported; supported: {known}")
-    # Other keys change nothing with these values. Two are for other architectures; the third is the share of YaRN's
-    # ramp that is mixed in, and -1 is "not set".
+    # The neutral values of unsupported keys. Two keys are for other architectures. The third is the weight of YaRN's
+    # ramp; -1 means "not set".
     ramp = 1.0 if kind == "yarn" else 0.0
     neutral = {"yarn_log_multiplier": (0.0,), "yarn_attn_factor": (1.0,), "yarn_ext_factor": (ramp, -1.0)}
     for key, value in metadata.values.items():

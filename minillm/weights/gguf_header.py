@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata and where each tensor lies.
+"""The header of a GGUF file: metadata, and the position of each tensor.
 
-The gguf library has a reader, but it trusts the counts in the file: a forged array length keeps it busy for ever, and
-49,000 token strings take it three seconds. Here every count and offset is compared with the file's size before anything
-is read or made. Values come out as plain Python.
+The gguf library has a reader, but it trusts the counts in the file: a forged array length keeps it busy forever, and it
+takes three seconds for 49,000 token strings. This reader checks every count and offset against the file's size before
+it reads or allocates anything. It returns plain Python values.
 
 Format: ggml's docs/gguf.md. Versions 2 and 3, little-endian.
 """
@@ -30,7 +30,7 @@ _MAX_ELEMENTS = 1 << 24  # of an array; the longest are vocabularies and their m
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its shape slowest dimension first, its ggml type number, and its bytes within the file."""
+    """One tensor: its shape with the slowest dimension first, its ggml type number, and the offset of its bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,14 +40,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """All of a file but the tensors' data. ``offset`` of each tensor counts from the start of the file."""
+    """Everything in a file except the tensors' data. Each tensor's ``offset`` counts from the start of the file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header. Raises WeightsError if the file is no GGUF file, or its header is damaged."""
+    """Read and validate the header. Raises WeightsError if the file is not a GGUF file, or its header is damaged."""
     try:
         with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).header()
@@ -58,7 +58,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_start(path: Path) -> dict[str, Any]:
-    """The metadata at the start of a file that is not whole yet, as far as they are there."""
+    """Read the metadata that an incomplete file already has."""
     with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _Reader(path, data).start()
 
@@ -101,9 +101,9 @@ class _Reader:
         return Header(metadata, tensors)
 
     def _counts(self) -> tuple[int, int]:
-        """The number of tensors and of metadata pairs."""
+        """Read the number of tensors and of metadata pairs."""
         if (magic := self._take(4)) != b"GGUF":
-            raise self._error(f"it begins with {clean_line(repr(magic))} and not with 'GGUF'")
+            raise self._error(f"it begins with {clean_line(repr(magic))}, not with 'GGUF'")
         version = self._number("I")
         if version & 0xFFFF == 0:
             raise self._error("it is big-endian, which is not supported")

