@@ -116,7 +116,7 @@ def test_one_tensor_of_other_rows_than_those_of_q_k_and_v_is_named(tmp_path: Pat
     theirs = hf_model(**SIZES, num_key_value_heads=4)
     theirs.config.num_key_value_heads = 2
     write_gguf(tmp_path / "m.gguf", theirs, F32, fused=True)
-    with pytest.raises(WeightsError, match=r"attn_qkv\.weight has 192 rows, and q, k and v together have 128"):
+    with pytest.raises(WeightsError, match=r"attn_qkv\.weight has 192 rows, but q, k and v together have 128"):
         GGUFCheckpoint(tmp_path / "m.gguf")
 
 
