@@ -642,7 +642,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("gguf-rows-of-smollm3-not-permuted", '_PERMUTED = ("llama", "smollm3")', '_PERMUTED = ("llama",)',
          "tests/weights/test_gguf_families.py::test_a_file_computes_what_transformers_computes"),
     ],
-    "minillm/model/rope.py": [
+    "minillm/model/rope_scaling.py": [
         ("dynamic-rope-without-its-power", "rope.theta * stretch ** (dim / (dim - 2))", "rope.theta * stretch",
          "tests/model/test_variants.py::test_dynamic_scaling_beyond_the_trained_context"),
         ("llama3-not-interpolated", "(1 - smooth) * scaled / rope.factor + smooth * scaled", "scaled",

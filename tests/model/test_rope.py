@@ -13,7 +13,8 @@ from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
-from minillm.model.rope import RotaryTable, inverse_frequencies
+from minillm.model.rope import RotaryTable
+from minillm.model.rope_scaling import inverse_frequencies
 from minillm.params import SamplingParams
 
 CONTEXT, PAIRS, ORIGINAL = 256, 4, 64  # of TINY: its context, its head_dim / 2; and the context before it was stretched
