@@ -1,26 +1,21 @@
 """`LLM`: the public face, for scripts."""
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any, Self
 
-from minillm import branch as branches
-from minillm.branch import Branch
-from minillm.cache import CacheStats, PrefixReport, explain_miss
+from minillm import scoring, verbs
 from minillm.checks import check_names
 from minillm.config import EngineConfig
-from minillm.engine import held
 from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import MinillmError
 from minillm.loading.engine import load_engine
-from minillm.outputs import CompletionOutput, Delta, RequestOutput
-from minillm.params import BeamSearchParams, Params, SamplingParams
+from minillm.outputs import Delta, RequestOutput
+from minillm.params import Params, SamplingParams, params_list
 from minillm.progress import GenerationBar, OnMessage, OnProgress, loading_bar
-from minillm.scoring import Scorer
-from minillm.sequence import Sequence as TokenSequence
 from minillm.text.prompts import Prompt, prompt_list
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.manifest import load_manifest
@@ -30,14 +25,6 @@ Prompts = Prompt | Iterable[Prompt]
 SomeParams = Params | Sequence[Params] | None
 
 
-@dataclass(frozen=True)
-class PinnedPrefix:
-    """A prefix that `LLM.pin` keeps, for `LLM.unpin`."""
-
-    token_ids: list[int]
-    sequence: TokenSequence = field(repr=False)
-
-
 def _refusal(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
     """The output of a prompt that fails alone."""
     text = prompt if isinstance(prompt, str) else None
@@ -45,7 +32,7 @@ def _refusal(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
     return RequestOutput("", text, ids, outputs=[], finished=True, error=str(error))
 
 
-class LLM(Scorer):
+class LLM:
     """A model that generates. All methods may be called from any thread; one of them computes at a time.
 
     Args:
@@ -146,7 +133,7 @@ class LLM(Scorer):
         """
         found = prompt_list(prompts)
         jobs = iter(
-            [list(zip(range(len(found)), found, _params_list(params, len(found), self.default_params), strict=True))]
+            [list(zip(range(len(found)), found, params_list(params, len(found), self.default_params), strict=True))]
         )
 
         def refuse(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
@@ -177,10 +164,6 @@ class LLM(Scorer):
         for (index, _), result in self._driver.run(make, refuse=lambda key, error: refuse(*key, error)):
             if isinstance(result, RequestOutput):
                 yield index, result
-
-    def beam_search(self, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
-        """`generate`, by beam search: each output's completions are its best beams, the best first."""
-        return self.generate(prompts, params or BeamSearchParams())
 
     def chat(
         self,
@@ -218,7 +201,7 @@ class LLM(Scorer):
 
         Log-probabilities are in the outputs of `generate` alone. Raises MinillmError if the request fails.
         """
-        [params] = _params_list(params, 1, self.default_params)
+        [params] = params_list(params, 1, self.default_params)
         jobs = iter([[(0, partial(_request, self._driver, prompt, params, streamed=True, request_id=request_id))]])
         for _, result in self._driver.run(lambda room: next(jobs, [])):
             if isinstance(result, Delta):
@@ -234,62 +217,11 @@ class LLM(Scorer):
         """End a request; its completions so far are kept, with ``finish_reason`` "abort"."""
         self.engine.abort(request_id)
 
-    # --- memory -------------------------------------------------------------------------------------------------------
-
-    def cache_stats(self) -> CacheStats:
-        """Token-true memory figures of the pool, now."""
-        with self._driver.locked() as engine:
-            return engine.figures.cache_stats()
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; running requests are not disturbed."""
-        with self._driver.locked() as engine:
-            engine.cache.reset_prefix_cache()
-
-    def explain_miss(self, prompt: Prompt, *, salt: str | None = None) -> PrefixReport:
-        """How many tokens of a prompt would be found in the prefix cache, and which token differs first."""
-        token_ids = self.token_ids(prompt)
-        with self._driver.locked() as engine:
-            report = explain_miss(engine.cache, token_ids, engine.requests.salt_for(len(token_ids), salt))
-        differing = [each for each in (report.expected, report.found) if each is not None]
-        tokenizer = self.engine.tokenizer
-        texts = {} if tokenizer is None else {each: tokenizer.decode([each]) for each in differing}
-        return replace(report, texts=texts)
-
-    def pin(self, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
-        """Compute a prefix, a system prompt say, and keep its blocks under any load until it is unpinned.
-
-        Raises CapacityError if more than half of the pool would be pinned.
-        """
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        [(sequence, _)] = held.hold(self._driver, [Request(self.token_ids(prompt), params, hold=True, salt=salt)])
-        held.pin(self._driver, sequence)
-        return PinnedPrefix(sequence.token_ids[:-1], sequence)
-
-    def unpin(self, prefix: PinnedPrefix) -> None:
-        """Let a pinned prefix go; it stays in the prefix cache until its blocks are needed. Twice does nothing."""
-        held.unpin(self._driver, prefix.sequence)
-
-    # --- branches -----------------------------------------------------------------------------------------------------
-
-    def branch(self, prompt: Prompt) -> Branch:
-        """A branch that begins with ``prompt``; see `minillm.branch.Branch`."""
-        token_ids = self.token_ids(prompt)
-        self.engine.requests.check_prompt(token_ids)
-        return Branch(self._driver, token_ids)
-
-    def sample(
-        self, branches_: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[CompletionOutput]:
-        """Go on with several branches in one batch; ``params`` are one set for all or one for each, with ``n`` 1."""
-        each = [p for p in _params_list(params, len(branches_), self.default_params) if isinstance(p, SamplingParams)]
-        if len(each) != len(branches_):
-            raise UsageError("a branch goes on with SamplingParams, not by beam search")
-        return branches.sample(self._driver, branches_, each)
-
-    def next_logprobs(self, branches_: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:
-        """The ``count`` most probable next tokens of each branch, in one batch; the branches stay as they are."""
-        return branches.next_logprobs(self._driver, branches_, count)
+    # Methods that are functions of other modules.
+    beam_search, score, perplexity = verbs.beam_search, scoring.score, scoring.perplexity
+    cache_stats, reset_prefix_cache, explain_miss = verbs.cache_stats, verbs.reset_prefix_cache, verbs.explain_miss
+    pin, unpin = verbs.pin, verbs.unpin
+    branch, sample, next_logprobs = verbs.branch, verbs.sample, verbs.next_logprobs
 
     def token_ids(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """A prompt's ids, special tokens added to text.
@@ -302,16 +234,3 @@ class LLM(Scorer):
 
 def _request(driver: Driver, prompt: Prompt, params: Params, **options: Any) -> Request:
     return Request(driver.token_ids(prompt), params, prompt if isinstance(prompt, str) else None, **options)
-
-
-def _params_list(params: SomeParams, count: int, default: Callable[[], Params]) -> list[Params]:
-    if params is None:
-        return [default()] * count
-    if isinstance(params, Params):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(each, Params) for each in params):
-        raise UsageError("sampling parameters are a SamplingParams or BeamSearchParams, or a list of them")
-    if len(params) != count:
-        sets = f"{len(params)} sets of sampling parameters"
-        raise UsageError(f"{sets} for {count} prompts; give one, or one for each")
-    return list(params)

@@ -270,3 +270,17 @@ def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 Params = SamplingParams | BeamSearchParams
+
+
+def params_list(params: Params | Sequence[Params] | None, count: int, default: Callable[[], Params]) -> list[Params]:
+    """Return one set of parameters for each of ``count`` prompts; raise UsageError where there are more or fewer."""
+    if params is None:
+        return [default()] * count
+    if isinstance(params, Params):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, Params) for each in params):
+        raise UsageError("sampling parameters are a SamplingParams or BeamSearchParams, or a list of them")
+    if len(params) != count:
+        sets = f"{len(params)} sets of sampling parameters"
+        raise UsageError(f"{sets} for {count} prompts; give one, or one for each")
+    return list(params)

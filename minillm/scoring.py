@@ -11,6 +11,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.outputs import PromptTokenLogprobs, RequestOutput
 from minillm.params import MAX_LOGPROBS, SamplingParams
 from minillm.text.prompts import Prompt, prompt_list
+from minillm.verbs import Host
 
 
 @dataclass(frozen=True)
@@ -39,74 +40,70 @@ class Score:
         return f"Score({len(self.tokens)} tokens, total={self.total:.4f}, perplexity={self.perplexity:.4g})"
 
 
-class Scorer:
-    """The part of `minillm.llm.LLM` that judges texts."""
+def score(
+    llm: Host,
+    prompts: Prompt | Iterable[Prompt],
+    continuations: Prompt | Iterable[Prompt] | None = None,
+    *,
+    top: int = 0,
+) -> list[Score]:
+    """Score prompts, or continuations of them, in one batch; nothing is generated.
 
-    _driver: Driver
+    A prompt is computed whole. Before a continuation, what the prefix cache has of the prompt is not computed
+    again, so that any number of them share its blocks. Text becomes token ids piece by piece: a continuation is
+    scored as the tokens that it is made of alone, and usually begins with a space.
 
-    def score(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        continuations: Prompt | Iterable[Prompt] | None = None,
-        *,
-        top: int = 0,
-    ) -> list[Score]:
-        """Score prompts, or continuations of them, in one batch; nothing is generated.
+    Args:
+        prompts: see `minillm.llm.LLM.generate`.
+        continuations: as many as prompts, or any number of them for one prompt. Their tokens alone are scored.
+        top: beside each token, so many of the most probable ones, up to 64.
 
-        A prompt is computed whole. Before a continuation, what the prefix cache has of the prompt is not computed
-        again, so that any number of them share its blocks. Text becomes token ids piece by piece: a continuation is
-        scored as the tokens that it is made of alone, and usually begins with a space.
+    Raises:
+        MinillmError: a text is empty, too long or holds ids beyond the vocabulary; nothing has been scored then.
+    """
+    top, found = check_integer("top", top, 0, MAX_LOGPROBS), prompt_list(prompts)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+    requests = []
+    for number, (prompt, continuation) in enumerate(_pairs(found, continuations)):
+        ids, behind = llm._driver.token_ids(prompt), 1
+        if continuation is not None:
+            more = llm._driver.token_ids(continuation, after=ids)
+            if not ids or not more:
+                raise UsageError(f"{'continuation' if ids else 'prompt'} {number} is empty; give at least a token")
+            ids, behind = ids + more, len(ids)
+        requests.append(Request(ids, params, score_from=behind))
+    return [_score_of(output) for output in _outputs(llm._driver, requests)]
 
-        Args:
-            prompts: see `minillm.llm.LLM.generate`.
-            continuations: as many as prompts, or any number of them for one prompt. Their tokens alone are scored.
-            top: beside each token, so many of the most probable ones, up to 64.
 
-        Raises:
-            MinillmError: a text is empty, too long or holds ids beyond the vocabulary; nothing has been scored then.
-        """
-        top, found = check_integer("top", top, 0, MAX_LOGPROBS), prompt_list(prompts)
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
-        requests = []
-        for number, (prompt, continuation) in enumerate(_pairs(found, continuations)):
-            ids, behind = self._driver.token_ids(prompt), 1
-            if continuation is not None:
-                more = self._driver.token_ids(continuation, after=ids)
-                if not ids or not more:
-                    raise UsageError(f"{'continuation' if ids else 'prompt'} {number} is empty; give at least a token")
-                ids, behind = ids + more, len(ids)
-            requests.append(Request(ids, params, score_from=behind))
-        return [_score_of(output) for output in _outputs(self._driver, requests)]
+def perplexity(llm: Host, text: Prompt, *, stride: int | None = None) -> float:
+    """``exp`` of the mean negative log-probability of all tokens of a text but the first.
 
-    def perplexity(self, text: Prompt, *, stride: int | None = None) -> float:
-        """``exp`` of the mean negative log-probability of all tokens of a text but the first.
+    A text longer than the context is read through a window of ``max_model_len`` tokens that moves on by ``stride``
+    tokens. Every token is scored once, in the first window that reaches it, behind at least
+    ``max_model_len - stride`` tokens (in the first window, behind all that there are). A smaller stride costs more
+    windows and gives a lower, truer figure. What a tokenizer puts in front of a text stands in the first window.
 
-        A text longer than the context is read through a window of ``max_model_len`` tokens that moves on by ``stride``
-        tokens. Every token is scored once, in the first window that reaches it, behind at least
-        ``max_model_len - stride`` tokens (in the first window, behind all that there are). A smaller stride costs more
-        windows and gives a lower, truer figure. What a tokenizer puts in front of a text stands in the first window.
+    Args:
+        text: text or token ids, of any length.
+        stride: from 1 to ``max_model_len - 1``; by default half of ``max_model_len``.
 
-        Args:
-            text: text or token ids, of any length.
-            stride: from 1 to ``max_model_len - 1``; by default half of ``max_model_len``.
-
-        Raises:
-            UsageError: fewer than two tokens, ids beyond the vocabulary, or a wrong stride.
-        """
-        window = self._driver.engine.max_model_len
-        stride = max(1, window // 2) if stride is None else stride
-        if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride < window:
-            raise UsageError(f"stride must be from 1 to {window - 1} (max_model_len - 1), not {stride!r}")
-        ids = self._driver.token_ids(text, whole=False)
-        if len(ids) < 2:
-            raise UsageError(f"a perplexity needs at least two tokens, and the text has {len(ids)}")
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        requests = [
-            Request(ids[first:end], params, score_from=scored - first)
-            for first, scored, end in _windows(len(ids), window, stride)
-        ]
-        total = math.fsum(_score_of(output).total for output in _outputs(self._driver, requests))
-        return _exp(-total / (len(ids) - 1))
+    Raises:
+        UsageError: fewer than two tokens, ids beyond the vocabulary, or a wrong stride.
+    """
+    window = llm._driver.engine.max_model_len
+    stride = max(1, window // 2) if stride is None else stride
+    if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride < window:
+        raise UsageError(f"stride must be from 1 to {window - 1} (max_model_len - 1), not {stride!r}")
+    ids = llm._driver.token_ids(text, whole=False)
+    if len(ids) < 2:
+        raise UsageError(f"a perplexity needs at least two tokens, and the text has {len(ids)}")
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    requests = [
+        Request(ids[first:end], params, score_from=scored - first)
+        for first, scored, end in _windows(len(ids), window, stride)
+    ]
+    total = math.fsum(_score_of(output).total for output in _outputs(llm._driver, requests))
+    return _exp(-total / (len(ids) - 1))
 
 
 def _pairs(

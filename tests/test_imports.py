@@ -32,7 +32,9 @@ weights
 fit
 runner user_config
 engine
-beams speculation branch scoring
+beams speculation branch
+verbs
+scoring
 loading
 llm service
 server ui
