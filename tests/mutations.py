@@ -107,6 +107,8 @@ def mutations(file: str, source: bytes) -> Iterator[Mutation]:
             new = changed if isinstance(changed, str) else ast.unparse(changed)
             number = numbers[function, operator]
             numbers[function, operator] += 1
+            if new == old:  # twice nothing
+                continue
             if isinstance(node, ast.expr) and not isinstance(node, ast.Constant):
                 new = f"({new})"
             yield Mutation(file, function, operator, number, node.lineno, span, old, new)

@@ -111,7 +111,11 @@ def main() -> int:
 
     commands: queue.Queue[Command | None] = queue.Queue()
     threading.Thread(target=_read_commands, args=(commands,), daemon=True).start()
-    return serve(commands, send)
+    code = serve(commands, send)
+    if code:
+        sys.stderr.flush()
+        os._exit(code)  # the thread holds the lock of stdin, so an orderly exit would abort
+    return code
 
 
 if __name__ == "__main__":

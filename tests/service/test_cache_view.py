@@ -143,6 +143,27 @@ def test_nothing_new_is_no_message() -> None:
     assert view.changes({}) is None
 
 
+@pytest.mark.parametrize("size", [4, 32])
+def test_the_first_words_of_each_block_are_sent_once(size: int) -> None:
+    engine = Engine(1)
+    engine.cache = BlockManager(NUM_BLOCKS, size, prefix_caching=True)
+    engine.tokenizer = SimpleNamespace(decode=lambda token_ids: " ".join(map(str, token_ids)))  # type: ignore[assignment]
+    view, table = CacheView(engine), engine.cache.allocate(1)  # type: ignore[arg-type]
+    engine.tokens[1] = list(range(10, 10 + 3 * size))
+    before: dict[int, str] = {}
+    for count in (2, 1, size, 3, size - 3, size - 3):
+        engine.cache.append(table, count)
+        event = view.changes(engine.owners())
+        assert event is not None
+        whole = [engine.tokens[1][start : table.num_tokens] for start in range(0, table.num_tokens, size)]
+        now = {
+            block: " ".join(map(str, part[: min(size, 16)])) for block, part in zip(table.blocks, whole, strict=True)
+        }
+        assert event.words == {block: words for block, words in now.items() if before.get(block) != words}
+        before = now
+    assert len(before) == 3
+
+
 def test_the_tokens_of_a_block() -> None:
     engine = Engine(1)
     view = CacheView(engine)  # type: ignore[arg-type]

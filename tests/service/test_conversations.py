@@ -44,6 +44,7 @@ from minillm.service.messages import (
     Notice,
     Pace,
     Pin,
+    Reading,
     Report,
     RequestFailed,
     Started,
@@ -487,6 +488,7 @@ def test_messages_survive_the_pipe() -> None:
         b'{"message": "Notice"}',
         b'{"message": "Notice", "text": "x", "more": 1}',
         b'{"message": "CacheChanged", "tables": [[1, "a"]]}',
+        b'{"message": "CacheChanged", "counts": [0, 0, 0, 0, 0, 0, 0, 0, 0]}',
         b'{"message": "Stepped", "steps": [{"number": 1}]}',
         b'{"message": "CacheChanged", "gone": ["x"]}',
     ],
@@ -496,6 +498,26 @@ def test_strangers_messages_are_refused_in_one_line(line: bytes) -> None:
         with pytest.raises(ValueError) as caught:
             decode(line)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "event"),
+    [
+        (0, 1 << 53, lambda number: BlockFacts(number, [], None, "", None)),
+        (1, 1 << 53, lambda number: Reading("a", 0, number, None)),
+        (0, 1 << 20, lambda number: TextDelta("a", number, "", 0)),
+        (0, 10**12, lambda number: Reading("a", 0, 1, float(number))),
+        (-(1 << 53), 1 << 53, lambda number: CacheChanged(gone=[number])),
+    ],
+)
+def test_numbers_are_exact_in_json_and_within_their_bounds(
+    least: int, most: int, event: Callable[[int], Event]
+) -> None:
+    for number in (least, least + 1, most - 1, most):
+        assert decode_event(encode(event(number))) == event(number)
+    for number in (least - 1, most + 1):
+        with pytest.raises(ValueError):
+            decode_event(encode(event(number)))
 
 
 def test_no_side_takes_the_others_messages() -> None:

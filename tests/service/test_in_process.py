@@ -1,0 +1,154 @@
+"""Conversations on an engine of this process: what they share, pin and free, at the bounds of its pool."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_thoughts import TEMPLATE
+
+from minillm.config import EngineConfig
+from minillm.engine.engine import Engine
+from minillm.loading.engine import load_engine
+from minillm.service.conversations import Conversations
+from minillm.service.messages import (
+    FILES,
+    Abort,
+    Command,
+    ContextFull,
+    Event,
+    Finished,
+    Generate,
+    Pin,
+    Started,
+    decode_event,
+    encode,
+)
+
+PARAMS = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True}
+FILE = [{"role": "user", "content": "hello " * 4}]
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = load_engine(
+        str(tiny_model), EngineConfig(device="cpu", num_blocks=24, max_num_seqs=8, max_num_batched_tokens=32)
+    )
+    yield engine
+    assert not engine.cache.tables, "blocks are left"
+
+
+class Talk:
+    """Conversations and their events, each of which has been through the pipe."""
+
+    def __init__(self, engine: Engine, salt: str | None = None) -> None:
+        self.events: list[Event] = []
+        self.conversations = Conversations(engine, self._note, salt=salt)
+
+    def _note(self, event: Event) -> None:
+        self.events.append(decode_event(encode(event)))
+
+    def do(self, *commands: Command) -> None:
+        """Carry out commands, and compute until nothing is under way."""
+        for command in commands:
+            self.conversations.handle(command)
+        while not self.conversations.is_idle:
+            self.conversations.step()
+
+    def close(self) -> None:
+        self.conversations.close()
+        self.do()
+
+    def last(self, kind: type[Event]) -> Event:
+        return [event for event in self.events if isinstance(event, kind)][-1]
+
+    @property
+    def has_file(self) -> bool:
+        return any(owner.request_id == FILES for owner in self.conversations.own().values())
+
+
+def test_computed_tokens_are_shared_within_a_salt_alone(engine: Engine) -> None:
+    cached = []
+    for salt in ("a", "b", "a", None, None):
+        talk = Talk(engine, salt)
+        talk.do(Generate("r", "c", FILE, PARAMS))
+        started = talk.last(Started)
+        assert isinstance(started, Started)
+        cached.append(started.num_cached_tokens > 0)
+        talk.close()
+    assert cached == [False, False, True, False, True]
+
+
+def test_a_file_stays_pinned_as_long_as_the_answer_has_its_room(engine: Engine) -> None:
+    talk = Talk(engine)
+    talk.do(Generate("a", "c", FILE, PARAMS, num_pinned=1))
+    assert talk.has_file
+    talk.do(Generate("b", "c", FILE, {**PARAMS, "max_tokens": 10_000}, num_pinned=1))
+    longest = talk.last(Finished)
+    assert isinstance(longest, Finished)
+    for room, stays in ((longest.num_output_tokens, True), (longest.num_output_tokens + 1, False)):
+        talk.conversations.handle(Generate(f"c{room}", "c", FILE, PARAMS, room=room))
+        assert talk.has_file == stays
+        talk.do()
+    talk.close()
+
+
+def test_a_question_leaves_at_least_one_token_to_the_answer(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    most, longest = engine.max_model_len, [{"role": "user", "content": ""}]
+    while (length := len(engine.tokenizer.apply_chat_template(longest))) < most - 1:
+        longest[0]["content"] += "q"
+    assert length == most - 1
+    talk = Talk(engine)
+    talk.do(Generate("a", "c", [{"role": "user", "content": longest[0]["content"] + "q"}], PARAMS))
+    assert talk.events[-1] == ContextFull("a", most, most)
+    talk.do(Generate("b", "c", longest, PARAMS))
+    finished = talk.last(Finished)
+    assert isinstance(finished, Finished)
+    assert finished.num_output_tokens == 1
+    talk.close()
+
+
+def test_an_answer_stopped_before_its_first_token_has_no_rate(engine: Engine) -> None:
+    talk = Talk(engine)
+    for params in (PARAMS, {"beam_width": 2, "max_tokens": 3}):
+        talk.do(Generate("a", "c", FILE, params), Abort("a"))
+        finished = talk.last(Finished)
+        assert isinstance(finished, Finished)
+        assert (finished.finish_reason, finished.num_output_tokens, finished.tokens_per_second) == ("abort", 0, 0.0)
+    talk.close()
+
+
+def test_beams_end_for_their_own_reason(engine: Engine) -> None:
+    talk = Talk(engine)
+    talk.do(Generate("a", "c", FILE, {"beam_width": 3, "max_tokens": 4, "ignore_eos": True}))
+    reasons = [event.finish_reason for event in talk.events if isinstance(event, Finished)]
+    assert reasons == ["length"] * 3
+    talk.close()
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_a_system_prompt_that_is_being_pinned_is_freed_at_the_end(num_steps: int, engine: Engine) -> None:
+    talk = Talk(engine)
+    talk.conversations.handle(Pin("you are brief " * 9))
+    for _ in range(num_steps):
+        talk.conversations.step()
+    talk.close()
+
+
+def test_a_template_is_told_whether_to_think(tiny_model: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_model, tmp_path / "thinking")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    talk = Talk(load_engine(str(directory), EngineConfig(device="cpu", num_blocks=24)))
+    lengths = {}
+    for thinks in (None, True, False):
+        talk.do(Generate(f"{thinks}", "c", FILE, PARAMS, thinks=thinks))
+        started = talk.last(Started)
+        assert isinstance(started, Started)
+        lengths[thinks] = started.num_prompt_tokens
+    assert lengths[None] == lengths[True] < lengths[False], "the template closes the thoughts of a model that has none"

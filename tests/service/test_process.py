@@ -1,0 +1,63 @@
+"""The engine's process by itself: its exit codes, and what reaches the app."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+
+import pytest
+
+from minillm.service import __main__ as process
+from minillm.service.messages import Abort, Command, Event, Load, LoadFailed, Notice, decode_event, encode
+
+
+def served(*sent: Command | None) -> tuple[int, list[Event]]:
+    """Return the exit code and the events."""
+    commands: queue.Queue[Command | None] = queue.Queue()
+    for command in sent:
+        commands.put(command)
+    events: list[Event] = []
+    return process.serve(commands, events.append), events
+
+
+def test_an_app_that_loads_nothing_is_no_failure() -> None:
+    assert served(None) == served(Abort("a")) == (0, [])
+
+
+def test_an_error_of_the_load_is_one_line_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_load", lambda *_: 1 / 0)
+    code, [failed] = served(Load("m"))
+    assert failed == LoadFailed("ZeroDivisionError: division by zero", 1)
+    assert code == 1
+
+
+def test_the_exit_code_reaches_the_app_while_it_could_still_send() -> None:
+    command = [sys.executable, "-m", "minillm.service"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write(encode(Load("/nowhere", {"device": "cpu"})))
+        running.stdin.flush()
+        failed = decode_event(running.stdout.readlines()[-1])
+        assert isinstance(failed, LoadFailed)
+        assert running.wait() == failed.exit_code == 2
+
+
+def test_a_stray_print_does_not_reach_the_app() -> None:
+    code = """
+from minillm.service import __main__ as process
+from minillm.service.messages import Notice
+
+def serve(commands, send):
+    print("a stray line", flush=True)
+    send(Notice("an event"))
+    return 3
+
+process.serve = serve
+raise SystemExit(process.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    assert [decode_event(line) for line in done.stdout.splitlines()] == [Notice("an event")]
+    assert b"a stray line" in done.stderr
+    assert done.returncode == 3
