@@ -5,20 +5,23 @@ import gc
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minillm.cli.options import given
 from minillm.cli.prompt_file import with_piped_text
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
+from minillm.progress import OnProgress
 from minillm.service.client import ENGINE_COMMAND
 from minillm.user_config import read_config
 
 if TYPE_CHECKING:
+    from minillm.llm import LLM
     from minillm.ui.terminal import TerminalAnswer
 
 
@@ -45,16 +48,12 @@ def chat(arguments: argparse.Namespace) -> int:
     if arguments.server and arguments.plain:
         raise UsageError("--plain computes here; leave --server out, or use the app")
     if arguments.plain or is_plain_only():
-        from minillm.llm import LLM
-        from minillm.loading.engine import best_form, chat_options
-        from minillm.progress import loading_bar, say
+        from minillm.progress import loading_bar
         from minillm.ui.chat.conversation import Conversation
         from minillm.ui.plain import run as run_plain
 
         with loading_bar() as report:
-            options = chat_options(settings.engine)
-            name = best_form(settings.model, EngineConfig(**options), report, say)
-            llm = LLM(name, on_progress=report, on_message=say, **options)
+            llm = load(settings.model, settings.engine, report)
         question = arguments.question or ""
         if question and not arguments.plain:  # with --plain, what is piped in are more questions
             question = with_piped_text(question)
@@ -73,6 +72,18 @@ def chat(arguments: argparse.Namespace) -> int:
         return run(app, answer.typed)
     finally:
         gc.enable()
+
+
+def load(model: str, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
+    """Load a model as the chat does: its best quantization, and a KV cache that leaves memory for other programs."""
+    from minillm.llm import LLM
+    from minillm.loading.engine import best_form, chat_options
+    from minillm.progress import say
+    from minillm.ui.settings import for_desktop
+
+    options = chat_options(for_desktop(dict(engine)))
+    name = best_form(model, EngineConfig(**options), report, say)
+    return LLM(name, on_progress=report, on_message=say, **options)
 
 
 def remote_engine(url: str) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def _values(action: argparse.Action) -> list[str]:
     """Return all values of an option or of an argument, if they can be listed."""
     if action.choices is not None:
         return list(action.choices)
-    if action.dest in ("model", "downloaded", "words"):
+    if action.dest in ("model", "name", "downloaded"):
         entries = [] if action.dest == "downloaded" else load_manifest().models.values()
         listed = [form.name for entry in entries for form in entry.all_forms()]
         return list(dict.fromkeys([*listed, *(files.name for files in downloaded())]))

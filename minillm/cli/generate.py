@@ -24,7 +24,7 @@ from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, loading_bar, say
 from minillm.system import expanded, import_torch
 from minillm.text.safe import clean, clean_line, json_line
-from minillm.user_config import CALM_SAMPLING, UserConfig, read_config
+from minillm.user_config import CALM_SAMPLING, CHAT_SAMPLING, UserConfig, read_config
 
 if TYPE_CHECKING:
     from minillm.llm import LLM
@@ -85,7 +85,8 @@ class Job:
         return llm.token_ids(request.prompt, parse_special=True) if self.arguments.parse_special else request.prompt
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
+    """Complete the prompts; with ``for_chat``, with the defaults of the chat, which also loads the model."""
     config = read_config(arguments.config)
     engine = {**config.engine, **given(arguments, EngineConfig)}
     _check_replicas(arguments, int(engine.get("tensor_parallel_size", 1)))
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = Job(
         arguments, config, read_requests(arguments.prompts, arguments.file, arguments.form), given_grammar(arguments)
     )
-    job.params()  # everything that can be wrong with the requests is said before the model is loaded
+    job.params()  # report errors in the requests before the model is loaded
     output = expanded(arguments.output, "--output") if arguments.output else None
     if output is not None:
         from minillm.parallel.shared_work import PartFiles
@@ -105,18 +106,39 @@ def run(arguments: argparse.Namespace) -> int:
             say(f"{output} is finished: {_prompts(len(job.requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0
     import_torch()
-    from minillm.llm import LLM
-    from minillm.parallel.shared_work import PartFiles
-
     with loading_bar(enabled=not arguments.quiet) as report:
-        llm = LLM(job.model, on_progress=report, on_message=say, **engine)
-    params = [_with_seed(each) for each in job.params(_sampling(llm.engine.defaults))]
+        if for_chat:
+            from minillm.cli.chat import load
+
+            llm = load(job.model, engine, report)
+        else:
+            from minillm.llm import LLM
+
+            llm = LLM(job.model, on_progress=report, on_message=say, **engine)
+    defaults = _sampling(llm.engine.defaults, CHAT_SAMPLING if for_chat else CALM_SAMPLING)
+    params = [_with_seed(each) for each in job.params(defaults)]
+    _suggest_template(job, llm, params)
     return _to_stdout(job, llm, params) if output is None else _to_file(job, llm, params, output)
 
 
-def _sampling(of_model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The defaults of the model; calm ones where it does not say how to sample."""
-    return of_model if {"temperature", "top_p", "top_k", "min_p"} & set(of_model) else {**CALM_SAMPLING, **of_model}
+def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the model's defaults, completed with ours; our sampling applies only if the model sets none."""
+    if {"temperature", "top_p", "top_k", "min_p"} & set(of_model):
+        ours = {name: value for name, value in ours.items() if name not in CALM_SAMPLING}
+    return {**ours, **of_model}
+
+
+def _suggest_template(job: Job, llm: LLM, params: list[Params]) -> None:
+    """Say once that a model has a chat template which raw prompts do not use."""
+    from minillm.parallel.launch import Torchrun
+
+    arguments, tokenizer, torchrun = job.arguments, llm.engine.tokenizer, Torchrun.from_environment()
+    if job.chat or arguments.parse_special or arguments.quiet or arguments.json or (torchrun and torchrun.rank):
+        return
+    if tokenizer is None or not tokenizer.has_chat_template:
+        return
+    if any(isinstance(each.prompt, str) and of.max_tokens for each, of in zip(job.requests, params, strict=True)):
+        say("completing the text as it is; this is a chat model, and --chat applies its chat template")
 
 
 def _with_seed(params: Params) -> Params:

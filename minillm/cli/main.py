@@ -80,6 +80,16 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         _switch("--resume", help="continue the latest saved conversation"),
         *(_THEME, _CONFIG, partial(add_sampling_options, defaults=CHAT_SAMPLING)),
     ),
+    "run": (
+        "answer one question on standard output; without a question, open the chat",
+        "run.run",
+        option("name", nargs="?", metavar="MODEL", help=f"{MODEL_NAMES} (default: the default model)"),
+        option("question", nargs="*", metavar="QUESTION", help="quoted question; piped text is appended to it"),
+        partial(add_model_options, defaults={"speculate": "lookup on a CPU, otherwise off"}),
+        *(_SYSTEM, _switch("--json", help="print the answer as a JSON object"), _QUIET, _CONFIG),
+        partial(add_sampling_options, defaults=CHAT_SAMPLING),
+        _add_grammars,
+    ),
     "generate": (
         "complete prompts from arguments, a file or standard input",
         "generate.run",
@@ -192,6 +202,7 @@ _SAMPLING = "--temperature --top-p --max-tokens --n --beam-width --seed"
 _ENGINE = "--device --weights --kv-cache-dtype --max-model-len --speculate"
 _ESSENTIAL = {
     "chat": f"--model --system --resume --plain --server --theme {_SAMPLING} {_ENGINE} --config",
+    "run": f"--model --system --json {_SAMPLING} --json-schema --choice {_ENGINE} --quiet --config",
     "generate": f"--model --chat --system --file --lines --jsonl --output --json {_SAMPLING} --json-schema --choice "
     "--device --weights --quiet --config",
     "serve": f"--host --port --api-key-file --served-model-name --replicas {_ENGINE} --max-num-seqs "
