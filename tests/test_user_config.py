@@ -61,7 +61,7 @@ def test_only_the_users_own_file_may_be_absent(tmp_path: Path, monkeypatch: pyte
         read_config(str(tmp_path / "none.toml"))
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(UsageError, match="no regular file"):
+        with pytest.raises(UsageError, match="not a regular file"):
             read_config(str(path))
 
 

@@ -1,1 +1,1 @@
-"""Text to token ids and back, and text of strangers made harmless."""
+"""Text to token ids and back, and filters for untrusted text."""

@@ -1,6 +1,6 @@
-"""Chat templates: a conversation to the text that the model was trained on.
+"""Chat templates: render a conversation as the text format that the model was trained on.
 
-Templates come with the model and are code. They run in a process of their own: see `minillm.text.sandbox`.
+Templates come with the model and are code. They run in a separate process: see `minillm.text.sandbox`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,16 @@ from minillm.text.tools import knows_tools, plain_calls, plain_tools, texts_in, 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name")
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the same; the first one that is there counts
-_KEYS_OF = {"assistant": ("tool_calls", *_THOUGHTS), "tool": ("tool_call_id",)}  # besides
-_EMPTY_KEYS = ("refusal", "audio", "function_call", "annotations", "tool_calls", *_THOUGHTS)  # as answers have
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # synonyms; the first one present counts
+_KEYS_OF = {"assistant": ("tool_calls", *_THOUGHTS), "tool": ("tool_call_id",)}  # in addition to _KEYS
+_EMPTY_KEYS = (
+    "refusal",
+    "audio",
+    "function_call",
+    "annotations",
+    "tool_calls",
+    *_THOUGHTS,
+)  # ignored if empty: answers have them
 _MEMORY_BYTES = 512 << 20
 _MAX_CHARACTERS = 16 << 20  # of all messages together
 
@@ -27,7 +34,7 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        variables: names that it may use besides the messages: ``bos_token`` and the like.
+        variables: additional names for the template, such as ``bos_token``.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -37,7 +44,7 @@ class ChatTemplate:
 
     @property
     def has_thinking_switch(self) -> bool:
-        """Whether thinking can be switched on and off (``enable_thinking``: Qwen 3, SmolLM 3 and others)."""
+        """Return whether thinking can be switched on and off (``enable_thinking``: Qwen 3, SmolLM 3 and others)."""
         return "enable_thinking" in self.source
 
     def render(
@@ -49,17 +56,20 @@ class ChatTemplate:
         thinks: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The conversation as text.
+        """Render the conversation as text.
 
         Args:
-            messages: see `plain_messages`. A developer is the system to a template that does not know the role.
-            tools: see `minillm.text.tools.plain_tools`. For a template that knows none they are text of the system.
+            messages: see `plain_messages`. If the template does not know the developer role, it becomes the system
+                role.
+            tools: see `minillm.text.tools.plain_tools`. If the template does not support tools, they become text of the
+                system message.
             add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: end inside the last message, so that generation goes on with it.
-            thinks: whether the model is to think first, where the template has that switch; None: as it is without.
+            continue_final_message: end inside the last message, so that generation continues it.
+            thinks: whether the model should think first, if the template has that switch; None: the template's default.
 
-        Raises UsageError for a message that no template knows or that this one refuses, and WeightsError where the
-        template is broken, or takes too long, too much memory or too much text.
+        Raises:
+            UsageError: a message is invalid, or the template rejects it.
+            WeightsError: the template is broken, or takes too long, too much memory or too much text.
         """
         own = plain_messages(messages)
         shown_tools = plain_tools(tools) if tools else None
@@ -71,8 +81,8 @@ class ChatTemplate:
             if message["role"] == "developer" and "developer" not in self.source:
                 message["role"] = "system"
             if "reasoning_content" in message:
-                message["thinking"] = message["reasoning_content"]  # the name in templates of gpt-oss and LFM2
-        # The space tells whether the template trims its messages.
+                message["thinking"] = message["reasoning_content"]  # the name used by gpt-oss and LFM2
+        # If the space is missing from the result, the template trims its messages.
         own[-1]["content"] += f"{END_OF_MESSAGE} " if continue_final_message else ""
         variables = {**self._variables, "messages": own, "tools": shown_tools, "documents": None}
         if thinks is not None:
@@ -86,7 +96,7 @@ class ChatTemplate:
 
 
 def _up_to_end(text: str, content: str) -> str:
-    """``text`` up to where the last message ends; without the spaces there, if the template trims messages."""
+    """Return ``text`` up to the end of the last message; without trailing spaces if the template trims messages."""
     end = text.rfind(END_OF_MESSAGE)
     if end < 0 or content.strip() not in text[:end]:
         raise UsageError("the model's chat template does not show the whole last message, so it cannot be continued")
@@ -95,11 +105,11 @@ def _up_to_end(text: str, content: str) -> str:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in their one form: a role, text as content, and a name where one was given.
+    """Normalize messages: a role, text as content, and optionally a name.
 
-    An assistant's may have ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``, which may
-    be called ``thinking`` or ``reasoning``. A tool's has a ``tool_call_id``. Content may also be None, which is empty,
-    or a list of parts of text, which are joined by newlines.
+    An assistant message may have ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``, which
+    may also be called ``thinking`` or ``reasoning``. A tool message has a ``tool_call_id``. Content may also be None,
+    which is empty, or a list of text parts, which are joined by newlines.
 
     Raises UsageError for an unknown role or key, or content that is not text.
     """
@@ -119,8 +129,8 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f'a message is {{"role": "user", "content": "…"}}, not {type(message).__name__}')
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
-    if role == "assistant":  # clients send answers back as they got them
-        if message.get("reasoning_content") is None and "reasoning" in message:  # as vLLM calls it
+    if role == "assistant":  # clients send answers back as they received them
+        if message.get("reasoning_content") is None and "reasoning" in message:  # vLLM's name
             message = {**message, "reasoning_content": message["reasoning"]}
         message = {key: value for key, value in message.items() if key != "reasoning"}
         message = {key: value for key, value in message.items() if key not in _EMPTY_KEYS or value not in (None, [])}

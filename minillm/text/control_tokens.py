@@ -1,9 +1,9 @@
-"""Control tokens, and how text that merely spells one stays text.
+"""Control tokens, and text that must not turn into them.
 
-A control token (``<|im_end|>``, ``</s>``, ``[INST]``) says something to the model that a user must not be able to say:
-a user who could type one could forge a turn of the conversation. A tokenizer finds them by their spelling. So each
-spelling in text that is not ours gets a character between its letters that exists nowhere else, and the tokenizer
-drops it *after* it has looked for control tokens: the rest is tokenised like any other text, in its context.
+A control token (``<|im_end|>``, ``</s>``, ``[INST]``) structures the conversation. A user who could type one could
+forge a turn. A tokenizer finds them by their spelling. Therefore each spelling in untrusted text gets a reserved
+character between its letters, and the tokenizer drops that character *after* it has searched for control tokens. The
+rest is tokenized like any other text, in its context.
 """
 
 import re
@@ -11,31 +11,31 @@ from collections.abc import Iterable
 
 from tokenizers import AddedToken
 
-BREAK = "\ufdd0"  # Unicode keeps noncharacters for such inner use; they are taken out of text that comes in
-END_OF_MESSAGE = "\ufdd1"  # marks where the last message ends while a chat template is rendered
+BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for internal use; `admissible` removes it from input
+END_OF_MESSAGE = "\ufdd1"  # marks the end of the last message while a chat template is rendered
 CONTINUES = "\ufdd2"  # begins a text that continues another: see `minillm.text.dummy_prefix`
 
 _MARKUP = re.compile(r"<\S+>|\[\S+\]|<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
 
 
 def is_control(token: AddedToken) -> bool:
-    """Whether an added token is for the model alone: it is marked special, or it looks like markup.
+    """Return whether an added token is reserved for the model: it is marked special, or it looks like markup.
 
-    DeepSeek's ``<｜User｜>`` is not marked special and opens a turn all the same. Runs of spaces, which some tokenizers
-    add, are ordinary text.
+    DeepSeek's ``<｜User｜>`` opens a turn although it is not marked special. Runs of spaces, which some tokenizers add,
+    are ordinary text.
     """
     return token.special or _MARKUP.fullmatch(token.content) is not None
 
 
 def admissible(text: str) -> str:
-    """``text`` without our own marks, and with U+FFFD for lone surrogates, which UTF-8 does not have."""
+    """Remove minillm's own marks from ``text``, and replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     if text.isascii():
         return text
     return re.sub("[\ud800-\udfff]", "\ufffd", re.sub(f"[{BREAK}{END_OF_MESSAGE}{CONTINUES}]", "", text))
 
 
 class Spellings:
-    """The spellings of some control tokens."""
+    """The spellings of a set of control tokens."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = sorted(set(texts), key=len, reverse=True)
@@ -45,11 +45,11 @@ class Spellings:
         self._longest = len(self.texts[0]) if self.texts else 0
 
     def count(self, text: str) -> int:
-        """How many unbroken spellings ``text`` holds."""
+        """Count the unbroken spellings in ``text``."""
         return sum(1 for _ in self._pattern.finditer(text))
 
     def broken(self, text: str) -> str:
-        """``text`` in which no spelling is whole, nor can become whole with the text before or behind it."""
+        """Break every spelling in ``text``, and every partial one that adjacent text could complete."""
         text = self._pattern.sub(lambda match: BREAK.join(match[0]), text)
         if any(text[-i:] in self._starts for i in range(1, min(len(text) + 1, self._longest))):
             text += BREAK

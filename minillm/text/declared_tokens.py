@@ -1,8 +1,8 @@
-"""Tokens that the files next to tokenizer.json declare, as transformers adds them.
+"""Tokens declared by the files next to tokenizer.json, added as in transformers.
 
-Where tokenizer_config.json has ``added_tokens_decoder``, that is the table of added tokens. Otherwise
-special_tokens_map.json overrides the named tokens, and added_tokens.json adds some. Named tokens (``eos_token``) and
-``extra_special_tokens``, formerly ``additional_special_tokens``, are added in any case, and named ones are special.
+If tokenizer_config.json has ``added_tokens_decoder``, that is the table of added tokens. Otherwise
+special_tokens_map.json overrides the named tokens, and added_tokens.json adds more. Named tokens (``eos_token``) and
+``extra_special_tokens``, formerly ``additional_special_tokens``, are always added, and named ones are special.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,17 +18,17 @@ from minillm.text.reading import is_there, read_json, shown
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 _TABLE = "added_tokens_decoder"
-_MOST_ADDED = 1 << 28  # bytes that the beginnings of all added tokens take
+_MOST_ADDED = 1 << 28  # bytes: memory estimate for the prefixes of all added tokens
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, with special_tokens_map.json where that counts. Raises WeightsError for damage."""
+    """Read tokenizer_config.json, and special_tokens_map.json if it applies. Raises WeightsError if one is damaged."""
     config, named = (_read(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     return config if _TABLE in config else {**config, **named}
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """Return the tokens that have a name, such as ``eos_token``: those that transformers knows first."""
+    """Return the named tokens, such as ``eos_token``, those with transformers' standard names first."""
     extra = _extra(config)
     values = {**config, **(extra if isinstance(extra, Mapping) else {})}
     names = [name for name in values if name.endswith("_token") or (isinstance(extra, Mapping) and name in extra)]
@@ -37,9 +37,9 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def add_declared(backend: tokenizers.Tokenizer, directory: Path, config: Mapping[str, Any]) -> None:
-    """Add the declared tokens that the backend lacks, and give others their declared flags.
+    """Add the declared tokens that the backend lacks, and set the declared flags of the others.
 
-    Raises WeightsError where a declaration is damaged.
+    Raises WeightsError if a declaration is damaged.
     """
     own, named, extra = backend.get_added_tokens_decoder(), named_tokens(config), _extra(config)
     values = extra if isinstance(extra, list) else ()
@@ -62,7 +62,7 @@ def add_declared(backend: tokenizers.Tokenizer, directory: Path, config: Mapping
 
 
 def check_added(texts: Iterable[str]) -> None:
-    """Raise WeightsError where added tokens take more memory than those of any model."""
+    """Raise WeightsError if added tokens take more memory than those of any known model."""
     lengths = list(map(len, texts))
     if sum(length * (length + 64) for length in lengths) > _MOST_ADDED:
         raise WeightsError(f"{len(lengths)} added tokens of up to {max(lengths)} characters, which no model has")
@@ -77,16 +77,16 @@ def _extra(config: Mapping[str, Any]) -> Any:
 
 
 def _of_file(path: Path, special: set[str]) -> dict[int, AddedToken]:
-    """The tokens of an added_tokens.json, which has no flags."""
+    """Read the tokens of an added_tokens.json, which has no flags."""
     return {_id(number): _token(text, path.name, special=text in special) for text, number in _read(path).items()}
 
 
 def _token(value: Any, where: str, *, special: bool = False) -> AddedToken:
-    """A token from its text, or from an object of its content and flags."""
+    """Make a token from its text, or from an object with its content and flags."""
     found = {"content": value} if isinstance(value, str) else _object(value, where)
     text, flags = found.get("content"), {name: found[name] for name in _FLAGS if found.get(name) is not None}
     if not isinstance(text, str) or not all(isinstance(flag, bool) for flag in flags.values()):
-        raise WeightsError(f"{where} holds {shown(value)}, which is no token")
+        raise WeightsError(f"{where} holds {shown(value)}, which is not a token")
     return AddedToken(text, **{**flags, **({"special": True} if special else {})})
 
 
@@ -110,4 +110,4 @@ def _id(value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise WeightsError(f"{shown(value)} is no id of an added token") from None
+        raise WeightsError(f"{shown(value)} is not an id of an added token") from None

@@ -1,7 +1,7 @@
-"""The space that a tokenizer puts before a text (SentencePiece's dummy prefix), and texts that have none.
+"""The space that a tokenizer adds before a text (SentencePiece's dummy prefix), and how to avoid it.
 
-A text that continues another must not get that space. Such a text begins with a mark, and each step that adds a prefix
-is followed by one that removes the prefix together with the mark.
+A text that continues another must not get that space. Such a text begins with a mark. Each step that adds a prefix is
+followed by a step that removes the prefix together with the mark.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,14 @@ from typing import Any
 from minillm.text.control_tokens import CONTINUES
 from minillm.text.pre_tokenizers import GPT2
 
-Step = Mapping[str, Any]  # a normalizer or a pre-tokenizer as tokenizer.json has it
+Step = Mapping[str, Any]  # a normalizer or a pre-tokenizer, as in tokenizer.json
 
 
 def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
-    """Return a step in which the mark removes the prefix, and whether it puts one; ``members`` is a sequence's key."""
+    """Return a step in which the mark removes the prefix, and whether the step adds one.
+
+    ``members`` is a sequence's key.
+    """
     kind = None if step is None else step["type"]
     if step is None or kind not in ("Sequence", "Prepend", "Metaspace", "ByteLevel"):
         return step, False
@@ -26,13 +29,15 @@ def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
 
 
 def _removable(step: Step) -> list[Step]:
-    """The steps in place of one that puts a prefix; none for one that puts none."""
+    """Return the replacement of a step that adds a prefix; empty if it adds none."""
     kind = step["type"]
     if kind == "Prepend":
         return [step, {"type": "Replace", "pattern": {"String": step["prepend"] + CONTINUES}, "content": ""}]
     if kind == "Metaspace" and step.get("prepend_scheme", "always") != "never":
         return [step, _split({"String": step["replacement"] + CONTINUES}, "Removed")]
-    if kind == "ByteLevel" and step.get("add_prefix_space"):  # its bytes would hide the mark, so the space comes first
+    if kind == "ByteLevel" and step.get(
+        "add_prefix_space"
+    ):  # its bytes would hide the mark, so the space is added before it
         space = _removable({"type": "Metaspace", "replacement": " ", "prepend_scheme": "always", "split": False})
         words = [_split({"Regex": GPT2}, "Isolated")] if step.get("use_regex", True) else []
         return [*space, *words, {**step, "add_prefix_space": False, "use_regex": False}]

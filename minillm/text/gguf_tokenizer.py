@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from a GGUF file's metadata.
+"""Rebuild tokenizers from a GGUF file's metadata.
 
 GGUF stores a vocabulary and the *name* of the pre-tokenizer: see `minillm.text.pre_tokenizers`.
 """
@@ -21,9 +21,9 @@ _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 
 
 def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
-    """Rebuild a tokenizer; returns it, its special tokens by name (``bos_token`` and so on), and its chat template.
+    """Rebuild a tokenizer; return it, its special tokens by name (``bos_token`` and so on), and its chat template.
 
-    Raises WeightsError where the metadata is damaged, or describes a tokenizer that is not supported.
+    Raises WeightsError if the metadata is damaged, or the tokenizer is not supported.
     """
     values = Values("the metadata", metadata)
     kind, tokens = metadata.get("tokenizer.ggml.model"), read_tokens(values)
@@ -36,14 +36,14 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
             raise WeightsError(f"tokenizer.ggml.model {shown(kind)} is not supported (gpt2 and llama are)")
     except (WeightsError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
+    except BaseException as error:  # the library raises nothing narrower, and its panics are not even an Exception
         raise WeightsError(f"the tokenizer in the metadata is damaged: {clean_line(str(error))}") from None
     hidden = (CONTROL, UNKNOWN) if kind == "llama" else (CONTROL,)
     typed = list(zip(tokens.texts, tokens.kinds, strict=True))
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, t in typed if t in hidden])
     backend.add_tokens([AddedToken(text, normalized=False) for text, t in typed if t == USER_DEFINED])
     special = {_NAMES[name]: tokens.texts[token_id] for name, token_id in tokens.special.items() if name in _NAMES}
-    # By other names: a token's text could hold the characters that a template's syntax needs.
+    # Uses placeholder names: a token's text could contain characters of the template syntax.
     around = {
         name.upper(): special[f"{name}_token"]
         for name, default in (("bos", adds_bos), ("eos", False))
@@ -58,16 +58,16 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Tokens) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte-level BPE; and whether it puts BOS before a text unless told otherwise."""
+    """Return byte-level BPE, and whether it adds BOS before a text by default."""
     name = metadata.get("tokenizer.ggml.pre")
     name = "default" if name in (None, "") else name
     if not isinstance(name, str) or name not in SPLITS:
         raise WeightsError(
-            f"tokenizer.ggml.pre {shown(name)} is not supported, and guessing would tokenise wrongly; "
+            f"tokenizer.ggml.pre {shown(name)} is not supported, and a guess would tokenize wrongly; "
             f"supported: {', '.join(SPLITS)}"
         )
     split = SPLITS[name]
-    # A merge into or of unknown tokens never happens.
+    # Merges that involve unknown tokens never apply.
     pairs = [(left, right) for left, _, right in (each.partition(" ") for each in texts_of(metadata, "merges"))]
     merges = [pair for pair in pairs if all(pair) and {*pair, "".join(pair)} <= tokens.ids.keys()]
     with quiet():
@@ -83,9 +83,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Tokens) -> tuple[tokenizers
 
 
 def _sentencepiece(values: Values, tokens: Tokens) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE, which merges the pair with the best score, as BPE with a list of merges in that order.
+    """Return SentencePiece's BPE, which merges the pair with the best score, as BPE with merges sorted by score.
 
-    Equal scores, and none at all, go by ids: SentencePiece numbers tokens in the order of their scores.
+    Equal or missing scores are ordered by id: SentencePiece numbers tokens in the order of their scores.
     """
     scores: Any = values.values.get("tokenizer.ggml.scores", [0.0] * len(tokens.texts))
     sound = isinstance(scores, list) and all(type(score) in (int, float) and math.isfinite(score) for score in scores)

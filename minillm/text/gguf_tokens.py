@@ -1,8 +1,9 @@
-"""The tokens in a GGUF file's metadata: their texts, their kinds, the special ones and the ends of an answer.
+"""The tokens in a GGUF file's metadata: their texts and kinds, the special ones, and the ends of an answer.
 
-Files disagree with themselves: a tune keeps the base model's end token, a converter marks ``<|im_end|>`` as a word.
-llama.cpp repairs them by the tokens' texts (src/llama-vocab.cpp), and files are tested with it. minillm does the same.
-The one exception is a byte-level file without end token, which llama.cpp ends at token 11 whatever that is.
+Files can be inconsistent: a fine-tuned model keeps the base model's end token, or a converter marks ``<|im_end|>`` as a
+word. llama.cpp repairs them by the tokens' texts (src/llama-vocab.cpp), and authors test their files with it. minillm
+does the same. There is one exception: llama.cpp ends answers of a byte-level file without end token at token 11,
+whatever that is.
 """
 
 from collections.abc import Mapping
@@ -24,27 +25,27 @@ _ENDS = frozenset(
         *("<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
     )
 )
-# These end it as well, unless a key names another token of that meaning.
+# So do these, unless a key names another token for the same purpose.
 _ENDS_BY_KEY = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# Code models have these around a gap to be filled.
+# Code models use these for fill-in-the-middle.
 _FILL_IN = (
     *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>"),
     *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>"),
     *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>"),
     *("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )
-_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # readers of gpt-oss answers look for them
-_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # where no key names another
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # parsers of gpt-oss answers look for them
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # defaults
 _NAMES = ("bos", "eos", "eot", "eom", "unknown", "padding", *_ENDS_BY_KEY)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A vocabulary. ``ids`` finds a token by its text, ``special`` by its name (``bos``, ``eos``, ``unknown``)."""
+    """A vocabulary. ``ids`` maps a token's text to its id, ``special`` its name (``bos``, ``eos``, ``unknown``)."""
 
     texts: list[str]
     kinds: list[int]
@@ -53,7 +54,7 @@ class Tokens:
 
 
 def read_tokens(values: Values) -> Tokens:
-    """Read and repair the tokens of GGUF metadata. Raises WeightsError where they are damaged."""
+    """Read and repair the tokens of GGUF metadata. Raises WeightsError if they are damaged."""
     found = texts_of(values.values, "tokens")
     kinds = values.values.get("tokenizer.ggml.token_type", [NORMAL] * len(found))
     if not isinstance(kinds, list) or len(kinds) < len(found) or not all(type(kind) is int for kind in kinds):
@@ -75,7 +76,7 @@ def read_tokens(values: Values) -> Tokens:
 
 
 def texts_of(metadata: Mapping[str, Any], key: str) -> list[str]:
-    """A list of texts that the metadata must have. Raises WeightsError where it has none."""
+    """Return a required list of texts of the metadata. Raises WeightsError if it is missing or invalid."""
     values = metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise WeightsError(f"the metadata has no usable tokenizer.ggml.{key}")
@@ -83,9 +84,9 @@ def texts_of(metadata: Mapping[str, Any], key: str) -> list[str]:
 
 
 def special_ids(values: Values, count: int) -> dict[str, int]:
-    """Token ids by name, from keys and SentencePiece's defaults. An id that is not below ``count`` counts as absent.
+    """Return token ids by name, from keys and SentencePiece's defaults. Ids of ``count`` or more are ignored.
 
-    Raises WeightsError where the value of a key is no whole number.
+    Raises WeightsError if a key's value is not an integer.
     """
     defaults = _SENTENCEPIECE_IDS if values.values.get("tokenizer.ggml.model") == "llama" else {}
     found: dict[str, int] = {}
@@ -99,14 +100,14 @@ def special_ids(values: Values, count: int) -> dict[str, int]:
 
 
 def end_ids(values: Values, count: int) -> list[int]:
-    """The tokens that end an answer, the file's own end token first; only ids below ``count``, the embedding's rows."""
+    """Return the tokens that end an answer, the file's own end token first, below ``count``, the embedding's rows."""
     tokens = values.values.get("tokenizer.ggml.tokens")
     texts = tokens if isinstance(tokens, list) else []
     special = special_ids(values, min(count, len(texts)) or count)
     by_text = _ends_by_text(special)
     ids = {text: token_id for token_id, text in enumerate(texts[:count]) if text in by_text}
     ends = [special[name] for name in ("eos", "eot", "eom", *_ENDS_BY_KEY) if name in special]
-    # In gpt-oss and Solar Open, <|end|> ends a message of several; in Gemma 4, </s> is a word.
+    # In gpt-oss and Solar Open, <|end|> ends one of several messages; in Gemma 4, </s> is a word.
     not_ends = {ids.get(text) for text in _not_ends(ids)}
     return [each for each in dict.fromkeys([*ends, *ids.values()]) if each not in not_ends]
 
@@ -116,7 +117,7 @@ def _ends_by_text(special: Mapping[str, int]) -> frozenset[str]:
 
 
 def _not_ends(texts: Mapping[str, int]) -> dict[str, int]:
-    """Tokens whose texts are ends in other vocabularies only, and their kinds."""
+    """Return the tokens, with their kinds, that end answers in other vocabularies but not in this one."""
     found = {}
     calls = bool({"<|call|>", "<|calls|>"} & texts.keys())
     if calls and {"<|return|>", "<|flush|>"} & texts.keys():

@@ -1,8 +1,8 @@
-"""Tokenizers in Hugging Face's layout: tokenizer.json and the files beside it.
+"""Tokenizers in Hugging Face's layout: tokenizer.json and the files next to it.
 
-A tokenizer.json is used in this process if each of its steps takes time in proportion to the text. Steps can be
-programs as chat templates can: an expression that takes for ever, a replacement that makes a thousand characters of
-one, data that the library panics of. Such ones run in a `minillm.text.sandbox`.
+A tokenizer.json runs in this process if each of its steps takes time linear in the text. Steps can be programs, like
+chat templates: a regular expression that never ends, a replacement that turns one character into a thousand, data that
+makes the library panic. Such tokenizers run in a `minillm.text.sandbox`.
 """
 
 import json
@@ -22,25 +22,29 @@ from minillm.text.reading import is_there, read_bytes
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import Sandbox, quiet
 
-_MAX_BYTES = 64 << 20  # of a tokenizer.json; the largest we know have 33 MB
+_MAX_BYTES = 64 << 20  # of a tokenizer.json; the largest known ones have 33 MB
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 1 << 30, 16  # for a tokenizer in a sandbox, and for each byte of its file
 
-STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}  # in sequences
+STEPS = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+}  # plural: the key in a sequence
 _PATTERNS = {pattern for split in SPLITS.values() for pattern in split.patterns}
-# How much longer a step may make a text, in bytes: Unicode's own figures for its forms.
+# Factor by which a step may lengthen a text, in bytes. The factors of Unicode's normalization forms are its own.
 _GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Prepend": 1}
 _GROWTH |= {"ByteLevel": 2, "Metaspace": 4, "Digits": 1, "Whitespace": 1, "WhitespaceSplit": 1, "Punctuation": 1}
 _GROWTH |= {"TemplateProcessing": 1, "BertProcessing": 1, "RobertaProcessing": 1}
 _MOST_GROWTH = 100.0
 _MOST_STEPS = 32
-_LONGEST = 64  # characters that a step puts before a text
+_LONGEST = 64  # characters that a step adds before a text
 
 
 def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, dict[str, Any] | None]:
-    """Read tokenizer.json and the files beside it. Raises WeightsError if it is missing or damaged.
+    """Read tokenizer.json and the files next to it. Raises WeightsError if it is missing or damaged.
 
-    Returns the tokenizer; its special tokens by name (``bos_token``, ``eos_token``, …); its chat template if it has
-    one; and the steps, if any, that must not run in this process. The tokenizer is without them then.
+    Return the tokenizer; its special tokens by name (``bos_token``, ``eos_token``, …); its chat template or None; and
+    the steps that must not run in this process, or None. The returned tokenizer lacks these steps.
     """
     path = directory / "tokenizer.json"
     if not is_there(path):
@@ -54,7 +58,7 @@ def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
         added = document.get("added_tokens") or []
         check_added(token["content"] for token in added if isinstance(token, dict) and "content" in token)
         if not is_known(document):
-            encoder_of(document).ask({"text": "a", "special": True})  # a panic of the library happens there
+            encoder_of(document).ask({"text": "a", "special": True})  # the library may panic on it
             steps = {name: document.get(name) for name in STEPS}
             data = json.dumps({**document, **dict.fromkeys(STEPS)}).encode()
         with quiet():
@@ -69,7 +73,7 @@ def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Raise a WeightsError that names the file for whatever is raised."""
+    """Convert any exception to a WeightsError that names the file."""
     try:
         yield
     except OSError as error:
@@ -81,14 +85,14 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def encoder_of(document: Mapping[str, Any]) -> Sandbox:
-    """A process that has loaded a tokenizer.json: see `minillm.text.sandbox_process`."""
+    """Return a sandbox that loads a tokenizer.json: see `minillm.text.sandbox_process`."""
     data = json.dumps(document)
     memory = _MEMORY_BYTES + _MEMORY_PER_BYTE * len(data)
     return Sandbox("tokenizer", memory, {"tokenizer": data})
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without repeated keys, for the library might take the other value of such a key."""
+    """Build a JSON object, rejecting repeated keys: the library might use the other value."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has a key twice")
@@ -96,7 +100,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_known(document: Mapping[str, Any]) -> bool:
-    """Whether nothing in a tokenizer.json is a program."""
+    """Return whether no step of a tokenizer.json is a program."""
     try:
         model = document["model"]
         affixes = [model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")]
@@ -106,12 +110,12 @@ def is_known(document: Mapping[str, Any]) -> bool:
         steps = [each for step, plural in found for each in (step[plural] if step["type"] == "Sequence" else [step])]
         growth = math.prod(map(_growth, steps), start=1.0)
         return growth <= _MOST_GROWTH and len(steps) <= _MOST_STEPS and not any(affixes)
-    except (KeyError, TypeError, AttributeError, OverflowError):  # no such layout
+    except (KeyError, TypeError, AttributeError, OverflowError):  # an unknown layout
         return False
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How much longer a step makes a text; without bound where that is not known."""
+    """Return the factor by which a step lengthens a text; infinity if unknown."""
     kind: Any = step["type"]
     pattern: Any = step.get("pattern")
     if kind == "Split" and pattern.get("Regex") in _PATTERNS:
@@ -125,7 +129,7 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template in a file; else the config's: one, or a list of named ones of which "default" is for chats."""
+    """Read the chat template from a file, else from the config: a text, or a list with the name "default"."""
     try:
         if is_there(path) and (text := read_bytes(path).decode("utf-8", errors="replace")):
             return text

@@ -1,6 +1,6 @@
-"""The splits of text that GGUF files name: ``tokenizer.ggml.pre``, whose expressions live in llama.cpp.
+"""The pre-tokenizers that GGUF files name in ``tokenizer.ggml.pre``, with llama.cpp's regular expressions.
 
-Those of Llama and its kin are here. A wrong one tokenises almost right, so an unknown name is refused.
+Those of Llama-family models are here. A wrong one tokenizes almost correctly, so unknown names are rejected.
 """
 
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Split:
-    """How a byte-level tokenizer cuts text before it merges.
+    """A byte-level tokenizer's split of text before merging.
 
     Attributes:
-        patterns: each cuts the pieces that the one before has left; text that it does not match is a piece, too.
-        ignore_merges: a piece that is a whole entry of the vocabulary is taken as it is.
-        adds_bos: BOS comes before a text, unless the file says otherwise.
-        composes: letters and their accents are composed first (NFC), as by the models' own tokenizers. llama.cpp does
-            not.
+        patterns: each splits the pieces of the previous one; text that it does not match is also a piece.
+        ignore_merges: a piece that is a vocabulary entry is not split further.
+        adds_bos: BOS is added before a text, unless the file says otherwise.
+        composes: letters and their accents are composed first (NFC), as in the models' own tokenizers. llama.cpp does
+            not compose them.
     """
 
     patterns: tuple[str, ...]
@@ -37,7 +37,7 @@ A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 
 
 
 def _class_of(code_points: str) -> str:
-    """The inside of a character class."""
+    """Return the inside of a character class."""
     return "".join("-".join(chr(int(end, 16)) for end in entry.split("-")) for entry in code_points.split())
 
 
@@ -65,7 +65,7 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS_APART = (r"\p{N}", GPT2)
 
-_SEED_CODER = QWEN2.replace(r"[\r\n]*|\s*[\r\n]+", r"|\s*[\r\n]+")  # a line end after punctuation is a piece of its own
+_SEED_CODER = QWEN2.replace(r"[\r\n]*|\s*[\r\n]+", r"|\s*[\r\n]+")  # a line end after punctuation is a separate piece
 _VIKING = (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")
 
 # The names that llama.cpp gives each split.
@@ -92,5 +92,5 @@ SPLITS = {
     "deepseek-coder": Split(_DEEPSEEK_CODER),
     "seed-coder": Split((_SEED_CODER,)),
     "viking": Split(_VIKING),
-    "default": Split(_DEFAULT),  # files from before the key existed have none, which means this
+    "default": Split(_DEFAULT),  # for older files without the key
 }

@@ -1,4 +1,4 @@
-"""Accepted forms of a prompt, and their normal form: text, or token ids as a list of Python's own ints."""
+"""Accepted kinds of prompts, normalized to text or a list of Python ints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -11,7 +11,7 @@ Prompt = str | Sequence[int]
 
 
 def prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list; `plain_ids` refuses each that is none. Raises UsageError if this is neither."""
+    """Return one prompt or several as a list. Raises UsageError for other types; `plain_ids` checks each prompt."""
     found = _unwrapped(prompts)
     found = found.tolist() if hasattr(found, "tolist") else found  # an array or a tensor
     if isinstance(found, str):
@@ -23,18 +23,21 @@ def prompt_list(prompts: Any) -> list[Prompt]:
 
 
 def plain_ids(prompt: Any) -> list[int]:
-    """Token ids from a list, a range, an array or a tensor, checked against no vocabulary. Else raises UsageError."""
+    """Return token ids from a list, a range, an array or a tensor. Raises UsageError for other types.
+
+    Ids are not compared with a vocabulary.
+    """
     found = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array or a tensor
     if not isinstance(found, Sequence) or isinstance(found, str | bytes | bytearray):
         raise UsageError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
     ids = list(found)
-    if countOf(map(type, ids), int) != len(ids):  # numpy's integers, say; values that are no integer are refused later
+    if countOf(map(type, ids), int) != len(ids):  # for example numpy integers; other values are rejected later
         ids = [index(i) if isinstance(i, Integral) and not isinstance(i, bool) else i for i in ids]
     return ids
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """The ids or the text of vLLM's dictionaries: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or both."""
+    """Unwrap vLLM's dictionaries: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or both."""
     if isinstance(prompt, Mapping) and prompt and set(prompt) <= {"prompt", "prompt_token_ids"}:
         return prompt.get("prompt_token_ids", prompt.get("prompt"))
     return prompt

@@ -1,6 +1,6 @@
-"""Files of strangers: only regular ones are opened, only so much is read, and each value is checked where it is read.
+"""Read untrusted files: only regular files are opened, sizes are limited, and each value is checked.
 
-A pipe, a device or a directory in a model's place is named instead of waited for. An error about a value names the
+A pipe, a device or a directory instead of a file is reported rather than waited for. An error about a value names the
 file, the key and the value.
 """
 
@@ -19,18 +19,18 @@ from minillm.text.safe import clean_line, parse_json
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
-_MAX_BYTES = 64 << 20  # of a file that is read as a whole; the index of 400 billion parameters has 0.2 MB
+_MAX_BYTES = 64 << 20  # of a file that is read whole; the index of a model of 400 billion parameters has 0.2 MB
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading in binary. Raises OSError if it cannot be opened, or is no regular file."""
+    """Open a file for reading in binary. Raises OSError if it cannot be opened, or is not a regular file."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "this is no regular file", str(path))
+        raise OSError(errno.EINVAL, "this is not a regular file", str(path))
     return path.open("rb")
 
 
 def read_bytes(path: Path, limit: int = _MAX_BYTES) -> bytes:
-    """All of a file. Raises OSError if it cannot be read, is no regular file, or has more than ``limit`` bytes."""
+    """Read a whole file. Raises OSError if it cannot be read, is not regular, or has more than ``limit`` bytes."""
     with open_regular(path) as stream:
         data = stream.read(limit + 1)
     if len(data) > limit:
@@ -39,7 +39,7 @@ def read_bytes(path: Path, limit: int = _MAX_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises WeightsError if there is no such file, or no JSON object in it."""
+    """Read a JSON object from a file. Raises WeightsError if the file is missing or is not a JSON object."""
     try:
         value = parse_json(read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is such a file. Raises WeightsError if its directory does not let us look."""
+    """Return whether the file exists. Raises WeightsError if its directory is not readable."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -64,15 +64,15 @@ def is_there(path: Path) -> bool:
 
 
 def shown(value: object) -> str:
-    """``value`` on one short line: no list of a million entries ends up in a message."""
+    """Return ``value`` on one short line, shortened for messages."""
     return clean_line(_REPR.repr(value), 100)
 
 
 @dataclass(frozen=True)
 class Values:
-    """The keys of one object of ``where``. A key that is null counts as absent, as it does for transformers.
+    """The keys of one object of ``where``. A key that is null counts as absent, as in transformers.
 
-    Each method raises WeightsError where the value is of another kind or out of range.
+    Each method raises WeightsError if the value has another type or is out of range.
     """
 
     where: str
@@ -85,27 +85,27 @@ class Values:
         return self.values[key] if self.has(key) else default
 
     def error(self, key: str, wanted: str) -> WeightsError:
-        """The error to raise where ``key`` has another value than is wanted."""
+        """Return the error for a missing key, or a value other than ``wanted``."""
         if not self.has(key):
             return WeightsError(f"{self.where}: the required key {key} is missing")
         return WeightsError(f"{self.where}: {key} must be {wanted}, not {shown(self.values[key])}")
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e30) -> float:
-        """A finite number from ``least`` to ``most``; without a default the key is required."""
+        """Return a finite number from ``least`` to ``most``; without a default the key is required."""
         value = self._found(key, default)
         if type(value) not in (int, float) or not least <= value <= most:
             raise self.error(key, f"a number from {least:g} to {most:g}")
         return float(value)
 
     def positive(self, key: str, default: float | None = None, *, most: float = 1e30) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         value = self.number(key, default, most=most)
         if value == 0:
             raise self.error(key, "above 0")
         return value
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 62) -> int:
-        """A whole number from ``least`` to ``most``; without a default the key is required."""
+        """Return an integer from ``least`` to ``most``; without a default the key is required."""
         value = self._found(key, default)
         if type(value) not in (int, float) or not least <= value <= most or value != int(value):
             raise self.error(key, f"a whole number from {least} to {most}")
@@ -124,7 +124,7 @@ class Values:
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """``count`` finite numbers above 0. The key is required."""
+        """Return ``count`` finite numbers above 0. The key is required."""
         found: Any = self.values.get(key)
         fits = isinstance(found, list | tuple) and len(found) == count
         if not fits or not all(type(each) in (int, float) and 0 < each <= 1e30 for each in found):
@@ -132,7 +132,7 @@ class Values:
         return tuple(map(float, found))
 
     def part(self, key: str) -> Values:
-        """The object under ``key``; an empty one where there is none."""
+        """Return the object under ``key``, or an empty one."""
         value = self.values.get(key)
         if value is None:
             return Values(self.where, {})
@@ -141,7 +141,9 @@ class Values:
         return Values(f"{self.where}: {key}", value)
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or a list of them. Ids that the model does not have are dropped: it can never produce them."""
+        """Return one token id or a list of them. Ids beyond the model's vocabulary are dropped: it never produces
+        them.
+        """
         value = self.values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(each) is int for each in found):

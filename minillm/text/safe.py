@@ -1,11 +1,11 @@
-"""The one filter between text that we did not write and a terminal.
+"""The only filter between untrusted text and a terminal.
 
-Model output, prompts, file names, chat templates and server messages are a stranger's text. Terminals obey control
-characters (ESC, the 8-bit C1 codes, carriage returns), and bidirectional controls reorder what a reader sees. All such
-text passes through `clean` before it reaches a widget, a title, a log line or stdout. Each dangerous character is
-*shown*, as a visible stand-in, never obeyed; each is judged alone, so text may be cut into chunks anywhere.
+Model output, prompts, file names, chat templates and server messages are untrusted. Terminals obey control characters
+(ESC, the 8-bit C1 codes, carriage returns), and bidirectional controls change the displayed order. All such text passes
+through `clean` before it reaches a widget, a title, a log line or stdout. Each dangerous character is replaced by a
+visible stand-in. Each is judged alone, so text may be split into chunks anywhere.
 
-Markup is not escaped here: widgets that parse markup must not be given text that we did not write.
+Markup is not escaped here: widgets that parse markup must not receive untrusted text.
 """
 
 import math
@@ -25,7 +25,7 @@ _INVISIBLE = (
     0xFEFF,  # byte order mark
     *range(0xFFF9, 0xFFFC),  # interlinear annotations
     *range(0xE0000, 0xE0080),  # tag characters: an invisible alphabet
-)  # U+200C and U+200D stay: Persian, Indic scripts and emoji are written with them
+)  # U+200C and U+200D stay: Persian, Indic scripts and emoji need them
 
 
 def _stand_ins() -> dict[int, str]:
@@ -42,7 +42,7 @@ STAND_INS = _stand_ins()
 
 
 def clean(text: str) -> str:
-    """``text`` with every character that a terminal would obey replaced by a visible stand-in.
+    """Replace every character that a terminal would obey by a visible stand-in.
 
     Newlines and tabs stay; ``\\r\\n`` becomes ``\\n``. The result encodes to UTF-8 and contains no C0, DEL or C1 byte
     sequence, so no escape sequence can begin in it.
@@ -51,13 +51,13 @@ def clean(text: str) -> str:
 
 
 def clean_line(text: str, limit: int = 200) -> str:
-    """`clean`, on one line of at most ``limit`` characters: for titles, names and messages."""
+    """Clean ``text`` and shorten it to one line of at most ``limit`` characters, for titles, names and messages."""
     line = " ".join(clean(text).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError if it is no JSON, or nested without end."""
+    """Parse a JSON text. Raises ValueError if it is not JSON, or nested too deeply."""
     import json  # not at the top: ``minillm --help`` imports this file
 
     try:
@@ -67,7 +67,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_strict_json(text: str) -> Any:
-    """Return the value of a JSON text from a model or a client, which can be written as JSON and UTF-8 again.
+    """Parse a JSON text from a model or a client into a value that can be written as JSON and UTF-8 again.
 
     Escapes of lone surrogates become U+FFFD. Raises ValueError for NaN, infinities and numbers beyond float64, and as
     `parse_json` does.
@@ -86,14 +86,14 @@ _LONE = re.compile("[\ud800-\udfff]")
 
 def _finite(number: str) -> float:
     if not math.isfinite(value := float(number)):
-        raise ValueError(f"{number} is no finite number")
+        raise ValueError(f"{number} is not a finite number")
     return value
 
 
 def json_line(value: object, *, ascii_only: bool = False) -> str:
-    """``value`` as JSON on one line, which a terminal may be given as well as a file.
+    """Return ``value`` as JSON on one line that is safe for a terminal.
 
-    Every character that `clean` replaces is written as its ``\\u`` escape: a reader gets the same value, lone
+    Every character that `clean` replaces is written as its ``\\u`` escape. A reader gets the same value, lone
     surrogates encode to UTF-8, and no reader takes U+2028 for the end of a line.
     """
     import json
@@ -105,5 +105,7 @@ def json_line(value: object, *, ascii_only: bool = False) -> str:
 def _escapes() -> dict[int, str]:
     import json
 
-    escapes = {code: json.dumps(chr(code))[1:-1] for code in STAND_INS if code > 0x7F}  # JSON itself escapes below 0x20
+    escapes = {
+        code: json.dumps(chr(code))[1:-1] for code in STAND_INS if code > 0x7F
+    }  # JSON itself escapes those below 0x20
     return {**escapes, 0x7F: "\\u007f"}

@@ -1,4 +1,4 @@
-"""Processes that can be killed, for programs of strangers: chat templates and tokenizers."""
+"""Killable processes for untrusted programs: chat templates and tokenizers."""
 
 import contextlib
 import json
@@ -17,24 +17,24 @@ from typing import Any
 from minillm.errors import WeightsError
 from minillm.text.safe import clean_line
 
-_QUIET = threading.Lock()  # there is one stderr
-_HELD = 1 << 14  # bytes of a request that a pipe holds, which is empty then
-SECONDS = 5.0  # for an answer; the slowest template that we know takes 20 ms
+_QUIET = threading.Lock()  # stderr is shared by the process
+_HELD = 1 << 14  # bytes of a request that fit into an empty pipe
+SECONDS = 5.0  # for an answer; the slowest known template takes 20 ms
 
 
 class Sandbox:
-    """A process that answers requests, started when it is first needed: `minillm.text.sandbox_process`.
+    """A process that answers requests, started on first use: `minillm.text.sandbox_process`.
 
     Args:
         subject: the kind of program: "chat template" or "tokenizer".
-        memory: bytes of address space that the process may have.
-        first: a request that every process gets before any other.
+        memory: maximum bytes of the process's address space.
+        first: a request that every new process gets before any other.
     """
 
     def __init__(self, subject: str, memory: int, first: Mapping[str, Any] | None = None) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self._subject, self._first = subject, first
-        # -P: a module of the current directory must not stand in for one of the standard library.
+        # -P: a module of the current directory must not replace one of the standard library.
         self._command = [
             sys.executable,
             "-P",
@@ -45,9 +45,9 @@ class Sandbox:
         self._lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """The answer to a request.
+        """Send a request and return its answer.
 
-        Raises WeightsError where it fails, takes longer than ``seconds`` (`SECONDS` unless given) or too much memory.
+        Raises WeightsError if it fails, takes longer than ``seconds`` (`SECONDS` unless given) or too much memory.
         """
         with self._lock:
             try:
@@ -59,7 +59,7 @@ class Sandbox:
                         self._exchange(self._first, 4 * SECONDS)
                 return self._exchange(request, SECONDS if seconds is None else seconds)
             except BaseException:
-                # An answer that comes after ctrl-c must not be taken for the next one.
+                # An answer that arrives after ctrl-c must not be taken for the next one.
                 if self.process is not None:
                     _end(self.process)
                 self.process = None
@@ -73,7 +73,7 @@ class Sandbox:
         if is_short:
             _write(process.stdin, data)
         else:
-            writer.start()  # the other side may be busy with something else than reading
+            writer.start()  # the process may not be reading yet
         line, deadline = b"", time.monotonic() + seconds
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
@@ -94,11 +94,11 @@ class Sandbox:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the hundred lines that a library writes to stderr when it panics; without a panic, all comes out later."""
+    """Hide the stderr output of a library that panics; without a panic, print it afterwards."""
     with _QUIET, tempfile.TemporaryFile() as written:
         try:
             kept = os.dup(2)
-        except OSError:  # it is closed
+        except OSError:  # stderr is closed
             yield
             return
         os.dup2(written.fileno(), 2)

@@ -1,8 +1,8 @@
-"""The process of a `minillm.text.sandbox`: takes a request a line as JSON, and answers each with one.
+"""The process of a `minillm.text.sandbox`: reads one JSON request per line, and answers each with one JSON line.
 
-Run as a script with the kind of program and a number of bytes. It imports nothing of minillm. The address space is
-limited here, and the parent kills a process that takes too long. Jinja's own sandbox keeps a chat template from
-reaching anything outside; it bounds neither time nor memory.
+It runs as a script with two arguments, the kind of program and a number of bytes, and imports nothing of minillm. It
+limits its own address space, and the parent kills it if it takes too long. Jinja's own sandbox keeps a chat template
+from accessing anything outside, but limits neither time nor memory.
 """
 
 import json
@@ -18,12 +18,12 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-_MOST_TOKENS = 64  # for each character of a text, that a tokenizer may make of it
-_tokenizers: list[Any] = []  # the one that was loaded
+_MOST_TOKENS = 64  # per character of a text, at most
+_tokenizers: list[Any] = []  # at most one
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks the assistant's words in training; here it is its body."""
+    """``{% generation %}…{% endgeneration %}``, which marks assistant text for training. Renders its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -34,7 +34,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class Refusal(Exception):
-    """The template does not take this conversation: it called ``raise_exception``."""
+    """The template rejects this conversation: it called ``raise_exception``."""
 
 
 def _raise_exception(message: str) -> None:
@@ -49,7 +49,7 @@ def _tojson(
 
 @cache
 def _template(source: str) -> jinja2.Template:
-    """The template, with the globals and filters that transformers gives to one."""
+    """Compile the template, with the globals and filters that transformers provides."""
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -60,7 +60,7 @@ def _template(source: str) -> jinja2.Template:
 
 
 def render(request: dict[str, Any]) -> dict[str, Any]:
-    """The ``text`` that ``template`` makes of ``variables``, or why it has ``refused`` them."""
+    """Render ``template`` with ``variables``: return the ``text``, or why it has ``refused`` them."""
     parts, length = [], 0
     try:
         for part in _template(request["template"]).generate(**request["variables"]):
@@ -74,9 +74,9 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode(request: dict[str, Any]) -> dict[str, Any]:
-    """Take ``tokenizer``, a tokenizer.json; or give the ids of ``text``."""
+    """Load ``tokenizer``, a tokenizer.json, or return the ids of ``text``."""
     if "tokenizer" in request:
-        import tokenizers  # not at the top: templates need none
+        import tokenizers  # not at the top: templates do not need it
 
         _tokenizers[:] = [tokenizers.Tokenizer.from_str(request["tokenizer"])]
         return {}
@@ -89,18 +89,18 @@ def encode(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     answer, memory = {"chat template": render, "tokenizer": encode}[sys.argv[1]], int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for line in sys.stdin:
         request = json.loads(line)
-        # Where the parent is gone, this signal ends an answer that takes too long.
+        # If the parent is gone, this signal ends a request that takes too long.
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1)
         try:
             result = answer(request)
         except MemoryError:
             result = {"broken": "it takes too much memory"}
-        except BaseException as error:  # where a library panics it is not even an Exception
+        except BaseException as error:  # a library's panic is not even an Exception
             result = {"broken": str(error) or type(error).__name__}
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.write(json.dumps(result) + "\n")

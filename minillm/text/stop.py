@@ -1,4 +1,4 @@
-"""The text of a completion as its tokens come: its characters, its end, and the part that may be shown before."""
+"""The text of a completion, token by token: decoding, stop strings, and the part that can already be shown."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class OutputText:
-    """The text of one completion, token by token: decoded, searched for stop strings, held back where one may begin.
+    """The text of one completion: decodes tokens, searches for stop strings, and holds text back that may begin one.
 
-    A stop string ends the completion if a token behind the first ``min_tokens`` completes it, wherever it begins. Text
-    that could be the beginning of one is held back; all else is shown at once. Text that has been shown can be part of
-    no later match, so only the held text is searched.
+    A stop string ends the completion if a token after the first ``min_tokens`` completes it, wherever it begins. Text
+    that could begin a stop string is held back; all other text is shown at once. Shown text cannot be part of a later
+    match, so only the held text is searched.
     """
 
     def __init__(self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer, self._stops = detokenizer, tuple(stops)
-        self._not_yet = min_tokens  # tokens to come that cannot complete a stop string
+        self._not_yet = min_tokens  # next tokens that cannot complete a stop string
         self._held = ""
         self._immune = 0  # characters of the held text in which no match may end
         self._shown: list[str] = []
         self.matched: str | None = None  # the stop string that has ended the completion
 
     def push(self, token_id: int) -> str:
-        """Take a token; returns the text that may be shown now. Once a stop string has matched, nothing is."""
+        """Add a token; return the text that can be shown now, which is empty after a stop string has matched."""
         self._not_yet -= 1
         return self._take(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
-        """Return the rest of the text: no more tokens come."""
+        """Return the rest of the text, after the last token."""
         return self._take(self._detokenizer.finish()) + self.cut_off()
 
     def cut_off(self) -> str:
-        """Return the text that is held back, without an incomplete character: the completion was cut off."""
+        """Return the held text of a completion that was cut off, without an incomplete character."""
         return self._release(len(self._held))
 
     @property
     def text(self) -> str:
-        """All text that may be shown, stop strings excluded."""
+        """The shown text, without stop strings."""
         return "".join(self._shown)
 
     def copy(self) -> Self:
-        """Return a completion that goes on from here by itself."""
+        """Return an independent copy that continues from here."""
         other = copy(self)
         other._detokenizer, other._shown = self._detokenizer.copy(), self._shown.copy()
         return other
@@ -58,7 +58,7 @@ class OutputText:
             return self._release(len(self._held))
         if self._not_yet >= 0:
             self._immune = len(self._held)
-        # The one that is complete first; of two that end together the longer. So the cuts do not matter.
+        # The match that ends first, the longer one of two. The result does not depend on the split into tokens.
         match = min((found for stop in self._stops if (found := self._find(stop)) is not None), default=None)
         if match is None:
             return self._release(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
@@ -76,28 +76,28 @@ class OutputText:
         return shown
 
     def _find(self, stop: str) -> tuple[int, int, str] | None:
-        """Where ``stop`` ends first behind the immune text, as a key by which matches are ordered."""
+        """Find where ``stop`` ends first after the immune text; return a sort key of the match."""
         at = self._held.find(stop, max(0, self._immune + 1 - len(stop)))
         return None if at < 0 else (at + len(stop), -len(stop), stop)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` that begins ``stop`` without completing it."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 class StreamingDetokenizer:
-    """Decodes one sequence as its tokens come: never half a character, and none lost.
+    """Decodes one sequence token by token: never half a character, and none lost.
 
-    Every token stands for some bytes. A table of them and an incremental UTF-8 decoder are all that streaming needs:
-    bytes that do not complete a character wait, an invalid sequence becomes U+FFFD.
+    Every token stands for some bytes. Streaming needs only a table of them and an incremental UTF-8 decoder: bytes that
+    do not complete a character wait, and an invalid sequence becomes U+FFFD.
 
     Args:
-        table: the bytes of each token id. Ids beyond it have none: embeddings are often padded.
-        prompt_ids: the beginning of the sequence. It is not decoded again, but if it ends inside a character, the
-            character comes out when it is complete.
-        strips: drop so many spaces at most at the beginning of the whole text, prompt included, and at its end
+        table: the bytes of each token id. Larger ids have none: embeddings are often padded.
+        prompt_ids: the beginning of the sequence. It is not decoded again, but if it ends inside a character, that
+            character is returned once it is complete.
+        strips: drop at most this many spaces at the beginning of the whole text, prompt included, and at its end
             (SentencePiece writes one before the first word).
     """
 
@@ -109,27 +109,27 @@ class StreamingDetokenizer:
         tail = b""
         for token_id in reversed(prompt_ids):
             tail = self._bytes(token_id) + tail
-            if len(tail) >= 4:  # no character is longer
+            if len(tail) >= 4:  # the longest character
                 break
         before = _Utf8Decoder("replace")
         before.decode(tail)
-        self._decoder.decode(before.getstate()[0])  # the bytes that begin a character without completing it
+        self._decoder.decode(before.getstate()[0])  # the bytes of an incomplete character
         self._leading = 0 if tail else strips[0]
         self._trailing, self._held = strips[1], ""
 
     def copy(self) -> Self:
-        """Return a decoder that goes on from here by itself."""
+        """Return an independent copy that continues from here."""
         other = copy(self)
         other._decoder = _Utf8Decoder("replace")
         other._decoder.setstate(self._decoder.getstate())
         return other
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Return the text that this token completes; may be empty."""
         return self._trim(self._decoder.decode(self._bytes(token_id)))
 
     def finish(self) -> str:
-        """The rest when no more tokens come: U+FFFD for an unfinished character."""
+        """Return the rest after the last token: U+FFFD for an incomplete character."""
         text = self._trim(self._decoder.decode(b"", final=True))
         self._held = ""
         return text
@@ -138,7 +138,7 @@ class StreamingDetokenizer:
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def _trim(self, text: str) -> str:
-        """The text without spaces that are stripped, or may be when no more text comes."""
+        """Return the text without stripped spaces, and hold back spaces that may be stripped at the end."""
         while self._leading and text:
             self._leading -= 1
             if text[0] != " ":

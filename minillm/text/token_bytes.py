@@ -1,4 +1,4 @@
-"""How the text of a vocabulary entry becomes bytes, as the tokenizer's own decoder would have it."""
+"""Convert the text of vocabulary entries to bytes, as the tokenizer's own decoder would."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TokenBytes:
         byte_level: entries are written in GPT-2's printable characters, one for each byte.
         space_mark: the text that stands for a space in an entry.
         byte_fallback: entries like ``<0x0A>`` stand for that byte.
-        strips: so many spaces are not part of a text, at most, at its beginning and at its end.
-        strips_each: the same of each entry.
+        strips: maximum number of spaces to drop at a text's beginning and end.
+        strips_each: the same for each entry.
     """
 
     byte_level: bool = False
@@ -36,7 +36,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes:
-        """Read the backend's decoder. Raises WeightsError if it is of a kind that is not supported."""
+        """Read the backend's decoder. Raises WeightsError if its kind is not supported."""
         decoder: Any = backend.decoder
         state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
         parts = state["decoders"] if state["type"] == "Sequence" else [state]
@@ -65,10 +65,12 @@ class TokenBytes:
         return cls(space_mark=mark, byte_fallback=fallback, strips=strips[True], strips_each=strips[False])
 
     def table(self, entries: Sequence[str]) -> list[bytes]:
-        """The bytes of each entry."""
+        """Return the bytes of each entry."""
         if self.byte_level:
             with contextlib.suppress(UnicodeEncodeError):
-                joined = "".join(entries).translate(_BYTES).encode("latin-1")  # at once: a vocabulary is long
+                joined = (
+                    "".join(entries).translate(_BYTES).encode("latin-1")
+                )  # in one call, because a vocabulary is long
                 return [joined[start:end] for start, end in pairwise(accumulate(map(len, entries), initial=0))]
         return [self(entry) for entry in entries]
 
@@ -88,7 +90,10 @@ class TokenBytes:
 
 
 def _bytes() -> dict[int, int]:
-    """The inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019); others become no byte."""
+    """Return the inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019).
+
+    Other bytes map to a code point that Latin-1 cannot encode.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = dict.fromkeys(others, 0x10FFFF) | {byte: byte for byte in printable}

@@ -1,19 +1,19 @@
 """Text to token ids and back.
 
-The work is the ``tokenizers`` library's. Ours are two things: text that a user typed can never become a control token
-(see `minillm.text.control_tokens`), and decoding goes through a table of bytes (see `minillm.text.stop`).
+The ``tokenizers`` library does the work. minillm adds two things: text typed by a user can never become a control token
+(see `minillm.text.control_tokens`), and decoding uses a table of bytes (see `minillm.text.stop`).
 
-Plain text has the ids that the library gives it, and so transformers, except that:
+Plain text gets the same ids as from the library, and thus from transformers, except that:
 
-- A control token that a text spells (``</s>``, ``<|im_end|>``) is ordinary text, unless ``parse_special`` is asked for.
-- Control tokens are looked for before the normalizer, those that are marked ``normalized`` too. transformers looks for
-  these after it; it may have put a mark before a ``</s>`` within a chat, which is missed then.
-- transformers 5 drops the Prepend normalizer of a tokenizer.json whose class is LlamaTokenizer. It is followed here, as
-  transformers 4 and SentencePiece do: a text's first word has other ids than transformers 5 gives it.
-- Of the spaces that a text begins with, decoding drops one, as SentencePiece does. transformers drops all where the
-  decoder is Metaspace.
-- Byte tokens that form no UTF-8 become one U+FFFD for each invalid sequence, and valid ones between them stay.
-  transformers replaces the whole run of them, which a stream could not know in time.
+- A control token spelled out in a text (``</s>``, ``<|im_end|>``) is ordinary text, unless ``parse_special`` is set.
+- Control tokens are searched before the normalizer, including those marked ``normalized``. transformers searches these
+  after it, and misses a ``</s>`` within a chat if the normalizer has put a mark before it.
+- transformers 5 drops the Prepend normalizer of a tokenizer.json with class LlamaTokenizer. minillm applies it, as
+  transformers 4 and SentencePiece do. A text's first word therefore has other ids than in transformers 5.
+- Decoding drops one leading space of a text, as SentencePiece does. transformers drops all of them if the decoder is
+  Metaspace.
+- Byte tokens that form invalid UTF-8 become one U+FFFD for each invalid sequence, and valid sequences between them
+  stay. transformers replaces the whole run, which a stream could not know in time.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from minillm.text.stop import StreamingDetokenizer
 from minillm.text.token_bytes import TokenBytes
 from minillm.text.tools import plain_tools, with_texts
 
-_REASONING_TAGS = ("<think>", "</think>")  # templates look for them in the assistant's words
+_REASONING_TAGS = ("<think>", "</think>")  # templates look for them in assistant messages
 _MAX_VOCAB = 1 << 24
 _MAX_CONTROL = 1 << 10  # characters of a control token
 _DROP = {"type": "Replace", "pattern": {"String": BREAK}, "content": ""}
-_MAX_CHARACTERS = 16 << 20  # of a text, however long the context is
-_SLOWEST = 200_000  # characters that it encodes in a second, at least
-_NO_TOKENIZER = (None, "none", "no_vocab")  # the kinds in GGUF files that have none
-_MORE_THAN_ROWS = 1 << 10  # ids that added tokens may have beyond the embedding
+_MAX_CHARACTERS = 16 << 20  # of a text, for any context length
+_SLOWEST = 200_000  # characters per second: a lower bound of the encoder's speed
+_NO_TOKENIZER = (None, "none", "no_vocab")  # kinds in GGUF files without a tokenizer
+_MORE_THAN_ROWS = 1 << 10  # maximum ids of added tokens beyond the embedding
 
 
 class Tokenizer:
-    """A model's tokenizer. Made by `load`, `from_directory` or `from_gguf`.
+    """A model's tokenizer, created by `load`, `from_directory` or `from_gguf`.
 
     Args:
-        steps: normalizer, pre-tokenizer and post-processor of a stranger's making, as tokenizer.json has them. The
-            backend is without them; they run in a process of their own.
-        num_rows: of the model's embedding. Added tokens may lie beyond it (a ``<pad>`` that the model was never given):
-            the model cannot produce them, and a text that holds one is refused. None: there is no bound.
-        added_as_written: the text of an added token is what it stands for. Otherwise the decoder makes it one.
+        steps: untrusted normalizer, pre-tokenizer and post-processor, as in tokenizer.json. The backend lacks them;
+            they run in a separate process.
+        num_rows: rows of the model's embedding; None: no limit. Added tokens may be beyond it (a ``<pad>`` that the
+            model was never trained with). The model cannot produce them, and a text that contains one is rejected.
+        added_as_written: the text of an added token is decoded as it is. Otherwise the decoder converts it.
 
-    Raises WeightsError where it decodes in a way that is not supported, or belongs to another model.
+    Raises WeightsError if its decoder is not supported, or it belongs to another model.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Tokenizer:
         self._sandbox = self._obey_marks()
         self._prefix, self._suffix = self._wrapping()
         self.use_template(chat_template)
-        self._given: ChatTemplate | None = None  # the one that a caller gave last
+        self._given: ChatTemplate | None = None  # the last one passed by a caller
 
     def use_template(self, chat_template: str | None) -> None:
-        """Take this chat template from now on; None: there is none."""
+        """Use this chat template from now on; None removes it."""
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         self.has_chat_template = chat_template is not None
         self.chat_template = chat_template or ""
@@ -124,13 +124,15 @@ class Tokenizer:
             raise WeightsError(f"the tokenizer has a control token of {longest} characters, which no model has")
 
     def _find_controls_first(self) -> None:
-        """Have the backend look for control tokens in the text before it is normalized."""
+        """Make the backend search for control tokens before it normalizes the text."""
         found = [self._added[token_id] for token_id in self.control_ids if self._added[token_id].normalized]
-        if found:  # together: each call takes time in proportion to all tokens
+        if found:  # in one call: each takes time linear in the number of tokens
             self._backend.add_tokens([AddedToken(**{**token.__getstate__(), "normalized": False}) for token in found])
 
     def _obey_marks(self) -> Sandbox | None:
-        """Have the steps drop our break, and the prefix of a text that continues another; returns their sandbox."""
+        """Make the steps drop minillm's break, and the prefix of a text that continues another; return their
+        sandbox.
+        """
         backend = self._backend
         own = self._steps
         if own is None:
@@ -139,7 +141,7 @@ class Tokenizer:
         pre_tokenizer, puts_space = with_removal(own["pre_tokenizer"], "pretokenizers")
         self._adds_prefix = prepends or puts_space
         normalizer = {"type": "Sequence", "normalizers": [_DROP] if normalizer is None else [_DROP, normalizer]}
-        if self._steps is not None:  # the whole tokenizer, in a process of its own
+        if self._steps is not None:  # the whole tokenizer runs in a separate process
             steps = {**own, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
             return encoder_of({**json.loads(backend.to_str()), **steps})
         backend.normalizer = _with_state(normalizers.Sequence([]), normalizer)
@@ -149,14 +151,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: Path | Mapping[str, Any], num_rows: int) -> Tokenizer | None:
-        """The tokenizer of a model directory or of a GGUF file's metadata; None: its prompts are token ids."""
+        """Load the tokenizer of a model directory or of GGUF metadata; None: the model has none and takes token ids."""
         if isinstance(source, Path):
             return cls.from_directory(source, num_rows) if is_there(source / "tokenizer.json") else None
         return None if source.get("tokenizer.ggml.model") in _NO_TOKENIZER else cls.from_gguf(source, num_rows)
 
     @classmethod
     def from_directory(cls, directory: Path, num_rows: int | None = None) -> Tokenizer:
-        """Read tokenizer.json and the files beside it. Raises WeightsError if it is damaged or not supported."""
+        """Read tokenizer.json and the files next to it. Raises WeightsError if it is damaged or not supported."""
         return cls(*read_directory(directory), num_rows=num_rows)
 
     @classmethod
@@ -165,7 +167,7 @@ class Tokenizer:
         return cls(*rebuild(metadata), num_rows=num_rows, added_as_written=True)
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, as `from_directory` and transformers read them."""
+        """Write tokenizer.json and tokenizer_config.json, readable by `from_directory` and transformers."""
         backend = self._backend
         ours = backend.normalizer, backend.pre_tokenizer
         backend.normalizer, backend.pre_tokenizer = self._own_normalizer, self._own_pre_tokenizer
@@ -180,24 +182,24 @@ class Tokenizer:
 
     @property
     def encodes_here(self) -> bool:
-        """Whether texts are encoded in this process, and so in a time that their length bounds."""
+        """Return whether texts are encoded in this process, in time linear in their length."""
         return self._sandbox is None
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False, continues: bool = False
     ) -> list[int]:
-        """A text as ids.
+        """Encode a text as ids.
 
         Args:
-            add_special_tokens: with the tokens that the tokenizer puts around every text, usually BOS before it.
-            parse_special: control tokens that the text spells become those tokens, as in transformers. For text that
-                you trust: a writer of ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
-                own BOS gets a second one unless ``add_special_tokens`` is false.
-            continues: the text continues another one, so it gets no space before its first word, which SentencePiece
-                puts there otherwise. See `ends_in_text`.
+            add_special_tokens: include the tokens that the tokenizer adds around every text, usually BOS before it.
+            parse_special: control tokens spelled out in the text become those tokens, as in transformers. Use it only
+                with trusted text: whoever writes ``<|im_end|>`` can forge a turn of a conversation. If the text has its
+                own BOS, unset ``add_special_tokens`` to avoid a second one.
+            continues: the text continues another one, so it does not get SentencePiece's space before its first word.
+                See `ends_in_text`.
 
-        Raises UsageError where the text holds a token that the model has no embedding for, or cannot be encoded without
-        control tokens.
+        Raises UsageError if the text contains a token without an embedding, or cannot be encoded without control
+        tokens.
         """
         text = admissible(text)
         if parse_special:
@@ -207,23 +209,23 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def ends_in_text(self, ids: Sequence[int]) -> bool:
-        """Whether a text that follows ``ids`` continues a text: the last one is no hidden control token."""
+        """Return whether a text that follows ``ids`` continues a text: the last id is not a hidden control token."""
         return bool(ids) and self.token_bytes(ids[-1]) != b""
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raise UsageError where a text has more characters than ``max_tokens`` tokens can stand for, or any text."""
-        # To tokenize it takes seconds for each million characters, and a hundred times its memory.
+        """Raise ContextLengthError if a text has more characters than ``max_tokens`` tokens, or any text, can have."""
+        # Tokenizing takes seconds per million characters, and a hundred times the text's memory.
         most = _MAX_CHARACTERS if max_tokens is None else min(max_tokens * self._longest, _MAX_CHARACTERS)
         if len(text) > most:
             why = "" if max_tokens is None else f": the context holds {max_tokens} tokens"
             raise ContextLengthError(
-                f"the prompt has {len(text):,} characters, and at most {most:,} are taken{why}; shorten it"
+                f"the prompt has {len(text):,} characters, but at most {most:,} are allowed{why}; shorten it"
             )
 
     def _whole_ids(self, text: str, special: bool = False) -> list[int]:
-        """The ids of ``text`` by the library; ``special`` adds those that the tokenizer puts around a text.
+        """Encode ``text`` with the library; ``special`` adds the tokens around a text.
 
-        Raises WeightsError where the tokenizer fails, or takes too long or too much memory.
+        Raises WeightsError if the tokenizer fails, or takes too long or too much memory.
         """
         if self._sandbox is not None:
             request = {"text": text, "special": special}
@@ -233,11 +235,11 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=special).ids
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # where the library panics it is not even an Exception
+        except BaseException as error:  # a panic of the library is not even an Exception
             raise WeightsError(f"the model's tokenizer: {clean_line(str(error))}") from None
 
     def _ids(self, text: str, continues: bool = False) -> list[int]:
-        """The ids of ``text``, all of which the model has."""
+        """Encode ``text``, and check that the model has an embedding for every id."""
         ids = self._whole_ids(CONTINUES + text if continues and self._adds_prefix else text)
         if self.vocab_size > self._num_rows and max(ids, default=0) >= self._num_rows:
             beyond = next(self._texts[i] for i in ids if i >= self._num_rows)
@@ -245,7 +247,7 @@ class Tokenizer:
         return ids
 
     def _plain_ids(self, broken: str, continues: bool) -> list[int]:
-        """The ids of a text whose spellings of control tokens are broken."""
+        """Encode a text with broken spellings of control tokens."""
         ids = self._ids(broken, continues)
         if self.control_ids.intersection(ids):
             ids = self._ids_apart(broken, continues)
@@ -254,7 +256,7 @@ class Tokenizer:
         return ids
 
     def _ids_apart(self, text: str, continues: bool = False) -> list[int]:
-        """The ids of a text in which the model's own vocabulary spells a control token: those of its pieces."""
+        """Encode a text piece by piece, because the model's own vocabulary spells a control token in it."""
         ids: list[int] = []
         for piece in text.split(BREAK):
             ids += self._ids(piece, continues if not ids else self.ends_in_text(ids))
@@ -270,11 +272,11 @@ class Tokenizer:
         thinks: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """A conversation as ids: control tokens come from the template alone, never from a message or a tool.
+        """Encode a conversation. Control tokens come only from the template, never from a message or a tool.
 
         ``chat_template`` is a Jinja template in place of the model's own; for the others see `ChatTemplate.render`.
 
-        Raises UsageError where there is no template or it refuses the conversation, WeightsError where it is broken.
+        Raises UsageError if there is no template or it rejects the conversation, WeightsError if it is broken.
         """
         template = self._template
         if chat_template is not None:
@@ -300,7 +302,7 @@ class Tokenizer:
         return ids
 
     def _broken(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with every control token in its texts broken."""
+        """Return the message with every control token in its texts broken."""
         own = ("content", "reasoning_content") if message["role"] == "assistant" else ()
         broken: dict[str, Any] = {}
         for key, value in message.items():
@@ -314,29 +316,31 @@ class Tokenizer:
         return self._user_spellings.broken(admissible(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens have none. Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ``ids``; special tokens have none. Invalid UTF-8 becomes U+FFFD."""
         stream = self.detokenizer()
         return "".join(map(stream.push, ids)) + stream.finish()
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> StreamingDetokenizer:
-        """A decoder for the tokens behind ``prompt_ids``, one by one."""
+        """Return a streaming decoder for the tokens after ``prompt_ids``."""
         return StreamingDetokenizer(self._table, prompt_ids, strips=self._decoding.strips)
 
     def difference(self, other: Tokenizer) -> str | None:
-        """Which of the ids that both have means something else to another tokenizer, in words; None where none does."""
+        """Describe the first shared id that means something else in another tokenizer; None if there is no
+        difference.
+        """
         for token_id, (own, its) in enumerate(zip(self._texts, other._texts, strict=False)):
             if own != its:
                 return f"token {token_id} is {clean_line(own, 40)!r} here and {clean_line(its, 40)!r} there"
         return None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; none for special tokens."""
+        """Return the bytes of one token; empty for special tokens."""
         return self._table[token_id] if token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """One token for a display: special tokens by name, bytes that are no UTF-8 as <0xE2>. Not cleaned."""
+        """Return one token for a display: special tokens by name, invalid UTF-8 as <0xE2>. Not cleaned."""
         if token_id >= self.vocab_size:
-            return f"<{token_id}>"  # a row of the embedding that no token uses
+            return f"<{token_id}>"  # a row of the embedding without a token
         data = self._table[token_id]
         if not data:
             return self._texts[token_id]
@@ -346,16 +350,16 @@ class Tokenizer:
             return "".join(f"<0x{byte:02X}>" for byte in data)
 
     def _id_of(self, name: str) -> int | None:
-        """The id of a named token; None also where the model has no embedding for it."""
+        """Return the id of a named token, or None if it is missing or the model has no embedding for it."""
         text = self.special_tokens.get(name)
         token_id = None if text is None else self._backend.token_to_id(text)
         return None if token_id is None or token_id >= self._num_rows else token_id
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
-        """The tokens that the tokenizer puts before and behind every text."""
+        """Return the tokens that the tokenizer adds before and after every text."""
         bare, wrapped = self._whole_ids("a"), self._whole_ids("a", special=True)
         if max(wrapped, default=0) >= self._num_rows:
-            raise WeightsError("the tokenizer puts a token around every text that the model has no embedding for")
+            raise WeightsError("the tokenizer adds a token to every text that the model has no embedding for")
         for start in range(len(wrapped) - len(bare) + 1):
             if wrapped[start : start + len(bare)] == bare:
                 return wrapped[:start], wrapped[start + len(bare) :]
@@ -363,11 +367,11 @@ class Tokenizer:
 
 
 def _state(step: Any) -> dict[str, Any] | None:
-    """A step of the backend as tokenizer.json has it."""
+    """Return a step of the backend as in tokenizer.json."""
     return None if step is None else json.loads(step.__getstate__())
 
 
 def _with_state(step: Any, state: Any) -> Any:
-    """``step`` made into the one that ``state`` describes."""
+    """Set ``step`` to the state that ``state`` describes, and return it."""
     step.__setstate__(json.dumps(state).encode())
     return step

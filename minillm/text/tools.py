@@ -1,6 +1,6 @@
-"""Tools that a model may call, and the calls in a conversation: checked, and written down for templates without them.
+"""Tools that a model may call, and the calls in a conversation: validated, and rendered as text if needed.
 
-The form is OpenAI's: a tool is ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+The format is OpenAI's: a tool is ``{"type": "function", "function": {"name", "description", "parameters"}}``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_TOOLS = 128
 _MAX_DEPTH = 64  # of a schema, and of arguments
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-# The prompt that SmolLM2 was trained with: https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B-Instruct, and Qwen's.
+# The prompt that SmolLM2 and Qwen were trained with: https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B-Instruct.
 _INSTRUCTIONS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
@@ -29,11 +29,11 @@ _INSTRUCTIONS = (
 
 
 def plain_tools(tools: Any) -> list[dict[str, Any]]:
-    """Tools in their one form, a copy. Raises UsageError, which names the place, for what is none."""
+    """Return a normalized copy of the tools. Raises UsageError with the position of an invalid one."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise UsageError(f"tools must be a list, not {shown(tools)}")
     if len(tools) > MAX_TOOLS:
-        raise UsageError(f"tools: {len(tools)} of them; at most {MAX_TOOLS} are taken")
+        raise UsageError(f"tools: {len(tools)} of them; at most {MAX_TOOLS} are allowed")
     plain = [_plain_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
     names = [tool["function"]["name"] for tool in plain]
     for name in names:
@@ -65,9 +65,9 @@ def _plain_tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def plain_calls(calls: Any) -> list[dict[str, Any]]:
-    """The calls of an assistant's message in their one form: ``arguments`` is an object, as templates expect it.
+    """Normalize the calls of an assistant message: ``arguments`` becomes an object, as templates expect.
 
-    Raises UsageError, which names the place, for what is none.
+    Raises UsageError with the position of an invalid call.
     """
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise UsageError(f"tool_calls of a message must be a list, not {shown(calls)}")
@@ -123,7 +123,7 @@ def _name_of(function: Mapping[str, Any], where: str) -> str:
 
 
 def _plain_json(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy of a value that JSON can say."""
+    """Return a copy of a value, which must be JSON."""
     if depth > _MAX_DEPTH:
         raise UsageError(f"{where} is nested deeper than {_MAX_DEPTH} levels; make it flatter")
     if isinstance(value, Mapping):
@@ -141,7 +141,7 @@ def _plain_json(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in a value of JSON, keys too."""
+    """Yield every text in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -154,7 +154,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A value of JSON with each text in it changed, keys too."""
+    """Apply ``change`` to each text in a JSON value, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -165,12 +165,12 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a chat template shows tools to the model by itself."""
+    """Return whether a chat template supports tools."""
     return re.search(r"\btools\b", template) is not None
 
 
 def written_down(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Plain messages for a template that knows no tools: all about them is text of the system, assistant and user."""
+    """Render tools, calls and results as text of plain messages, for a template without tool support."""
     found: list[dict[str, Any]] = []
     for message in messages:
         message = dict(message)

@@ -314,7 +314,7 @@ def test_another_chat_template(run: Run, tmp_path: Path) -> None:
     ("value", "said"),
     [
         ("nowhere.jinja", "No such file"),
-        ("/", "no regular file"),
+        ("/", "not a regular file"),
         ("words", "No such file"),
         ("FILE", "neither {{ nor {%"),
     ],

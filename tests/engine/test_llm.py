@@ -51,7 +51,7 @@ def test_one_prompt_or_many_text_or_ids(llm: LLM) -> None:
 
 def test_a_prompt_without_end_is_refused_before_it_is_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.tokenizer, "encode", lambda *arguments, **options: pytest.fail("it was tokenized"))
-    with pytest.raises(UsageError, match="the prompt has 1,000,000,000 characters, and at most"):
+    with pytest.raises(UsageError, match="the prompt has 1,000,000,000 characters, but at most"):
         llm.generate(" " * 10**9, GREEDY)
 
 

@@ -389,7 +389,7 @@ def test_a_prompt_without_end_is_refused_before_it_is_tokenized(tmp_path: Path) 
     ours = Tokenizer.from_directory(byte_level(tmp_path))
     longest = max(len(ours._texts[i]) for i in range(ours.vocab_size))
     ours.check_length("x" * 100 * longest, 100)
-    with pytest.raises(UsageError, match="are taken: the context holds 100 tokens"):
+    with pytest.raises(UsageError, match="are allowed: the context holds 100 tokens"):
         ours.check_length("x" * (100 * longest + 1), 100)
-    with pytest.raises(UsageError, match="at most 16,777,216 are taken"):
+    with pytest.raises(UsageError, match="at most 16,777,216 are allowed"):
         ours.check_length(" " * (17 << 20), 1 << 30)

@@ -285,7 +285,7 @@ def stand_in(path: Path, kind: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_no_file_is_named_and_not_waited_for(copy: Path, name: str, kind: str) -> None:
     stand_in(copy / name, kind)
-    with pytest.raises(WeightsError, match=f"{name}: this is no regular file"):
+    with pytest.raises(WeightsError, match=f"{name}: this is not a regular file"):
         load_engine(str(copy), EngineConfig(device="cpu", num_blocks=8))
 
 
@@ -308,7 +308,7 @@ def test_a_source_of_the_manifest_that_is_no_file(tmp_path: Path, kind: str) -> 
         'sources = [{ path = "m.gguf" }]\n'
     )
     files = resolve("m", manifest=load_manifest(manifest))
-    with pytest.raises(WeightsError, match="no regular file"):
+    with pytest.raises(WeightsError, match="not a regular file"):
         open_checkpoint(files)
     (tmp_path / "m.gguf").unlink()
     with pytest.raises(DownloadError, match="no such file"):
@@ -326,5 +326,5 @@ def test_names_that_are_no_paths_are_said(name: str) -> None:
 @pytest.mark.parametrize("kind", ["directory", "pipe", "/dev/zero"])
 def test_a_manifest_that_is_no_file_is_said(tmp_path: Path, kind: str) -> None:
     stand_in(tmp_path / "weights.toml", kind)
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         load_manifest(tmp_path / "weights.toml")
