@@ -1,1 +1,1 @@
-"""Structured output: what a grammar is, and which tokens it allows at each point of a text."""
+"""Structured output: grammars, and the tokens that they allow at each point of a text."""

@@ -1,4 +1,4 @@
-"""Rewrite what a JSON schema says of arrays."""
+"""Rewrite the array keywords of a JSON schema."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from minillm.grammar.scalar_keywords import Rewriting
 ARRAYS = frozenset(
     ["prefixItems", "items", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains", "unevaluatedItems"]
 )
-_POSITIONS = 8  # of an array, at which contains looks for its item
-_MOST_WAYS = 1600  # to choose the items of a set
+_POSITIONS = 8  # first positions of an array at which contains may find its item
+_MOST_WAYS = 1600  # alternatives for the items of a set
 
 
 def of_arrays(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
+    """Rewrite a schema's array keywords into ``result``, and into further schemas in ``more``."""
     first, rest = tuple_of(schema)
     if "unevaluatedItems" in schema and schema["unevaluatedItems"] is not True:
         if any(key in schema for key in (*IN_PLACE, "contains")):
@@ -44,7 +45,7 @@ def of_arrays(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any
 
 
 def _containing(rewriter: Rewriting, schema: dict[str, Any], least: int, most: int | None) -> Schema:
-    """Return a schema of arrays in which some item is valid under ``contains``, the first few at least."""
+    """Return a schema of arrays that have items valid under ``contains`` among their first items."""
     fewest, greatest = count(schema, "minContains", 1), count(schema, "maxContains")
     inner, start = schema["contains"], schema.get("$from", 0)
     ways: list[Schema] = [typed(set(KINDS) - {"array"})]
@@ -87,7 +88,7 @@ def _unique(
         return True
     if size != 2:
         raise Unsupported(
-            "has uniqueItems for items that are not among a few values, which cannot be followed; leave it out"
+            "has uniqueItems for items that are not limited to a few values, which is not supported; leave it out"
         )
     for item, other in _partition():
         ways.append({"type": "array", "prefixItems": [rewriter.rewritten(item), rewriter.rewritten(other)]})
@@ -124,7 +125,7 @@ def _finite(rewriter: Rewriting, schema: Schema) -> list[Any] | None:
 
 
 def _partition() -> Iterable[tuple[Schema, Schema]]:
-    """Yield pairs of schemas that no value is valid under both of, for two items that differ."""
+    """Yield pairs of disjoint schemas, for two items that differ."""
     for first in "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ":
         yield {"type": "string", "pattern": f"^{first}"}, {"type": "string", "pattern": f"^(?!{first})"}
     for number_ in range(-20, 21):

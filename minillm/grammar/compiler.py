@@ -1,4 +1,4 @@
-"""Grammars become matchers. An engine has one compiler, made for its first request with a grammar."""
+"""Compile grammars to matchers. Each engine has one compiler, created for its first request with a grammar."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from minillm.grammar.notation import limited_matcher, notation
 from minillm.grammar.trial import readable
 from minillm.grammar.vocabulary import NUM_CORES, Vocabulary
 
-_SECONDS = 10.0  # all grammars that come here compile for a vocabulary of single bytes within 4
+_SECONDS = 10.0  # every grammar here has already compiled for a vocabulary of single bytes within 4
 _MOST_KEPT = 128
-# Copies of a matcher share a lexer, and compute their masks one after the other. Matchers that were compiled by
-# themselves compute theirs at the same time, so a grammar that is asked for again is compiled again, up to so often.
+# Copies of a matcher share a lexer and compute their masks one after another. Separately compiled matchers compute
+# theirs in parallel. A grammar that is requested again is therefore compiled again, up to this many times.
 _FAMILIES = min(16, NUM_CORES)
-_CHEAP_SECONDS = 0.05  # where it took longer, one has to do
+_CHEAP_SECONDS = 0.05  # slower grammars are compiled only once
 
 
 @dataclass
 class _Kept:
-    """Matchers of one grammar at the beginning of a text, each compiled by itself."""
+    """Matchers of one grammar at the beginning of a text, each compiled separately."""
 
     matchers: list[Matcher]
-    seconds: float  # that one took
-    turn: int = 0  # of the matcher that is copied next
+    seconds: float  # of one compilation
+    turn: int = 0  # index of the next matcher to copy
 
     @property
     def may_grow(self) -> bool:
@@ -36,9 +36,9 @@ class _Kept:
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary, and keeps the latest in case that other requests have the same.
+    """Compiles grammars for one vocabulary, and keeps the latest for other requests with the same grammar.
 
-    Any thread may ask.
+    It is thread-safe.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -48,11 +48,11 @@ class Compiler:
         self._looking = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of a text.
+        """Return a matcher at the beginning of a text.
 
         Raises:
-            UsageError: the grammar takes too long to compile for this vocabulary, or allows no text that its tokens
-                can spell.
+            UsageError: the grammar takes too long to compile for this vocabulary, or allows no text that its tokens can
+                spell.
         """
         with self._looking:
             kept = self._kept.get(grammar) or _Kept([], 0.0)
@@ -75,7 +75,7 @@ class Compiler:
             return kept.matchers[kept.turn].copy()
 
     def _compile(self, grammar: Grammar) -> Matcher:
-        """Compile a grammar in a thread, which is left alone where it takes too long: nothing can interrupt it."""
+        """Compile a grammar in a thread. If it takes too long, the thread keeps running: nothing can interrupt it."""
         found: list[Matcher] = []
         failed: list[Exception] = []
 
@@ -84,7 +84,7 @@ class Compiler:
                 with self._working:
                     state = limited_matcher(self._vocabulary.tokenizer, notation(grammar.kind, grammar.source))
                     matcher = Matcher(self._vocabulary, state, Family())
-                    _ = matcher.is_exhausted  # part of the work is put off until then
+                    _ = matcher.is_exhausted  # does the deferred part of the work now
                 found.append(matcher)
             except Exception as error:
                 failed.append(error)

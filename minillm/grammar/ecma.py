@@ -1,4 +1,4 @@
-"""The regular expressions of JSON schemas: JavaScript's notation, read as a language."""
+"""Regular expressions of JSON schemas: parse JavaScript's notation into languages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _UNROLLED = 4  # repetitions of a group with assertions
 
 
 class BadPattern(ValueError):
-    """An expression that is wrong, or has something that no grammar can follow."""
+    """An expression that is invalid, or has a feature that no grammar supports."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A part of an expression: set, cat, or, rep, begin, end, look (ahead; ``most`` is 0 where it must not match)."""
+    """A part of an expression: set, cat, or, rep, begin, end, look (look-ahead; ``most`` is 0 if it must not match)."""
 
     kind: str
     parts: tuple[_Node, ...] = ()
@@ -43,7 +43,7 @@ class _Node:
 
 
 def language(algebra: Algebra, pattern: str) -> Language:
-    """Return the texts in which an expression is found. Raises BadPattern."""
+    """Return the language of all texts in which an expression matches. Raises BadPattern."""
     return _found(algebra, _Reader(pattern).read())
 
 
@@ -59,7 +59,7 @@ def _found(algebra: Algebra, node: _Node) -> Language:
 
 
 def _continued(algebra: Algebra, node: _Node, rest: Callable[[bool], Language], begin: bool) -> Language:
-    """Return the language of a node and of what follows it; ``begin`` says that nothing is before it."""
+    """Return the language of a node and its continuation; ``begin``: the node is at the start of the text."""
     if not node.asserts:
         return _followed(algebra, _alone(algebra, node), rest, begin)
     if node.kind == "or":
@@ -169,7 +169,7 @@ class _Reader:
             self.at = counts.end()
         else:
             return atom
-        self._takes("?")  # which match is preferred is of no matter
+        self._takes("?")  # laziness does not change the language
         if self.at < len(self.pattern) and (self.pattern[self.at] in "*+?" or _COUNTS.match(self.pattern, self.at)):
             raise BadPattern("it has a count of a count")
         return _Node("rep", (atom,), least=least, most=most)
@@ -195,7 +195,7 @@ class _Reader:
         if self.pattern.startswith("?", self.at):
             opening = _OPENINGS.match(self.pattern, self.at)
             if opening is None:
-                raise BadPattern("it has flags or a group of a kind that JavaScript does not have")
+                raise BadPattern("it has flags or a kind of group that JavaScript does not have")
             self.at, look = opening.end(), opening[0]
         if look in ("?<=", "?<!"):
             raise BadPattern("it has a look-behind")
@@ -217,7 +217,7 @@ class _Reader:
                     if last[0][0] < first[0][0]:
                         raise BadPattern("it has a range with ends in the wrong order")
                     first = ((first[0][0], last[0][0]),)
-                else:  # a class is no end of a range: the hyphen is one
+                else:  # a class cannot end a range: the hyphen is a character
                     self.at = before
             found += first
         return others(chars(found)) if negated else chars(found)
@@ -259,7 +259,7 @@ class _Reader:
             if 0xD800 <= code < 0xDC00 and self._takes("\\u"):
                 code = 0x10000 + (code - 0xD800) * 0x400 + self._hex(4, 0xDC00) - 0xDC00
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise BadPattern("it has a code that is no character")
+            raise BadPattern("it has a code that is not a character")
         return code
 
 

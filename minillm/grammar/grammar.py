@@ -1,4 +1,4 @@
-"""What an answer must look like: a grammar, checked once, when it is made."""
+"""Grammars for structured output, validated when they are created."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from minillm.errors import UsageError
 from minillm.grammar.trial import check_compiles
 from minillm.text.safe import clean_line, parse_json
 
-# Bounds that keep a stranger's grammar from starving the machine; each is far above the needs of people.
+# Limits that keep an untrusted grammar from exhausting the machine, far above any practical grammar.
 MAX_BYTES = 1 << 18  # of a schema, of a Lark grammar, of all choices
 MAX_REGEX_BYTES = 1 << 14
 MAX_DEPTH = 100  # of objects and arrays within each other, in a schema
 MAX_CHOICES = 4096
 
-# Each kind, as messages call it.
+# The kinds, with their names in messages.
 _KINDS = {
     "json_object": "JSON object",
     "json_schema": "JSON schema",
@@ -30,18 +30,18 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """A constraint on the text of an answer, for the parameter ``grammar``. Made by one of its constructors.
+    """A constraint on the text of an answer, for the parameter ``grammar``. Use one of its constructors.
 
-    The answer's text, from its first character to its last, is one that the grammar describes, unless it was cut short:
-    by ``max_tokens``, by a stop string, or by an abort.
+    The whole text of the answer matches the grammar, unless it was cut off by ``max_tokens``, by a stop string, or by
+    an abort.
 
     Attributes:
         kind: "json_object", "json_schema", "regex", "choice" or "lark".
         source: the schema or the list of choices as JSON, the expression, the Lark grammar; empty for any JSON object.
 
     Raises:
-        UsageError: it is too large, is nested too deep, allows no text, takes too long to compile, or says something
-            that is wrong or not supported.
+        UsageError: it is too large, is nested too deeply, allows no text, takes too long to compile, or is invalid or
+            not supported.
     """
 
     kind: str
@@ -63,13 +63,14 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: Any = None) -> Grammar:
-        """JSON that a schema describes; without one, any JSON object.
+        """Return a grammar of JSON that a schema describes, or of any JSON object without one.
 
         Args:
-            schema: a JSON schema, as a mapping, as JSON text, or as a class of pydantic's. Properties come in its
-                order. What it does not forbid is allowed: say ``"additionalProperties": False`` for no others. The
-                standard's formats are enforced, others are annotations; ``x-guidance`` is ignored. A keyword that
-                cannot be followed (``uniqueItems`` unless the items are an enum, ``maxContains``, …) is rejected.
+            schema: a JSON schema, as a mapping, as JSON text, or as a pydantic class. Properties are generated in its
+                order. Everything that it does not forbid is allowed: set ``"additionalProperties": False`` to forbid
+                others. The standard's formats are enforced; other formats are annotations, and ``x-guidance`` is
+                ignored. Unsupported keywords (``uniqueItems`` unless the items are an enum, ``maxContains``, …) are
+                rejected.
         """
         if schema is None:
             return cls("json_object")
@@ -81,28 +82,28 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that an expression matches from end to end.
+        """Return a grammar of texts that an expression matches from end to end.
 
-        The expression is of Rust's crate ``regex``: like Python's, without look-around and references to groups.
-        ``\\d`` and ``\\w`` are digits and letters of all scripts; ``[0-9]`` is of one.
+        The syntax is that of Rust's crate ``regex``: like Python's, without look-around and backreferences. ``\\d`` and
+        ``\\w`` match digits and letters of all scripts; ``[0-9]`` matches only ASCII digits.
         """
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Grammar:
-        """One of several texts."""
+        """Return a grammar of several texts: an answer is one from the list."""
         if isinstance(choices, str) or not isinstance(choices, Iterable):
             raise UsageError(f"grammar: choices must be a list of texts, not {shown(choices)}")
         return cls("choice", _json_text("choice", list(choices)))
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """Text that a grammar in Lark's notation describes, in the variant of the library llguidance."""
+        """Return a grammar in Lark's notation, in the variant of the library llguidance."""
         return cls("lark", text)
 
 
 def grammar_of(name: str, value: Any) -> Grammar | None:
-    """Check the parameter ``grammar``, which may be written as a mapping, as in JSON: ``{"regex": "…"}``."""
+    """Check the parameter ``grammar``, which may also be a mapping, as in JSON: ``{"regex": "…"}``."""
     if value is None or isinstance(value, Grammar):
         return value
     if not isinstance(value, Mapping) or len(value) != 1:
@@ -130,10 +131,10 @@ def _check_size(kind: str, source: str) -> None:
     try:
         size = len(source.encode()) if len(source) <= most else len(source)
     except UnicodeEncodeError:
-        raise UsageError(f"grammar: the {_KINDS[kind]} holds a lone surrogate, which is no text") from None
+        raise UsageError(f"grammar: the {_KINDS[kind]} holds a lone surrogate, which is not text") from None
     if size > most:
         raise UsageError(
-            f"grammar: the {_KINDS[kind]} has {size:,} bytes, and at most {most:,} are taken; make it smaller"
+            f"grammar: the {_KINDS[kind]} has {size:,} bytes, but at most {most:,} are allowed; make it smaller"
         )
     if kind != "json_object" and not source.strip():
         raise UsageError(f"grammar: the {_KINDS[kind]} is empty")

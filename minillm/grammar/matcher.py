@@ -1,4 +1,4 @@
-"""How far one sequence has come in its grammar."""
+"""The state of one sequence in its grammar."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _NOTHING_ALLOWED = (
 
 @dataclass
 class Family:
-    """All copies of a matcher: the library has them share one lexer, and with it the bounds of its size."""
+    """All copies of a matcher: in the library they share one lexer, and the limits of its size."""
 
-    has_failed: bool = False  # it may be the lexer's fault: a new matcher must be compiled
+    has_failed: bool = False  # possibly by the shared lexer: a new matcher must be compiled
 
 
 class Matcher:
-    """A place in a grammar. `minillm.grammar.compiler` makes one for the beginning of a text.
+    """A position in a grammar. `minillm.grammar.compiler` creates one at the beginning of a text.
 
     Attributes:
-        state: the library's own.
+        state: the library's matcher.
         family: shared by the copies.
-        error: why it can go no further; None while all is well. It stays then.
+        error: why it cannot continue, or None. Once set, it stays.
     """
 
     __slots__ = ("error", "family", "state", "vocabulary")
@@ -43,32 +43,34 @@ class Matcher:
         self.vocabulary, self.state, self.family, self.error = vocabulary, state, family, error
 
     def copy(self) -> Self:
-        """Another matcher at this place, which goes on by itself."""
+        """Return an independent matcher at this position."""
         return type(self)(self.vocabulary, self.state.deep_copy(), self.family, self.error)
 
     @property
     def may_stop(self) -> bool:
-        """Whether the text so far is complete."""
+        """Return whether the text so far is complete."""
         return self.error is None and self.state.is_accepting()
 
     def is_complete(self, end_ids: Collection[int]) -> bool:
-        """Whether the text is complete, and nothing may follow but one of ``end_ids``, which needs no waiting for."""
+        """Return whether the text is complete and nothing can follow; the end tokens ``end_ids`` need not be waited
+        for.
+        """
         return self.may_stop and (self.state.is_stopped() or (not end_ids and self.is_exhausted))
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no token may follow; finding it out takes as long as a mask."""
+        """Return whether no token may follow. This takes as long as computing a mask."""
         words = np.zeros((1, self.vocabulary.num_words), dtype=np.uint32)
         self.vocabulary.fill([self.state], words)
         return not words.any()
 
     def spellings(self) -> list[int]:
-        """Return the tokens that may follow where only one text can; a mask has the first of one spelling alone."""
+        """Return all tokens that may follow if only one text can; a mask has only the first of one spelling."""
         text = self.state.compute_ff_bytes()
         return [each for each in self.vocabulary.along(text) if self.state.validate_tokens([each])] if text else []
 
     def advance(self, token_id: int, *, ends: bool = False) -> None:
-        """Go on by a token; ``ends`` says that it is not text, but ends it. Sets `error` where that is not allowed."""
+        """Advance by a token; ``ends``: the token ends the text. Sets `error` if the token is not allowed."""
         if self.error is not None:
             return
         if ends:
@@ -79,9 +81,9 @@ class Matcher:
             self.note_error()
 
     def note_error(self) -> None:
-        """Set `error`: the library's own, or that no token is left."""
+        """Set `error` to the library's own error, or report that no token is left."""
         reason = self.state.get_error().split("\n")[0]
-        if not reason or reason.startswith("Parser Error: token "):  # it was given one that may not follow
+        if not reason or reason.startswith("Parser Error: token "):  # the token was not allowed
             self.error = _NOTHING_ALLOWED
         else:
             self.error, self.family.has_failed = f"the grammar failed: {clean_line(reason)}", True

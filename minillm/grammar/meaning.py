@@ -1,4 +1,4 @@
-"""JSON schemas, asked for their meaning: which values they accept, and whether one accepts a value of another."""
+"""The meaning of JSON schemas: which values they accept, and whether two schemas are disjoint."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Schema = dict[str, Any] | bool
 KINDS = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 NUMBERS = ("integer", "fraction")
 REFERENCES = ("$ref", "$recursiveRef", "$dynamicRef")
-# Keywords that say more of a value, in schemas of their own.
+# Keywords with subschemas for the same value.
 IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", *REFERENCES)
-_DEEPEST = 8  # levels at which two schemas are compared
+_DEEPEST = 8  # nesting levels to compare two schemas
 _MOST_VISITS = 60_000
 
 
 class Unsupported(ValueError):
-    """A keyword, or a combination, that cannot be followed; the text names it."""
+    """An unsupported keyword, or combination; the text names it."""
 
 
 def kinds_of_type(name: Any) -> tuple[str, ...]:
-    """Return the kinds of value that a name of a type stands for. Raises UsageError."""
+    """Return the kinds of value of a type name. Raises UsageError."""
     if name == "number":
         return NUMBERS
     if name == "any":
         return KINDS
     if name not in KINDS or name == "fraction":
-        raise UsageError(f"grammar: the JSON schema has a type that is none: {str(name)[:40]!r}")
+        raise UsageError(f"grammar: the JSON schema has an unknown type: {str(name)[:40]!r}")
     return (name,)
 
 
@@ -94,7 +94,7 @@ def number(schema: dict[str, Any], key: str) -> Any:
 
 
 def bounds(schema: dict[str, Any]) -> tuple[Any, bool, Any, bool]:
-    """Return the least number and whether it is excluded, and the same of the greatest; None where there is none."""
+    """Return the least number, whether it is excluded, and the same for the greatest; None without a bound."""
     found: list[Any] = []
     for plain, exclusive, closer in (("minimum", "exclusiveMinimum", max), ("maximum", "exclusiveMaximum", min)):
         bound = number(schema, plain)
@@ -110,7 +110,7 @@ def bounds(schema: dict[str, Any]) -> tuple[Any, bool, Any, bool]:
 
 
 class Meaning:
-    """A schema with all that it refers to.
+    """A schema with its references.
 
     Attributes:
         algebra: of the languages of its patterns.
@@ -142,14 +142,14 @@ class Meaning:
         return self._languages[pattern]
 
     def target(self, schema: dict[str, Any]) -> Schema | None:
-        """Return the schema that a schema refers to, if it refers to one."""
+        """Return the schema that a schema refers to, or None."""
         if not any(key in schema for key in REFERENCES):
             return None
         found: Schema = self.references.target(schema)
         return found
 
     def parts(self, schema: Schema, depth: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the schemas that together say what a schema says, each to be read without allOf and references."""
+        """Split a schema into parts that must all accept a value. Read each without allOf and references."""
         self.visit()
         if depth > 20:
             return
@@ -196,7 +196,7 @@ class Meaning:
         return found
 
     def values_of(self, part: dict[str, Any], name: str) -> list[Schema]:
-        """Return the schemas that a part of a schema has for a property."""
+        """Return the schemas that one part of a schema has for a property."""
         found = [mapping(part, "properties")[name]] if name in mapping(part, "properties") else []
         patterns = mapping(part, "patternProperties")
         found += [each for key, each in patterns.items() if self.algebra.matches(self.language(key), name)]
@@ -205,7 +205,7 @@ class Meaning:
         return found
 
     def disjoint(self, one: Schema, other: Schema, depth: int = 0) -> bool:
-        """Return whether no value can be valid under both; False where that is not known."""
+        """Return whether no value is valid under both; False if unknown."""
         if one is False or other is False:
             return True
         if depth > _DEEPEST or one is True or other is True:
@@ -270,7 +270,7 @@ class Meaning:
         return False
 
     def accepts(self, schema: Schema, value: Any) -> bool:
-        """Return whether a value is valid under a schema. Raises Unsupported where that is not known."""
+        """Return whether a value is valid under a schema. Raises Unsupported if unknown."""
         self.visit()
         if isinstance(schema, bool):
             return schema
@@ -341,7 +341,7 @@ class Meaning:
 
 
 def choices(schema: dict[str, Any]) -> Iterator[list[Any]]:
-    """Yield the lists of values of which a value must be one."""
+    """Yield the lists of allowed values: a value must be in each list."""
     if "enum" in schema:
         yield sequence(schema, "enum")
     if "const" in schema:
@@ -349,8 +349,8 @@ def choices(schema: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 def required(schema: dict[str, Any]) -> list[str]:
-    """Return the names of the properties that an object must have."""
-    if isinstance(schema.get("required"), bool):  # as in draft 3: it speaks of the property that the schema is for
+    """Return the names of an object's required properties."""
+    if isinstance(schema.get("required"), bool):  # as in draft 3: it applies to the property itself
         return []
     names = sequence(schema, "required")
     if not all(isinstance(name, str) for name in names):
@@ -359,7 +359,7 @@ def required(schema: dict[str, Any]) -> list[str]:
 
 
 def as_schema(dependency: Any) -> Schema:
-    """Return a dependency as a schema: a list of names, or one name, are properties that must be there."""
+    """Return a dependency as a schema. A name or a list of names means required properties."""
     if isinstance(dependency, str):
         dependency = [dependency]
     return {"type": "object", "required": dependency} if isinstance(dependency, list) else dependency

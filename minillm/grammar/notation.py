@@ -1,4 +1,4 @@
-"""A grammar in the notation of the library llguidance, and the bounds within which it works."""
+"""Convert a grammar to the notation of the library llguidance, and limit its work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minillm.grammar.rewriting import supported
 if TYPE_CHECKING:
     import llguidance
 
-# Between two tokens of JSON. Small models that may write any amount of white space sometimes write nothing else.
+# Between two tokens of JSON. If any amount is allowed, small models sometimes write only white space.
 WHITE_SPACE = r" {1,2}|\r?\n[ \t]{0,48}"
 # For one step of one sequence: 14 ms and 2.5 ms at the library's own rates.
 LIMITS: dict[str, Any] = {
@@ -24,7 +24,7 @@ LIMITS: dict[str, Any] = {
 
 
 def library() -> Any:
-    """The library, which nothing imports before there is a grammar. Raises UsageError where it is not installed."""
+    """Import and return the library, on first use of a grammar. Raises UsageError if it is not installed."""
     try:
         import llguidance
     except ImportError:
@@ -33,7 +33,9 @@ def library() -> Any:
 
 
 def notation(kind: str, source: str) -> str:
-    """The grammar as `limited_matcher` takes it; its syntax is not looked at. Raises UsageError as `library` does."""
+    """Return the grammar as text for `limited_matcher`, without checking its syntax. Raises UsageError as `library`
+    does.
+    """
     matcher = library().LLMatcher
     if kind in ("json_object", "json_schema"):
         schema = {"type": "object"} if kind == "json_object" else json.loads(source)
@@ -50,15 +52,15 @@ def notation(kind: str, source: str) -> str:
 
 
 def followed(schema: Any) -> dict[str, Any]:
-    """Return a schema as the library can follow it. Raises UsageError, which names a keyword that it cannot follow."""
+    """Rewrite a schema for the library. Raises UsageError with the name of an unsupported keyword."""
     found = supported(schema)
-    if isinstance(found, bool):  # anything, and nothing
+    if isinstance(found, bool):  # true or false: anything or nothing
         return {} if found else {"enum": []}
     return found
 
 
 def limited_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatcher:
-    """Compile a grammar for a vocabulary; where that fails, the matcher has an error."""
+    """Compile a grammar for a vocabulary. On failure, the matcher has an error."""
     import llguidance
 
     return llguidance.LLMatcher(tokenizer, text, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))

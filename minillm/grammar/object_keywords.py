@@ -1,4 +1,4 @@
-"""Rewrite what a JSON schema says of objects."""
+"""Rewrite the object keywords of a JSON schema."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ OBJECTS = frozenset(
         *("required", "propertyNames", "minProperties", "maxProperties"),
     )
 )
-_MOST_WAYS = 400  # to choose the properties that are there
+_MOST_WAYS = 400  # alternatives for the present properties
 
 
 def of_objects(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
+    """Rewrite a schema's object keywords into ``result``, and into further schemas in ``more``.
+
+    Returns False if the schema accepts nothing.
+    """
     more_names: Schema = schema.get("additionalProperties", True)
     if "unevaluatedProperties" in schema and schema["unevaluatedProperties"] is not True:
         if any(key in schema for key in IN_PLACE):
@@ -75,7 +79,7 @@ def _texts(rewriter: Rewriting, schema: Schema) -> Language:
 def _patterns(
     rewriter: Rewriting, schema: dict[str, Any], allowed: Language | None, rest: Schema
 ) -> tuple[dict[str, Schema], Schema]:
-    """Return schemas by disjoint patterns, and the schema of all names that no pattern has."""
+    """Return schemas by disjoint patterns, and the schema of names that match no pattern."""
     algebra, patterns = rewriter.algebra, mapping(schema, "patternProperties")
     if not patterns and allowed is None:
         return {}, rest
@@ -107,7 +111,7 @@ def _every(rewriter: Rewriting, schemas: list[Schema]) -> Schema:
 
 
 def _counted(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Write how many properties there may be. Returns False where no count is possible."""
+    """Write the limits of the number of properties. Return False if no number is possible."""
     least, most = count(schema, "minProperties", 0), count(schema, "maxProperties")
     names, properties = required(schema), result.get("properties", {})
     optional = [name for name, each in properties.items() if name not in names and each is not False]
@@ -135,7 +139,7 @@ def _counted(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any]
 def _subsets(
     rewriter: Rewriting, optional: list[str], lacking: int, spare: int | None, bounds: dict[str, int], is_open: bool
 ) -> Schema:
-    """Return a schema for each choice of the optional properties that are there."""
+    """Return a schema with an alternative for each set of present optional properties."""
     ways: list[Schema] = [typed(set(KINDS) - {"object"})]
     last = min(len(optional), lacking if spare is None else spare)
     for size in range(last + 1):

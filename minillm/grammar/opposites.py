@@ -1,4 +1,4 @@
-"""Negate a JSON schema: the values that it rejects, as a list of schemas."""
+"""Negate a JSON schema: return the values that it rejects, as a list of schemas."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MOST_NUMBERS = 20  # of an enum
 
 
 def opposites(meaning: Meaning, schema: Schema, names: tuple[str, ...] = ()) -> Iterator[Schema | None]:
-    """Yield schemas that together accept what a schema does not; None for what cannot be said.
+    """Yield schemas that together accept what a schema rejects; None for a part that cannot be expressed.
 
     Args:
-        names: of properties that matter: a schema without additional properties is left by any of them.
+        names: relevant property names: any of them violates a schema without additional properties.
     """
     if isinstance(schema, bool):
         if not schema:
@@ -53,7 +53,7 @@ def opposites(meaning: Meaning, schema: Schema, names: tuple[str, ...] = ()) -> 
 
 
 def typed(kinds: Any) -> Schema:
-    """Return a schema of some kinds of value. Fractions alone cannot be told from integers."""
+    """Return a schema of some kinds of value. Fractions cannot be separated from integers."""
     found = [kind for kind in KINDS if kind in kinds and kind != "fraction"]
     return {"type": ["number" if kind == "integer" and "fraction" in kinds else kind for kind in found]}
 

@@ -1,4 +1,4 @@
-"""References within a JSON schema: which subschema each one names."""
+"""References within a JSON schema: find the subschemas that they name."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from minillm.errors import UsageError
 from minillm.text.safe import clean_line
 
 _REFERENCES = ("$ref", "$recursiveRef", "$dynamicRef")
-_DATA = ("const", "enum", "default", "examples", "example")  # their values are no schemas
+_DATA = ("const", "enum", "default", "examples", "example")  # their values are not schemas
 _OLD = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 
 
 class References:
-    """Finds what references name.
+    """Resolves references.
 
     Attributes:
-        is_old: the schema says that it is of a draft in which keywords next to ``$ref`` are ignored.
+        is_old: the schema's draft ignores keywords next to ``$ref``.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._bases: dict[int, str] = {}  # of the references, by the identity of their schemas
+        self._bases: dict[int, str] = {}  # base addresses, by the identity of schemas
         self._named: dict[str, Any] = {"": root}
-        self._dynamic: list[Any] = []  # names that may stand for other schemas, depending on the way to a reference
+        self._dynamic: list[Any] = []  # names that may resolve differently, depending on the path to a reference
         dialect = root.get("$schema") if isinstance(root, dict) else None
         self.is_old = isinstance(dialect, str) and any(draft in dialect for draft in _OLD)
         self._documents: set[str] = set()
@@ -50,7 +50,7 @@ class References:
                 self._walk(value, base)
 
     def _name(self, node: Any, base: str, name: str) -> str:
-        """Note the name of a schema, and return the base of what it holds."""
+        """Note the name of a schema, and return the base address of its subschemas."""
         document, _, fragment = _joined(base, name).partition("#")
         if fragment:
             self._named.setdefault(f"{document}#{fragment}", node)
@@ -60,7 +60,7 @@ class References:
         return document
 
     def has(self, node: Any) -> bool:
-        """Return whether a schema is one of the whole, and not made later."""
+        """Return whether a schema is part of the original one, rather than created later."""
         return id(node) in self._bases
 
     def target(self, node: dict[str, Any]) -> Any:
@@ -104,13 +104,13 @@ class References:
             ) from None
         if not isinstance(found, dict | bool):
             raise UsageError(
-                f"grammar: the JSON schema has a $ref to {clean_line(reference, 100)!r}, which is no schema"
+                f"grammar: the JSON schema has a $ref to {clean_line(reference, 100)!r}, which is not a schema"
             )
         return found
 
 
 def _constraints(node: dict[str, Any]) -> list[str]:
-    """Return the keywords that may say more than a reference."""
+    """Return the keywords other than annotations."""
     return [key for key in node if key not in ("title", "description", "$comment", "default", "examples")]
 
 

@@ -1,7 +1,7 @@
-"""Regular languages with intersection and complement, and how to write them as expressions.
+"""Regular languages with intersection and complement, written as expressions.
 
-llguidance's expressions have no look-around and no complement. Here an expression in JavaScript's notation becomes a
-language, languages are combined, and the result is written as an expression that llguidance takes.
+llguidance's expressions have no look-around and no complement. Therefore an expression in JavaScript's notation becomes
+a language, languages are combined, and the result is written as an expression that llguidance accepts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_LETTERS = 16_000  # of one expression
 
 
 class TooComplex(ValueError):
-    """A language that is too large to be written down here."""
+    """A language that is too large to be written as an expression."""
 
 
 def chars(ranges: Iterable[tuple[int, int]]) -> Chars:
@@ -33,7 +33,7 @@ def chars(ranges: Iterable[tuple[int, int]]) -> Chars:
 
 
 def others(of: Chars) -> Chars:
-    """Return all code points but these."""
+    """Return all code points except these."""
     gaps, begin = [], 0
     for low, high in of:
         if begin < low:
@@ -47,14 +47,14 @@ ALL: Chars = ((0, LAST),)
 
 @dataclass(frozen=True, eq=False)
 class Language:
-    """A node of an expression. `Algebra` makes each once, so that equal ones are identical.
+    """A node of an expression. `Algebra` makes each once, so equal ones are identical.
 
     Attributes:
         kind: "set", "cat", "or", "and", "not" or "rep".
         parts: the operands.
         chars: of a set.
-        least: of a repetition, and ``most``, which is None where there is no bound.
-        has_empty: whether the empty text belongs to it.
+        least, most: of a repetition; ``most`` is None without a limit.
+        has_empty: whether it contains the empty text.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Language:
 
 
 class Algebra:
-    """Makes and combines languages, within a bound of work."""
+    """Makes and combines languages, with a limit on the work."""
 
     def __init__(self) -> None:
         self._made: dict[object, Language] = {}
@@ -143,7 +143,7 @@ class Algebra:
         return self._make("and", ordered, has_empty=all(each.has_empty for each in ordered))
 
     def complement(self, of: Language) -> Language:
-        """Return all texts that do not belong to a language."""
+        """Return the language of all other texts."""
         if of.kind == "not":
             return of.parts[0]
         if of is self.nothing:
@@ -151,7 +151,7 @@ class Algebra:
         return self.nothing if of is self.anything else self._make("not", (of,), has_empty=not of.has_empty)
 
     def repeat(self, of: Language, least: int = 0, most: int | None = None) -> Language:
-        """Return the language of ``least`` to ``most`` texts one after the other."""
+        """Return the language of ``least`` to ``most`` texts in a row."""
         if most == 0 or of is self.empty or (of is self.nothing and least == 0):
             return self.empty
         if of is self.nothing or (least == most == 1):
@@ -161,7 +161,7 @@ class Algebra:
         return self._make("rep", (of,), least=least, most=most, has_empty=least == 0 or of.has_empty)
 
     def step(self, of: Language, char: int) -> Language:
-        """Return the language of what may follow a character (Brzozowski's derivative)."""
+        """Return the language of continuations after a character (Brzozowski's derivative)."""
         found = of.derivatives.get(char)
         if found is None:
             self._steps += 1
@@ -257,7 +257,7 @@ class Algebra:
         return edges[-1].get(-2, self.nothing)
 
     def _automaton(self, of: Language) -> dict[int, dict[int, Language]]:
-        """Return its transitions: -1 is before the first state, 1, and -2 after the last ones."""
+        """Return its transitions. State -1 precedes the initial state 1, and -2 follows the accepting ones."""
         letters = _alphabet(of)
         numbers, waiting = {of: 1}, [of]
         edges: dict[int, dict[int, Language]] = {-1: {1: self.empty}}
@@ -279,7 +279,7 @@ class Algebra:
 
 
 def _alphabet(of: Language) -> list[Chars]:
-    """Return sets of characters that a language does not tell apart: together they are all characters."""
+    """Partition all characters into sets that a language does not distinguish."""
     cuts, seen, waiting = {0, LAST + 1}, {of}, [of]
     ranges: set[Chars] = set()
     while waiting:
@@ -297,7 +297,7 @@ def _alphabet(of: Language) -> list[Chars]:
         key = tuple(any(first <= low <= last for first, last in each) for each in ordered)
         classes.setdefault(key, []).append((low, end - 1))
     if len(classes) > 200:
-        raise TooComplex("its patterns tell too many characters apart")
+        raise TooComplex("its patterns distinguish too many characters")
     return [chars(each) for each in classes.values()]
 
 
@@ -327,7 +327,7 @@ def _written_set(of: Chars) -> str:
     if of == ALL:
         return "(?s:.)"
     if of[0][0] == 0 != of[0][1] and not all(any(low <= ord(sign) <= high for low, high in of) for sign in '"\\'):
-        # llguidance 1.9 takes a set with all control characters for one with quotation marks and backslashes.
+        # llguidance 1.9 treats a set of all control characters as if it had quotation marks and backslashes.
         of = ((1, of[0][1]), *of[1:])
     negated = of[-1][1] == LAST
     body = "".join(_written_range(low, high) for low, high in (others(of) if negated else of))
@@ -335,7 +335,7 @@ def _written_set(of: Chars) -> str:
 
 
 def _written_range(low: int, high: int) -> str:
-    """Write a range of characters without surrogates, which are no text."""
+    """Write a range of characters without surrogates, which are not text."""
     if low <= 0xDFFF and high >= 0xD800:
         below = _written_range(low, 0xD7FF) if low < 0xD800 else ""
         return below + (_written_range(0xE000, high) if high > 0xDFFF else "")

@@ -1,7 +1,8 @@
-"""JSON schemas as llguidance can follow them.
+"""Rewrite JSON schemas for llguidance.
 
-llguidance follows a part of JSON Schema. A schema is rewritten into this part: the new one accepts the same values, or
-fewer where that cannot be said, and never one that the first does not accept. What cannot be rewritten is rejected.
+llguidance supports a part of JSON Schema. A schema is rewritten into this part. The result accepts the same values, or
+fewer if that cannot be expressed, and never a value that the original rejects. Schemas that cannot be rewritten are
+rejected.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from minillm.grammar.regular import TooComplex
 from minillm.grammar.scalar_keywords import BOUNDS, EXACT, STRINGS, of_numbers, of_strings
 
 _MOST_SIZE = 60_000  # subschemas of the result
-_MOST_OPPOSITES = 4  # within each other: each multiplies the alternatives of the one around it
+_MOST_OPPOSITES = 4  # nesting levels: each multiplies the alternatives of the outer one
 
 Write = Callable[["Rewriter", dict[str, Any], dict[str, Any], list[Schema]], bool | None]
-# Keywords that are written together, and the one of them at whose place.
+# Keywords that are written together, and the keyword that determines their position.
 _GROUPS: tuple[tuple[frozenset[str], str, Write], ...] = (
     (OBJECTS, "properties", of_objects),
     (ARRAYS, "items", of_arrays),
@@ -44,7 +45,7 @@ _GROUPS: tuple[tuple[frozenset[str], str, Write], ...] = (
 
 
 def supported(root: Schema) -> Schema:
-    """Rewrite a schema. Raises UsageError, which names the keyword that cannot be followed."""
+    """Rewrite a schema. Raises UsageError with the name of an unsupported keyword."""
     try:
         return Rewriter(_tidy(root)).whole()
     except (Unsupported, TooComplex) as error:
@@ -54,7 +55,7 @@ def supported(root: Schema) -> Schema:
 
 
 def _tidy(schema: Any) -> Any:
-    """Return a copy in which what draft 3 says of a property is said of its object."""
+    """Return a copy in which draft 3's ``required`` of a property is moved to its object."""
     if isinstance(schema, list):
         return [_tidy(each) for each in schema]
     if not isinstance(schema, dict):
@@ -69,14 +70,14 @@ def _tidy(schema: Any) -> Any:
 
 
 class Rewriter:
-    """Rewrites one schema and what it refers to."""
+    """Rewrites one schema and its references."""
 
     def __init__(self, root: Schema) -> None:
         self.root, self.meaning = root, Meaning(root)
         self.algebra = self.meaning.algebra
-        self._names: dict[int, str] = {}  # of definitions, by the identity of what they define
+        self._names: dict[int, str] = {}  # of definitions, by the identity of their schemas
         self._definitions: dict[str, Schema] = {}
-        self._open: list[int] = []  # definitions that are being written, and schemas that are being negated
+        self._open: list[int] = []  # definitions being written, and schemas being negated
         self._size = self._opposites = 0
 
     def whole(self) -> Schema:
@@ -107,7 +108,7 @@ class Rewriter:
         return parts[0] if len(parts) == 1 else {"allOf": parts}
 
     def _own(self, schema: dict[str, Any]) -> tuple[Schema, list[Schema]]:
-        """Rewrite the keywords of a schema in their order: it decides the order of properties."""
+        """Rewrite the keywords of a schema in order, which determines the order of properties."""
         result: dict[str, Any] = {}
         more: list[Schema] = []
         if "type" in schema:
@@ -124,7 +125,7 @@ class Rewriter:
             elif key in _SINGLE:
                 found = _SINGLE[key](self, schema)
                 if isinstance(found, dict) and key in found and key not in result:
-                    result |= found  # where it stands
+                    result |= found  # keeps its position
                 else:
                     more.append(found)
         return result, more
@@ -146,7 +147,7 @@ class Rewriter:
         if others:
             rest["enum"] = others[0]
         base = {key: value for key, value in rest.items() if key in REFERENCES}
-        if base:  # a reference is found by the schema that has it
+        if base:  # references are resolved relative to their own schema
             rest = {key: value for key, value in rest.items() if key not in base}
             rest["allOf"] = [*sequence(schema, "allOf"), self.meaning.target(schema)]
         found = [value for value in values if self.meaning.accepts(rest, value)]
@@ -168,7 +169,7 @@ class Rewriter:
         return False if self._definitions[name] is False else {"$ref": f"#/$defs/{name}"}
 
     def ways(self, ways: Iterable[Schema]) -> Schema:
-        """Return the schema of what one of several accepts."""
+        """Return the union of schemas."""
         found = [way for way in ways if way is not False]
         if any(way is True or way == {} for way in found):
             return True
@@ -195,7 +196,7 @@ class Rewriter:
             ]
             alone = self.rewritten(way)
             if against and any(id(part) in self._open for part in self.meaning.parts(way)):
-                alone = False  # the library cannot restrict a definition within itself
+                alone = False  # the library cannot restrict a recursive definition
             if against and alone is not False:
                 noes = [self._no({"not": other, "$names": names, "$within": [way, outer]}) for other in against]
                 alone = False if False in noes else {"allOf": [alone, *noes]}
@@ -231,7 +232,7 @@ class Rewriter:
         self._opposites -= 1
         result = self.ways(found)
         if result is False and not exact and not within["allOf"]:
-            raise Unsupported("has a not that cannot be followed; say what is allowed instead")
+            raise Unsupported("has a not that is not supported; describe the allowed values instead")
         return result
 
     def _condition(self, schema: dict[str, Any]) -> Schema:

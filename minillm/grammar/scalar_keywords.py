@@ -1,4 +1,4 @@
-"""Rewrite what a JSON schema says of texts and numbers."""
+"""Rewrite the string and number keywords of a JSON schema."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from minillm.grammar.regular import Algebra
 
 STRINGS = frozenset(("pattern", "format", "minLength", "maxLength", "$language"))
 BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
-EXACT = 1 << 53  # integers beyond it are not exact to the library
-_FARTHEST = (1 << 63) - 1024  # and this is the last one that it counts to
+EXACT = 1 << 53  # larger integers are not exact in the library
+_FARTHEST = (1 << 63) - 1024  # the library's largest integer
 
 
 class Rewriting(Protocol):
@@ -27,20 +27,21 @@ class Rewriting(Protocol):
         """Rewrite a schema."""
 
     def ways(self, ways: Iterable[Schema]) -> Schema:
-        """Return the schema of what one of several accepts."""
+        """Return the union of schemas."""
 
 
 def written(rewriter: Rewriting, pattern: str) -> str:
-    """Return a pattern as the library reads it."""
+    """Return a pattern in the library's syntax."""
     try:
         return rewriter.algebra.expression(rewriter.meaning.language(pattern))
     except Unsupported:
         if any(sign in pattern for sign in ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")):
             raise
-        return pattern  # in a notation of the library's own, perhaps
+        return pattern  # perhaps in the library's own syntax
 
 
 def of_strings(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
+    """Rewrite a schema's string keywords into ``result``, and into further schemas in ``more``."""
     patterns = []
     if "pattern" in schema:
         patterns.append(written(rewriter, schema["pattern"]))
@@ -58,6 +59,7 @@ def of_strings(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
 
 
 def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
+    """Rewrite a schema's number keywords into ``result``."""
     low, above, high, below = bounds(schema)
     if low is not None:
         result["exclusiveMinimum" if above else "minimum"] = _inner(low, up=True)
@@ -72,7 +74,7 @@ def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
 
 
 def _inner(bound: float, *, up: bool) -> float:
-    """Return a bound that is exact to the library: the next one within, for an integer that is not."""
+    """Return a bound that is exact in the library: the nearest one inside the range."""
     if abs(bound) <= EXACT:
         return bound
     bound = max(bound, -_FARTHEST) if up else min(bound, _FARTHEST)

@@ -1,7 +1,7 @@
-"""A grammar is compiled in a process of its own first, which can be killed.
+"""Compile each grammar in a killable process first.
 
-Most grammars of reasonable size compile in milliseconds. Some, an intersection of expressions or a large
-``multipleOf``, would take hours, in a library that nothing can interrupt.
+Most grammars of reasonable size compile in milliseconds. Some, such as an intersection of expressions or a large
+``multipleOf``, would take hours in a library that cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from minillm.grammar.notation import LIMITS, notation
 from minillm.text.safe import clean_line
 
-_CPU_SECONDS = 4  # the largest schema that we know takes 0.1
-_WALL_SECONDS = 60.0  # for a machine that has much else to do
+_CPU_SECONDS = 4  # the largest known schema takes 0.1
+_WALL_SECONDS = 60.0  # for a busy machine
 _MEMORY = 2 << 30  # bytes of address space
 
 
 @lru_cache(maxsize=256)
 def check_compiles(kind: str, source: str) -> str | None:
-    """What is wrong with a grammar, for a sentence that begins with its kind; None where it compiles.
+    """Return the fault of a grammar, as the end of a sentence, or None if it compiles.
 
-    Raises UsageError where the library is not installed.
+    Raises UsageError if the library is not installed.
     """
     request = {"grammar": notation(kind, source), "limits": LIMITS, "seconds": _CPU_SECONDS, "memory": _MEMORY}
-    # -P: a module of the current directory must not stand in for one of the standard library.
+    # -P: a module of the current directory must not replace one of the standard library.
     command = [sys.executable, "-P", str(Path(__file__).with_name("trial_process.py"))]
     late = f"takes more than {_CPU_SECONDS} seconds to compile; make it simpler"
     try:
@@ -48,9 +48,9 @@ def check_compiles(kind: str, source: str) -> str | None:
 
 
 def readable(fault: str) -> str:
-    """What the library says of a grammar, as the end of one line."""
+    """Convert the library's error to the end of a one-line message."""
     if fault.startswith("panic"):
         return "makes the library fail; make it simpler"
     if "invalid regex" in fault and "\nerror: " in fault:
-        fault = fault.split("\nerror: ")[1].split("\n")[0]  # without the expression, whose every line is repeated
-    return f"is refused: {clean_line(fault.replace('<non-verbose/>', ''), 300)}"
+        fault = fault.split("\nerror: ")[1].split("\n")[0]  # without the repeated expression
+    return f"is invalid: {clean_line(fault.replace('<non-verbose/>', ''), 300)}"

@@ -1,6 +1,6 @@
 """The process of `minillm.grammar.trial`: compiles one grammar for a vocabulary of single bytes.
 
-Reads one JSON object, writes another with the ``fault`` of the grammar, or null. It imports nothing of minillm.
+It reads one JSON object, and writes another with the ``fault`` of the grammar, or null. It imports nothing of minillm.
 """
 
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 import llguidance
 
-_END = 256  # the id behind the bytes
+_END = 256  # the id after the bytes
 
 
 class Bytes:
-    """The vocabulary, as the library asks for it."""
+    """The vocabulary in the library's interface."""
 
     eos_token_id, bos_token_id = _END, None
     tokens = (*(bytes([byte]) for byte in range(256)), b"")
@@ -25,7 +25,7 @@ class Bytes:
 
 
 def fault(request: dict[str, Any]) -> str | None:
-    """Why a grammar cannot be used; None where it can."""
+    """Return why a grammar cannot be used, or None."""
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, eos_token=_END)
     limits = llguidance.LLParserLimits(**request["limits"])
     matcher = llguidance.LLMatcher(tokenizer, request["grammar"], log_level=0, limits=limits)

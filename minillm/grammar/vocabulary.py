@@ -1,4 +1,4 @@
-"""A model's vocabulary as grammars see it: the bytes of each token."""
+"""A model's vocabulary for grammars: the bytes of each token."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     import llguidance
 
 NUM_CORES = len(os.sched_getaffinity(0))
-# Runs of a JSON string's characters, by their most: where a text allows any run so long, the library takes all tokens
-# within it at once. Its own are 10, 30 and any; a string of bounded length has a last ten characters in each answer.
+# Maximum lengths of runs of a JSON string's characters. If a text allows any run of such a length, the library allows
+# all tokens within it at once. The library's own lengths are 10, 30 and any; a string of bounded length has a last ten
+# characters in each answer, which need the shorter ones.
 _RUNS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 30)
-_MARK = "\x02"  # before a text that is to be encoded: some tokenizers treat the beginning of a text by itself
+_MARK = "\x02"  # before a text to encode: some tokenizers treat the beginning of a text differently
 
 
 class Vocabulary:
-    """A model's tokens, and which of them may follow.
+    """A model's tokens, and masks of the tokens that may follow.
 
     Args:
-        tokens: the bytes of each of the model's ids. Those of control tokens, and of ids that no token uses, are empty:
-            no grammar allows them.
-        encode: makes ids of a text, without special tokens. Where a grammar leaves no choice of bytes, only the tokens
-            that it would choose are in a mask; `Matcher.spellings` has the others.
+        tokens: the bytes of each of the model's ids. Control tokens and unused ids have none: no grammar allows them.
+        encode: encodes a text without special tokens. If a grammar leaves no choice of bytes, a mask has only the
+            tokens that this function chooses; `Matcher.spellings` has the others.
     """
 
     def __init__(self, tokens: Sequence[bytes], encode: Callable[[str], Sequence[int]]) -> None:
@@ -38,7 +38,7 @@ class Vocabulary:
         self.size = len(tokens)
         self.num_words = self.size // 32 + 1  # of a mask: one bit for each id, and one for the end of a text
         self._encode = encode
-        # The end of a text has an id of its own, behind the model's: which of its ids end an answer, the request says.
+        # The end of a text gets a separate id after the model's, because each request has its own end tokens.
         self._tokens = (*tokens, b"")
         self._ids = {data: token_id for token_id, data in reversed(list(enumerate(tokens))) if data}
         self._longest = max(map(len, self._ids), default=0)
@@ -51,15 +51,16 @@ class Vocabulary:
 
     @cached_property
     def _executor(self) -> Any:
-        # Few cores are all taken, for who waits for masks does nothing else; of many the library leaves some to others.
+        # With few cores use all of them, since the caller only waits for the masks; of many, the library leaves some
+        # free.
         return library().LLExecutor(NUM_CORES if NUM_CORES <= 4 else None)
 
     def fill(self, states: Sequence[llguidance.LLMatcher], words: NDArray[np.uint32]) -> list[bool]:
-        """Compute which tokens may follow, for several sequences at a time.
+        """Compute masks of the tokens that may follow, for several sequences at a time.
 
         Args:
-            words: ``[states, num_words]``, contiguous; bit ``i % 32`` of word ``i // 32`` becomes 1 where token ``i``
-                may follow. Where a text is complete, or its state has an error, none may.
+            words: ``[states, num_words]``, contiguous. Bit ``i % 32`` of word ``i // 32`` is set to 1 if token ``i``
+                may follow. If a text is complete or its state has an error, no bit is set.
 
         Returns:
             Whether each text may end here, or its state has an error.
@@ -76,12 +77,12 @@ class Vocabulary:
         return may_end
 
     def along(self, text: bytes) -> list[int]:
-        """Return the tokens that are beginnings of a text, or begin with it."""
+        """Return the tokens that are prefixes of a text, or begin with it."""
         tokens = enumerate(self._tokens[: self.size])
         return [each for each, data in tokens if data and (text.startswith(data) or data.startswith(text))]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text within another text; as many as its bytes allow."""
+        """Return the ids of a text within another text, as far as its bytes can be encoded."""
         wanted = text.encode("utf-8", "surrogateescape")
         try:
             ids = list(self._encode(_MARK + text))
@@ -97,7 +98,7 @@ class Vocabulary:
         return self._longest_first(wanted)
 
     def _longest_first(self, data: bytes) -> list[int]:
-        """Ids whose bytes are ``data``, each as long as may be, up to the first byte that no token begins with."""
+        """Return ids with the bytes ``data``, each as long as possible, up to the first byte that begins no token."""
         ids, at = [], 0
         while at < len(data):
             lengths = range(min(self._longest, len(data) - at), 0, -1)
@@ -110,20 +111,20 @@ class Vocabulary:
 
 
 def _slices() -> list[str]:
-    """Sets of tokens as regular expressions, each within the next, for the library to take as a whole."""
+    """Return nested sets of tokens as regular expressions; the library handles each as a whole."""
     space, *_, character = library().LLTokenizer.json_slices()
     character = character.removesuffix("+")
     return [space, *(f"{character}{{1,{most}}}" for most in _RUNS), f"{character}+"]
 
 
 class _Tokens:
-    """The vocabulary, as the library asks for it."""
+    """The vocabulary in the library's interface."""
 
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes], end: int, encode: Callable[[str], list[int]]) -> None:
         self.tokens, self.eos_token_id, self.special_token_ids = tokens, end, (end,)
-        self._encode = lru_cache(4096)(encode)  # what a grammar forces, a name and its colon, comes again and again
+        self._encode = lru_cache(4096)(encode)  # forced texts, such as a name and its colon, repeat often
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode("utf-8", "surrogateescape"))

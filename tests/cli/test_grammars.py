@@ -72,7 +72,7 @@ def test_a_line_of_a_file_has_its_own(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--regex", "("), "the regex is refused: unclosed group"),
+        (("--regex", "("), "the regex is invalid: unclosed group"),
         (("--regex", "a", "--choice", "b"), "not allowed with"),
         (("--json-schema", "/nowhere/schema.json"), "--json-schema: cannot read /nowhere/schema.json"),
         (("--choice", ""), "a choice must not be empty"),

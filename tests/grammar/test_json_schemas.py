@@ -338,7 +338,7 @@ REJECTED: dict[str, Any] = {
     "#none": {"properties": {"a": {"$ref": "#none"}}},
     "http://x.y/z": {"$ref": "http://x.y/z"},
     " oneOf ": {"type": "array", "oneOf": [{"maxItems": 0}, {"maxItems": 0, "items": {"type": "integer"}}]},
-    "which is no schema": {"$ref": "#/title", "title": "x"},
+    "which is not a schema": {"$ref": "#/title", "title": "x"},
     "too many digits": {"enum": [2**60 + 1]},
     "where a schema belongs": {"properties": {"a": 3}},
     "reference to itself": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
