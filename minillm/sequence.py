@@ -12,16 +12,15 @@ from torch import Tensor
 
 from minillm.cache import BlockTable, HostMoves
 from minillm.grammar.matcher import Matcher
-from minillm.kernels import Search
 from minillm.outputs import (
     CompletionOutput,
     Delta,
     FinishReason,
-    PromptTokenLogprobs,
     RequestMetrics,
     TokenLogprobs,
 )
 from minillm.params import Params
+from minillm.prompt_scores import PromptScores
 from minillm.text.stop import OutputText
 
 
@@ -43,7 +42,6 @@ class Sequence:
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    num_guessed: int = 0  # of its output tokens, those that were guessed before they were drawn
     decode: Chunk | None = None  # its last token as a chunk: the same object at every step, since making one takes time
 
     @property
@@ -68,19 +66,6 @@ class Sequence:
     @property
     def blocks(self) -> list[int]:
         return self.own_table.blocks
-
-
-@dataclass(slots=True)
-class PromptScores:
-    """The log-probabilities that a request wants of its prompt's tokens, as they become known."""
-
-    num_top: int  # the most probable tokens, which are told beside each
-    next: int  # the first token whose log-probability comes of no step that is done or under way
-    tokens: list[PromptTokenLogprobs | None]  # of the whole prompt
-
-    def positions(self, first: int, end: int) -> range:
-        """Those from ``first`` to ``end`` whose logits are needed: each tells of the token behind it."""
-        return range(max(first, self.next - 1), min(end, len(self.tokens) - 1))
 
 
 class Stage(Enum):
@@ -111,26 +96,15 @@ class SequenceGroup:
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that must not be generated
     allowed: NDArray[np.uint32] | None = None  # bits of the only tokens that may be generated
     streamed: bool = False  # deltas with text are wanted even where they cost something
-    scores: PromptScores | None = None  # of the prompt, where they are wanted
+    scores: PromptScores | None = None  # of the prompt, if the request wants any
     num_cached_tokens: int = 0
-    search: Search | None = None  # the device decides how its sequences go on, by these rules; None: the host does
-    num_common_blocks: int = 0  # its sequences hold the same ones, whatever the device decides; if it does
     error: str | None = None  # the reason why it ends before its time
     state: Any = None  # the method's own
-
-    @property
-    def on_device(self) -> bool:
-        """Whether its sequences fork on the device, and the books follow."""
-        return self.search is not None
+    device: Any = None  # the device runner's own
 
     @property
     def num_prompt_tokens(self) -> int:
         return self.sequences[0].num_prompt_tokens
-
-    def shareable(self, token_ids: list[int]) -> list[int]:
-        """The beginning of ``token_ids`` whose K and V may be anyone's: a token that is to be scored is computed."""
-        missing = self.scores is not None and self.scores.next < self.num_prompt_tokens
-        return token_ids[: self.scores.next] if missing and self.scores is not None else token_ids
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -153,15 +127,14 @@ class SequenceGroup:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``count`` tokens of one sequence, from ``sequence.num_computed`` on, and perhaps guesses at the next ones."""
+    """``count`` tokens of one sequence, from ``sequence.num_computed`` on."""
 
     group: SequenceGroup
     sequence: Sequence
     count: int
     decodes: bool  # it is the last token of its sequence alone
     row: int = -1  # of the step's logits, if the chunk computes its sequence's last token
-    num_guesses: int = 0  # wanted behind the sequence's last token; once scheduled, those that there is room for
-    draft: tuple[int, ...] = ()  # the guesses, when they are known; their rows of the logits follow ``row``
+    optional: int = 0  # further tokens, computed if the step has room left; once scheduled, as many as have room
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
@@ -170,33 +143,30 @@ class Chunk:
         return sequence.decode
 
     @property
-    def scored(self) -> range:
-        """The positions whose logits tell of the prompt, where that is wanted. Asked before the step."""
-        scores, first = self.group.scores, self.sequence.num_computed
-        return range(0) if scores is None else scores.positions(first, first + self.count)
+    def token_ids(self) -> list[int]:
+        """The tokens that the step computes, as far as the host knows them. Read before the step."""
+        first = self.sequence.num_computed
+        return self.sequence.token_ids[first : first + self.count]
 
     @property
-    def reaches_the_end(self) -> bool:
-        """Whether it computes its sequence's last token, whose logits are wanted. Asked before the step."""
-        return self.sequence.num_computed + self.count == self.sequence.num_tokens
+    def num_logits(self) -> int:
+        """Rows of logits: one if the chunk computes its sequence's last token. Read before the step."""
+        return int(self.sequence.num_computed + self.count == self.sequence.num_tokens)
 
 
 @dataclass(slots=True)
 class Schedule:
-    """One step: the decoding sequences first (one token each, their last), then the chunks of prompts, then drafts.
-
-    A draft's chunk is a sequence's last token and guesses at the tokens behind it (`minillm.speculation.method`).
-    """
+    """One step: decoding sequences (one token each, their last), chunks of prompts, chunks with optional tokens."""
 
     decodes: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
-    drafts: list[Chunk] = field(default_factory=list)
+    extended: list[Chunk] = field(default_factory=list)
     preempted: list[SequenceGroup] = field(default_factory=list)
     moves: HostMoves = field(default_factory=HostMoves)
 
     @property
     def chunks(self) -> list[Chunk]:
-        return self.decodes + self.prefills + self.drafts
+        return self.decodes + self.prefills + self.extended
 
 
 class Method(Protocol):

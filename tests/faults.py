@@ -175,7 +175,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # --- scheduling ---------------------------------------------------------------------------------------------------
     "minillm/engine/scheduler.py": [
-        ("scored-tokens-come-from-the-cache", "shareable = group.shareable(prompt)", "shareable = prompt", SCORES),
+        ("scored-tokens-come-from-the-cache", "else group.scores.shareable(prompt)", "else prompt", SCORES),
         ("one-sequence-too-many", "return self.max_num_seqs - sum(", "return self.max_num_seqs + 1 - sum(",
          ENGINE + "test_a_step_keeps_to_its_budget_and_its_seats"),
         ("one-token-too-many", "self.max_num_batched_tokens - len(schedule.decodes),",
@@ -355,7 +355,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          DRAFTS + "test_right_guesses_become_many"),
         ("whole-prompt-drafted-at-once", "min(missing, left)", "missing",
          DRAFTS + "test_a_long_prompt_is_drafted_in_pieces"),
-        ("guesses-behind-an-end", "self.chunk.num_guesses and known", "self.chunk.num_guesses",
+        ("guesses-behind-an-end", "self.chunk.optional and known", "self.chunk.optional",
          DRAFTS + "test_nothing_is_guessed_behind_an_end"),
     ],
     "minillm/speculation/lookup.py": [
@@ -556,7 +556,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("plan-of-tables-that-fork", "size, costs, fixed)", "size, costs)",
          "tests/runner/test_rows.py::test_what_sequences_share_is_known_at_every_step",
          DEVICE_BEAMS + "test_shared_blocks_are_those_that_stay_shared"),
-        ("row-of-a-beam-given-away", "if chunk.group.on_device}", "if False}", AHEAD + "[0]", AHEAD + "[1]"),
+        ("row-of-a-beam-given-away", "if chunk.group.device}", "if False}", AHEAD + "[0]", AHEAD + "[1]"),
         ("seed-cut-in-half", "_signed(sequence.seed >> 32)", "0", AHEAD + "[0]"),
     ],
     "minillm/runner/step.py": [
@@ -566,16 +566,16 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          SHORT_PROMPTS + "test_requests_begin_with_them"),
     ],
     "minillm/runner/runner.py": [
-        ("kv8-copies-without-scales",
-         "for tensor in self.kv_cache.tensors:", "for tensor in self.kv_cache.tensors[:1]:",
-         EIGHT_BITS + "test_load_changes_no_token[4-False-samples]"),
         ("context-one-short", "context_lens=tensor(numbers.lengths,",
          "context_lens=tensor([max(1, length - 1) for length in numbers.lengths],", ANYHOW,
          ENGINE + "test_greedy_tokens_are_those_of_transformers"),
-        ("single-copy-not-made", "if work.copies:", "if len(work.copies) > 1:", ANYHOW, SWAPPED_BEAMS),
         ("rope-of-the-position", "max(each.num_prompt_tokens, i + 1)", "i + 1", DYNAMIC),
     ],
     "minillm/runner/host_pool.py": [
+        ("kv8-copies-without-scales", "for tensor in self._tensors:\n                kernels.block_copy",
+         "for tensor in self._tensors[:1]:\n                kernels.block_copy",
+         EIGHT_BITS + "test_load_changes_no_token[4-False-samples]"),
+        ("single-copy-not-made", "if copies:", "if len(copies) > 1:", ANYHOW, SWAPPED_BEAMS),
         ("kv8-scales-stay-behind", "kv_cache.tensors, num_blocks", "kv_cache.tensors[:1], num_blocks",
          EIGHT_BITS + "test_blocks_go_to_the_host_and_back_with_their_scales"),
         ("run-of-blocks-saved-in-part", "pool[host : host + count].copy_(staging[first : first + count]",

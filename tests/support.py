@@ -212,8 +212,9 @@ def engine_for(
 
     runner = new_runner(model, sharing)
     if draft is not None:
-        runner.guesser = Drafter(new_runner(draft, None), num_blocks, host_blocks, model, max_num_batched_tokens)
-        runner.guesser.price = 0.05  # as of a small one
+        drafter = Drafter(new_runner(draft, None), num_blocks, host_blocks, model, max_num_batched_tokens)
+        drafter.price = 0.05  # as of a small one
+        runner.observers.append(drafter)
         speculate = "a model"
     plain = model.config.max_position_embeddings if dynamic else None
     requests = Requests(scheduler, tokenizer, model.config.vocab_size, max_model_len, eos, plain)

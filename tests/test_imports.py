@@ -25,7 +25,7 @@ kernels errors outputs forms
 checks system
 text
 grammar
-params config cache
+params config cache prompt_scores
 sequence progress parallel
 model
 weights

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.cache import BlockTable
 from minillm.grammar.matcher import Matcher
-from minillm.kernels import Search
 from minillm.outputs import FinishReason, TokenLogprobs
+from minillm.runner.device_beams import DeviceSearch
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.text.stop import OutputText
 
@@ -30,7 +30,7 @@ class BeamState:
 
     searches: list[BeamSearch[Hypothesis]]
     beams: list[list[Sequence]] = field(default_factory=list)  # empty before the first step
-    search: Search | None = None  # settings of the only search, if the device can run its steps
+    search: DeviceSearch | None = None  # the only search, if the device can run its steps
     counted: BlockTable | None = None  # the first beam's table when the common blocks were counted
 
     @property

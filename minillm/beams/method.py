@@ -20,6 +20,7 @@ from minillm.engine.requests import Requests
 from minillm.kernels import Search
 from minillm.outputs import CompletionOutput, Delta, TokenLogprobs
 from minillm.params import BeamSearchParams
+from minillm.runner.device_beams import DeviceSearch
 from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.penalties import NO_TOKEN, needs_processing
 from minillm.sequence import PROMPT, Chunk, Flight, Sequence, SequenceGroup, Stage
@@ -48,7 +49,7 @@ class Beams:
         hosted = count > 1 or group.sequences[0].text is not None or params.logprobs is not None or group.hold
         if self._device is not None and not hosted:
             search = Search(width, group.state.searches[0].num_candidates(len(group.end_ids)), group.end_ids)
-            group.state.search = search if search.fits(self.requests.vocab_size) else None
+            group.state.search = DeviceSearch(search) if search.fits(self.requests.vocab_size) else None
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
         if group.stage is PROMPT:
@@ -60,10 +61,10 @@ class Beams:
         # Beams decode in step: none computes its last token before the others have caught up.
         behind = [(beam, left) for beam in group.sequences if (left := beam.num_tokens - 1 - beam.num_computed)]
         if behind:
-            group.search = None
+            group.device = None
             return [Chunk(group, beam, left, False) for beam, left in behind]
-        group.search = group.state.search if self._is_for_device(group) else None
-        if group.on_device:
+        group.device = group.state.search if self._is_for_device(group) else None
+        if group.device is not None:
             count_common_blocks(group, self.requests.scheduler.cache.block_size)
         return [beam.decode or Chunk.last_token(group, beam) for beam in group.sequences]
 
@@ -72,8 +73,8 @@ class Beams:
             self.requests.fork_prompt(group, leader)
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        on_device = [chunk for chunk in chunks if chunk.group.on_device]
-        hosted = [chunk for chunk in chunks if not chunk.group.on_device]
+        on_device = [chunk for chunk in chunks if chunk.group.device]
+        hosted = [chunk for chunk in chunks if not chunk.group.device]
         choices = None if self._device is None else self._device.take_choices()
         if choices is None:
             assert not on_device, "the device has run no step of its searches"
@@ -93,10 +94,10 @@ class Beams:
 
     def _is_for_device(self, group: SequenceGroup) -> bool:
         """Return whether the device runs this step of a search: all its beams are about to decode."""
-        search = group.state.search
-        if search is None or group.on_device:
-            return search is not None
-        begun = bool(group.state.beams) and len(group.sequences) == search.width
+        found = group.state.search
+        if found is None or group.device is not None:
+            return found is not None
+        begun = bool(group.state.beams) and len(group.sequences) == found.search.width
         return begun and not needs_processing(group, group.sequences[0])
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
@@ -285,7 +286,7 @@ def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
 
 def count_common_blocks(group: SequenceGroup, block_size: int) -> None:
     """Count the first full blocks that all beams hold. Forks of these beams hold them as well."""
-    first, state, count = group.sequences[0], group.state, group.num_common_blocks
+    first, state, count = group.sequences[0], group.state, group.device.num_common_blocks
     if first.table is None:  # preempted in this step
         return
     if state.counted is not first.table:
@@ -293,7 +294,7 @@ def count_common_blocks(group: SequenceGroup, block_size: int) -> None:
     tables, full = [beam.blocks for beam in group.sequences], first.num_computed // block_size
     while count < full and len({blocks[count] for blocks in tables}) == 1:
         count += 1
-    group.num_common_blocks = count
+    group.device.num_common_blocks = count
 
 
 def grammar_error(step: BeamStep) -> str | None:

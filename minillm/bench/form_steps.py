@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -51,9 +52,10 @@ class _Device:
         self._rng, self._decodes = np.random.default_rng(0), list[Chunk]()
         sharing = Sharing(AttentionShape(32, 8, 128, 2, 132), Costs())
         self._books = Rows(num_seqs, Field.TABLE + 256, 16, sharing)
+        self.forward = SimpleNamespace(take=lambda: None)  # no prompt is scored
 
     def run(self, schedule: Schedule, copies: object) -> tuple[None, list[Chunk]]:
-        sampled = [chunk for chunk in schedule.chunks if chunk.reaches_the_end]
+        sampled = [chunk for chunk in schedule.chunks if chunk.num_logits]
         for row, chunk in enumerate(sampled):
             chunk.row = row
         self._decodes = schedule.decodes
@@ -70,9 +72,6 @@ class _Device:
 
     def move(self, schedule: Schedule) -> None:
         """No block moves."""
-
-    def take_scores(self) -> None:
-        """No prompt is scored."""
 
 
 def form_steps(num_seqs: int, vocab: int, tokenizer: Tokenizer | None = None) -> dict[str, float]:

@@ -84,7 +84,7 @@ def _books(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
     schedule = engine.scheduler.schedule()
     engine.cache.take_copies()
     seconds = time.perf_counter() - began
-    sampled = [chunk for chunk in schedule.chunks if chunk.reaches_the_end]
+    sampled = [chunk for chunk in schedule.chunks if chunk.num_logits]
     for row, chunk in enumerate(sampled):
         chunk.row = row
     began = time.perf_counter()
@@ -187,10 +187,10 @@ def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
                 ),
                 reverse=True,
             )[: 2 * width]
-            for group in dict.fromkeys(chunk.group for chunk in sampled if chunk.group.on_device)
+            for group in dict.fromkeys(chunk.group for chunk in sampled if chunk.group.device)
         ]
-        _first_steps([chunk for chunk in sampled if not chunk.group.on_device], width)
-        chosen = [chunk for chunk in sampled if chunk.group.on_device]
+        _first_steps([chunk for chunk in sampled if not chunk.group.device], width)
+        chosen = [chunk for chunk in sampled if chunk.group.device]
         began = time.perf_counter()
         if chosen:
             device.compute(chosen)

@@ -15,7 +15,8 @@ import torch
 from minillm.bench.table import shown
 from minillm.engine.engine import Engine
 from minillm.kernels.timing import device_seconds, now
-from minillm.runner.step import StepObserver, StepWork
+from minillm.runner.observers import StepObserver
+from minillm.runner.step import StepWork
 
 
 def synchronize(device: torch.device) -> None:

@@ -31,6 +31,7 @@ from minillm.llm import LLM
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import MAX_TOKENS, SamplingParams
+from minillm.speculation.drafter import drafter_of
 from minillm.speculation.method import GuessingSamples
 from minillm.text.tokenizer import Tokenizer
 
@@ -138,7 +139,7 @@ class SpeculationResult:
 def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
     """Measure each kind of text, plainly and with guesses: by lookup, and by the draft model where there is one."""
     tokenizer, runner = subject.llm.engine.tokenizer, subject.llm.engine.runner
-    ways = ["lookup"] if runner.guesser is None else ["lookup", "model"]
+    ways = ["lookup"] if drafter_of(runner) is None else ["lookup", "model"]
     if tokenizer is None:
         yield from _measure_all(subject, RANDOM, ways, options)
         if let_count(runner.model):
@@ -213,8 +214,8 @@ def _measure(
     params = [SamplingParams(max_tokens=options.output_len, seed=seed, **sampling) for seed in range(seeds)]
     if name not in _FOLLOW_UPS:
         asked = [token_ids for token_ids in asked for _ in params]
-    guesser = engine.runner.guesser
-    prices = [guesser.price if guesser is not None and kind == "model" else None for kind in kinds]
+    drafter = drafter_of(engine.runner)
+    prices = [drafter.price if drafter is not None and kind == "model" else None for kind in kinds]
     guessing = [GuessingSamples(engine.requests, engine.runner, draft=price) for price in prices]
     ways: list[Samples] = [Samples(engine.requests, engine.runner), *guessing]
     seconds: list[list[float]] = [[] for _ in ways]

@@ -190,7 +190,7 @@ class Engine:
         step, began = Step(schedule, []), time.monotonic()
         try:
             logits, sampled = self.runner.run(schedule, self.cache.take_copies())
-            if (scored := self.runner.take_scores()) is not None:
+            if (scored := self.runner.forward.take()) is not None:
                 step.flights.append(Scoring.launched(self.requests, scored, schedule))
             self.note_computed(schedule)
             step.undecided = logits, sampled

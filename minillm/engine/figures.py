@@ -37,7 +37,7 @@ class Figures:
             number=self.num_steps,
             num_prefills=len(schedule.prefills),
             num_prefill_tokens=sum(chunk.count for chunk in schedule.prefills),
-            num_decodes=len(schedule.decodes) + len(schedule.drafts),
+            num_decodes=len(schedule.decodes) + len(schedule.extended),
             num_preempted=len(schedule.preempted),
             num_swapped_out=len(schedule.moves.out),
             num_swapped_in=len(schedule.moves.back),

@@ -15,8 +15,9 @@ from minillm.grammar.matcher import Matcher
 from minillm.grammar.vocabulary import Vocabulary
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
 from minillm.params import Params
+from minillm.prompt_scores import PromptScores
 from minillm.runner.masks import bits_of
-from minillm.sequence import Method, PromptScores, Sequence, SequenceGroup, Stage
+from minillm.sequence import Method, Sequence, SequenceGroup, Stage
 from minillm.text.tokenizer import Tokenizer
 
 

@@ -71,7 +71,7 @@ class Scheduler:
         if gone := set(schedule.preempted):
             schedule.decodes = [chunk for chunk in schedule.decodes if chunk.group not in gone]
             schedule.prefills = [chunk for chunk in schedule.prefills if chunk.group not in gone]
-        self._take_drafts(budget, schedule)
+        self._extend(budget, schedule)
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
@@ -110,24 +110,20 @@ class Scheduler:
                 budget -= chunk.count
         return budget
 
-    def _take_drafts(self, budget: int, schedule: Schedule) -> None:
-        """Give guesses what nobody else wants: the rest of the budget, and free blocks where none had to make room."""
-        for chunk in [chunk for chunk in schedule.decodes if chunk.num_guesses]:
-            wanted = 0 if schedule.preempted else min(chunk.num_guesses, max(0, budget))
-            chunk.num_guesses = self._room_for_guesses(chunk, wanted)
-            chunk.draft = chunk.draft[: chunk.num_guesses]
-            budget -= chunk.num_guesses
-        if any(chunk.num_guesses for chunk in schedule.decodes):
-            schedule.drafts = [chunk for chunk in schedule.decodes if chunk.num_guesses]
-            schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.num_guesses]
-
-    def _room_for_guesses(self, chunk: Chunk, count: int) -> int:
-        """Take room for so many guesses, or for none where there is less. Returns how many there are."""
-        try:
-            self.cache.append(chunk.sequence.own_table, count)
-        except OutOfBlocks:
-            return 0
-        return count
+    def _extend(self, budget: int, schedule: Schedule) -> None:
+        """Grant optional tokens from the rest of the budget and the free blocks; none if a group was preempted."""
+        optional = [chunk for chunk in schedule.decodes if chunk.optional]
+        if not optional:
+            return
+        for chunk in optional:
+            chunk.optional = 0 if schedule.preempted else min(chunk.optional, max(0, budget))
+            try:
+                self.cache.append(chunk.sequence.own_table, chunk.optional)
+            except OutOfBlocks:
+                chunk.optional = 0
+            budget -= chunk.optional
+        schedule.extended = [chunk for chunk in optional if chunk.optional]
+        schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.optional]
 
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
         """Admit groups from the queue, in its order, while there are seats, budget and blocks. Returns the rest."""
@@ -204,7 +200,7 @@ class Scheduler:
                 return False
         sequence, parent, size = group.computing[0], group.parent, self.cache.block_size
         prompt = sequence.token_ids if group.stage is Stage.SPLIT else sequence.token_ids[: group.num_prompt_tokens]
-        shareable = group.shareable(prompt)
+        shareable = prompt if group.scores is None else group.scores.shareable(prompt)
         while True:
             shared = shared_length(parent, shareable, group.salt)
             cached = self.cache.find_cached(shareable, group.salt)

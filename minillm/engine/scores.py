@@ -28,8 +28,9 @@ class Scoring:
         """Note what a step under way will tell. To be called before its tokens count as computed."""
         parts = []
         for chunk in schedule.chunks:
-            if chunk.group.scores is not None and (rows := chunk.scored):
-                chunk.group.scores.next = rows.stop + 1
+            scores, first = chunk.group.scores, chunk.sequence.num_computed
+            if scores is not None and (rows := scores.positions(first, first + chunk.count)):
+                scores.next = rows.stop + 1
                 parts.append((chunk.group, range(rows.start + 1, rows.stop + 1)))
         return cls(requests, scored, parts)
 

@@ -339,7 +339,7 @@ def build_runner(
     if draft is not None:
         few = replace(config, max_num_seqs=MOST_SEQS, enable_prefix_attention=False)
         drafter = Drafter(_new_runner(draft, few, limits, None), num_blocks, num_host_blocks, model, tokens)
-        runner.guesser = drafter
+        runner.observers.append(drafter)
         if drafter.price > _HARDLY_PAYS:
             on_message(
                 f"speculate {config.draft}: a guess takes {drafter.price:.2f} of the time of a token here; where that "

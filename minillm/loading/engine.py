@@ -32,9 +32,11 @@ from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.runner import wire
 from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.observers import StepObserver
 from minillm.runner.runner import Runner
-from minillm.runner.step import StepObserver, StepWork
+from minillm.runner.step import StepWork
 from minillm.sequence import Method
+from minillm.speculation.drafter import drafter_of
 from minillm.speculation.method import GuessingSamples
 from minillm.weights.manifest import default_model
 
@@ -188,8 +190,8 @@ def methods_for(
     """
     samples = Samples(requests, runner, seed)
     if speculate != "off":
-        draft = None if runner.guesser is None else runner.guesser.price
-        samples = GuessingSamples(requests, runner, seed, draft)
+        drafter = drafter_of(runner)
+        samples = GuessingSamples(requests, runner, seed, None if drafter is None else drafter.price)
     device = runner if isinstance(runner, DeviceRunner) else None
     return {SamplingParams: samples, BeamSearchParams: Beams(requests, device)}
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from minillm.runner.step import StepObserver, StepWork
+from minillm.runner.observers import StepObserver
+from minillm.runner.step import StepWork
 
 _EVERY = 0.25  # seconds between two looks
 _IDLE = 0.1  # seconds without a step, after which the load of others is measured anew

@@ -6,6 +6,7 @@ one's into, and nothing is allocated here.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ from minillm.runner.graphs import Graphs
 from minillm.runner.rows import padded_size
 from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
+
+
+@dataclass(slots=True)
+class DeviceSearch:
+    """A beam search whose steps the device runs by itself: `SequenceGroup.device`."""
+
+    search: Search
+    num_common_blocks: int = 0  # the first blocks of its sequences, the same ones whatever the device decides
 
 
 class Chosen:

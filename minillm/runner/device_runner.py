@@ -144,7 +144,7 @@ class DeviceRunner(Runner):
             chunks = [self.chunk_work(chunk) for chunk in schedule.chunks]
             self._sampling = [_sampling(chunk) for chunk in schedule.chunks]
             return StepWork(schedule.moves, copies, None, chunks, len(chunks))
-        decodes, prefills = schedule.decodes, schedule.prefills + schedule.drafts
+        decodes, prefills = schedule.decodes, schedule.prefills + schedule.extended
         decode = self._books.work_for(decodes, joins=bool(prefills)) if decodes else None
         self._count_tokens()
         self._decodes = decodes
@@ -168,7 +168,7 @@ class DeviceRunner(Runner):
             batch = self.batch(work.chunks, 0)
             if work.decode is not None:
                 batch = self._join(work.decode, batch)
-            self.logits(batch, work.chunks, batch.num_decodes, out=logits)
+            self.forward(batch, work.chunks, batch.num_decodes, logits)
         elif work.decode is not None:
             size = self._begin(work.decode)
             shared = self._shared(work.decode, size)
@@ -181,10 +181,10 @@ class DeviceRunner(Runner):
 
     def _takes_rows(self, schedule: Schedule) -> bool:
         """Whether a step has guesses, and every token of it is known to the host and computed as one that decodes."""
-        if not schedule.drafts or schedule.prefills:
+        if not schedule.extended or schedule.prefills:
             return False
-        known = all(not (chunk.sequence.num_pending or chunk.group.on_device) for chunk in schedule.decodes)
-        num_tokens = sum(chunk.count + len(chunk.draft) for chunk in schedule.chunks)
+        known = all(not (chunk.sequence.num_pending or chunk.group.device) for chunk in schedule.decodes)
+        num_tokens = sum(len(chunk.token_ids) for chunk in schedule.chunks)
         return known and num_tokens <= len(self._tokens.rows)
 
     def _compute_each(self, chunks: list[ChunkWork], out: Tensor) -> Tensor:
@@ -205,9 +205,9 @@ class DeviceRunner(Runner):
         if self._ranks is not None and self._ranks.rank:
             self._beams.fork()
             return
-        beams = [chunk for chunk in self._decodes if chunk.group.on_device]
+        beams = [chunk for chunk in self._decodes if chunk.group.device]
         groups = list(dict.fromkeys(chunk.group for chunk in beams))
-        searches = [group.search for group in groups if group.search is not None]
+        searches = [group.device.search for group in groups]
         recorded = logits.data_ptr() == self._logits.data_ptr()
         places = [chunk.row for chunk in beams]
         chosen = self._beams.choose(self._logits if recorded else logits, places, searches, recorded=recorded)
@@ -262,11 +262,16 @@ class DeviceRunner(Runner):
         return self._drawn(draws, found, [draw.row for draw in draws], wanted, may_compute_ahead=True)
 
     @torch.inference_mode()
-    def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
+    def draw_each(self, draws: list[Chunk], holders: list[Sequence]) -> Drawn | None:
+        """Draw from rows of a step that computed each token as a decode; None if it did not, or logits need processing.
+
+        Args:
+            draws: of sequences that may never exist, those that ``holders`` become if draft tokens are accepted.
+        """
         if self._each is None or any(needs_processing(draw.group, draw.sequence) for draw in draws):
-            return super().draw_guessed(logits, draws, holders)
+            return None
         self._books.outdate(holders)  # they have no penalties
-        (size, wanted), listed = self._each, num_listed(draws, logits.shape[1])
+        (size, wanted), listed = self._each, num_listed(draws, self._logits.shape[1])
         found = self._draws.run((size, "each", listed), lambda: self._draw_each(size, listed))
         rows = [wanted[draw.row] for draw in draws]
         return self._drawn(draws, found, rows, _wants_logprobs(draws), may_compute_ahead=False)

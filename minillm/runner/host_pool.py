@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
+from minillm.cache import HostMoves
 from minillm.cache.runs import contiguous_runs
 from minillm.kernels import KVCache
 
@@ -22,6 +23,15 @@ class HostPool:
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
         self._tensors, self._num_blocks = kv_cache.tensors, num_blocks
         self._pools: list[Tensor] = []  # of each tensor, [num_blocks, layers, 2, ...]
+
+    def carry_out(self, moves: HostMoves, copies: list[tuple[int, int]]) -> None:
+        """Move blocks to and from the host, then copy (source, destination) blocks within the pool."""
+        self.save(moves.out)
+        self.restore(moves.back)
+        if copies:
+            pairs = torch.tensor(copies, device=self._tensors[0].device)
+            for tensor in self._tensors:
+                kernels.block_copy(tensor, pairs)
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (block, host block) pairs to the host."""

@@ -12,7 +12,7 @@ from minillm import kernels
 from minillm.cache import BlockTable
 from minillm.kernels import AttentionShape, Costs, Field
 from minillm.params import SamplingParams
-from minillm.runner.step import DecodeWork
+from minillm.runner.decode_work import DecodeWork
 from minillm.sequence import Chunk, Sequence
 
 SHORTEST = 256  # tokens of a context that attention is cut up for, at least
@@ -90,7 +90,7 @@ class Rows:
         places, values = self.take_changes()
         same, self._told = rows == self._told, rows
         work = DecodeWork(n, longest, None if same else rows, places, values, self._shares, plan)
-        beams = [row for row, chunk in zip(rows, chunks, strict=False) if chunk.group.on_device]
+        beams = [row for row, chunk in zip(rows, chunks, strict=False) if chunk.group.device]
         if beams:
             work.num_beams = len(beams)
             beams += [-1] * (padded_size(len(beams)) - len(beams))
@@ -111,7 +111,7 @@ class Rows:
     def rows_for(self, chunks: list[Chunk], decodes: list[Chunk]) -> list[Row]:
         """The rows of sequences that are about to draw, beside ``decodes``, whose beams need theirs still."""
         current = {chunk.sequence.seq_id for chunk in chunks}
-        current |= {chunk.sequence.seq_id for chunk in decodes if chunk.group.on_device}
+        current |= {chunk.sequence.seq_id for chunk in decodes if chunk.group.device}
         return [self._held.get(chunk.sequence.seq_id) or self._take(chunk, current) for chunk in chunks]
 
     def note_drawn(self, chunks: list[Chunk]) -> None:
@@ -152,7 +152,7 @@ class Rows:
                 self._replan = True
             if len(blocks) != row.num_blocks or blocks[-1] != row.last_block:
                 first = max(0, row.num_blocks - 1)  # the last one may have been copied on write
-                if not (row.forks and chunk.group.on_device):
+                if not (row.forks and chunk.group.device):
                     self._replan |= len(blocks) <= first or blocks[first] != row.last_block
                 elif sequence.num_pending:
                     first = row.num_blocks  # the device may have forked the others, and these books lag behind
@@ -165,11 +165,12 @@ class Rows:
             if not row.has_token:
                 assert not sequence.num_pending, f"nobody knows the last token of sequence {sequence.seq_id}"
                 changes[row.index * width + Field.TOKEN] = sequence.token_ids[-1]
-                if chunk.group.on_device:
+                if chunk.group.device:
                     changes[row.index * width + Field.LOGPROB] = _bits(sequence.cumulative_logprob)
                     changes[row.index * width + Field.RANK] = sequence.index
-            if row.forks != chunk.group.on_device:
-                row.forks = chunk.group.on_device
+            forks = chunk.group.device is not None
+            if row.forks != forks:
+                row.forks = forks
                 changes[row.index * width + Field.FORKS] = int(row.forks)
                 self._replan = True
             row.has_token = False  # until one is drawn
@@ -221,11 +222,11 @@ class Rows:
 
     def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
         """How many of each sequence's first blocks stay where they are (None: all do), and of beams', the sum."""
-        common = sum(chunk.group.num_common_blocks for chunk in chunks if chunk.group.on_device)
-        if not any(chunk.group.on_device for chunk in chunks):
+        common = sum(chunk.group.device.num_common_blocks for chunk in chunks if chunk.group.device)
+        if not any(chunk.group.device for chunk in chunks):
             return None, 0
         every = [(chunk.group, chunk.sequence.blocks) for chunk in chunks]
-        return [group.num_common_blocks if group.on_device else len(blocks) for group, blocks in every], common
+        return [group.device.num_common_blocks if group.device else len(blocks) for group, blocks in every], common
 
 
 def sampling_words(params: SamplingParams, sequence: Sequence) -> dict[int, int]:

@@ -1,41 +1,19 @@
 """From a schedule to logits to drawn tokens: a step is first written down as plain data (`StepWork`), then computed.
 
-A draft model (`Guesser`) makes its guesses in front of that. This runner sends everything to the device at every step,
-which costs nothing on a CPU. On a GPU, `minillm.runner.device_runner` keeps the state of decoding sequences there
-instead.
+This runner sends everything to the device at every step, which costs nothing on a CPU. On a GPU, the runner is a
+`minillm.runner.device_runner`, which keeps the state of decoding sequences on the device.
 """
-
-from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from minillm import kernels
 from minillm.model.llama import Batch, Llama
 from minillm.runner.host_pool import HostPool
+from minillm.runner.observers import StepObserver
 from minillm.runner.sampler import Drawn, sample_tokens
-from minillm.runner.scores import Scored, score
-from minillm.runner.step import ChunkWork, StepObserver, StepWork, packed
+from minillm.runner.scores import ScoringForward, add_targets
+from minillm.runner.step import ChunkWork, StepWork, packed
 from minillm.sequence import Chunk, Schedule, Sequence
-
-
-class Guesser(Protocol):
-    """A draft model beside a runner's: see `minillm.speculation.drafter`."""
-
-    price: float  # of a guess, in steps of the runner's own model
-
-    def follow(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
-        """Do what the runner is about to do with its blocks, and guess where the schedule wants guesses."""
-
-    def prepare_ahead(self) -> bool:
-        """See `Runner.prepare_ahead`."""
-
-    def forget(self) -> None:
-        """Rely no more on anything that was computed: a step has failed."""
-
-    def close(self) -> None:
-        """Let go of everything that would outlive the runner."""
 
 
 class Runner:
@@ -44,10 +22,9 @@ class Runner:
     def __init__(self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.model, self.block_size = model, block_size
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
+        self.forward = ScoringForward(model, self.kv_cache)
         self.host_pool = HostPool(self.kv_cache, num_host_blocks)
         self.observers: list[StepObserver] = []
-        self.guesser: Guesser | None = None
-        self._scored: Scored | None = None  # of the last step, until it is taken
 
     def run(self, schedule: Schedule, copies: list[tuple[int, int]]) -> tuple[Tensor, list[Chunk]]:
         """Move and copy blocks, then compute the step.
@@ -56,24 +33,23 @@ class Runner:
             copies: (source, destination) blocks: copies on write.
 
         Returns:
-            Logits ``[n, vocab]``, valid until the next step, and the chunks that they belong to, those that computed
-            a sequence's last token: a row for each, and one for each guess behind it.
+            Logits ``[n, vocab]``, valid until the next step, and the chunks that they belong to, each from its ``row``
+            on: those that computed a sequence's last token.
         """
-        if self.guesser is not None:
-            self.guesser.follow(schedule, copies)
-        chunks = schedule.chunks
-        sampled = [chunk for chunk in chunks if chunk.reaches_the_end]
-        row = 0
-        for chunk in sampled:
-            chunk.row = row
-            row += 1 + len(chunk.draft)
+        for observer in self.observers:
+            observer.prepare(schedule, copies)
+        sampled, row = [], 0
+        for chunk in schedule.chunks:
+            if count := chunk.num_logits:
+                chunk.row, row = row, row + count
+                sampled.append(chunk)
         return self.observed(self.work_for(schedule, copies)), sampled
 
     def move(self, schedule: Schedule) -> None:
         """Carry out only the block moves of a schedule without tokens."""
         if schedule.moves.out or schedule.moves.back:
-            if self.guesser is not None:
-                self.guesser.follow(schedule, [])
+            for observer in self.observers:
+                observer.prepare(schedule, [])
             self.observed(StepWork(schedule.moves, [], None, [], 0))
 
     def observed(self, work: StepWork) -> Tensor:
@@ -96,45 +72,14 @@ class Runner:
         self.prepare(work)
         if not work.chunks:
             return torch.empty(0, 0, dtype=self.model.dtype, device=self.model.device)
-        return self.logits(self.batch(work.chunks, work.num_decodes), work.chunks, 0).float()
-
-    def logits(self, batch: Batch, chunks: list[ChunkWork], first: int, out: Tensor | None = None) -> Tensor:
-        """Compute a batch; see `Llama.forward`. What its chunks want to know of their prompts is for `take_scores`.
-
-        Args:
-            first: the token of the batch that ``chunks`` begin with.
-        """
-        if not any(chunk.targets for chunk in chunks):
-            return self.model.forward(batch, self.kv_cache, out)
-        hidden = self.model.hidden(batch, self.kv_cache)
-        self._scored = score(self.model, hidden, chunks, first)
-        return self.model.logits(hidden, batch.logit_rows, out)
-
-    def take_scores(self) -> Scored | None:
-        """What the last step tells of prompts, once: of its chunks with targets, in their order."""
-        scored, self._scored = self._scored, None
-        return scored
+        return self.forward(self.batch(work.chunks, work.num_decodes), work.chunks, 0).float()
 
     def prepare(self, work: StepWork) -> None:
         """Move and copy the step's blocks."""
-        self.host_pool.save(work.moves.out)
-        self.host_pool.restore(work.moves.back)
-        if work.copies:
-            copies = torch.tensor(work.copies, device=self.model.device)
-            for tensor in self.kv_cache.tensors:
-                kernels.block_copy(tensor, copies)
+        self.host_pool.carry_out(work.moves, work.copies)
 
     def draw(self, logits: Tensor, draws: list[Chunk]) -> Drawn:
         """Draw a token for each of ``draws`` from the step's ``logits``."""
-        return sample_tokens(self.as_drawn_from(logits), draws)
-
-    def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
-        """Draw for what sequences may become: each of ``draws`` has a sequence of its own, which may never be.
-
-        Args:
-            holders: the sequences that there are. Nothing that the device holds of them is their last token any more.
-        """
-        self.give_up(holders)
         return sample_tokens(self.as_drawn_from(logits), draws)
 
     def as_drawn_from(self, logits: Tensor) -> Tensor:
@@ -145,40 +90,30 @@ class Runner:
         return logits.float() if self.model.is_deterministic else logits
 
     def prepare_ahead(self) -> bool:
-        """Do a piece of what later steps would have to wait for, within 0.1 s; returns False where nothing is left.
-
-        For the time in which nobody waits: between steps, while no sequence has work.
-        """
-        return self.guesser is not None and self.guesser.prepare_ahead()
-
-    def prepare_while(self, nobody_waits: Callable[[], bool]) -> None:
-        """`prepare_ahead`, piece by piece."""
-        while nobody_waits() and self.prepare_ahead():
-            pass
+        """Do a piece of later steps' work, within 0.1 s, while no sequence runs; return False if nothing is left."""
+        return any(observer.prepare_ahead() for observer in self.observers)
 
     def forget(self) -> None:
-        """Rely no more on anything that the device holds of sequences: a step has failed."""
-        if self.guesser is not None:
-            self.guesser.forget()
+        """Discard what depends on the device's state of sequences: a step has failed."""
+        for observer in self.observers:
+            observer.forget()
 
     def give_up(self, sequences: list[Sequence]) -> None:
-        """Rely no more on what the device holds of these sequences: they went on without it."""
+        """Discard the device's state of these sequences: they continued without it."""
 
     def close(self) -> None:
-        """Let go of everything that would outlive the runner."""
-        if self.guesser is not None:
-            self.guesser.close()
+        """Free everything that would outlive the runner."""
+        for observer in self.observers:
+            observer.close()
 
     def chunk_work(self, chunk: Chunk) -> ChunkWork:
         """Write a chunk down as plain data."""
         sequence, first = chunk.sequence, chunk.sequence.num_computed
-        token_ids = [*sequence.token_ids[first : first + chunk.count], *chunk.draft]
+        token_ids = chunk.token_ids
         blocks = sequence.blocks[: -(-(first + len(token_ids)) // self.block_size)]
-        num_logits = 1 + len(chunk.draft) if chunk.reaches_the_end else 0
-        work = ChunkWork(token_ids, first, blocks, sequence.num_prompt_tokens, num_logits)
-        if chunk.group.scores is not None and (rows := chunk.scored):
-            work.score_from, work.num_top = rows.start, chunk.group.scores.num_top
-            work.targets = sequence.token_ids[rows.start + 1 : rows.stop + 1]
+        work = ChunkWork(token_ids, first, blocks, sequence.num_prompt_tokens, chunk.num_logits)
+        if chunk.group.scores is not None:
+            add_targets(work, chunk)
         return work
 
     def batch(self, chunks: list[ChunkWork], num_decodes: int) -> Batch:

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.model.llama import Llama
+from minillm.kernels import KVCache
+from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
 from minillm.outputs import PromptTokenLogprobs
 from minillm.runner.step import ChunkWork
 from minillm.runner.to_host import ToHost
+from minillm.sequence import Chunk
 
 _PIECE = 1 << 24  # logits at a time: of 8,000 tokens and a vocabulary of 150,000 all would be 5 GB in float32
 
@@ -39,6 +41,35 @@ class Scored:
                 found[-1].append(PromptTokenLogprobs(self._targets[i], logprobs[i], pairs, ranks[i]))
             at += count
         return found
+
+
+class ScoringForward:
+    """The forward pass of a step's batch, which also scores the targets of its chunks."""
+
+    def __init__(self, model: Llama, kv_cache: KVCache) -> None:
+        self._model, self._kv_cache = model, kv_cache
+        self._scored: Scored | None = None  # of the last step, until it is taken
+
+    def __call__(self, batch: Batch, chunks: list[ChunkWork], first: int, out: Tensor | None = None) -> Tensor:
+        """Compute a batch; see `Llama.forward`. ``first``: the batch's token at which ``chunks`` begin."""
+        if not any(chunk.targets for chunk in chunks):
+            return self._model.forward(batch, self._kv_cache, out)
+        hidden = self._model.hidden(batch, self._kv_cache)
+        self._scored = score(self._model, hidden, chunks, first)
+        return self._model.logits(hidden, batch.logit_rows, out)
+
+    def take(self) -> Scored | None:
+        """Return the scores of the last step's chunks with targets, in their order, once."""
+        scored, self._scored = self._scored, None
+        return scored
+
+
+def add_targets(work: ChunkWork, chunk: Chunk) -> None:
+    """Add the tokens of a prompt whose scores a request wants, as far as the chunk gives them."""
+    scores, first = chunk.group.scores, chunk.sequence.num_computed
+    if scores is not None and (rows := scores.positions(first, first + chunk.count)):
+        work.score_from, work.num_top = rows.start, scores.num_top
+        work.targets = chunk.sequence.token_ids[rows.start + 1 : rows.stop + 1]
 
 
 def score(model: Llama, hidden: Tensor, chunks: list[ChunkWork], first: int) -> Scored | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from minillm.cache import HostMoves
+from minillm.runner.decode_work import DecodeWork
 
 
 @dataclass(slots=True)
@@ -13,7 +14,7 @@ class ChunkWork:
     first: int  # the position of the first of them
     blocks: list[int]  # that hold the sequence up to the last of them
     num_prompt_tokens: int
-    num_logits: int  # wanted, of the last of them: none, one, or one for each guess more
+    num_logits: int  # wanted, of the last tokens
     score_from: int = 0  # the position behind which the first of ``targets`` stands
     targets: list[int] = field(default_factory=list)  # tokens whose log-probabilities are wanted
     num_top: int = 0  # with the most probable tokens beside each
@@ -53,27 +54,12 @@ def packed(chunks: list[ChunkWork], num_decodes: int, size: int) -> Packed:
 
 
 @dataclass(slots=True)
-class DecodeWork:
-    """One token of each of the sequences that have a row on the device (`minillm.runner.rows`)."""
-
-    num_seqs: int
-    longest: int  # tokens of the longest of them, this step's included
-    rows: list[int] | None  # of all sequences, and -1 for each row of padding; None: as in the last step
-    changed: list[int]  # places in the rows' words
-    values: list[int]  # the new words there
-    shares_blocks: bool  # reading shared blocks once is worth it, as the latest plan says
-    plan: list[list[int]] | None  # the fields of a `minillm.kernels.Plan`; None: as in the last step
-    num_beams: int = 0  # of the sequences, those that the device lets fork behind the step
-    beam_rows: list[int] | None = None  # theirs, and -1 for each row of padding; None: as in the last step with any
-
-
-@dataclass(slots=True)
 class StepWork:
-    """A step, in this order: save blocks, bring blocks back, copy blocks, compute."""
+    """A step: move and copy blocks, then compute."""
 
     moves: HostMoves
     copies: list[tuple[int, int]]  # (source, destination)
-    decode: DecodeWork | None
+    decode: DecodeWork | None  # a device runner's own part
     chunks: list[ChunkWork]
     # Of the chunks, the first ones: their tokens are computed as those of sequences that decode, without rows on the
     # device. It is all or none where other sequences have rows, and one token of each sequence where none has.
@@ -83,13 +69,3 @@ class StepWork:
     def num_tokens(self) -> int:
         decoding = 0 if self.decode is None else self.decode.num_seqs
         return decoding + sum(len(chunk.token_ids) for chunk in self.chunks)
-
-
-class StepObserver:
-    """Hears of every step that a runner computes."""
-
-    def begin(self, work: StepWork) -> None:
-        """The device is about to be given ``work``."""
-
-    def end(self) -> None:
-        """The device has been given the step's work, or its draws as well: it may be called twice for a step."""

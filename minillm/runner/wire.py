@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 from minillm.cache import HostMoves
-from minillm.runner.step import ChunkWork, DecodeWork, StepWork
+from minillm.runner.decode_work import DecodeWork
+from minillm.runner.step import ChunkWork, StepWork
 
 
 def encode(work: StepWork) -> bytes:

@@ -80,7 +80,8 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
         calls.begin_templates()
     while True:
         while not (engine.has_work and calls.jobs.empty()):
-            engine.runner.prepare_while(calls.jobs.empty)
+            while calls.jobs.empty() and engine.runner.prepare_ahead():
+                pass
             job = calls.jobs.get()
             if job is None:
                 return

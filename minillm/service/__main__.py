@@ -41,7 +41,8 @@ def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) 
     conversations.teller.show_cache(now=True)
     while True:
         if not (conversations.engine.has_work and commands.empty()):
-            conversations.engine.runner.prepare_while(commands.empty)
+            while commands.empty() and conversations.engine.runner.prepare_ahead():
+                pass
             command = commands.get()
             if command is None:
                 return 0

@@ -10,6 +10,7 @@ from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestOutput
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import CacheView, Owner
+from minillm.speculation.guesses import num_accepted
 
 _INTERVAL = 0.1  # seconds between two pictures of the pool, and of the beams, unless `Report` says otherwise
 _MOST_STEPS = 100  # in one message
@@ -124,9 +125,8 @@ class Teller:
         self.send_text(name, index)
         elapsed = time.monotonic() - (group.metrics.first_token_time or time.monotonic())
         rate = (num_tokens - 1) / elapsed if elapsed > 0 and num_tokens else 0.0
-        guessed = sum(each.num_guessed for each in group.sequences if each.index == index)
         context = group.num_prompt_tokens + num_tokens
-        self.send(messages.Finished(name, index, reason, num_tokens, rate, context, guessed))
+        self.send(messages.Finished(name, index, reason, num_tokens, rate, context, num_accepted(group, index)))
 
     def _send_beams(self, answer: Answer, output: RequestOutput) -> None:
         self._send_start(answer)

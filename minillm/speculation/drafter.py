@@ -18,11 +18,13 @@ import torch
 
 from minillm.model.llama import Batch, Llama
 from minillm.params import SamplingParams
+from minillm.runner.observers import StepObserver
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn
 from minillm.runner.step import StepWork
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 from minillm.speculation.drafted import Drafted
+from minillm.speculation.guesses import DraftChunk
 
 MOST_SEQS = 4  # running at a time where guesses are made: beyond, a step's rows cost as much one by one
 _RUNS = 8  # of a token that is timed
@@ -33,7 +35,7 @@ _FEW = 8  # tokens that were not seen: up to so many are computed like guesses, 
 class _Draft:
     """A sequence as the draft model goes on with it."""
 
-    chunk: Chunk  # of the other model, which wants guesses
+    chunk: DraftChunk  # of the other model
     group: SequenceGroup
     sequence: Sequence
 
@@ -45,11 +47,11 @@ class _Draft:
     def goes_on(self) -> bool:
         """Whether guesses have begun and more are wanted: none behind an end token, where it is known."""
         known = self.sequence.token_ids[-1] not in self.group.end_ids
-        return 0 < self.num_guessed < self.chunk.num_guesses and known
+        return 0 < self.num_guessed < self.chunk.optional and known
 
 
-class Drafter:
-    """A draft model beside another one, as `minillm.runner.runner.Guesser` says.
+class Drafter(StepObserver):
+    """A draft model that observes the steps of the runner it drafts for.
 
     Args:
         runner: the draft model's, with as many blocks, here and on the host, as the other model's.
@@ -64,15 +66,16 @@ class Drafter:
         self._books = Drafted(num_blocks, runner.block_size, num_host_blocks)
         self._groups: dict[SequenceGroup, SequenceGroup] = {}  # of the last guesses, and as they are drawn for
 
-    def follow(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
+    def prepare(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
         moves = schedule.moves
         if moves.out or moves.back or copies:
             self._books.move(moves, copies)
             self.runner.compute(StepWork(moves, copies, None, [], 0))
         for chunk in schedule.chunks:
             first = chunk.sequence.num_computed
-            self._books.overwrite(chunk.sequence.blocks, first, first + chunk.count + chunk.num_guesses)
-        if wanted := [chunk for chunk in schedule.drafts if not chunk.draft]:
+            self._books.overwrite(chunk.sequence.blocks, first, first + chunk.count + chunk.optional)
+        wanted = [chunk for chunk in schedule.extended if isinstance(chunk, DraftChunk) and not chunk.proposed]
+        if wanted:
             self._guess(wanted)
 
     def prepare_ahead(self) -> bool:
@@ -85,7 +88,7 @@ class Drafter:
     def close(self) -> None:
         self.runner.close()
 
-    def _guess(self, chunks: list[Chunk]) -> None:
+    def _guess(self, chunks: list[DraftChunk]) -> None:
         """Fill in the guesses of ``chunks``; none where there is too much that the model has not seen."""
         groups = dict.fromkeys(chunk.group for chunk in chunks)
         self._groups = {group: self._groups.get(group) or _drawn_for(group) for group in groups}
@@ -100,7 +103,7 @@ class Drafter:
         for draft, first in zip(drafts, firsts, strict=True):
             sequence = draft.sequence
             guesses = sequence.token_ids[draft.chunk.sequence.num_tokens :]
-            draft.chunk.draft = tuple(takewhile(lambda token_id: token_id < self._vocab_size, guesses))
+            draft.chunk.proposed = tuple(takewhile(lambda token_id: token_id < self._vocab_size, guesses))
             self._books.note(sequence.blocks, first, sequence.num_computed)
         self.runner.give_up([draft.sequence for draft in drafts])
 
@@ -122,7 +125,7 @@ class Drafter:
             chunk = Chunk(draft.group, draft.sequence, min(missing, left), missing == 1)
             left -= chunk.count
             if chunk.count:
-                several = schedule.drafts if missing <= _FEW else schedule.prefills
+                several = schedule.extended if missing <= _FEW else schedule.prefills
                 (schedule.decodes if missing == 1 else several).append(chunk)
         return schedule
 
@@ -143,6 +146,11 @@ class Drafter:
         for chunk, token_id in zip(sampled, drawn.wait()[0], strict=True):
             chunk.sequence.token_ids.append(token_id)
         return []
+
+
+def drafter_of(runner: Runner) -> Drafter | None:
+    """Return a runner's draft model, if it has one."""
+    return next((each for each in runner.observers if isinstance(each, Drafter)), None)
 
 
 def price(draft: Llama, model: Llama) -> float:

@@ -1,10 +1,37 @@
 """What a request knows in order to guess at its next tokens: how many, and where they are read."""
 
+from collections import Counter
+from dataclasses import dataclass
+
 from minillm.sequence import Chunk, Sequence, SequenceGroup
 from minillm.speculation.lookup import Occurrences, Source
 from minillm.speculation.pace import DraftPace, LookupPace, Pace, Price
 
 _RESUMED = 3  # tokens that are guessed where a text may go on with what it has parted from
+
+
+@dataclass(slots=True, eq=False)
+class DraftChunk(Chunk):
+    """A sequence's last token and draft tokens after it, each of which gives a row of logits.
+
+    Attributes:
+        proposed: empty until a draft model has proposed tokens.
+    """
+
+    proposed: tuple[int, ...] = ()
+
+    @property
+    def draft(self) -> tuple[int, ...]:
+        """The draft tokens that have room in the step."""
+        return self.proposed[: self.optional]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [self.sequence.token_ids[-1], *self.draft]
+
+    @property
+    def num_logits(self) -> int:
+        return 1 + len(self.draft)
 
 
 class Guesses:
@@ -13,6 +40,7 @@ class Guesses:
     def __init__(self, price: Price) -> None:
         self.price = price
         self.works = True  # until guessing has failed
+        self.num_accepted: Counter[int] = Counter()  # draft tokens, by the completion's index
         self._paces: dict[int, Pace] = {}  # by the completion's index
 
     def pace(self, sequence: Sequence) -> Pace:
@@ -20,7 +48,7 @@ class Guesses:
             self._paces[sequence.index] = self._new_pace()
         return self._paces[sequence.index]
 
-    def chunk(self, group: SequenceGroup, sequence: Sequence, most: int) -> Chunk | None:
+    def chunk(self, group: SequenceGroup, sequence: Sequence, most: int) -> DraftChunk | None:
         """A sequence's last token and at most so many guesses behind it, if there are any."""
         # Behind the guesses one more token is drawn.
         count = min(self.pace(sequence).count, most, group.max_tokens - sequence.num_output_tokens - 1)
@@ -30,15 +58,15 @@ class Guesses:
         """Whether there may be guesses behind a token of a sequence that the host does not know yet."""
         return True
 
-    def learn(self, chunk: Chunk, num_right: int) -> None:
+    def learn(self, chunk: DraftChunk, num_right: int) -> None:
         """Learn from a step whose first ``num_right`` guesses were right."""
         self.pace(chunk.sequence).judge(len(chunk.draft), num_right)
 
     def _new_pace(self) -> Pace:
         return DraftPace(self.price)
 
-    def _guessed(self, group: SequenceGroup, sequence: Sequence, count: int) -> Chunk | None:
-        return Chunk(group, sequence, 1, True, num_guesses=count)
+    def _guessed(self, group: SequenceGroup, sequence: Sequence, count: int) -> DraftChunk | None:
+        return DraftChunk(group, sequence, 1, True, optional=count)
 
 
 class Lookups(Guesses):
@@ -62,7 +90,7 @@ class Lookups(Guesses):
         self._waiting.add(sequence.index)
         return True
 
-    def learn(self, chunk: Chunk, num_right: int) -> None:
+    def learn(self, chunk: DraftChunk, num_right: int) -> None:
         super().learn(chunk, num_right)
         if num_right < len(chunk.draft):
             self._sources[chunk.sequence.index].part(num_right)
@@ -72,7 +100,7 @@ class Lookups(Guesses):
     def _new_pace(self) -> Pace:
         return LookupPace(self.price)
 
-    def _guessed(self, group: SequenceGroup, sequence: Sequence, count: int) -> Chunk | None:
+    def _guessed(self, group: SequenceGroup, sequence: Sequence, count: int) -> DraftChunk | None:
         source = self._source(group, sequence)
         if source is None and (source := self._parted(sequence)) is not None:
             source.num_tries, count = source.num_tries + 1, min(count, _RESUMED)
@@ -84,7 +112,7 @@ class Lookups(Guesses):
                 self.pace(sequence).judge(0, 0)
             return None
         self._sources[sequence.index] = source
-        return Chunk(group, sequence, 1, True, num_guesses=len(found), draft=found)
+        return DraftChunk(group, sequence, 1, True, optional=len(found), proposed=found)
 
     def _source(self, group: SequenceGroup, sequence: Sequence) -> Source | None:
         """Where the last tokens of a sequence occurred before."""
@@ -99,3 +127,8 @@ class Lookups(Guesses):
         source, pace = self._sources.get(sequence.index), self.pace(sequence)
         assert isinstance(pace, LookupPace)
         return source if source is not None and pace.resumes(source.num_tries) else None
+
+
+def num_accepted(group: SequenceGroup, index: int) -> int:
+    """Return how many tokens of a group's completion were draft tokens."""
+    return group.state.num_accepted[index] if isinstance(group.state, Guesses) else 0

@@ -22,13 +22,14 @@ from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
 from minillm.model.llama import Llama
 from minillm.outputs import Delta, TokenLogprobs
+from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.penalties import needs_processing
 from minillm.runner.runner import Runner
-from minillm.runner.sampler import Drawn
+from minillm.runner.sampler import Drawn, sample_tokens
 from minillm.runner.token_rows import MOST_TOKENS
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 from minillm.speculation.drafter import MOST_SEQS, token_bytes
-from minillm.speculation.guesses import Guesses, Lookups
+from minillm.speculation.guesses import DraftChunk, Guesses, Lookups
 from minillm.speculation.pace import Price
 
 Result = TypeVar("Result")
@@ -73,25 +74,34 @@ class GuessingSamples(Samples):
         return chunks
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        drafted = [chunk for chunk in chunks if chunk.num_guesses]
-        plain = [chunk for chunk in chunks if not chunk.num_guesses]
+        drafted = [chunk for chunk in chunks if isinstance(chunk, DraftChunk) and chunk.optional]
+        plain = [chunk for chunk in chunks if not chunk.optional]
         if not drafted:
             draws = self.draw(logits, plain)
             return Unguessed(self, draws) if any(chunk.group.state is not None for chunk in plain) else draws
         rows = [row for chunk in drafted for row in _rows(chunk)]
-        drawn = self._runner.draw_guessed(logits, rows, [chunk.sequence for chunk in drafted])
+        drawn = self.draw_drafts(logits, rows, [chunk.sequence for chunk in drafted])
         beside = self.draw(logits, plain) if plain else None
         for chunk in drafted:
             chunk.sequence.num_pending += 1
         return Verification(self, beside, drafted, rows, drawn)
 
-    def note_guesses(self, chunk: Chunk, num_right: int) -> None:
+    def draw_drafts(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
+        """Draw for sequences that may never exist: those that ``holders`` become if draft tokens are accepted."""
+        runner = self._runner
+        drawn = runner.draw_each(draws, holders) if isinstance(runner, DeviceRunner) else None
+        if drawn is None:
+            runner.give_up(holders)
+            drawn = sample_tokens(runner.as_drawn_from(logits), draws)
+        return drawn
+
+    def note_guesses(self, chunk: DraftChunk, num_right: int) -> None:
         """Count a step's guesses, and learn from them. There may be none where some were wanted."""
         if chunk.draft:
             self.num_verified += 1
             self.num_guessed += len(chunk.draft)
             self.num_right += num_right
-            chunk.sequence.num_guessed += num_right
+            chunk.group.state.num_accepted[chunk.sequence.index] += num_right
             _tried(chunk.group, lambda: chunk.group.state.learn(chunk, num_right), None)
 
     def expects(self, chunk: Chunk) -> bool:
@@ -128,14 +138,15 @@ def _tried(group: SequenceGroup, work: Callable[[], Result], otherwise: Result) 
         return otherwise
 
 
-def _rows(chunk: Chunk) -> list[Chunk]:
+def _rows(chunk: DraftChunk) -> list[Chunk]:
     """The draws from a chunk's rows of logits: from the second on, of a sequence whose guesses so far were right.
 
     Where the tokens themselves decide about draws, those have groups of their own, for what fails there has not
     happened unless the guesses are right. Otherwise they have the number of their tokens alone: making a list for each
     takes long behind a long context.
     """
-    rows, group, sequence = [chunk], chunk.group, chunk.sequence
+    group, sequence = chunk.group, chunk.sequence
+    rows: list[Chunk] = [chunk]
     needs_tokens = needs_processing(group, sequence)
     for number in range(1, len(chunk.draft) + 1):
         token_ids = [*sequence.token_ids, *chunk.draft[:number]] if needs_tokens else []
@@ -195,7 +206,7 @@ class Verification:
 
     samples: GuessingSamples
     plain: Draws | None
-    chunks: list[Chunk]
+    chunks: list[DraftChunk]
     rows: list[Chunk]  # the draws of all chunks, in their order
     drawn: Drawn
     results: Results = ([], [], [])
@@ -235,7 +246,7 @@ class Verification:
         if self.plain is not None:
             self.plain.discard()
 
-    def _go_on(self, chunk: Chunk, first: int) -> list[Delta]:
+    def _go_on(self, chunk: DraftChunk, first: int) -> list[Delta]:
         """Append the drawn tokens as far as the guesses were right, and one behind them; as one delta, if any."""
         samples, group, sequence, end = self.samples, chunk.group, chunk.sequence, first + 1 + len(chunk.draft)
         draws = zip(*(each[first:end] for each in self.results), self.rows[first:end], strict=True)

@@ -16,7 +16,7 @@ from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.params import SamplingParams
 from minillm.speculation import drafter
-from minillm.speculation.drafter import Drafter
+from minillm.speculation.drafter import drafter_of
 
 MEASURED = drafter.price
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "dtype": "float32"}
@@ -81,9 +81,9 @@ def test_the_pools_share_what_there_is(model: Path, small: Path) -> None:
     """A draft model's pool has as many blocks; of the memory on the host its part is taken into account."""
     guessing = LLM(str(model), **OPTIONS, speculate=str(small), swap_space_gb=0.001)
     plain = LLM(str(model), **OPTIONS, swap_space_gb=0.001)
-    guesser = guessing.engine.runner.guesser
-    assert isinstance(guesser, Drafter)
-    assert guesser.runner.kv_cache.values.shape[2] == guessing.engine.cache.num_blocks
+    drafter = drafter_of(guessing.engine.runner)
+    assert drafter is not None
+    assert drafter.runner.kv_cache.values.shape[2] == guessing.engine.cache.num_blocks
     blocks = [each.engine.scheduler.swap.num_blocks for each in (plain, guessing)]
     assert blocks[1] == pytest.approx(blocks[0] * 3 / 4, abs=1), "one layer more than the model's three"
 

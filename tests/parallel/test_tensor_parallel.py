@@ -46,9 +46,10 @@ from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import Torchrun
 from minillm.params import Params
 from minillm.runner import scores, wire
+from minillm.runner.decode_work import DecodeWork
 from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.runner import Runner
-from minillm.runner.step import ChunkWork, DecodeWork, StepWork
+from minillm.runner.step import ChunkWork, StepWork
 
 CPU = torch.device("cpu")
 

@@ -195,7 +195,7 @@ def test_without_graphs_nothing_is_recorded(model: Llama) -> None:
 
 def test_a_draft_model_is_prepared_behind_the_model(model: Llama) -> None:
     (runner, mine), (other, drafts) = recording(model), recording(model)
-    runner.guesser = Drafter(other, BLOCKS, 0, model, 64)
+    runner.observers.append(Drafter(other, BLOCKS, 0, model, 64))
     while runner.prepare_ahead():
         assert not drafts._recorded or len(mine._recorded) == len(SIZES)
     assert len(drafts._recorded) == len(SIZES)

@@ -15,7 +15,9 @@ from minillm.engine.engine import Engine
 from minillm.model.llama import Batch, Llama
 from minillm.outputs import RequestOutput
 from minillm.params import SamplingParams
-from minillm.runner.step import StepObserver, StepWork
+from minillm.runner.observers import StepObserver
+from minillm.runner.step import StepWork
+from minillm.speculation import drafter as drafting
 from minillm.speculation.drafter import MOST_SEQS, Drafter
 from minillm.speculation.pace import DraftPace, Price
 
@@ -55,8 +57,8 @@ class Seen(StepObserver):
 
 
 def drafter_of(engine: Engine) -> Drafter:
-    drafter = engine.runner.guesser
-    assert isinstance(drafter, Drafter)
+    drafter = drafting.drafter_of(engine.runner)
+    assert drafter is not None
     return drafter
 
 

@@ -20,6 +20,7 @@ from minillm.loading.engine import chat_options
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.speculation import method as speculation
+from minillm.speculation.guesses import num_accepted
 from minillm.speculation.lookup import Occurrences
 from minillm.speculation.pace import LookupPace
 from minillm.text.tokenizer import Tokenizer
@@ -242,7 +243,7 @@ def test_a_lookup_that_fails_costs_no_answer(
 
 
 @pytest.mark.parametrize("guesser", KINDS, indirect=True)
-@pytest.mark.parametrize("where", ["run", "draw_guessed", "wait"])
+@pytest.mark.parametrize("where", ["run", "draw_drafts", "wait"])
 def test_a_step_that_fails_takes_its_own_requests_only(
     parts: Parts, monkeypatch: pytest.MonkeyPatch, where: str, guesser: dict[str, Any]
 ) -> None:
@@ -256,7 +257,12 @@ def test_a_step_that_fails_takes_its_own_requests_only(
         arrivals = [rng.randint(0, 12) for _ in requests]
         expected = play(engine(parts, num_blocks=512), requests, arrivals, {})
         guessing = engine(parts, num_blocks=512, host_blocks=32, **guesser)
-        owner: Any = speculation.Verification if where == "wait" else type(guessing.runner)
+        owners: dict[str, Any] = {
+            "run": type(guessing.runner),
+            "draw_drafts": speculation.GuessingSamples,
+            "wait": speculation.Verification,
+        }
+        owner = owners[where]
         done = getattr(owner, where)
 
         def breaking(*arguments: Any, done: Any = done) -> Any:
@@ -320,6 +326,6 @@ def test_sequences_count_their_guessed_tokens(parts: Parts, guesser: dict[str, A
     groups = [guessing.add(request) for request in looping(parts[1], n=2)[:2]]
     while guessing.has_work:
         guessing.step()
-    counts = [sequence.num_guessed for group in groups for sequence in group.sequences]
+    counts = [num_accepted(group, sequence.index) for group in groups for sequence in group.sequences]
     assert sum(counts) == guesses_of(guessing).num_right
     assert min(counts) > 0
