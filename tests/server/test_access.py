@@ -118,9 +118,10 @@ async def test_bodies_come_uncompressed(coding: str) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("pieces", [(b"x" * 1001,), (b"x" * 1000, b"x")])
-async def test_a_body_without_a_length_is_bounded(pieces: tuple[bytes, ...]) -> None:
-    assert await enter(AccessRules(max_body=1000), method="POST", pieces=pieces) == (413, "")
-    assert (await enter(AccessRules(max_body=1001), method="POST", pieces=pieces))[0] == 200
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
+async def test_a_body_without_a_length_is_bounded(pieces: tuple[bytes, ...], method: str) -> None:
+    assert await enter(AccessRules(max_body=1000), method=method, pieces=pieces) == (413, "")
+    assert (await enter(AccessRules(max_body=1001), method=method, pieces=pieces))[0] == 200
 
 
 @pytest.mark.anyio

@@ -66,6 +66,41 @@ def test_a_request_that_is_aborted_while_it_is_prepared_never_runs(model: Llama)
     run(inside)
 
 
+def test_watchers_see_the_pool_change(model: Llama) -> None:
+    inside, events = around(model)
+
+    def seen() -> list[str]:
+        return [table.owner for each in events if isinstance(each, messages.Picture) for table in each.changed.tables]
+
+    inside.watch("w", None)
+    assert [event.watcher for event in events if isinstance(event, messages.Picture)] == ["w"]
+    inside.add(prepared("a", [5, 6, 7], keep=True))
+    run(inside)
+    inside.report(now=True)
+    assert seen() == ["a"]
+    inside.unwatch("w")
+    inside.add(prepared("b", [5, 6, 7], keep=True))
+    run(inside)
+    inside.report(now=True)
+    assert seen() == ["a"]
+
+
+def test_the_pool_is_read_as_it_is(model: Llama) -> None:
+    inside, events = around(model)
+    inside.add(prepared("kept", [5, 6, 7, 8, 9, 10, 11], keep=True))
+    inside.add(prepared("gone", [9, 8, 7, 6, 5, 4, 3]))
+    run(inside)
+    inside.read_cache(messages.ReadCache("c"))
+    result = events[-1]
+    assert isinstance(result, messages.Result)
+    cache = inside.engine.cache
+    assert result.value["cached_blocks"] == [block for block in range(cache.num_blocks) if cache.is_cached(block)] != []
+    [table] = result.value["tables"]
+    [held] = cache.tables.values()
+    assert (table["request"], table["state"], table["blocks"]) == ("kept", "idle", held.blocks)
+    assert result.value["figures"]["num_blocks"] == cache.num_blocks
+
+
 def test_a_defect_in_one_request_refuses_that_one(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, events = around(model)
     samples: Any = inside.engine._methods[SamplingParams]

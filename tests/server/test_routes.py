@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +136,38 @@ def test_the_openapi_document_has_every_route() -> None:
     documented = {(method.upper(), path) for path, each in document()["paths"].items() for method in each}
     found = {(method, path.replace(":path", "")) for method, path in routes if method != "HEAD"}
     assert documented == {(method, path) for method, path in found if path not in hidden}
+
+
+def test_the_openapi_document_says_what_each_route_takes() -> None:
+    """As https://spec.openapis.org/oas/v3.1.0 wants it: sections 4.8.10 and 4.8.12."""
+    found = document()
+    for path, operations in found["paths"].items():
+        for method, each in operations.items():
+            assert each.keys() <= {"summary", "responses", "requestBody", "parameters"}
+            assert (method == "post") == ("requestBody" in each)
+            if method == "post":
+                [schema] = each["requestBody"]["content"].values()
+                name = schema["schema"]["$ref"].removeprefix("#/components/schemas/")
+                assert "properties" in found["components"]["schemas"][name]
+            names = [parameter["name"] for parameter in each.get("parameters", ())]
+            assert names == re.findall(r"\{(\w+)\}", path)
+            for parameter in each.get("parameters", ()):
+                assert (parameter["in"], parameter["required"], parameter["schema"]) == (
+                    "path",
+                    True,
+                    {"type": "string"},
+                )
+
+
+def test_histograms_have_buckets_from_milliseconds_to_minutes() -> None:
+    metrics = Metrics(Seats(1, 1), list)
+    metrics.first_token.observe(0.007)
+    text = metrics.text().decode()
+    for name in ("time_to_first_token_seconds", "request_seconds"):
+        *bounds, last = map(float, re.findall(rf'minillm_{name}_bucket{{le="(.*)"}}', text))
+        assert last == float("inf")
+        assert all(1 < after / before <= 5 for before, after in pairwise(bounds)), bounds
+        assert bounds[0] <= 0.005 < 300 <= bounds[-1]
 
 
 def test_every_parameter_of_a_request_has_a_field() -> None:

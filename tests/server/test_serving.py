@@ -16,16 +16,16 @@ from minillm.server.serving import FewDescriptors, allow_descriptors
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
 async def test_missing_descriptors_are_one_line_a_minute(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """For all of them asyncio tries again: `BaseSelectorEventLoop._accept_connection`."""
     loop, handle = asyncio.get_running_loop(), FewDescriptors()
     for now in (1000.0, 1030.0, 1061.0):
         monkeypatch.setattr(loop, "time", partial(float, now))
         for _ in range(1000):
-            handle(
-                loop, {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "few")}
-            )
+            handle(loop, {"message": "socket.accept() out of system resource", "exception": OSError(number, "few")})
     assert capsys.readouterr().err == "minillm: connections wait: few; allow more with 'ulimit -n'\n" * 2
 
 
