@@ -19,8 +19,7 @@ import torch
 from minillm.system import config_dir, data_dir
 
 if TYPE_CHECKING:
-    from running_server import Server
-
+    from lib.server import Server
     from minillm import LLM
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -61,7 +60,7 @@ def _nothing_is_the_users() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _the_interpreter_does_nothing_twice() -> Iterator[None]:
-    from interpreter import nothing_twice
+    from lib.interpreter import nothing_twice
 
     with nothing_twice():
         yield
@@ -69,7 +68,7 @@ def _the_interpreter_does_nothing_twice() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _styles_are_parsed_once() -> Iterator[None]:
-    from parsed_styles import parsed_once
+    from lib.parsed_styles import parsed_once
 
     with parsed_once():
         yield
@@ -92,7 +91,7 @@ def _drawn_again_alike(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a small random chat model: fast, and nonsense."""
-    from support import write_tiny_model
+    from lib.models import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
@@ -108,7 +107,7 @@ def llm() -> LLM:
 @pytest.fixture(scope="session")
 def theirs() -> Any:
     """The same weights in transformers."""
-    from support import default_model_of_transformers
+    from lib.models import default_model_of_transformers
 
     return default_model_of_transformers()
 
@@ -121,7 +120,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from support import write_tiny_model
+    from lib.models import write_tiny_model
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
@@ -131,14 +130,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def of_long_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Such a model with a context of 16,384 tokens: an answer can be so long that it is still given, on any machine."""
-    from support import write_tiny_model
+    from lib.models import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("long"), max_positions=16_384)
 
 
 @pytest.fixture(scope="session")
 def server(tiny: Path) -> Iterator[Server]:
-    from running_server import served
+    from lib.server import served
 
     with served(tiny, "--num-blocks", "256") as running:
         yield running

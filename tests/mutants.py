@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import reached
 import torch
+
+import reached
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[1]

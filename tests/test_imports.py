@@ -8,43 +8,24 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from lib.floors import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "minillm", "ui")
 CACHE_MAY_NOT = {"torch", "numpy"}
 OPTIONAL = {"llama_cpp": "llama-cpp-python"}  # modules of distributions that no environment needs
 
-# Rooms of the house, one floor a line: a room imports only rooms on the lines before its own. A folder is one room,
-# and so is a file directly in minillm/.
-FLOORS = """
-kernels errors outputs forms
-checks system
-text
-grammar
-params config cache prompt_scores
-sequence progress parallel
-model
-weights
-fit
-runner user_config
-engine
-beams speculation branch
-verbs
-scoring
-loading
-llm service
-server ui
-bench
-cli
-"""
 ROOMS = [floor.split() for floor in FLOORS.strip().splitlines()]
 
 
-def imported(path: Path) -> set[str]:
+@cache
+def imported(path: Path) -> frozenset[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -75,6 +56,12 @@ def files_of_rooms() -> Iterator[tuple[str, Path]]:
         yield parts[0].removesuffix(".py"), path
     for package in ("kernels", "ui"):
         yield from ((package, path) for path in sources(package))
+
+
+def test_no_test_module_imports_another() -> None:
+    """Shared helpers are in `lib`: a test module can then be moved, renamed and run alone."""
+    found = {(path.name, module) for path in sources("tests") for module in imported(path)}
+    assert sorted((name, module) for name, module in found if module.partition(".")[0].startswith("test_")) == []
 
 
 def test_every_room_has_its_floor() -> None:
@@ -181,7 +168,7 @@ def distributions(paths: Iterable[Path]) -> set[str]:
     """The distributions that these files import from, without the standard library and our own files."""
     owners = {**packages_distributions(), **{module: [name] for module, name in OPTIONAL.items()}}
     modules = {module.split(".")[0] for path in paths for module in imported(path)}
-    ours = {"minillm", "__future__", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
+    ours = {"minillm", "lib", "__future__", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
     missing = {module for module in modules - sys.stdlib_module_names - ours if module not in owners}
     assert not missing, f"no distribution is installed for {missing}"
     return {owners[module][0].lower().replace("_", "-") for module in modules - sys.stdlib_module_names - ours}

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_imports import FLOORS
 
 import minillm
+from lib.floors import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "kernels", "minillm", "ui", "tests", "examples")

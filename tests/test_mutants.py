@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from equivalents import EQUIVALENTS
 from faults import FAULTS
 from mutants import problems

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import engine_for, run
-from test_beam_search import CASES, EOS, assert_same, expected, models, prompts
-from test_rows import attend_by_list
 
+from lib.beams import CASES, EOS, assert_same, beam_models, expected, prompts
+from lib.engine import engine_for, run
+from lib.kernels import attend_by_list
 from minillm import kernels
 from minillm.beams.following import Followed
 from minillm.cache import check
@@ -23,7 +23,10 @@ from minillm.runner.device_beams import Chosen
 from minillm.runner.device_runner import DeviceRunner
 from minillm.sequence import Chunk, Schedule, SequenceGroup
 
-__all__ = ["models"]
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    return beam_models()
 
 
 class Witness:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import write_tiny_model
 
+from lib.models import write_tiny_model
 from minillm.bench import form_steps
 from minillm.bench.forms import Options, measure
 from minillm.bench.parts import PARTS, WAIT, parts_of_steps

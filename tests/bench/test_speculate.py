@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import engine_for, hf_model, ours, run
 
+from lib.engine import engine_for, run
+from lib.models import hf_model, ours
 from minillm import kernels
 from minillm.bench.speculate import COUNTED, let_count
 from minillm.params import SamplingParams

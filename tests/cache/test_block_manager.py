@@ -7,8 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pool_model import ALPHABET, COLLIDES, PoolModel, random_history
 
+from lib.pool_model import ALPHABET, COLLIDES, PoolModel, random_history
 from minillm.cache import BlockManager, BlockTable, CacheEvent, OutOfBlocks, SwapSpace, check, pool_stats
 from minillm.cache.free_blocks import FreeBlocks
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forging import LLAMA_1B, LLAMA_8B, forge_gguf, forge_hf, hf_tensors
 
+from lib.checkpoints import LLAMA_1B, LLAMA_8B, forge_gguf, forge_hf, hf_tensors
 from minillm import system
 from minillm.cli import fit
 from minillm.cli.main import main

@@ -40,10 +40,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Shell
-from fences import fences_of, matches, normalized, steps_of
 
 import minillm.llm
+from lib.commands import Shell
+from lib.fences import fences_of, matches, normalized, steps_of
 from minillm.cli.main import command_parser
 from minillm.llm import LLM
 

@@ -8,7 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import write_help
-
 from minillm.user_config import UserConfig, read_config
 
 ROOT = Path(__file__).resolve().parents[2]

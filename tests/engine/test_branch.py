@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import write_sentencepiece_model
 
+from lib.models import write_sentencepiece_model
 from minillm.cache import check
 from minillm.engine.admission import bad_word_ids
 from minillm.errors import MinillmError, UsageError

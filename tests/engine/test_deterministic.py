@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support import engine_for, hf_model, ours, run
 
+from lib.engine import engine_for, run
+from lib.models import hf_model, ours
 from minillm import LLM, BeamSearchParams, SamplingParams, kernels
 from minillm.errors import UsageError
 
@@ -59,14 +60,14 @@ def test_requests_of_every_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     ids=["bfloat16", "q4_k_m", "fp8", "int8 KV", "float16"],
 )
 def test_the_same_bits_in_every_batch(config: dict[str, Any]) -> None:
-    from same_bits import requests_of, ways
+    from lib.same_bits import requests_of, ways
 
     assert ways("smollm2-135m", requests_of(20, 40000, most_tokens=40, longest=700), **config)
 
 
 @pytest.mark.gpu
 def test_beams_in_every_batch() -> None:
-    from same_bits import beams
+    from lib.same_bits import beams
 
     assert beams("smollm2-135m")
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, engine_for, hf_model, ours, run
 
+from lib.engine import engine_for, run
+from lib.models import DEVICE, hf_model, ours
 from minillm.llm import LLM
 from minillm.params import SamplingParams
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import engine_for, hf_model, ours
 
+from lib.engine import engine_for
+from lib.models import hf_model, ours
 from minillm.cache import check, pool_stats
 from minillm.engine import held as idle_verbs
 from minillm.engine.driver import Driver

@@ -8,8 +8,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support import DEVICE, engine_for, hf_model, ours
 
+from lib.engine import engine_for
+from lib.models import DEVICE, hf_model, ours
 from minillm.cache import check
 from minillm.engine import held
 from minillm.engine.driver import Driver

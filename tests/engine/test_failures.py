@@ -8,9 +8,9 @@ import random
 from typing import Any
 
 import pytest
-from support import engine_for, hf_model, ours, run
 
-from minillm.cache import check
+from lib.engine import check_books, engine_for, everything_is_back, run
+from lib.models import hf_model, ours
 from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
@@ -42,19 +42,6 @@ def crowd(rng: random.Random) -> list[tuple[list[int], Any]]:
 def tight(model: Llama, on_device: bool) -> Engine:
     return engine_for(model, num_blocks=48, host_blocks=60, max_num_batched_tokens=24, max_num_seqs=24,
                       admission="optimistic", on_device=on_device)  # fmt: skip
-
-
-def check_books(engine: Engine) -> None:
-    check(engine.cache)
-    engine.scheduler.swap.check()
-
-
-def everything_is_back(engine: Engine) -> None:
-    check_books(engine)
-    assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
-    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
-    assert not engine.requests.groups
-    assert not engine.scheduler.running
 
 
 @pytest.mark.parametrize("on_device", [False, True])

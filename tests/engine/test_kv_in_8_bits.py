@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import engine_for, hf_model, logits_in_chunks, ours, run, write_tiny_model
 
+from lib.engine import engine_for, logits_in_chunks, run
+from lib.models import hf_model, ours, write_tiny_model
 from minillm import LLM
 from minillm.config import EngineConfig
 from minillm.engine.engine import Engine

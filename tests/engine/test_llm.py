@@ -117,7 +117,7 @@ def test_end_of_sequence_ends_unless_ignored_or_too_early(llm: LLM) -> None:
 def reference_logits(llm: LLM, history: list[int], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """The next token's logits, from an engine of its own."""
     seen: list[torch.Tensor] = []
-    from support import engine_for
+    from lib.engine import engine_for
 
     model = llm.engine.runner.model
     engine = engine_for(model, num_blocks=128)

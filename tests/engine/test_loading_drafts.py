@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from speculated import facts, guesses_of
-from support import hf_model, ours, write_tiny_model
-from test_tokenizer import byte_level
 
+from lib.models import hf_model, ours, write_tiny_model
+from lib.speculation import facts, guesses_of
+from lib.tokens import byte_level
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.llm import LLM

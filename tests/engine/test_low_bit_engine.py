@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, engine_for, hf_model, run
 
+from lib.engine import engine_for, run
+from lib.models import DEVICE, hf_model
 from minillm import BeamSearchParams, SamplingParams, kernels
 from minillm.kernels.linear.low_bit.layouts import dequantise
 from minillm.model.config import ModelConfig

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import engine_for, hf_model, ours
-from test_failures import everything_is_back
 
+from lib.engine import engine_for, everything_is_back
+from lib.models import hf_model, ours
 from minillm.beams import method as beam_method
 from minillm.cache import check
 from minillm.engine import held

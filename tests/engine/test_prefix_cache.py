@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import engine_for, hf_model, ours, run
 
+from lib.engine import engine_for, run
+from lib.models import hf_model, ours
 from minillm.cache import check, explain_miss
 from minillm.engine import held as idle_verbs
 from minillm.engine.driver import Driver

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import DEVICE, engine_for, hf_model, ours, run
 
+from lib.engine import engine_for, run
+from lib.models import DEVICE, hf_model, ours
 from minillm.cache import check
 from minillm.engine import held
 from minillm.engine.driver import Driver

@@ -12,8 +12,8 @@ import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import write_sentencepiece_model
 
+from lib.models import write_sentencepiece_model
 from minillm import LLM, SamplingParams
 from minillm.cache import check
 from minillm.errors import MinillmError, UsageError

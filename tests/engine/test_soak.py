@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, engine_for, hf_model, ours, run
 
+from lib.engine import engine_for, run
+from lib.models import DEVICE, hf_model, ours
 from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.model.llama import Llama

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from forging import LLAMA_1B, LLAMA_8B
 
+from lib.checkpoints import LLAMA_1B, LLAMA_8B
 from minillm.config import EngineConfig
 from minillm.fit.budget import EFFICIENCY, GPU_STEP_TOKENS, Budget
 from minillm.fit.weights import Layout, Weights, expected_tensors, weights_in_memory

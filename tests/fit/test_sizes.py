@@ -11,10 +11,10 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from forging import LLAMA_1B, LLAMA_8B, awq_tensors, forge_gguf, forge_hf, hf_tensors
-from support import hf_model, needs_products_of_8_bits
-from test_checkpoint import gguf_model, write_gguf
 
+from lib.checkpoints import LLAMA_1B, LLAMA_8B, awq_tensors, forge_gguf, forge_hf, hf_tensors
+from lib.gguf_files import gguf_model, write_gguf
+from lib.models import hf_model, needs_products_of_8_bits
 from minillm.errors import WeightsError
 from minillm.fit.forms import quantized, sized, sized_entry
 from minillm.fit.weights import KEPT, Layout, expected_tensors, weights_in_memory

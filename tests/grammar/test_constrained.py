@@ -12,9 +12,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from schemas import BOUNDED, INTEGER, SCHEMAS, record
-from support import DEVICE, engine_for, hf_model, ours, run, write_tiny_model
 
+from lib.engine import engine_for, run
+from lib.models import DEVICE, hf_model, ours, write_tiny_model
+from lib.schemas import BOUNDED, INTEGER, SCHEMAS, record
 from minillm import LLM, BeamSearchParams, Grammar, SamplingParams
 from minillm.cache import check
 from minillm.model.llama import Llama
@@ -423,8 +424,9 @@ def test_streams_say_what_the_answer_says(llm: LLM) -> None:
 def of_bytes(directory: Path) -> Tokenizer:
     """A tokenizer without merges: each byte is a token, so a grammar's choice of tokens is its choice of bytes."""
     import tokenizers
-    from test_tokenizer import saved
     from tokenizers import decoders, models, pre_tokenizers
+
+    from lib.tokens import saved
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<|begin_of_text|>", "<|eot_id|>", *alphabet]

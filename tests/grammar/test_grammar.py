@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from schemas import SCHEMAS
 
+from lib.schemas import SCHEMAS
 from minillm import Grammar
 from minillm.errors import UsageError
 from minillm.grammar import grammar as limits

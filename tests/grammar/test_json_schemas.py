@@ -7,10 +7,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from bytewise import accepts, drawn, matcher
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lib.bytewise import accepts, drawn, matcher
 from minillm import Grammar
 from minillm.errors import UsageError
 from minillm.grammar.notation import followed

@@ -7,10 +7,10 @@ import string
 import unicodedata
 
 import pytest
-from bytewise import accepts, matcher
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lib.bytewise import accepts, matcher
 from minillm.grammar.ecma import BadPattern, language
 from minillm.grammar.regular import Algebra, TooComplex, chars, others
 

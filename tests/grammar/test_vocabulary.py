@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_gguf_tokenizer import metadata_of
-from test_tokenizer import byte_level, random_texts, sentencepiece
 
+from lib.tokens import byte_level, metadata_of, random_texts, sentencepiece
 from minillm import Grammar
 from minillm.errors import UsageError
 from minillm.grammar.compiler import Compiler

@@ -1,6 +1,6 @@
 """Every kernel once, over small odd shapes, under NVIDIA's compute-sanitizer.
 
-    export PYTHONPATH=.:tests/kernels PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    export PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck  --error-exitcode 9 python tests/kernels/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 9 python tests/kernels/sanitize.py
 
@@ -10,8 +10,8 @@ Without torch's caching allocator every tensor is an allocation of its own, so t
 from __future__ import annotations
 
 import torch
-from shapes import DEVICE, make_pool, randn, rounded, shape_of
 
+from lib.kernels import DEVICE, make_pool, randn, rounded, shape_of
 from minillm.kernels import DecodeInputs, Field, LayerCache, Places, SamplingInputs, SearchField
 from minillm.kernels.arguments import HeadNorms
 from minillm.kernels.attention import invariant as invariant_attention

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
 from torch import Tensor
 
+from lib.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
 from minillm.kernels import reference
 
 pytest.importorskip("triton")

@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from shapes import DEVICE, ON_GPU, make_pool, parameters, randn, relative_error
 from torch import Tensor
 
+from lib.kernels import DEVICE, ON_GPU, make_pool, parameters, randn, relative_error
 from minillm import kernels
 from minillm.kernels import LayerCache, Pages, Places, cpu, reference
 

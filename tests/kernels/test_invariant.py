@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import DEVICE, TOLERANCE, randn, relative_error
 from torch import Tensor
 
+from lib.kernels import DEVICE, TOLERANCE, randn, relative_error
 from minillm.kernels import LinearWeight, LowBit
 
 pytest.importorskip("triton")

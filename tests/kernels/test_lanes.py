@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from shapes import (
+from torch import Tensor
+
+from lib.kernels import (
     DEVICE,
     ON_GPU,
     TOLERANCE,
@@ -22,8 +24,6 @@ from shapes import (
     rounded,
     shape_of,
 )
-from torch import Tensor
-
 from minillm.kernels import Pages, reference
 from minillm.kernels.attention.plan import FREE, WorkList, plan_attention
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from shapes import make_pool
 
+from lib.kernels import make_pool
 from minillm import kernels
 from minillm.kernels import reference
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import in_4_bits, needs_products_of_8_bits
 
+from lib.models import in_4_bits, needs_products_of_8_bits
 from minillm.loading import compiling
 from minillm.model.llama import Llama
 from minillm.model.one_token import OneToken

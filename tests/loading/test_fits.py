@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forging import LLAMA_1B, LLAMA_8B, forge_gguf, forge_hf, hf_tensors
 from gguf import GGMLQuantizationType
-from test_checkpoint import gguf_model, write_gguf
 
+from lib.checkpoints import LLAMA_1B, LLAMA_8B, forge_gguf, forge_hf, hf_tensors
+from lib.gguf_files import gguf_model, write_gguf
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import write_tiny_model
 
+from lib.models import write_tiny_model
 from minillm import LLM
 from minillm.loading import engine as load
 from minillm.loading import threads

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support import DEVICE, TINY, StateDict, engine_for, hf_model, logits_in_chunks, ours, run
 
+from lib.engine import engine_for, logits_in_chunks, run
+from lib.models import DEVICE, TINY, StateDict, hf_model, ours
 from minillm import LLM, BeamSearchParams, SamplingParams
 from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import TINY, hf_model
 
+from lib.models import TINY, hf_model
 from minillm import LLM, SamplingParams
 from minillm.errors import UsageError, WeightsError
 from minillm.loading.engine import sampling_defaults

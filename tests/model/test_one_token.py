@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from shapes import relative_error
-from support import in_4_bits, logits_in_chunks, needs_products_of_8_bits
 from torch import Tensor
 
+from lib.engine import logits_in_chunks
+from lib.kernels import relative_error
+from lib.models import in_4_bits, needs_products_of_8_bits
 from minillm.loading import compiling
 from minillm.model.llama import Batch, Llama
 from minillm.model.one_token import Layer, OneToken, layer_shape, layer_weights

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, TINY, StateDict, engine_for, hf_model, logits_in_chunks, run
 
+from lib.engine import engine_for, logits_in_chunks, run
+from lib.models import DEVICE, TINY, StateDict, hf_model
 from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama

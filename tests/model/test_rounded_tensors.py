@@ -7,9 +7,10 @@ from typing import Literal
 
 import pytest
 import torch
-from support import hf_model, logits_in_chunks
 from torch import Tensor
 
+from lib.engine import logits_in_chunks
+from lib.models import hf_model
 from minillm import LLM, kernels
 from minillm.errors import UsageError
 from minillm.kernels.linear.low_bit.layouts import dequantise, in_fp8

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import StateDict, hf_model, logits_in_chunks, ours
 
+from lib.engine import logits_in_chunks
+from lib.models import StateDict, hf_model, ours
 from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
 from minillm.model.loader import load_llama

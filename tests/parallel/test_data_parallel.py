@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import torchrun
 from torch.distributed import HashStore
 
+from lib.torchrun import torchrun
 from minillm.cli.main import main
 from minillm.errors import MinillmError, UsageError
 from minillm.parallel.shared_work import PartFiles, Replicas

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launching import of_two_ranks, torchrun
 from torch.distributed import HashStore
 
+from lib.torchrun import of_two_ranks, torchrun
 from minillm.errors import MinillmError
 from minillm.parallel import channel, launch
 from minillm.parallel.channel import Listener, RankDied, beat

@@ -23,10 +23,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import of_two_ranks, torchrun
-from support import StateDict, hf_model, run
 from torch import Tensor
 
+from lib.engine import run
+from lib.models import StateDict, hf_model
+from lib.torchrun import of_two_ranks, torchrun
 from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
 from minillm.cache import BlockManager, HostMoves, SwapSpace
 from minillm.engine.engine import Engine

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import engine_for, logits_in_chunks
 
+from lib.engine import engine_for, logits_in_chunks
 from minillm import LLM, SamplingParams
 from minillm.cache import check
 from minillm.engine.engine import Engine

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import logits_in_chunks
 
+from lib.engine import logits_in_chunks
 from minillm import LLM
 
 NUM_TOKENS = 2000

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import logits_in_chunks
 from torch import Tensor
 
+from lib.engine import logits_in_chunks
 from minillm import LLM
 
 NUM_TOKENS = 2000

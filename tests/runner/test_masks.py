@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import DEVICE
 
+from lib.models import DEVICE
 from minillm.runner.masks import Masks
 
 

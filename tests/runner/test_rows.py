@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from support import engine_for, hf_model, ours, run
 from torch import Tensor
 
+from lib.engine import engine_for, run
+from lib.kernels import attend_by_list
+from lib.models import hf_model, ours
 from minillm import kernels
 from minillm.cache import check
 from minillm.engine import held as idle_verbs
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Schedule
-from minillm.kernels import Pages, WorkList
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
@@ -161,28 +162,6 @@ def test_logits_are_computed_ahead_where_a_draw_needs_the_host(model: Llama, mon
     run(engine, [([5, 6, 7], SamplingParams(seed=0, no_repeat_ngram_size=2, max_tokens=4))])
     first, *between, last = ["run draw", "run conclude draw", "run conclude draw", "run conclude draw", "conclude"]
     assert " ".join(happened) == " ".join([first, *between, last])
-
-
-def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Tensor:
-    """`prefix_attention`, token by token as the work list says: a list of other tables gives other tokens."""
-    k_cache, v_cache, tables, lens = pages[:4]
-    out = torch.zeros_like(q)
-    block_size = k_cache.shape[1]
-    for place, seq in enumerate(work.order.tolist()):
-        runs = [
-            (begin, end, lead)
-            for count, lead, first, begin, end, _ in work.items[: int(work.counts[0])].tolist()
-            if first <= place < first + count
-        ]
-        runs = sorted([*runs, (int(work.tails[place]), int(lens[seq]), seq)])
-        slots = [int(tables[r, t // block_size]) * block_size + t % block_size for b, e, r in runs for t in range(b, e)]
-        assert [t for begin, end, _ in runs for t in range(begin, end)] == list(range(int(lens[seq])))
-        if slots:
-            k, v = (cache.flatten(0, 1)[slots].double() for cache in (k_cache, v_cache))
-            k, v = (each.repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1) for each in (k, v))
-            weights = torch.einsum("hd,thd->ht", q[seq].double() * scale, k).softmax(-1)
-            out[seq] = torch.einsum("ht,thd->hd", weights, v).to(q.dtype)
-    return out
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from support import DEVICE
 
+from lib.models import DEVICE
 from minillm import kernels
 from minillm.kernels import DecodeInputs, Field
 from minillm.runner.rows import padded_size

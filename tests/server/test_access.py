@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import ROOT, Server, served
 
+from lib.server import ROOT, Server, served
 from minillm.cli.serve import _keys as api_keys
 from minillm.server.access import Access, AccessRules, BodyMemory
 from minillm.server.app import make_app

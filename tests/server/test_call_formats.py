@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tool_calls import read, together
 
+from lib.calls import read, together
 from minillm.server.call_formats import Scanner, python_calls, xml_call
 from minillm.server.tool_calls import FORMATS, NAMED, CallReader
 from minillm.server.tool_choice import call_formats

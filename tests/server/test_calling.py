@@ -12,7 +12,8 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from running_server import Server, served
+
+from lib.server import Server, served
 
 MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
 SCHEMA = {

@@ -14,9 +14,9 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from running_server import Server, served
-from support import write_sentencepiece_model
 
+from lib.models import write_sentencepiece_model
+from lib.server import Server, served
 from minillm.service import messages as chat
 
 

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running_server import Server
 
+from lib.server import Server
 from minillm.server.openapi import document
 
 SMALL = st.none() | st.booleans() | st.integers(-9, 99) | st.floats(0, 2) | st.text(max_size=9)

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import Server, served
+
+from lib.server import Server, served
 
 NUM_DISCONNECTS = int(os.environ.get("MINILLM_DISCONNECTS", "150"))
 NUM_HOSTILE = int(os.environ.get("MINILLM_HOSTILE", "400"))

@@ -7,7 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import Server
+
+from lib.server import Server
 
 LENGTH = 64  # so many that not all come in one chunk where the machine is busy
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from running_server import Server
 
+from lib.server import Server
 from minillm import LLM, SamplingParams
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from running_server import ROOT, Server, served
 
+from lib.server import ROOT, Server, served
 from minillm.errors import UsageError
 from minillm.server.remote import Address
 from minillm.service import messages as chat

@@ -20,8 +20,8 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from running_server import ROOT, Server, served
 
+from lib.server import ROOT, Server, served
 from minillm.server import replicas
 from minillm.server.engine_process import EngineDied
 from minillm.server.messages import Conversation

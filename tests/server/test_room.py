@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import engine_for, hf_model, ours
 
+from lib.engine import engine_for
+from lib.models import hf_model, ours
 from minillm.engine.driver import Driver
 from minillm.errors import UsageError
 from minillm.model.llama import Llama

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import Server
 
+from lib.server import Server
 from minillm.checks import declared
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.server import bodies

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_slow_clients import Engine
 
+from lib.server import Engine
 from minillm.server.answers import Frame
 from minillm.server.forms import TextForm
 from minillm.server.generating import Asked, Generating

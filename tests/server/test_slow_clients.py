@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from lib.server import Engine
 from minillm.server import generating
 from minillm.server.answers import Frame
 from minillm.server.engine_process import Answer
@@ -48,30 +49,6 @@ async def skipped_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "time", lambda: now)
     monkeypatch.setattr(generating, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(loop._selector, "select", skip)  # type: ignore[attr-defined]
-
-
-class Engine:
-    """Says a word every hundredth of a second, ten in all; notes the answers that are left."""
-
-    def __init__(self) -> None:
-        self.left: list[Answer] = []
-        self.tasks: list[asyncio.Task[None]] = []
-
-    def complete(self, call: Complete, news: asyncio.Event) -> Answer:
-        answer = Answer(call.request_id, news=news)
-        self.tasks.append(asyncio.create_task(self._say(answer)))
-        return answer
-
-    async def _say(self, answer: Answer) -> None:
-        for _ in range(10):
-            await asyncio.sleep(0.01)
-            answer.texts.append(Text(answer.request_id, 0, "word ", 1))
-            answer.news.set()
-        answer.ended = Ended(answer.request_id, 3, 0)
-        answer.news.set()
-
-    def leave(self, answer: Answer) -> None:
-        self.left.append(answer)
 
 
 async def respond(engine: Engine, seats: Seats, send: Any, send_seconds: float = 0.2) -> tuple[float, float]:

@@ -11,7 +11,8 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from running_server import Server
+
+from lib.server import Server
 
 MESSAGES: Any = [{"role": "user", "content": "A person"}]
 SCHEMA = {

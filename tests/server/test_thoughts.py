@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import Server, served
 
+from lib.server import Server, served
 from minillm.server.parts import Called, Part, PlainReader, Said, Thought
 from minillm.server.thoughts import ThoughtReader
 from minillm.server.tool_calls import CallReader

@@ -6,8 +6,8 @@ import queue
 from pathlib import Path
 
 import pytest
-from support import write_tiny_model
 
+from lib.models import write_tiny_model
 from minillm.runner.runner import Runner
 from minillm.service.__main__ import serve
 from minillm.service.messages import Command, Event, Load, Loaded

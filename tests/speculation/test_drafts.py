@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from speculated import facts, guesses_of
-from support import engine_for, hf_model, noisy, ours, run
 from torch import Tensor
 
+from lib.engine import engine_for, run
+from lib.models import hf_model, noisy, ours
+from lib.speculation import facts, guesses_of
 from minillm.engine.engine import Engine
 from minillm.model.llama import Batch, Llama
 from minillm.outputs import RequestOutput

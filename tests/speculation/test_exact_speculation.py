@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from speculated import assert_begins, assert_begins_at_error, assert_same, guesses_of, play
-from support import engine_for, hf_model, noisy, ours, write_tiny_model
 
+from lib.engine import engine_for
+from lib.models import hf_model, noisy, ours, write_tiny_model
+from lib.speculation import assert_begins, assert_begins_at_error, assert_same, guesses_of, play
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
 from minillm.grammar.grammar import Grammar

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from speculated import assert_close_logprobs, counting_model, facts, guesses_of
-from support import engine_for, hf_model, ours, run
 
+from lib.engine import engine_for, run
+from lib.models import hf_model, ours
+from lib.speculation import assert_close_logprobs, counting_model, facts, guesses_of
 from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request

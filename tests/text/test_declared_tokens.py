@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import transformers
-from test_tokenizer import byte_level
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
+from lib.tokens import byte_level
 from minillm.errors import WeightsError
 from minillm.text.hf_tokenizer import read_directory
 from minillm.text.tokenizer import Tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import tokenizers
-from test_tokenizer import TEXTS, byte_level, random_texts, sentencepiece
 
+from lib.tokens import TEXTS, byte_level, random_texts, sentencepiece
 from minillm.text.tokenizer import Tokenizer
 
 SPACE = "▁"

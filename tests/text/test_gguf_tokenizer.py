@@ -11,30 +11,11 @@ from typing import Any
 
 import pytest
 import tokenizers
-from test_tokenizer import TEXTS, byte_level, random_texts, sentencepiece
 
+from lib.tokens import TEXTS, byte_level, metadata_of, random_texts, sentencepiece
 from minillm.errors import WeightsError
 from minillm.text.pre_tokenizers import LLAMA3
 from minillm.text.tokenizer import Tokenizer
-
-
-def metadata_of(directory: Path, pre: str) -> dict[str, Any]:
-    """The metadata that llama.cpp's converter would write for a byte-level tokenizer.json."""
-    state = json.loads((directory / "tokenizer.json").read_text())
-    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    vocabulary = sorted(backend.get_vocab(True).items(), key=lambda item: item[1])
-    added = {entry["content"]: entry["special"] for entry in state["added_tokens"]}
-    kinds = [(3 if added[text] else 4) if text in added else 1 for text, _ in vocabulary]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": [text for text, _ in vocabulary],
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in state["model"]["merges"]],
-        "tokenizer.ggml.bos_token_id": backend.token_to_id("<|begin_of_text|>"),
-        "tokenizer.ggml.eos_token_id": backend.token_to_id("<|eot_id|>"),
-        "tokenizer.ggml.add_bos_token": True,
-    }
 
 
 @pytest.mark.parametrize(("pre", "split"), [("smollm", None), ("llama-bpe", LLAMA3)])

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import regex
 import tokenizers
-from test_gguf_tokenizer import metadata_of
-from test_tokenizer import TEXTS, byte_level, random_texts
 from tokenizers import Regex, normalizers, pre_tokenizers
 
+from lib.tokens import TEXTS, byte_level, metadata_of, random_texts
 from minillm.text.pre_tokenizers import _CASED, SPLITS, _class_of
 from minillm.text.tokenizer import Tokenizer
 

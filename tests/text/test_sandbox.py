@@ -16,10 +16,10 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import bounded_memory
-from test_tokenizer import CORPUS, TEXTS, byte_level, random_texts, sentencepiece
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from lib.limits import bounded_memory
+from lib.tokens import CORPUS, TEXTS, byte_level, random_texts, sentencepiece
 from minillm.errors import MinillmError, WeightsError
 from minillm.text import sandbox, tokenizer
 from minillm.text.hf_tokenizer import is_known

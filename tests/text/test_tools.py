@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_chat_template import CHATML, ZEPHYR
-from test_tokenizer import byte_level
 
+from lib.tokens import CHATML, ZEPHYR, byte_level
 from minillm.errors import UsageError
 from minillm.text.chat_template import ChatTemplate
 from minillm.text.tokenizer import Tokenizer

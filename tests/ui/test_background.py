@@ -6,8 +6,8 @@ import sys
 import time
 
 import pytest
-from pty_session import Session, session
 
+from lib.terminal import Session, session
 from minillm.ui.terminal import LateAnswers, background_of
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from driving import ask, chat
-from pty_session import ROOT, session
 
+from lib.terminal import PROGRAMS, session
+from lib.ui import ask, chat
 from minillm.errors import UsageError
 from minillm.ui.app import ChatApp
 from minillm.ui.chat import talk
@@ -17,8 +17,8 @@ CALLS_AT_ONCE = (
     sys.executable,
     "-c",
     "import sys, runpy; import minillm.ui.chat.talk as talk; talk.LONG_ANSWER = 0.0; "
-    f"sys.path.insert(0, '{ROOT}/tests/ui'); sys.argv = ['chat', 'fake']; "
-    f"runpy.run_path('{ROOT}/tests/ui/chat_with_fake.py', run_name='__main__')",
+    "sys.argv = ['chat', 'fake']; "
+    f"runpy.run_path('{PROGRAMS}/chat_with_fake.py', run_name='__main__')",
 )
 
 

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from driving import answered, ask, chat, notes, say, screen, seen, until
 from textual import events
 from textual.widgets import Collapsible, Input, OptionList, Static
 
+from lib.ui import answered, ask, chat, notes, say, screen, seen, until
 from minillm import system
 from minillm.service.messages import CacheChanged, LogEntry, MemoryUse, TokenChoice
 from minillm.ui.chat.answer_view import AnswerView

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from driving import ask, chat, notes, say, screen, seen, until
 from textual import events
 from textual._compositor import Compositor, ReflowResult
 from textual.geometry import Size
@@ -16,6 +15,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
+from lib.ui import ask, chat, notes, say, screen, seen, until
 from minillm.service.client import EngineProcess
 from minillm.service.messages import Finished, TextDelta
 from minillm.ui.bars import KeyBar, StatusBar

@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
-from driving import ask, chat, notes, say, screen, until
 
+from lib.ui import ask, chat, notes, say, screen, until
 from minillm.errors import UsageError
 from minillm.service.messages import Command
 from minillm.ui.bars import StatusBar

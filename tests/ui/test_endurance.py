@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pty_session import Session, children, session
-from test_random_keys import something
 
+from lib.gestures import something
+from lib.terminal import PROGRAMS, Session, children, session
 from minillm.ui.chat.sessions import SessionStore
 
 MINUTES = float(os.environ.get("MINILLM_TYPING_MINUTES", "0.1"))
@@ -138,7 +138,7 @@ class Typist:
     def sit(self, end: float) -> None:
         """Use one app, until ``end`` or until it is quit or killed."""
         how = self.rng.choice(["anew", "resume", "resume"])
-        command = (sys.executable, str(Path(__file__).with_name("watched_chat.py")), str(self.log), self.model, how)
+        command = (sys.executable, str(PROGRAMS / "watched_chat.py"), str(self.log), self.model, how)
         places = {"MINILLM_DATA": str(self.directory), "MINILLM_CONFIG": str(self.directory / "config.toml")}
         environment = {**places, "OMP_NUM_THREADS": "1", "MINILLM_DEBUG": "1"}
         self.counts["apps"] += 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driving import ask, chat, say, screen, until
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
+from lib.ui import ask, chat, say, screen, until
 from minillm.ui.chat.answer_view import ReasoningView
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.find import Finder

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import FAKE, answered, notes, screen, until
 from textual.drivers.headless_driver import HeadlessDriver
 
+from lib.ui import FAKE, answered, notes, screen, until
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore

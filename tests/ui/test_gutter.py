@@ -1,8 +1,8 @@
 """The gutter beside answers: which blocks hold an answer's tokens."""
 
 import pytest
-from driving import answered, ask, chat, screen, until
 
+from lib.ui import answered, ask, chat, screen, until
 from minillm.service.messages import CacheChanged, TableView
 from minillm.ui.chat.conversation import Answer
 from minillm.ui.chat.gutter import Gutter, gutter

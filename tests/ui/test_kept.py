@@ -6,9 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from driving import FAKE, say, screen
 from textual.drivers.headless_driver import HeadlessDriver
 
+from lib.ui import FAKE, say, screen
 from minillm.errors import MinillmError, UsageError
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.sessions import SessionStore

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from driving import ask, chat, screen, seen, until
 
+from lib.ui import ask, chat, screen, seen, until
 from minillm.errors import UsageError
 from minillm.ui.chat_screen import bindings_by_name
 from minillm.ui.help import HelpScreen

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from driving import ask, chat, say, screen, seen, until
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.events import MouseDown
 from textual.pilot import Pilot
 
+from lib.ui import ask, chat, say, screen, seen, until
 from minillm.ui.chat import window
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.transcript import Transcript

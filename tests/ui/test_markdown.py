@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from driving import seen
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.css.stylesheet import Stylesheet
@@ -16,6 +15,7 @@ from textual.geometry import Region
 from textual.widget import Widget
 from textual.widgets import Static
 
+from lib.ui import seen
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.markdown import ModelMarkdown, plain_texts
 from minillm.ui.themes import find_theme, for_terminal

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from pty_session import session
 
+from lib.terminal import session
 from minillm.llm import LLM
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.sessions import SessionStore

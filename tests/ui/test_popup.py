@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from driving import ask, chat, notes, say, screen, seen, until
 from textual import events
 from textual.geometry import Region
 
+from lib.ui import ask, chat, notes, say, screen, seen, until
 from minillm.errors import UsageError
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.files import (

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import answered, ask, chat, notes, say, screen, seen, until
-from pty_session import session
 from textual.drivers.headless_driver import HeadlessDriver
 
+from lib.terminal import session
+from lib.ui import answered, ask, chat, notes, say, screen, seen, until
 from minillm.service.client import ENGINE_COMMAND
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.demo import STOPS, DemoApp, Narration, demo_settings

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import ask, chat, notes, seen, until
 
+from lib.ui import ask, chat, notes, seen, until
 from minillm.errors import MinillmError
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.saved import from_data, to_data

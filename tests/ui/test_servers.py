@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from driving import FAKE, notes, seen, until
-from fake_engine import LOADED
 from textual.drivers.headless_driver import HeadlessDriver
 
+from lib.programs.fake_engine import LOADED
+from lib.ui import FAKE, notes, seen, until
 from minillm.service.messages import CacheChanged, TableView
 from minillm.ui.app import ChatApp
 from minillm.ui.bars import StatusBar, TitleBar

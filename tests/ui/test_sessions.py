@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
-from driving import ask, chat, seen, until
 from rich.style import Style
 from textual import events
 from textual.widgets import OptionList
 
+from lib.ui import ask, chat, seen, until
 from minillm.errors import MinillmError
 from minillm.ui.chat.conversation import LONGEST_TITLE, Conversation
 from minillm.ui.chat.export import export, to_json, to_markdown

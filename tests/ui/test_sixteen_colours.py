@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from pty_session import session
 from textual.color import Color
 
+from lib.terminal import session
 from minillm.ui.themes import contrast
 
 PALETTE = (

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import ask, chat, seen, until
 from textual.pilot import Pilot
 
+from lib.ui import ask, chat, seen, until
 from minillm.ui.app import ChatApp
 
 pytestmark = pytest.mark.anyio

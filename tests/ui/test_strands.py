@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from driving import ask, chat, say, screen, seen, until
-from memory_script import BEAMS, TABLES, name, new_pool, picture, table
-from test_views import feed, panel_of
 from textual.pilot import Pilot
 
+from lib.memory import BEAMS, TABLES, feed, name, new_pool, panel_of, picture, table
+from lib.ui import ask, chat, say, screen, seen, until
 from minillm.service.messages import CacheChanged, CacheCounts, LogEntry
 from minillm.ui.bars import KeyBar
 from minillm.ui.memory.logs import EventLog

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_engine import HOSTILE
-from pty_session import CHAT, ROOT, Session, session
 from rich.cells import cell_len
 
 import minillm.ui.textual_internals  # noqa: F401  it sets the widths of characters
+from lib.programs.fake_engine import HOSTILE
+from lib.terminal import CHAT, PROGRAMS, ROOT, Session, session
 from minillm.ui.chat.sessions import SessionStore
 
 # The app itself may send only these: cursor, colour and mode sequences of a fixed form.
@@ -222,8 +222,8 @@ PATIENT = (
     sys.executable,
     "-c",
     "import sys, runpy; import minillm.ui.chat.talk as talk; talk._GRACE = 60.0; "
-    f"sys.path.insert(0, '{ROOT}/tests/ui'); sys.argv = ['chat', 'fake']; "
-    f"runpy.run_path('{ROOT}/tests/ui/chat_with_fake.py', run_name='__main__')",
+    "sys.argv = ['chat', 'fake']; "
+    f"runpy.run_path('{PROGRAMS}/chat_with_fake.py', run_name='__main__')",
 )  # the second ctrl+c may come late
 
 

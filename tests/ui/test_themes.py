@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from driving import answered, ask, chat, say, screen, until
 from rich.color import Color as RichColour
 from textual.color import Color
 from textual.command import CommandList
 from textual.pilot import Pilot
 from textual.screen import Screen
 
+from lib.ui import answered, ask, chat, say, screen, until
 from minillm.errors import UsageError
 from minillm.service.messages import MemoryUse, TokenChoice
 from minillm.ui.dialogs import ProbabilityScreen

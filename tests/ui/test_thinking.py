@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jinja2
 import pytest
-from driving import FAKE, answered, ask, chat, say, screen, until
 
+from lib.ui import FAKE, answered, ask, chat, say, screen, until
 from minillm.text.chat_template import ChatTemplate
 
 QWEN = (

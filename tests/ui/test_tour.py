@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from driving import ask, chat, notes, say, screen, seen, until
 
+from lib.ui import ask, chat, notes, say, screen, seen, until
 from minillm.ui.chat import tour
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.transcript import Remark, Transcript

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from driving import ask, chat, notes, say, screen, seen, until
-from pty_session import CHAT, session
 from textual import events
 
+from lib.terminal import CHAT, session
+from lib.ui import ask, chat, notes, say, screen, seen, until
 from minillm.errors import MinillmError
 from minillm.ui import terminal
 from minillm.ui.app import ChatApp

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
-import memory_script as script
 import pytest
-from driving import seen
-from memory_script import HOSTILE, TABLES, name, new_pool, picture, table
 from rich.segment import Segment
-from textual.app import App, ComposeResult
-from textual.containers import Container, Vertical
 from textual.pilot import Pilot
 from textual.widget import Widget
 
-from minillm import ui
+from lib import memory as script
+from lib.memory import HIGH, HOSTILE, NARROW, TABLES, WIDE, feed, name, new_pool, panel_of, picture, table
+from lib.ui import seen
 from minillm.outputs import StepReport
-from minillm.service.messages import CacheChanged, Inspect, LogEntry, MemoryUse, Stepped, TableView
+from minillm.service.messages import CacheChanged, LogEntry, MemoryUse, Stepped, TableView
 from minillm.ui.bars import VIEWS, tab_labels
-from minillm.ui.engine_app import EngineCommand
 from minillm.ui.memory import strands
 from minillm.ui.memory.figures import memory_lines
 from minillm.ui.memory.logs import EventLog, StepList, event_words, split_bar
@@ -33,64 +26,8 @@ from minillm.ui.memory.strands import Strands, block_trees, strand_lines, tree_l
 from minillm.ui.memory.strip import strip
 from minillm.ui.memory.tables import BlockTableView
 from minillm.ui.numbers import spans, sparkline
-from minillm.ui.themes import find_theme, for_terminal
 
-STYLES = Path(ui.__file__).parent
 VIEW_NAMES = [view.name for view in VIEWS]
-WIDE, NARROW, HIGH = (120, 40), (80, 24), (120, 50)
-
-
-class PanelApp(App[None]):
-    """The panel alone."""
-
-    AUTO_FOCUS = None
-    CSS_PATH = [STYLES / "app.tcss", STYLES / "memory" / "memory.tcss"]  # noqa: RUF012
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall"), (32, "-high")]  # noqa: RUF012
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[int] = []
-
-    def get_theme_variable_defaults(self) -> dict[str, str]:
-        return for_terminal(find_theme("dark"), "truecolor").variables
-
-    def compose(self) -> ComposeResult:
-        with Container(id="body"):
-            yield Vertical(id="talk")
-            yield MemoryPanel()
-
-    def on_mount(self) -> None:
-        self.register_theme(for_terminal(find_theme("dark"), "truecolor"))
-        self.theme = find_theme("dark").name
-        self.screen.add_class("-memory")
-
-    def on_engine_command(self, message: EngineCommand) -> None:
-        assert isinstance(message.command, Inspect)
-        self.asked.append(message.command.block)
-
-
-@asynccontextmanager
-async def panel_of(
-    *pictures: CacheChanged, view: str = "pool", size: tuple[int, int] = WIDE, pool: Pool | None = None
-) -> AsyncIterator[tuple[Pilot, MemoryPanel, Pool]]:
-    """A panel that has been told these pictures, of a pool of 128 blocks unless another is given."""
-    app = PanelApp()
-    pool = pool or new_pool()
-    async with app.run_test(size=size) as pilot:
-        panel = app.screen.query_one(MemoryPanel)
-        panel.show_pool(pool)
-        panel.view = view
-        await pilot.pause()
-        for event in pictures:
-            feed(panel, pool, event)
-        await pilot.pause()
-        yield pilot, panel, pool
-
-
-def feed(panel: MemoryPanel, pool: Pool, event: CacheChanged) -> None:
-    panel.take(event)
-    panel.show_news(name, "turn 2")
 
 
 def feed_steps(panel: MemoryPanel, steps: list[StepReport]) -> None:

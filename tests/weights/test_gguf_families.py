@@ -11,10 +11,10 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import hf_model, logits_in_chunks
-from test_checkpoint import write_gguf
-from test_gguf_kinds import Without
 
+from lib.engine import logits_in_chunks
+from lib.gguf_files import Without, write_gguf
+from lib.models import hf_model
 from minillm import LLM, SamplingParams
 from minillm.errors import WeightsError
 from minillm.kernels.linear.low_bit.layouts import dequantise

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import hf_model, logits_in_chunks
-from test_checkpoint import gguf_model, write_gguf
 
+from lib.engine import logits_in_chunks
+from lib.gguf_files import Without, gguf_model, write_gguf
+from lib.models import hf_model
 from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
 from minillm.model.loader import load_llama
@@ -20,17 +20,6 @@ from minillm.weights.gguf_file import GGUFCheckpoint
 from minillm.weights.package import convert
 
 F32 = gguf.GGMLQuantizationType.F32
-
-
-class Without:
-    """A transformers model whose file leaves some tensors out."""
-
-    def __init__(self, model: Any, *endings: str) -> None:
-        self.config = model.config
-        self.kept = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(endings)}
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.kept
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
-from shapes import relative_error
-from support import logits_in_chunks
-from test_checkpoint import gguf_model, write_gguf
 
+from lib.engine import logits_in_chunks
+from lib.gguf_files import gguf_model, write_gguf
+from lib.kernels import relative_error
 from minillm import LLM, kernels
 from minillm.errors import UsageError
 from minillm.kernels import LowBit

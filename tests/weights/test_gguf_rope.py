@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from test_checkpoint import gguf_model, write_gguf
 
+from lib.gguf_files import gguf_model, write_gguf
 from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable

@@ -14,9 +14,10 @@ import gguf
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support import TINY, bounded_memory, write_tiny_model
-from test_checkpoint import gguf_model, write_gguf
 
+from lib.gguf_files import gguf_model, write_gguf
+from lib.limits import bounded_memory
+from lib.models import TINY, write_tiny_model
 from minillm.config import EngineConfig
 from minillm.errors import DownloadError, MinillmError, UsageError, WeightsError
 from minillm.loading.engine import load_engine

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import logits_in_chunks
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lib.engine import logits_in_chunks
 from minillm import kernels
 from minillm.errors import WeightsError
 from minillm.forms import Held

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from shapes import DEVICE, ON_GPU, TOLERANCE, in_float64, make_pool, randn, relative_error, without_hidden
-from test_low_bit import LAYOUTS, some
-from test_low_bit_mlp import columns
 from torch import Tensor
 
+from lib.kernels import DEVICE, ON_GPU, TOLERANCE, in_float64, make_pool, randn, relative_error, without_hidden
+from lib.low_bit import LAYOUTS, columns, some
 from minillm import kernels
 from minillm.kernels import LinearWeight, Pages, reference
 from minillm.kernels.linear.low_bit.layouts import UNPACKED, expanded, in_fp8

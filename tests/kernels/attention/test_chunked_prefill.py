@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import (
+
+from lib.kernels import (
     DEVICE,
     DTYPES,
     HEADS,
@@ -21,7 +22,6 @@ from shapes import (
     randn,
     relative_error,
 )
-
 from minillm.kernels import reference
 
 pytest.importorskip("triton")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import (
+
+from lib.kernels import (
     DEVICE,
     DTYPES,
     HEADS,
@@ -24,7 +25,6 @@ from shapes import (
     relative_error,
     without_hidden,
 )
-
 from minillm.kernels import reference
 
 pytest.importorskip("triton")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import DEVICE, TOLERANCE, drawn, in_float64, make_pool, randn, relative_error
 
+from lib.kernels import DEVICE, TOLERANCE, drawn, in_float64, make_pool, randn, relative_error
 from minillm.kernels import reference
 
 pytest.importorskip("triton")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, HEADS, ON_GPU, TOLERANCE, combined, in_float64, make_pool, randn, relative_error
 from torch import Tensor
 
+from lib.kernels import DEVICE, DTYPES, HEADS, ON_GPU, TOLERANCE, combined, in_float64, make_pool, randn, relative_error
 from minillm.kernels import reference
 
 pytest.importorskip("triton")

@@ -6,7 +6,9 @@ import random
 
 import pytest
 import torch
-from shapes import (
+from torch import Tensor
+
+from lib.kernels import (
     DEVICE,
     DTYPES,
     ON_GPU,
@@ -19,8 +21,6 @@ from shapes import (
     rounded,
     shape_of,
 )
-from torch import Tensor
-
 from minillm.kernels import Pages, reference
 from minillm.kernels.attention.plan import FREE, ITEM_WORDS, AttentionShape, Plan, WorkList, plan_attention, prefix_tree
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import torch
-from shapes import forked_tables, shape_of
 
+from lib.kernels import forked_tables, shape_of
 from minillm.kernels.attention.plan import FREE, ITEM_WORDS, WorkList, plan_attention, prefix_tree
 
 

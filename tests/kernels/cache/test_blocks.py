@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import DEVICE, DTYPES, drawn, randn
 
+from lib.kernels import DEVICE, DTYPES, drawn, randn
 from minillm.kernels import reference
 
 pytest.importorskip("triton")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, TOLERANCE, make_pool, randn, relative_error
 
+from lib.kernels import DEVICE, DTYPES, TOLERANCE, make_pool, randn, relative_error
 from minillm.kernels import HeadNorms, LayerCache, Places, reference
 
 pytest.importorskip("triton")

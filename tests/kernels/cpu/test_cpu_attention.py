@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import CPU_TOLERANCE, in_float64, make_pool, relative_error, without_hidden
 
+from lib.kernels import CPU_TOLERANCE, in_float64, make_pool, relative_error, without_hidden
 from minillm import kernels
 from minillm.kernels import HeadNorms, HostPlan, LayerCache, Pages, Places, cpu, reference
 

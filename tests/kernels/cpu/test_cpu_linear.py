@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import CPU_TOLERANCE, relative_error
 from torch import Tensor
 
+from lib.kernels import CPU_TOLERANCE, relative_error
 from minillm import kernels
 from minillm.kernels import LinearWeight, cpu
 

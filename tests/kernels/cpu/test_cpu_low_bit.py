@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from shapes import relative_error
 
+from lib.kernels import relative_error
 from minillm import kernels
 from minillm.kernels import LinearWeight
 from minillm.kernels.linear.low_bit.layouts import Layout, LowBit, Scales, dequantise, expanded, random_matrix

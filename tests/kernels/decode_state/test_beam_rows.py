@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from shapes import DEVICE
 
+from lib.kernels import DEVICE
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.kernels import Field, SearchField, reference
 

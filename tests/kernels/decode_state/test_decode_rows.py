@@ -7,8 +7,8 @@ import struct
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, randn, relative_error
 
+from lib.kernels import DEVICE, DTYPES, ON_GPU, randn, relative_error
 from minillm.kernels import DecodeInputs, Field, reference
 
 pytest.importorskip("triton")

@@ -1,7 +1,7 @@
 """Times of products and attention that do not depend on the batch, beside those that do, on a GPU.
 
-    python tests/kernels/linear/invariant_tiles.py products [TOKENS ...]
-    python tests/kernels/linear/invariant_tiles.py attention
+    PYTHONPATH=tests python tests/kernels/linear/invariant_tiles.py products [TOKENS ...]
+    PYTHONPATH=tests python tests/kernels/linear/invariant_tiles.py attention
 
 ``products``: the fastest tiles at the shapes of an 8B model, with the norm in front; `CANDIDATES` are compiled by 14
 processes first. That all tiles give the same bits is a test: test_invariant_linear.py.
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from invariant_candidates import CANDIDATES, randn
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from lib.invariant_candidates import CANDIDATES, randn
 from minillm import kernels
 from minillm.kernels import LinearWeight
 from minillm.kernels.arguments import Pages

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
 from torch import Tensor
 from torch.nn import functional
 
+from lib.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
 from minillm.kernels import reference
 from minillm.kernels.linear.low_bit.layouts import (
     FP8,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import DTYPES, TOLERANCE, combined, randn, relative_error
 from torch import Tensor
+
+from lib.kernels import DTYPES, TOLERANCE, combined, randn, relative_error
 
 pytest.importorskip("triton")
 from minillm.kernels.linear.invariant import Tile, product
@@ -73,8 +74,9 @@ def test_what_does_not_fit_is_named() -> None:
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_all_tiles_give_the_same_bits(shape: tuple[int, int], gated: bool) -> None:
-    from invariant_candidates import CANDIDATES
     from triton.runtime.errors import OutOfResources
+
+    from lib.invariant_candidates import CANDIDATES
 
     features, columns = shape
     x, weight = randn(300, columns, dtype=torch.bfloat16), randn(features, columns, dtype=torch.bfloat16)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from shapes import DEVICE, ON_GPU, randn, relative_error
 from torch import Tensor
 
+from lib.kernels import DEVICE, ON_GPU, randn, relative_error
+from lib.low_bit import LAYOUTS, some
 from minillm import kernels
 from minillm.kernels import reference
 from minillm.kernels.linear.low_bit.layouts import (
@@ -33,52 +34,10 @@ from minillm.kernels.linear.low_bit import many_tokens as low_bit_dot
 from minillm.kernels.linear.low_bit import one_token as low_bit_matvec
 from minillm.kernels.linear.low_bit import unpack as low_bit_unpack
 
-LAYOUTS = {
-    "q4_0": Layout(4, "plain", zero=8),
-    "q4_1": Layout(4, "offset"),
-    "q5_0": Layout(5, "plain", zero=16),
-    "q5_1": Layout(5, "offset"),
-    "q8_0": Layout(8, "plain"),
-    "q4_k": Layout(4, "super"),
-    "q5_k": Layout(5, "super"),
-    "q6_k": Layout(6, "bytes", zero=32, group=16),
-    "iq4_nl": Layout(4, "plain", table=True),
-    "iq4_xs": Layout(4, "bytes", table=True),
-    "awq": Layout(4, "zeros", group=128),
-    "int8 rows": Layout(8, "plain", group=0),
-}
 # Bits of a weight with its part of all scales; IQ4_XS's file has 4.25, for its scales have 6 bits there.
 BITS = dict(zip(LAYOUTS, (4.5, 5.0, 5.5, 6.0, 8.5, 4.5, 5.5, 6.5625, 4.5, 4.3125, 4.25, 8 + 16 / 1280), strict=True))
 SHAPES = [(6, 768), *([(5, 256), (1030, 4096), (4096, 14336)] if ON_GPU else [])]
 TOKENS = (1, 2, 3, 20, 300) if ON_GPU else (1, 2)
-
-
-def some(layout: Layout, out: int, width: int, seed: int = 0) -> LowBit:
-    """Random levels; random scales of both signs, some of them zero."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def uniform(*size: int) -> Tensor:
-        values = torch.rand(size, generator=generator) - 0.5
-        return torch.where(torch.rand(size, generator=generator) < 0.1, 0.0, values).half() / 50
-
-    low = -128 if layout.bits == 8 else 0
-    levels = torch.randint(low, low + (1 << layout.bits), (out, width), generator=generator)
-    words, high = pack_levels(levels, layout.bits)
-    units = None
-    groups = width // (layout.group or width)
-    if layout.scales == "plain":
-        scales = uniform(out, groups)
-    elif layout.scales == "super":
-        parts, mins = torch.randint(0, 64, (2, out, width // 256, 8), generator=generator)
-        scales = pack_super(parts, mins, uniform(out, width // 256) / 16, uniform(out, width // 256) / 16)
-    elif layout.scales == "bytes":
-        scales = torch.randint(-128, 128, (out, groups), generator=generator).to(torch.int8)
-        units = uniform(out, width // 256) / 32
-    else:
-        others = torch.randint(0, 16, (out, groups), generator=generator).half()
-        scales = torch.stack((uniform(out, groups), uniform(out, groups) if layout.scales == "offset" else others), -1)
-    planes = [None if each is None else each.to(DEVICE) for each in (words, high, scales, units)]
-    return LowBit(layout, (out, width), *planes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from shapes import DEVICE, ON_GPU, TOLERANCE, randn, relative_error
-from test_low_bit import LAYOUTS, some
 from torch import Tensor
 
+from lib.kernels import DEVICE, ON_GPU, TOLERANCE, randn, relative_error
+from lib.low_bit import LAYOUTS, columns, some
 from minillm import kernels
 from minillm.kernels import LinearWeight, LowBit, reference
 from minillm.kernels.linear.low_bit.layouts import UNPACKED, expanded, in_fp8
@@ -79,14 +79,6 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[low_bit_matmul.HalfActivatio
 
     monkeypatch.setattr(low_bit_linear, "gated_halves", noted)
     return seen
-
-
-def columns(halves: low_bit_matmul.HalfActivations) -> Tensor:
-    """The numbers ``[tokens, turns * 128]`` that the next product reads."""
-    eights, turns = halves.x.shape[:2]
-    x = halves.x.permute(0, 3, 1, 4, 2, 5).reshape(eights * 8, turns * 128)
-    tokens = halves.scales.shape[0]
-    return x[:tokens].double() * (halves.scales.double() * 64)[:, None]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from shapes import DEVICE, ON_GPU, relative_error
-from test_low_bit import LAYOUTS, some
 from torch import Tensor
 from torch.nn import functional
 
+from lib.kernels import DEVICE, ON_GPU, relative_error
+from lib.low_bit import LAYOUTS, some
 from minillm.kernels import reference
 from minillm.kernels.linear.low_bit.layouts import UNPACKED, LowBit, bucket, dequantise
 

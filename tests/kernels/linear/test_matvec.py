@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, combined, randn, relative_error
 
+from lib.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, combined, randn, relative_error
 from minillm.kernels import reference
 
 pytest.importorskip("triton")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from shapes import DTYPES, TOLERANCE, randn, relative_error
 
+from lib.kernels import DTYPES, TOLERANCE, randn, relative_error
 from minillm.kernels import reference
 
 pytest.importorskip("triton")

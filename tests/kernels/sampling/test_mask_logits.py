@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, randn
 
+from lib.kernels import DEVICE, DTYPES, ON_GPU, randn
 from minillm.kernels import cpu, reference
 
 pytest.importorskip("triton")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, parameters, randn, relative_error
 from torch import Tensor
 
+from lib.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, parameters, randn, relative_error
 from minillm import kernels
 from minillm.kernels import SamplingInputs, reference
 

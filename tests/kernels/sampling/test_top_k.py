@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from shapes import DEVICE, randn
 
+from lib.kernels import DEVICE, randn
 from minillm.kernels import reference
 
 pytest.importorskip("triton")

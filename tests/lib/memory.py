@@ -1,10 +1,25 @@
-"""A small cache whose changes the views are shown: a pinned system prompt, two turns, four samples, three beams."""
+"""The memory panel alone in an app, and a small cache for it to show.
+
+In the cache are a pinned system prompt, two turns, four samples and three beams.
+"""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from textual.app import App, ComposeResult
+from textual.containers import Container, Vertical
+from textual.pilot import Pilot
+
+from minillm import ui
 from minillm.outputs import StepReport
-from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableState, TableView
+from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, Inspect, LogEntry, TableState, TableView
+from minillm.ui.engine_app import EngineCommand
+from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
+from minillm.ui.themes import find_theme, for_terminal
 
 SIZE = 16
 HOSTILE = "\x1b[31mred\x9b0m [bold]x[/] \u202e\r\n"
@@ -76,3 +91,61 @@ def steps(num_steps: int) -> list[StepReport]:
 def facts(block: int) -> BlockFacts:
     """A block with hostile text among its tokens."""
     return BlockFacts(block, ["The", " quick", "\n", HOSTILE], 17, "16", 3.2)
+
+
+STYLES = Path(ui.__file__).parent
+
+WIDE, NARROW, HIGH = (120, 40), (80, 24), (120, 50)
+
+
+class PanelApp(App[None]):
+    """The panel alone."""
+
+    AUTO_FOCUS = None
+    CSS_PATH = [STYLES / "app.tcss", STYLES / "memory" / "memory.tcss"]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall"), (32, "-high")]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return for_terminal(find_theme("dark"), "truecolor").variables
+
+    def compose(self) -> ComposeResult:
+        with Container(id="body"):
+            yield Vertical(id="talk")
+            yield MemoryPanel()
+
+    def on_mount(self) -> None:
+        self.register_theme(for_terminal(find_theme("dark"), "truecolor"))
+        self.theme = find_theme("dark").name
+        self.screen.add_class("-memory")
+
+    def on_engine_command(self, message: EngineCommand) -> None:
+        assert isinstance(message.command, Inspect)
+        self.asked.append(message.command.block)
+
+
+@asynccontextmanager
+async def panel_of(
+    *pictures: CacheChanged, view: str = "pool", size: tuple[int, int] = WIDE, pool: Pool | None = None
+) -> AsyncIterator[tuple[Pilot, MemoryPanel, Pool]]:
+    """A panel that has been told these pictures, of a pool of 128 blocks unless another is given."""
+    app = PanelApp()
+    pool = pool or new_pool()
+    async with app.run_test(size=size) as pilot:
+        panel = app.screen.query_one(MemoryPanel)
+        panel.show_pool(pool)
+        panel.view = view
+        await pilot.pause()
+        for event in pictures:
+            feed(panel, pool, event)
+        await pilot.pause()
+        yield pilot, panel, pool
+
+
+def feed(panel: MemoryPanel, pool: Pool, event: CacheChanged) -> None:
+    panel.take(event)
+    panel.show_news(name, "turn 2")

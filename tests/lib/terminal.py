@@ -18,7 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
-CHAT = (sys.executable, str(ROOT / "tests" / "ui" / "chat_with_fake.py"))
+PROGRAMS = ROOT / "tests" / "lib" / "programs"
+PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"  # of modules
+CHAT = (sys.executable, str(PROGRAMS / "chat_with_fake.py"))
 
 # Modes that the app switches on, and must switch off again: (on, off).
 MODES = {
@@ -140,7 +142,7 @@ class Session:
             yield time.monotonic() - began - max(0.0, waited_for_processor(self.process.pid) - starved) < seconds
 
     def _story(self) -> str:
-        """What was written last; which keys wait; the program and its children; and what `telling.py` tells."""
+        """What was written last; which keys wait; the program and its children; and what `telling` tells."""
         shown = self.output[-600:]
         waiting = struct.unpack("i", fcntl.ioctl(self._slave, termios.FIONREAD, b"\0" * 4))[0]
         processes = [self.process.pid, *children(self.process.pid)]
@@ -206,7 +208,7 @@ def _running(
         stdout=slave,
         stderr=slave,
         preexec_fn=own_terminal,
-        env={**inherited, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **environment},
+        env={**inherited, "TERM": "xterm-256color", "PYTHONPATH": PATH, **environment},
     )
     running = Session(process, master, slave)
     try:

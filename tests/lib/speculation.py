@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import hf_model, ours
 
+from lib.models import hf_model, ours
 from minillm import kernels
 from minillm.bench.speculate import let_count
 from minillm.cache import check

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minillm.forms import kv_row_bytes
-from minillm.kernels import AttentionShape, Pages, SamplingInputs, reference
+from minillm.kernels import AttentionShape, Pages, SamplingInputs, WorkList, reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -180,3 +180,25 @@ def shape_of(
 ) -> AttentionShape:
     row = kv_row_bytes(head_dim, 1 if in_8_bits else dtype.itemsize)
     return AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize, processors, row)
+
+
+def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Tensor:
+    """`prefix_attention`, token by token as the work list says: a list of other tables gives other tokens."""
+    k_cache, v_cache, tables, lens = pages[:4]
+    out = torch.zeros_like(q)
+    block_size = k_cache.shape[1]
+    for place, seq in enumerate(work.order.tolist()):
+        runs = [
+            (begin, end, lead)
+            for count, lead, first, begin, end, _ in work.items[: int(work.counts[0])].tolist()
+            if first <= place < first + count
+        ]
+        runs = sorted([*runs, (int(work.tails[place]), int(lens[seq]), seq)])
+        slots = [int(tables[r, t // block_size]) * block_size + t % block_size for b, e, r in runs for t in range(b, e)]
+        assert [t for begin, end, _ in runs for t in range(begin, end)] == list(range(int(lens[seq])))
+        if slots:
+            k, v = (cache.flatten(0, 1)[slots].double() for cache in (k_cache, v_cache))
+            k, v = (each.repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1) for each in (k, v))
+            weights = torch.einsum("hd,thd->ht", q[seq].double() * scale, k).softmax(-1)
+            out[seq] = torch.einsum("ht,thd->hd", weights, v).to(q.dtype)
+    return out

@@ -22,7 +22,7 @@ from minillm.ui.chat.transcript import Note
 from minillm.ui.chat_screen import ChatScreen
 from minillm.ui.settings import Settings
 
-FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
+FAKE = (sys.executable, str(Path(__file__).parent / "programs" / "fake_engine.py"))
 
 
 @asynccontextmanager

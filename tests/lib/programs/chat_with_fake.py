@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import telling
-
+from lib.programs import telling
 from minillm.cli.main import main
 from minillm.ui import app as chat_app
 from minillm.ui.settings import Settings

@@ -13,8 +13,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import telling
-
+from lib.programs import telling
 from minillm.cli.main import main
 from minillm.errors import MinillmError
 from minillm.system import resident_bytes

@@ -15,9 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import warm
-from running_server import served
-
+from lib.programs import warm
+from lib.server import served
 from minillm.system import cache_dir
 from minillm.weights.manifest import load_manifest
 

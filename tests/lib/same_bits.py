@@ -1,6 +1,6 @@
 """Whether a request gets the same bits whatever runs beside it: ``deterministic`` on a GPU, in the ways that differ.
 
-    python tests/engine/same_bits.py [SHAPE] [NUMBER OF SEQUENCES] [OF WHICH ALONE]
+    PYTHONPATH=tests python -m lib.same_bits [SHAPE] [NUMBER OF SEQUENCES] [OF WHICH ALONE]
 
 Random weights: their logits are close to each other, so a last digit that differs shows soon, in a token. What is
 compared is every token and the log-probabilities of the best, bit for bit.

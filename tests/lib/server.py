@@ -1,7 +1,8 @@
-"""A server of a tiny model, as the command line starts it."""
+"""A server of a tiny model, as the command line starts it, and a scripted engine."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -15,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+
+from minillm.server.engine_process import Answer
+from minillm.server.messages import Complete, Ended, Text
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,3 +111,27 @@ def served(model: Path, *options: str, environment: dict[str, str] | None = None
         finally:
             process.kill()
             reader.join(5)
+
+
+class Engine:
+    """Says a word every hundredth of a second, ten in all; notes the answers that are left."""
+
+    def __init__(self) -> None:
+        self.left: list[Answer] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def complete(self, call: Complete, news: asyncio.Event) -> Answer:
+        answer = Answer(call.request_id, news=news)
+        self.tasks.append(asyncio.create_task(self._say(answer)))
+        return answer
+
+    async def _say(self, answer: Answer) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+            answer.texts.append(Text(answer.request_id, 0, "word ", 1))
+            answer.news.set()
+        answer.ended = Ended(answer.request_id, 3, 0)
+        answer.news.set()
+
+    def leave(self, answer: Answer) -> None:
+        self.left.append(answer)

@@ -1,0 +1,130 @@
+"""An engine around a model, run to its end."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.cache import BlockManager, SwapSpace, check
+from minillm.engine.engine import Engine
+from minillm.engine.requests import Requests
+from minillm.engine.scheduler import Scheduler
+from minillm.kernels import Costs
+from minillm.kernels.attention.plan import FREE
+from minillm.loading.engine import methods_for
+from minillm.model.llama import Batch, Llama
+from minillm.outputs import RequestOutput
+from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.runner import Runner
+from minillm.speculation.drafter import Drafter
+from minillm.text.tokenizer import Tokenizer
+
+
+def check_books(engine: Engine) -> None:
+    check(engine.cache)
+    engine.scheduler.swap.check()
+
+
+def everything_is_back(engine: Engine) -> None:
+    check_books(engine)
+    assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
+    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
+    assert not engine.requests.groups
+    assert not engine.scheduler.running
+
+
+def engine_for(
+    model: Llama,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 64,
+    tokenizer: Tokenizer | None = None,
+    eos: frozenset[int] = frozenset(),
+    seed: int = 0,
+    prefix_caching: bool = True,
+    host_blocks: int = 0,
+    admission: str = "predicted",
+    on_device: bool | None = None,
+    sharing: Costs | None = FREE,
+    speculate: str = "off",
+    draft: Llama | None = None,
+) -> Engine:
+    """An engine of its own; ``on_device`` keeps the state of decoding sequences there (by default: on a GPU).
+
+    On the device, blocks that sequences share are always read once, unless ``sharing`` says otherwise. A
+    ``draft`` model guesses.
+    """
+    cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
+    scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, SwapSpace(host_blocks), admission)
+    max_model_len = min(model.rotary.cos.shape[0], num_blocks * block_size)
+    dynamic, on_gpu = model.rotary.dynamic, model.device.type == "cuda"
+    sizes = (num_blocks, block_size, host_blocks)
+
+    def new_runner(model: Llama, sharing: Costs | None) -> Runner:
+        if not (on_gpu if on_device is None else on_device) or model.rotary.dynamic:
+            return Runner(model, *sizes)
+        return DeviceRunner(
+            model, *sizes, max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=on_gpu, sharing=sharing
+        )
+
+    runner = new_runner(model, sharing)
+    if draft is not None:
+        drafter = Drafter(new_runner(draft, None), num_blocks, host_blocks, model, max_num_batched_tokens)
+        drafter.price = 0.05  # as of a small one
+        runner.observers.append(drafter)
+        speculate = "a model"
+    plain = model.config.max_position_embeddings if dynamic else None
+    requests = Requests(scheduler, tokenizer, model.config.vocab_size, max_model_len, eos, plain)
+    return Engine(runner, requests, methods_for(requests, runner, seed, speculate))
+
+
+def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], block_size: int = 4) -> Tensor:
+    """Logits of every position, ``[tokens, vocab]``, computed in ``chunks`` over a shuffled, NaN-filled pool."""
+    num_blocks = 2 * (-(-len(token_ids) // block_size))
+    kv_cache = model.new_kv_cache(num_blocks, block_size)
+    for tensor in kv_cache.tensors:
+        tensor.fill_(99 if tensor.dtype == torch.int8 else float("nan"))
+    device = model.device
+    blocks = random.Random(0).sample(range(num_blocks), num_blocks // 2)
+    assert sum(chunks) == len(token_ids)
+    rows, start = [], 0
+    for count in chunks:
+        positions = list(range(start, start + count))
+        decode = count == 1 and start > 0
+        batch = Batch(
+            token_ids=torch.tensor(token_ids[start : start + count], device=device),
+            positions=torch.tensor(positions, device=device),
+            slot_mapping=torch.tensor(
+                [blocks[i // block_size] * block_size + i % block_size for i in positions], device=device
+            ),
+            block_tables=torch.tensor([blocks], dtype=torch.int32, device=device),
+            context_lens=torch.tensor([start + count], dtype=torch.int32, device=device),
+            num_decodes=1 if decode else 0,
+            cu_seqlens=torch.tensor([0] if decode else [0, count], dtype=torch.int32, device=device),
+            logit_rows=torch.arange(count, device=device),
+            rope_lengths=[len(token_ids)] * count if model.rotary.dynamic else None,
+        )
+        with torch.inference_mode():
+            rows.append(model.forward(batch, kv_cache))
+        start += count
+    return torch.cat(rows).cpu()
+
+
+def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOutput]:
+    """Run requests together; the books are checked after every step, and everything must be back at the end."""
+    for number, (prompt, params) in enumerate(requests):
+        engine.add_request(str(number), prompt, params)
+    outputs = {}
+    while engine.has_work:
+        engine.step()
+        check(engine.cache)
+        engine.scheduler.swap.check()
+        outputs.update({output.request_id: output for output in engine.take_finished()})
+    assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
+    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
+    return [outputs[str(number)] for number in range(len(requests))]

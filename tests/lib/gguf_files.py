@@ -1,0 +1,98 @@
+"""GGUF files of small random models."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from lib.models import hf_model
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """q and k as llama.cpp's converter permutes them."""
+    shape = (heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
+
+
+def write_gguf(
+    path: Path, model: Any, kind: gguf.GGMLQuantizationType, fused: Any = False, **metadata: Any
+) -> dict[str, np.ndarray]:
+    """A GGUF file of a transformers Llama, or its kin; returns the dequantised tensors by Hugging Face name.
+
+    ``fused``: q, k and v are one tensor, as with the converter's ``--fuse-qkv``.
+    """
+    config = model.config
+    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    permutes = architecture in ("llama", "smollm3")
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    tokens = [chr(256 + i) for i in range(config.vocab_size)]
+    tokens[2] = tokens[0] + tokens[1]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+    for key, value in metadata.items():
+        adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        adders[type(value)](key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    exact: dict[str, np.ndarray] = {}
+    written: dict[str, list[np.ndarray]] = {}
+    kinds: dict[str, gguf.GGMLQuantizationType] = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.float().numpy()
+        stored = values
+        if permutes and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            stored = permuted(values, heads)
+        this_kind = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        data = gguf.quants.quantize(stored, this_kind)
+        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        whole = re.sub(r"attn_[qkv]\.", "attn_qkv.", stored_name) if fused else stored_name
+        written.setdefault(whole, []).append(data)
+        kinds[whole] = this_kind
+        back = gguf.quants.dequantize(data, this_kind)
+        if stored is not values:
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            back = back.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        exact[name] = back
+    for name, parts in written.items():
+        writer.add_tensor(name, np.concatenate(parts), raw_dtype=kinds[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return exact
+
+
+def gguf_model(**overrides: Any) -> Any:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return hf_model(**{**sizes, **overrides})
+
+
+class Without:
+    """A transformers model whose file leaves some tensors out."""
+
+    def __init__(self, model: Any, *endings: str) -> None:
+        self.config = model.config
+        self.kept = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(endings)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.kept
