@@ -73,9 +73,10 @@ format: $(VENV)/installed-dev
 # two cores: many tests wait for a process or a clock.
 # The default weights are fetched first, so that a failed download reads as one and not as fifty failed tests.
 # Hypothesis draws the same examples in each run, as on its profile for CI; `make soak` draws others.
+# At the end stand the slowest tests and what each folder of tests costs.
 test: lint
 	$(BIN)/minillm pull
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --hypothesis-profile=ci \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --hypothesis-profile=ci --durations=15 \
 	    -m "not parity and not soak and not gpu"
 
 test-fast: $(VENV)/installed-dev

@@ -9,6 +9,7 @@ import os
 import ssl
 import tempfile
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,45 @@ gc.set_threshold(50_000, 20, 50)
 if not torch.cuda.is_available():
     # Before anything imports triton: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+_BEGAN = pytest.StashKey[float]()
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process and of those that it has started and waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_BEGAN] = processor_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: Any = yield
+    if call.when == "teardown":
+        report.user_properties.append(("processor seconds", processor_seconds() - item.stash[_BEGAN]))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """With ``--durations``, print what each folder of tests costs, also where several workers share the tests."""
+    if not terminalreporter.config.option.durations:
+        return
+    folders: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+    for report in (each for found in terminalreporter.stats.values() for each in found):
+        if isinstance(report, pytest.TestReport):
+            path = report.nodeid.partition("::")[0].split("/")[1:-1]
+            sums = folders["/".join(path[:2]) or "."]
+            sums[0] += sum(seconds for name, seconds in report.user_properties if name == "processor seconds")
+            sums[1] += report.duration
+            sums[2] += report.when == "call"
+    terminalreporter.section("seconds by folder")
+    terminalreporter.write_line("processor    clock  tests")
+    for name, (processor, clock, count) in sorted(folders.items(), key=lambda each: -each[1][0]):
+        terminalreporter.write_line(f"{processor:9.1f}{clock:9.1f}{count:7.0f}  {name}")
 
 
 def listing(*directories: Path) -> set[tuple[str, int]]:
