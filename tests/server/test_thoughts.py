@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from lib.server import Server, served
+from lib.tokens import THINKING
 from minillm.server.parts import Called, Part, PlainReader, Said, Thought
 from minillm.server.thoughts import ThoughtReader
 from minillm.server.tool_calls import CallReader
@@ -49,12 +50,6 @@ def test_a_call_follows_thoughts_and_none_is_among_them() -> None:
     assert [type(part) for part in parts].count(Called) == 1
 
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
-    "{% endif %}"
-)
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
 
@@ -62,7 +57,7 @@ MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 def thinking(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = shutil.copytree(tiny, tmp_path_factory.mktemp("models") / "tiny")
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": THINKING}))
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     with served(directory, "--num-blocks", "256") as running:
         yield running

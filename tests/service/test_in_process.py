@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_thoughts import TEMPLATE
 
+from lib.tokens import THINKING
 from minillm.config import EngineConfig
 from minillm.engine.engine import Engine
 from minillm.loading.engine import load_engine
@@ -142,7 +142,7 @@ def test_a_system_prompt_that_is_being_pinned_is_freed_at_the_end(num_steps: int
 def test_a_template_is_told_whether_to_think(tiny_model: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_model, tmp_path / "thinking")
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": THINKING}))
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     talk = Talk(load_engine(str(directory), EngineConfig(device="cpu", num_blocks=24)))
     lengths = {}
