@@ -142,26 +142,6 @@ def test_a_page_keeps_the_convention(page: Path) -> None:
     assert not re.search(r"(pip|uv tool|pipx) install (--upgrade )?minillm\b", text), name_of(page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_pages_links_lead_somewhere(page: Path) -> None:
-    outside = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", outside):
-        if "://" in target or target.startswith("mailto:"):
-            continue
-        path, _, heading = target.partition("#")
-        found = (page.parent / path).resolve() if path else page
-        assert found.exists(), f"{name_of(page)}: {target}"
-        if heading and found.suffix == ".md":
-            assert heading in anchors_of(found), f"{name_of(page)}: {target}"
-
-
-def anchors_of(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
-    outside = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
 def test_the_list_of_commands_that_do_not_run_is_short_and_true() -> None:
     assert len(NOT_RUN) <= MOST_NOT_RUN
     commands = [
