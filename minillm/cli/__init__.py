@@ -1,1 +1,1 @@
-"""The command line: functions that take the parsed arguments of a subcommand and return the exit code."""
+"""Implement the command line: a function per command takes the parsed arguments and returns the exit code."""

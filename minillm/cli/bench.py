@@ -1,4 +1,4 @@
-"""``minillm bench``: measurements as a table, or as JSON."""
+"""``minillm bench``: run a benchmark, and print a table or JSON."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""``minillm chat`` and ``demo``: the app, a chat line by line, a guided tour. No other file here names `ui`."""
+"""``minillm chat`` and ``demo``: open the app, a chat line by line, or a guided tour. No other file here names `ui`."""
 
 import argparse
 import gc
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """Talk to a model. Wrong options are named before the terminal changes."""
+    """Chat with a model. Report wrong options before the terminal changes."""
     from minillm.ui.chat.sessions import SessionStore
     from minillm.ui.kept import Keeper
     from minillm.ui.settings import Settings, load_settings
@@ -41,12 +41,12 @@ def chat(arguments: argparse.Namespace) -> int:
     settings = load_settings(config, flags, keeper.read())
     if "prompt_logprobs" in settings.sampling:
         raise UsageError(
-            "prompt_logprobs are for `minillm generate`: in a chat nothing would show them; leave them out"
+            "prompt_logprobs work only in `minillm generate`, because the chat does not show them; leave them out"
         )
     store = SessionStore.of_user()
     resumed = store.load(store.latest()) if arguments.resume else None
     if arguments.server and arguments.plain:
-        raise UsageError("--plain computes here; leave --server out, or use the app")
+        raise UsageError("--plain runs the model in this process; leave out --server, or use the app")
     if arguments.plain or is_plain_only():
         from minillm.progress import loading_bar
         from minillm.ui.chat.conversation import Conversation
@@ -55,12 +55,12 @@ def chat(arguments: argparse.Namespace) -> int:
         with loading_bar() as report:
             llm = load(settings.model, settings.engine, report)
         question = arguments.question or ""
-        if question and not arguments.plain:  # with --plain, what is piped in are more questions
+        if question and not arguments.plain:  # with --plain, piped lines are more questions
             question = with_piped_text(question)
-            resumed = resumed or Conversation(is_trial=True)  # one question, one answer: no conversation to go on with
+            resumed = resumed or Conversation(is_trial=True)  # one question and answer: nothing to continue
         return run_plain(llm, settings, store, resumed, question)
     check_terminal()
-    gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time
+    gc.disable()  # the first screen's objects all stay; looking for garbage among them takes a tenth of its time
     try:
         with _asking_background(settings.theme) as answer:  # Textual takes as long as most terminals
             from minillm.ui.app import ChatApp, run
@@ -87,14 +87,14 @@ def load(model: str, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
 
 
 def remote_engine(url: str) -> tuple[str, ...]:
-    """The program that stands for the engine of a server; raises UsageError for an address that makes no sense."""
+    """Return the command of a process that connects to a server's engine. Raises UsageError for a bad address."""
     from minillm.server.remote import Address
 
     return (sys.executable, "-P", "-m", "minillm.server.remote", str(Address.parse(url)))
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Give the guided tour. It saves nothing among the user's conversations."""
+    """Run the guided tour. It does not save a conversation."""
     from minillm.ui.chat.sessions import SessionStore
     from minillm.ui.settings import Settings
     from minillm.ui.terminal import check_terminal
@@ -116,7 +116,7 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def _asking_background(theme: str) -> "AbstractContextManager[TerminalAnswer]":
-    """Ask the terminal for its background where neither a setting nor ``COLORFGBG`` says what to use."""
+    """Ask the terminal for its background color, unless a setting or ``COLORFGBG`` tells it."""
     from minillm.ui.terminal import TerminalAnswer, asking_background
 
     return nullcontext(TerminalAnswer()) if theme or os.environ.get("COLORFGBG") else asking_background()

@@ -1,4 +1,4 @@
-"""``minillm fit``: which models, and which forms of them, fit this machine or another, and how fast they would be."""
+"""``minillm fit``: show which models and quantizations fit this or another machine, and how fast they would run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _UNITS = {"": 1, **{f"{unit}{kind}": base ** (power + 1) for power, unit in enum
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that models are to fit, in words and figures.
+    """Describe the device that models are to fit.
 
     Attributes:
-        bandwidth: in bytes per second where it is known.
-        draft_read: the bytes that a guess of a draft model reads; of a model that reads no more, it cannot guess.
+        bandwidth: in bytes per second; None: not known.
+        draft_read: bytes that the draft model reads per token. It is useless for a model that reads no more.
     """
 
     about: str
@@ -45,13 +45,13 @@ class Machine:
     draft_read: int = 0
 
     def drafts_for(self, fit: Fit) -> bool:
-        """Whether the draft model, if there is one, reads less than a model that fits so."""
+        """Return whether the draft model, if there is one, reads fewer bytes per token than the model."""
         return fit.weights.read > self.draft_read
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """Hold a line of the table."""
 
     model: Sized
     fit: Fit
@@ -60,7 +60,7 @@ class Row:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table. Wrong values are named before anything is measured."""
+    """Print the table. Report wrong values before measuring anything."""
     options = dict(read_config(arguments.config).engine)
     if arguments.context is not None and arguments.context < 1:
         raise UsageError(f"--context must be at least 1 token, not {arguments.context}")
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     machine = _machine(config, memory, bandwidth)
     if draft is not None:
         machine = _beside(draft, machine)
-    if machine.budget.on_gpu:  # where --quantize works: it makes more forms of a model that has one
+    if machine.budget.on_gpu:  # where --quantize adds quantizations to a model that has none
         groups = [[*group, *quantized(group[0])] if len(group) == 1 else group for group in groups]
     else:
         groups = [[way for each in group for way in (each, *in_few_bits(each, machine.budget))] for group in groups]
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_bytes(option: str, text: str | None, ending: str = "") -> int | None:
-    """The bytes of ``12GiB``, ``24GB`` or ``500 MB/s``. Raises UsageError where it is no size above 0."""
+    """Return the bytes of ``12GiB``, ``24GB`` or ``500 MB/s``. Raises UsageError if it is not a size above 0."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?i?B?)", text.strip().removesuffix(ending), re.IGNORECASE)
@@ -105,7 +105,7 @@ def parse_bytes(option: str, text: str | None, ending: str = "") -> int | None:
 
 
 def _models(name: str | None) -> list[list[Sized]]:
-    """The models to show, the forms of each together."""
+    """Return the models to show, each with its quantizations."""
     manifest = load_manifest()
     if name is None:
         return [forms for entry in manifest.models.values() if (forms := sized_forms(entry))]
@@ -118,7 +118,7 @@ def _models(name: str | None) -> list[list[Sized]]:
         forms = []
     if not forms:
         shown = clean_line(name)
-        raise UsageError(f"{shown} is not here, so its sizes are not known; `minillm pull {shown}` fetches it")
+        raise UsageError(f"{shown} is not downloaded, so its size is unknown; `minillm pull {shown}` downloads it")
     return [forms]
 
 
@@ -130,18 +130,18 @@ def _draft(name: str) -> Sized:
 
 
 def _beside(draft: Sized, machine: Machine) -> Machine:
-    """The machine with a draft model on it, loaded as `minillm.loading.build.describe_draft` says."""
+    """Return the machine with a draft model on it, loaded as by `minillm.loading.build.describe_draft`."""
     in_8_bits = not machine.budget.on_gpu and machine.budget.element_size == 4
     own = replace(machine.budget.config, speculate="off", quantize=None, weights="int8" if in_8_bits else "stored")
     weights = draft.weights(replace(machine.budget, config=own))
     budget = machine.budget.beside(weights, draft.shape)
-    taken = f"{size(budget.draft_bytes)} and {size(budget.draft_bytes_per_token)} a token"
-    about = f"{machine.about}; beside {_name(draft)}, which takes {taken}"
+    taken = f"{size(budget.draft_bytes)} and {size(budget.draft_bytes_per_token)} per token of context"
+    about = f"{machine.about}; the draft model {_name(draft)} takes {taken}"
     return replace(machine, budget=budget, about=about, draft_read=weights.read)
 
 
 def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) -> Machine:
-    """This machine's GPU, or its CPU where there is none; with ``memory`` one that has so much, all of it free."""
+    """Return this machine's GPU, or its CPU if it has no GPU; with ``memory``, a device with that much, all free."""
     gpu_here = _gpu_is_here()
     on_gpu = config.device != "cpu" and (gpu_here or memory is not None or config.device != "auto")
     if on_gpu and memory is None:
@@ -186,13 +186,13 @@ def _measured(device: str) -> Bandwidth:
 
 def _rate(speed: Bandwidth | None, given: int | None) -> str:
     if speed is None:
-        return "; tokens per second need a --bandwidth"
+        return "; --bandwidth adds tokens per second"
     source = "" if given else " (best measured; the machine is busy now)" if speed.is_busy else " (measured)"
     return f"; it reads {speed.rate / 1e9:,.{0 if speed.rate >= 1e11 else 1}f} GB/s{source}"
 
 
 def _rows(models: list[Sized], machine: Machine) -> list[Row]:
-    # On a CPU a chat loads a model as it is, with no option, if it fits so.
+    # On a CPU, a chat loads a model without further options if it fits that way.
     plain = [model for model in models if machine.budget.on_gpu or not model.options]
     order = _order(plain, machine) or _order(models, machine)
     rows = []
@@ -238,7 +238,7 @@ def _show(tables: list[list[Row]], machine: Machine) -> None:
 
 
 def _faster(rows: list[Row]) -> list[Row]:
-    """Return the way with the most bits at reading speed where it needs an option, and the best row is slower."""
+    """Return the row with the most bits at reading speed if the best row is slower and this one needs an option."""
     best = next((row.tokens_per_second for row in rows if row.best), None)
     if best is None or best >= READING_SPEED:
         return []
@@ -247,7 +247,7 @@ def _faster(rows: list[Row]) -> list[Row]:
 
 
 def _advice(rows: list[Row], machine: Machine, name: str) -> str:
-    """The command that runs the best form, or how much the smallest one lacks."""
+    """Return the command that runs the best quantization, or the memory that the smallest one lacks."""
     best = next((row for row in rows if row.best), None)
     if best is None:
         row = min(rows, key=lambda row: row.fit.needed)
@@ -256,7 +256,7 @@ def _advice(rows: list[Row], machine: Machine, name: str) -> str:
             return "none fits: the draft model must be smaller than the model"
         if row.fit.needed <= machine.budget.available:
             return f"none fits with a context of {machine.budget.config.max_model_len:,} tokens"
-        return f"none fits: {_name(row.model)} needs {size(row.fit.needed)}, {lacks} more than there is"
+        return f"none fits: {_name(row.model)} needs {size(row.fit.needed)}, {lacks} more than available"
     form = "" if ":" in best.model.name or len(rows) == 1 or best.model.quantize else f":{FULL}"
     is_listed = load_manifest().entry(name) is not None
     config, options = machine.budget.config, ""

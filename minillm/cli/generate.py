@@ -1,4 +1,4 @@
-"""``minillm generate``: prompts in, completions out, in the order of the prompts."""
+"""``minillm generate``: complete prompts, and write the completions in their order."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """The requests, and all that the command line and the configuration say of them."""
+    """Hold the requests, with their settings from the command line and the configuration."""
 
     arguments: argparse.Namespace
     config: UserConfig
     requests: list[Request]
-    grammar: Mapping[str, Any] = field(default_factory=dict)  # the parameter, if the command line gives it
+    grammar: Mapping[str, Any] = field(default_factory=dict)  # the parameter ``grammar``, if it is set
 
     @property
     def model(self) -> str:
@@ -50,7 +50,7 @@ class Job:
         return bool(self.arguments.chat or self.arguments.system)
 
     def params(self, defaults: Mapping[str, Any] = {}) -> list[Params]:
-        """The parameters of each request; ``defaults`` are the model's own. Raises UsageError."""
+        """Return the parameters of each request; ``defaults`` are the model's own. Raises UsageError."""
         flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams), **self.grammar}
         found: list[Params] = []
         for request in self.requests:
@@ -62,7 +62,7 @@ class Job:
         return found
 
     def name(self) -> str:
-        """The name of these answers, by which they are told from those to other requests: 16 hexadecimal digits."""
+        """Return a fingerprint of the requests and their settings: 16 hexadecimal digits."""
         system, parse_special = self.arguments.system, self.arguments.parse_special
         about = [self.model, self.chat, system, parse_special, self.requests, self.params()]
         engine = {**self.config.engine, **given(self.arguments, EngineConfig)}
@@ -71,7 +71,7 @@ class Job:
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
     def prompt(self, request: Request, llm: LLM) -> str | list[int]:
-        """Text or token ids; the ids of a conversation, by the model's template."""
+        """Return a request's text or token ids; for a conversation, the ids from the model's template."""
         messages, system = request.messages, self.arguments.system
         if messages is None and self.chat:
             if not isinstance(request.prompt, str):
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
     engine = {**config.engine, **given(arguments, EngineConfig)}
     _check_replicas(arguments, int(engine.get("tensor_parallel_size", 1)))
     if arguments.parse_special and (arguments.chat or arguments.system):
-        raise UsageError("--parse-special is for raw prompts; in a chat only the template makes control tokens")
+        raise UsageError("--parse-special is for raw prompts; in a chat, only the template adds control tokens")
     job = Job(
         arguments, config, read_requests(arguments.prompts, arguments.file, arguments.form), given_grammar(arguments)
     )
@@ -142,14 +142,14 @@ def _suggest_template(job: Job, llm: LLM, params: list[Params]) -> None:
 
 
 def _with_seed(params: Params) -> Params:
-    """The parameters with a seed of their own, so that each run draws other tokens and each can be repeated."""
+    """Return the parameters with a random seed if they have none, so that each run differs and can be repeated."""
     if isinstance(params, BeamSearchParams) or params.seed is not None:
         return params
     return replace(params, seed=secrets.randbits(32))
 
 
 def _check_replicas(arguments: argparse.Namespace, tensor_parallel_size: int) -> None:
-    """Raise UsageError where several replicas would do the same work, or have nowhere to put it."""
+    """Raise UsageError if several replicas would do the same work, or lack a file for it."""
     from minillm.parallel.launch import Torchrun
 
     torchrun = Torchrun.from_environment()
@@ -167,14 +167,14 @@ def _check_replicas(arguments: argparse.Namespace, tensor_parallel_size: int) ->
 
 @dataclass
 class Writer:
-    """Writes outputs in the order of their prompts, each as soon as those before it are written."""
+    """Write outputs in the order of their prompts, each as soon as the previous ones are written."""
 
     job: Job
     write_line: Callable[[str], None]
     params: list[Params]
     tokenizer: Tokenizer | None
-    several: bool  # there is more than one text, so each gets a heading
-    written: int = 0  # answers so far, failures not counted
+    several: bool  # each text gets a heading
+    written: int = 0  # answers without failures
     _waiting: dict[int, RequestOutput] = field(default_factory=dict)
     _next: int = 0
 
@@ -185,7 +185,7 @@ class Writer:
             self._next += 1
 
     def flush(self) -> None:
-        """Write the outputs that are finished although something before them is not."""
+        """Write all finished outputs, although earlier ones are missing."""
         for index in sorted(self._waiting):
             self._write(index, self._waiting.pop(index))
 
@@ -234,13 +234,13 @@ def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
 
 
 def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
-    """Answers to a file, by one replica or several; no answer is computed twice."""
+    """Write answers to a file, by one or several replicas. No answer is computed twice."""
     from torch.distributed import DistError
 
     from minillm.parallel.channel import RankDied
     from minillm.parallel.shared_work import PartFiles
 
-    kept = f"what is finished is kept beside {path}: the same command goes on from there"
+    kept = f"finished answers are kept next to {path}; the same command resumes the run"
     try:
         with closing(PartFiles(path, job.name())) as parts:
             return _share(job, llm, params, parts)
@@ -251,12 +251,12 @@ def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
         raise MinillmError(f"{error}; {kept}") from None
     except OSError as error:
         raise MinillmError(f"cannot write {error.filename or path}: {error.strerror}; {kept}") from None
-    except DistError:  # torchrun's store, which the first node has
+    except DistError:  # of torchrun's store, on the first node
         raise MinillmError(f"the first node is gone; {kept}") from None
 
 
 def _share(job: Job, llm: LLM, params: list[Params], parts: PartFiles) -> int:
-    """This replica's part of the requests; the first replica merges all parts."""
+    """Compute this replica's part of the requests; the first replica merges all parts."""
     from minillm.parallel.shared_work import Replicas
 
     replicas, total = Replicas.find(llm.config.tensor_parallel_size), len(params)
@@ -293,7 +293,7 @@ def _share(job: Job, llm: LLM, params: list[Params], parts: PartFiles) -> int:
 def _as_json(
     index: int, request: Request, output: RequestOutput, params: Params, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The fields of RequestOutput and the seed of samples, durations in place of clock readings, and tokens as text."""
+    """Return the fields of RequestOutput, with the seed of samples, durations instead of times, and tokens as text."""
     result = asdict(output)
     if isinstance(params, SamplingParams):
         result["seed"] = params.seed
@@ -318,7 +318,7 @@ def _as_json(
 
 
 def prompt_table(output: RequestOutput, tokenizer: Tokenizer | None) -> list[str]:
-    """The scores of a prompt's tokens, a line each, and their sum."""
+    """Return the scores of a prompt's tokens, a line each, and their sum."""
 
     def text(token_id: int) -> str:
         return str(token_id) if tokenizer is None else clean_line(repr(tokenizer.token_text(token_id)), 40)
@@ -331,12 +331,12 @@ def prompt_table(output: RequestOutput, tokenizer: Tokenizer | None) -> list[str
         best = ", ".join(f"{text(other)} {logprob:.3f}" for other, logprob in token.top)
         lines.append(f"{token.logprob:9.3f} {token.rank:6}  {text(token_id)}" + (f"  (best: {best})" if best else ""))
         total, count = total + token.logprob, count + 1
-    mean = f", {total / count:.3f} for each token" if count else ""
-    return [*lines, f"{total:9.3f} in all{mean}"]
+    mean = f", {total / count:.3f} per token" if count else ""
+    return [*lines, f"{total:9.3f} total{mean}"]
 
 
 def _tell_failures(failed: int, total: int) -> int:
-    """Say how many requests failed; returns the exit code."""
+    """Print the number of failed requests, and return the exit code."""
     if failed:
         say(f"{failed} of {_prompts(total)} failed")
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""``minillm info``: versions, devices and directories."""
+"""``minillm info``: print versions, devices and directories."""
 
 import argparse
 import importlib.metadata
@@ -58,6 +58,6 @@ def _collect() -> dict[str, dict[str, Any]]:
     return {
         "versions": versions,
         "devices": devices,
-        "models": models or {"none": "is downloaded; `minillm pull` fetches one"},
+        "models": models or {"none": "downloaded; `minillm pull` downloads one"},
         "directories": {"cache": str(cache_dir()), "configuration": str(config_dir()), "data": str(data_dir())},
     }

@@ -1,4 +1,4 @@
-"""The ``minillm`` command.
+"""Run the ``minillm`` command.
 
 The other files of this package hold the commands; this one only knows their options, so ``--help`` imports no torch.
 Exit codes: 0 success, 1 failure, 2 usage error, 130 stopped with ctrl-c.
@@ -253,7 +253,7 @@ def _guarded(argv: Sequence[str]) -> int:
         return _say(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _say("stopped", 130, "")
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # nobody reads our output any more
         return 1
     except OSError as error:  # of the machine: a full disk, no permission, too many open files
         where = error.filename or ("cannot write to standard output" if error.errno in _WHILE_WRITING else "")

@@ -1,4 +1,4 @@
-"""``minillm models``, ``show``, ``pull`` and ``rm``: models that have a name, and those that are downloaded."""
+"""``minillm models``, ``show``, ``pull`` and ``rm``: list, describe, download and delete models."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from minillm.weights.resolve import describe, find, resolve
 
 
 def models(arguments: argparse.Namespace) -> int:
-    """List the models of weights.toml and the downloaded ones, and which of them this machine can hold."""
+    """List the named and the downloaded models, and show which of them fit this machine."""
     manifest, gpu, config = load_manifest(), _gpu_memory(), EngineConfig(**read_config().engine)
     places = _places(config, gpu)
     here = {files.name: files for files in downloaded()}
@@ -55,12 +55,12 @@ def models(arguments: argparse.Namespace) -> int:
     print(f"fits: this machine has {memory} of memory free, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
     print("taken: a chat with the name alone loads this quantization")
     if any(row["fits"] == IN_FEW_BITS for row in rows):
-        print("CPU*: in few bits, with --weights stored or int8; `minillm fit NAME` shows which")
+        print("CPU*: fits only quantized, with --weights stored or int8; `minillm fit MODEL` shows which")
     return 0
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the facts of a model, without loading its weights."""
+    """Print the facts of a model without loading its weights."""
     name, manifest = read_config(arguments.config).choose_model(arguments.model), load_manifest()
     found = find(name, manifest)
     if isinstance(found, ModelEntry):
@@ -85,12 +85,12 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Fetch a model, showing how far it has come."""
+    """Download a model, and show the progress."""
     name = load_manifest().canonical(read_config(arguments.config).choose_model(arguments.model))
     before = find_downloaded(name)
     with loading_bar() as report:
         files = resolve(name, on_progress=report, on_message=say)
-        is_ours = find_downloaded(name) is not None  # else it lies where the user put it
+        is_ours = find_downloaded(name) is not None  # otherwise it is a path of the user
         if is_ours and arguments.verify:
             verify(name, report)
     state = "is downloaded" if is_ours and before is None else "is here already"
@@ -107,7 +107,7 @@ def rm(arguments: argparse.Namespace) -> int:
 
 
 def _places(config: EngineConfig, gpu: int) -> list[Place]:
-    """Return the devices of this machine. A bandwidth that was never measured is measured now."""
+    """Return the devices of this machine. Measure their bandwidths if no earlier measurement is stored."""
     speed = kept_rate(system.processor())
     if speed is None or gpu:
         import_torch()
@@ -131,7 +131,7 @@ def _facts(verdict: Verdict) -> dict[str, Any]:
 
 
 def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
-    """A model as one object, with its ``files`` where they are here. ``size`` in bytes."""
+    """Return a model's facts, with ``files`` if it is downloaded; ``size`` is in bytes."""
     return {
         "name": entry.name,
         "description": entry.description,
@@ -145,7 +145,7 @@ def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
 
 
 def _details(files: ModelFiles) -> dict[str, Any]:
-    """The facts that the files themselves tell. Raises WeightsError where they are damaged or not supported."""
+    """Read facts from a model's files. Raises WeightsError if they are damaged or not supported."""
     import_torch()
     from minillm.model.config import ModelConfig
     from minillm.text.tokenizer import Tokenizer
@@ -174,7 +174,7 @@ def _details(files: ModelFiles) -> dict[str, Any]:
 
 
 def _gpu_memory() -> int:
-    """Bytes of the largest GPU. Without a driver torch is not imported, which takes seconds."""
+    """Return the bytes of the largest GPU. Without a driver, skip the import of torch, which takes seconds."""
     if not Path("/proc/driver/nvidia/version").exists():
         return 0
     import_torch()

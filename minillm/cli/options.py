@@ -1,4 +1,4 @@
-"""The parser, and options made from the declarations of parameters (`minillm.checks`)."""
+"""Parse the command line, with options made from declared parameters (`minillm.checks`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of a command or of its subcommand. Its errors are one line.
+    """Parse a command or a subcommand. Errors are one line.
 
     Attributes:
         fill: functions that add its options the first time it parses. `bench` alone has more options than all other

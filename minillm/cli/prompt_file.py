@@ -1,4 +1,4 @@
-"""The prompts of ``minillm generate``: from the command line, a file or standard input; as text, lines or JSON."""
+"""Read the prompts of ``minillm generate`` from the command line, a file or standard input."""
 
 import os
 import select
@@ -15,12 +15,12 @@ from minillm.text.chat_template import plain_messages
 from minillm.text.safe import parse_json
 
 _MAX_BYTES = 256 << 20
-_PATIENCE = 10.0  # seconds until something must come through a pipe that nobody mentioned
+_PATIENCE = 10.0  # seconds to wait for text from a pipe without ``--file -``
 
 
 @dataclass(frozen=True)
 class Request:
-    """One line of work: a prompt or a conversation, and the parameters that differ from the command line's."""
+    """Hold a prompt or a conversation, with the parameters that override the command line's."""
 
     prompt: str | list[int] | None
     messages: list[dict[str, str]] | None
@@ -30,13 +30,13 @@ class Request:
 
 
 def read_requests(prompts: Sequence[str], file: str | None, form: str | None) -> list[Request]:
-    """All requests, in their order. Raises UsageError, naming the line, where one is wrong or there is none.
+    """Return all requests, in order. Raises UsageError if one is wrong (naming its line) or there are none.
 
     Args:
-        prompts: of the command line. Piped text is put after each, with a blank line between.
-        file: a path; "-" is standard input, which is waited for however long it takes.
+        prompts: of the command line. Piped text is appended to each, after a blank line.
+        file: a path; "-" is standard input, without a limit on the wait.
         form: "lines": every line of the file is a prompt; "jsonl": every line is a JSON object; None: the whole file is
-            a prompt, unless it is called ``*.jsonl``.
+            one prompt, unless its name ends in ``.jsonl``.
     """
     if prompts:
         if file not in (None, "-"):
@@ -50,7 +50,7 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
         why = "no prompt" if asked else "no prompt, standard input is empty"
         raise UsageError(f'{why}: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
     name = "standard input" if source == "-" else source
-    split = text.replace("\r\n", "\n").split("\n")  # `str.splitlines` would break a text, and JSON, at U+2028 too
+    split = text.replace("\r\n", "\n").split("\n")  # `str.splitlines` also splits text and JSON at U+2028
     lines = [(f"{name}:{number}", line) for number, line in enumerate(split, 1) if line.strip()]
     if form == "jsonl" or (source.endswith(".jsonl") and form is None):
         requests = [_json_request(line, where) for where, line in lines]
@@ -64,7 +64,7 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
 
 
 def with_piped_text(question: str) -> str:
-    """A question and, behind a blank line, the text that is piped in, if there is some."""
+    """Return a question, with piped text appended to it after a blank line."""
     return question + _tail(_read("-") if _is_piped() else "")
 
 
@@ -73,10 +73,10 @@ def _tail(piped: str) -> str:
 
 
 def _is_piped() -> bool:
-    """Whether standard input holds text for the prompts of the command line.
+    """Return whether standard input holds text for the prompts of the command line.
 
-    It does if it is a file, or a pipe through which something comes. A file that was read before belongs to a loop
-    (``while read line; do minillm generate "$line"; done``). Nothing may ever come through an inherited pipe.
+    It does if it is a file, or a pipe that delivers something. A partly read file belongs to a loop
+    (``while read line; do minillm generate "$line"; done``). An inherited pipe may never deliver anything.
     """
     try:
         mode = os.fstat(0).st_mode
@@ -94,7 +94,9 @@ def _is_piped() -> bool:
 
 def _read(source: str) -> str:
     try:
-        number = 0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # without a writer it is empty
+        number = (
+            0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)
+        )  # a pipe without a writer is empty
         os.set_blocking(number, True)
         with open(number, "rb", closefd=number != 0) as stream:
             data = stream.read(_MAX_BYTES + 1)
@@ -112,7 +114,7 @@ def _text_request(text: str, where: str, tail: str = "") -> Request:
 
 
 def _check_keys(params: Mapping[str, Any], where: str) -> None:
-    """Raise UsageError if one of the keys means nothing."""
+    """Raise UsageError for an unknown key."""
     known = {each.name for cls in (SamplingParams, BeamSearchParams) for each in fields(cls)}
     try:
         check_names(params, ["prompt", "messages", "id", *known], "key")
@@ -121,7 +123,7 @@ def _check_keys(params: Mapping[str, Any], where: str) -> None:
 
 
 def _json_request(line: str, where: str) -> Request:
-    """``{"prompt": text or ids}`` or ``{"messages": […]}``, an optional "id", and sampling parameters by name."""
+    """Parse ``{"prompt": text or ids}`` or ``{"messages": […]}``, with an optional "id" and sampling parameters."""
     try:
         value = parse_json(line)
     except ValueError as error:

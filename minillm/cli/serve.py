@@ -1,4 +1,4 @@
-"""``minillm serve``: the engine for every client that speaks OpenAI's protocol."""
+"""``minillm serve``: serve a model to clients of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
-    """The server's configuration, checked; raises UsageError.
+    """Return the server's checked configuration. Raises UsageError.
 
     Args:
-        key: of the environment; empty: none.
+        key: the environment's API key; empty: none.
     """
     bounds = {"port": (0, 65535), "max_waiting": (1, 1 << 20), "max_body": (1024, 1 << 31), "grace": (0, 3600)}
     replicas = 1 if arguments.replicas is None else arguments.replicas
@@ -90,7 +90,7 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
         )
     hosts = ("127.0.0.1", "localhost", "::1", host.lower(), *(name.lower() for name in arguments.allowed_host or ()))
     if not _is_local(host) and not arguments.allowed_host:
-        hosts = ()  # its names are unknown here, and no web page has the key
+        hosts = ()  # its names are unknown, and no web page has the key
     if "*" in (arguments.allow_origin or ()):
         raise UsageError("--allow-origin: name each origin, like https://example.org; '*' would let every web page in")
     rules = AccessRules(keys, hosts, tuple(arguments.allow_origin or ()), arguments.max_body)
@@ -99,9 +99,9 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
 
 
 def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) -> int:
-    """The engines that torchrun's processes stand for; raises UsageError where one address cannot serve them."""
+    """Return the number of engines in torchrun's processes. Raises UsageError if one address cannot serve them."""
     if torchrun.spread:
-        raise UsageError("serve: the replicas of one address are on one node; start torchrun with --nnodes 1")
+        raise UsageError("serve: all replicas of an address must be on one node; start torchrun with --nnodes 1")
     count = torchrun.num_replicas(tensor_parallel_size)
     if asked not in (None, count):
         raise UsageError(f"--replicas {asked}: torchrun has started processes for {count}; leave the option out")
@@ -109,7 +109,7 @@ def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) 
 
 
 def _wait_for_the_end() -> int:
-    """Return when torchrun ends this process, or has gone itself: the first one has all engines."""
+    """Wait until torchrun ends this process or itself: the first process runs all engines."""
     parent, over = os.getppid(), threading.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: over.set())
@@ -119,7 +119,7 @@ def _wait_for_the_end() -> int:
 
 
 def _keys(key: str, file: str | None) -> Mapping[str, str]:
-    """The keys with their owners' names: one of the environment, and those of a file, ``name: key`` a line."""
+    """Return the owners' names by key: of the environment's key, and of a file with ``name: key`` lines."""
     found = {key: "key"} if key else {}
     if file is not None:
         path = expanded(file, "--api-key-file")
@@ -128,7 +128,7 @@ def _keys(key: str, file: str | None) -> Mapping[str, str]:
             found[value.strip()] = name.strip() if colon else f"key {number}"
     for each in found:
         if len(each) < _SHORTEST_KEY or not each.isascii() or any(c.isspace() for c in each):
-            raise UsageError(f"an API key must have {_SHORTEST_KEY} ASCII characters at least, and no spaces")
+            raise UsageError(f"an API key needs at least {_SHORTEST_KEY} ASCII characters, and no spaces")
     return found
 
 
@@ -142,7 +142,7 @@ def _lines(path: Path) -> list[str]:
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines:
-        raise UsageError(f"--api-key-file {path}: there is no key in it")
+        raise UsageError(f"--api-key-file {path}: it contains no key")
     return lines
 
 
@@ -156,7 +156,7 @@ def _is_local(host: str) -> bool:
 
 
 def _hide_key(key: str) -> None:
-    """Start this program anew with the key in its environment: everybody on this machine can read its arguments."""
+    """Restart this program with the key in its environment: all users of this machine can read its arguments."""
     words, left = [], list(sys.orig_argv)
     while left:
         word = left.pop(0)

@@ -131,7 +131,7 @@ def test_a_draft_model_takes_its_room(run: Run) -> None:
     assert out.endswith("none fits: the draft model must be smaller than the model\n")
     code, out, _ = run("llama-3.1-8b", "--memory", "24GiB", "--speculate", "llama-3.2-1b")
     assert code == 0
-    assert out.splitlines()[0].endswith("; beside llama-3.2-1b, which takes 2.8 GiB and 32 KiB a token")
+    assert out.splitlines()[0].endswith("; the draft model llama-3.2-1b takes 2.8 GiB and 32 KiB per token of context")
     assert out.endswith(" --speculate llama-3.2-1b\n")
 
 
@@ -142,12 +142,12 @@ def test_another_machine_is_asked_for_by_its_memory(run: Run) -> None:
     assert all(row["tokens_per_second"] is None for row in by_memory[24].values())
     out = run("llama-3.1-8b", "--memory", "12GiB")[1]
     assert "tokens/s " not in out
-    assert "tokens per second need a --bandwidth" in out
+    assert "--bandwidth adds tokens per second" in out
     assert out.startswith("a GPU with 12.0 GiB, 11.5 GiB of it for the model")
     assert run("llama-3.1-8b", "--memory", "24GiB")[1].endswith("minillm chat --model llama-3.1-8b:full\n")
     said = run("llama-3.1-8b", "--memory", "6GiB")[1].splitlines()[-1]
     assert said.startswith("none fits: llama-3.1-8b:q4_k_m needs ")
-    assert said.endswith(" more than there is")
+    assert said.endswith(" more than available")
     slow, fast = (
         rows(run, "llama-3.1-8b", "--memory", "24GiB", "--bandwidth", each)["llama-3.1-8b"]["tokens_per_second"]
         for each in ("500GB/s", "1 TB/s")
@@ -228,7 +228,7 @@ def test_what_is_downloaded_is_read_and_not_guessed(run: Run, tmp_path: Path) ->
         (("--device", "tpu"), "device must be auto, cpu, cuda"),
         (("lama-3.1-8b",), "did you mean llama-3.1-8b?"),
         (("llama-3.1-8b:q5",), "has no form 'q5'"),
-        (("org/name",), "org/name is not here, so its sizes are not known; `minillm pull org/name`"),
+        (("org/name",), "org/name is not downloaded, so its size is unknown; `minillm pull org/name`"),
         (("./nothing.gguf",), "there is no file or directory"),
     ],
 )

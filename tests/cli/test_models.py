@@ -134,7 +134,7 @@ def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert fits() == ["CPU", "no", "no", "CPU", "CPU in few bits"]
     [line] = [line for line in run("models")[1].splitlines() if "4.6 GiB" in line and "Llama" in line]
     assert "  CPU, taken  " in line
-    assert "CPU*: in few bits, with --weights" in run("models")[1]
+    assert "CPU*: fits only quantized, with --weights" in run("models")[1]
     monkeypatch.setattr(system, "memory", lambda: (11 << 30, 16 << 30))
     assert fits() == ["CPU", "CPU in few bits", "CPU", "CPU", "CPU"]
     monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 24 << 30)
