@@ -39,7 +39,7 @@ def test_the_rate_counts_the_tokens_after_the_first(
     monkeypatch.setattr(telling, "time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
     sent: list[Event] = []
     metrics = SimpleNamespace(first_token_time=100.0, time_to_first_token=0.5)
-    group: Any = SimpleNamespace(sequences=[], num_prompt_tokens=32, num_cached_tokens=0, metrics=metrics)
+    group: Any = SimpleNamespace(sequences=[], num_prompt_tokens=32, num_cached_tokens=0, metrics=metrics, state=None)
     engine: Any = SimpleNamespace(
         cache=SimpleNamespace(subscribers=[], num_blocks=0), figures=SimpleNamespace(last_step=None)
     )
