@@ -15,6 +15,7 @@ from minillm.bench.forms import SCHEMA, random_vocabulary
 from minillm.bench.parts import PARTS, WAIT, parts_of_steps
 from minillm.cache import BlockManager
 from minillm.engine.engine import Engine
+from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.grammar.compiler import Compiler
@@ -79,7 +80,7 @@ def form_steps(num_seqs: int, vocab: int, tokenizer: Tokenizer | None = None) ->
 
     Without a tokenizer, tokens stand for random text.
     """
-    scheduler = Scheduler(BlockManager(num_seqs * 80, 16, prefix_caching=True), num_seqs, 8192)
+    scheduler = Scheduler(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True)), num_seqs, 8192)
     requests = Requests(scheduler, tokenizer, vocab, 4096, frozenset([2]))
     if tokenizer is None:
         requests.__dict__["grammars"] = Compiler(random_vocabulary(vocab, [2]))

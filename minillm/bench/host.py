@@ -16,6 +16,7 @@ from minillm.bench.form_steps import form_steps
 from minillm.bench.table import NoOptions, shown
 from minillm.cache import BlockManager
 from minillm.engine.engine import Engine, Step
+from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.kernels import AttentionShape, Costs, Field
@@ -69,7 +70,7 @@ def measure(options: NoOptions) -> Iterator[HostResult]:
 
 def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> Engine:
     """An engine with requests for prompts of 50 to 300 tokens."""
-    scheduler = Scheduler(BlockManager(num_seqs * 80, 16, prefix_caching=True), num_seqs, 8192)
+    scheduler = Scheduler(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True)), num_seqs, 8192)
     requests = Requests(scheduler, None, _VOCAB, 4096, frozenset([2]))
     engine = Engine(runner, requests, methods_for(requests, runner))
     rng = random.Random(0)

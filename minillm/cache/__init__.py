@@ -2,6 +2,7 @@
 
 from minillm.cache.block_manager import BlockManager, BlockTable, OutOfBlocks
 from minillm.cache.events import CacheEvent
+from minillm.cache.rewriting import fork_into, free_tail
 from minillm.cache.stats import CacheStats, PrefixReport, check, explain_miss, pool_stats
 from minillm.cache.swap import HostMoves, SwapSpace
 
@@ -16,5 +17,7 @@ __all__ = [
     "SwapSpace",
     "check",
     "explain_miss",
+    "fork_into",
+    "free_tail",
     "pool_stats",
 ]

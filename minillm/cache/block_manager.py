@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.free_blocks import FreeBlocks
 from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache
-from minillm.cache.runs import common_length
 
 
 class OutOfBlocks(Exception):
@@ -123,30 +122,6 @@ class BlockManager:
             self.emit(CacheEvent("fork", child_id, tuple(child.blocks), parent.seq_id))
         return child
 
-    def fork_into(self, table: BlockTable, parent: BlockTable, num_tokens: int) -> None:
-        """Replace the first blocks of ``table`` with the full blocks of ``parent``'s first ``num_tokens`` tokens.
-
-        Later blocks stay its own. If the last of these tokens fill a block only partly, the device has already copied
-        that part into ``table``'s block.
-
-        Raises:
-            ValueError: one of the tables has fewer tokens.
-        """
-        if min(table.num_tokens, parent.num_tokens) < num_tokens:
-            raise ValueError(f"fork of {num_tokens} tokens, of {parent.num_tokens}, into {table.num_tokens}")
-        count = num_tokens // self.block_size
-        same = common_length(table.blocks[:count], parent.blocks[:count])
-        gone, shared = table.blocks[same:count], parent.blocks[same:count]
-        for block in shared:
-            self.ref_counts[block] += 1
-        table.blocks[same:count], table.nodes = shared, parent.nodes[:count]
-        for block in reversed(gone):
-            self.ref_counts[block] -= 1
-            if not self.ref_counts[block]:
-                self._drop(block)
-        if self.subscribers:
-            self.emit(CacheEvent("fork", table.seq_id, tuple(parent.blocks[:count]), parent.seq_id))
-
     def append(self, table: BlockTable, count: int) -> None:
         """Add slots for ``count`` more tokens at the end of ``table``.
 
@@ -158,38 +133,22 @@ class BlockManager:
             self._grow(table, end)
         table.num_tokens = end
 
-    def free_tail(self, table: BlockTable, num_tokens: int) -> None:
-        """Free the slots after the first ``num_tokens`` tokens of ``table``.
-
-        Raises:
-            ValueError: ``table`` has fewer tokens.
-        """
-        if not 0 <= num_tokens <= table.num_tokens:
-            raise ValueError(f"freed from token {num_tokens} of a sequence of {table.num_tokens}")
-        kept = -(-num_tokens // self.block_size)
-        gone = table.blocks[kept:]
-        del table.blocks[kept:], table.nodes[num_tokens // self.block_size :]
-        # Makes the next append check whether the last block is shared or findable.
-        table.num_tokens = table.writable = num_tokens
-        for block in reversed(gone):
-            self.ref_counts[block] -= 1
-            if not self.ref_counts[block]:
-                self._drop(block)
-        if gone and self.subscribers:
-            self.emit(CacheEvent("cut", table.seq_id, tuple(gone)))
-
     def free(self, table: BlockTable) -> None:
         """Drop ``table`` and free the blocks that no other table holds."""
         if self.tables.pop(table.seq_id, None) is not table:
             raise AssertionError(f"the block table of sequence {table.seq_id} is freed twice")
-        counts = self.ref_counts
-        for block in reversed(table.blocks):  # tail first: it is shared least, and reused first
-            counts[block] -= 1
-            if not counts[block]:
-                self._drop(block)
+        self.unref(table.blocks)
         if self.subscribers:
             self.emit(CacheEvent("free", table.seq_id, tuple(table.blocks)))
         table.blocks, table.num_tokens, table.writable, table.nodes = [], 0, 0, []
+
+    def unref(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block, the last block first: it is the least shared, and is reused first."""
+        counts = self.ref_counts
+        for block in reversed(blocks):
+            counts[block] -= 1
+            if not counts[block]:
+                self._drop(block)
 
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class SwapSpace:
         return {seq_id: table for seq_id, (_, table) in restored.items()}, [(h, d) for d, h in loads.items()]
 
     def fork_into(self, seq_id: int, parent_id: int, num_blocks: int) -> None:
-        """Replace the first blocks of a saved sequence with those of another, like `BlockManager.fork_into`."""
+        """Replace the first blocks of a saved sequence with those of another, like `cache.rewriting.fork_into`."""
         blocks, shared = self.saved[seq_id].blocks, self.saved[parent_id].blocks[:num_blocks]
         for host in shared:
             self._ref_counts[host] += 1

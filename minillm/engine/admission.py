@@ -10,7 +10,7 @@ from operator import countOf
 
 from minillm.cache import BlockManager
 from minillm.checks import shown
-from minillm.errors import ContextLengthError, UsageError
+from minillm.errors import CapacityError, ContextLengthError, UsageError
 from minillm.params import Params
 from minillm.sequence import SequenceGroup, Stage
 from minillm.text.tokenizer import Tokenizer
@@ -21,6 +21,23 @@ def blocks_at_most(group: SequenceGroup, block_size: int) -> int:
     shared = group.num_prompt_tokens // block_size
     longest = group.num_prompt_tokens + group.max_tokens
     return shared + group.params.num_sequences * (-(-longest // block_size) - shared)
+
+
+def check_capacity(group: SequenceGroup, max_num_seqs: int, cache: BlockManager, num_pinned: int) -> None:
+    """Raise CapacityError for a group that could never run, even alone."""
+    n, size = group.params.num_sequences, cache.block_size
+    if n > max_num_seqs:
+        raise CapacityError(
+            f"the request needs {n} sequences at a time (n or beam_width), and max_num_seqs is {max_num_seqs}"
+        )
+    needed = blocks_at_most(group, size)
+    if needed > cache.num_blocks - num_pinned:
+        kept = f", {num_pinned} of them pinned" if num_pinned else ""
+        raise CapacityError(
+            f"the request can grow to {needed} blocks of {size} tokens ({group.num_prompt_tokens} prompt tokens, "
+            f"{n} x {group.max_tokens} new ones) and the cache has {cache.num_blocks}{kept}; "
+            "lower max_tokens or n, or start with more blocks"
+        )
 
 
 def blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:

@@ -3,9 +3,9 @@
 Its blocks move to the host (swap), or are freed and its tokens computed again (recompute).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from minillm.cache import BlockManager, CacheEvent, SwapSpace
+from minillm.cache import BlockManager, CacheEvent, SwapSpace, fork_into
 from minillm.engine.idle import IdleSequences
 from minillm.sequence import Schedule, Sequence, SequenceGroup, Stage
 
@@ -15,9 +15,11 @@ class Preemption:
     """Takes groups out of the pool and brings them back."""
 
     cache: BlockManager
-    idle: IdleSequences
-    swap: SwapSpace
+    swap: SwapSpace = field(default_factory=lambda: SwapSpace(0))
     count: int = 0  # groups preempted, ever
+
+    def __post_init__(self) -> None:
+        self.idle = IdleSequences(self.cache)
 
     def take_out(self, group: SequenceGroup, schedule: Schedule) -> None:
         """Free a running group's blocks; they are copied to the host first, where there is room for all of them."""
@@ -69,10 +71,10 @@ class Preemption:
     def fork_into(self, child: Sequence, parent: Sequence, num_tokens: int) -> None:
         """Let ``child`` hold what ``parent`` holds of its first ``num_tokens`` tokens, wherever their blocks are.
 
-        The device has forked the one's row into the other's already: see `BlockManager.fork_into`.
+        The device has forked the one's row into the other's already: see `cache.rewriting.fork_into`.
         """
         if child.table is not None and parent.table is not None:
-            self.cache.fork_into(child.table, parent.table, num_tokens)
+            fork_into(self.cache, child.table, parent.table, num_tokens)
         elif child.seq_id in self.swap.saved:
             self.swap.fork_into(child.seq_id, parent.seq_id, num_tokens // self.cache.block_size)
 

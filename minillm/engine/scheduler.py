@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from minillm.cache import BlockManager, OutOfBlocks, SwapSpace
+from minillm.cache import OutOfBlocks
 from minillm.engine import admission as need
-from minillm.engine.idle import IdleSequences, shared_length
+from minillm.engine.idle import shared_length
 from minillm.engine.preemption import Preemption
-from minillm.errors import CapacityError, as_known
+from minillm.errors import as_known
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup, Stage
 
 
@@ -22,10 +22,9 @@ from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup, Stage
 class Scheduler:
     """The queues, and the rules for moving between them."""
 
-    cache: BlockManager
+    preemption: Preemption
     max_num_seqs: int
     max_num_batched_tokens: int
-    swap: SwapSpace = field(default_factory=lambda: SwapSpace(0))
     admission: str = "predicted"  # or "optimistic"
     prefill_chunk: int | None = None  # tokens of a step in which some decode and others have prompts; None: the budget
     waiting: deque[SequenceGroup] = field(default_factory=deque)
@@ -33,8 +32,7 @@ class Scheduler:
     failed: list[SequenceGroup] = field(default_factory=list)  # their errors are known, and they have yet to end
 
     def __post_init__(self) -> None:
-        self.idle = IdleSequences(self.cache)
-        self.preemption = Preemption(self.cache, self.idle, self.swap)
+        self.cache, self.idle = self.preemption.cache, self.preemption.idle
 
     @property
     def num_free_seats(self) -> int:
@@ -47,19 +45,7 @@ class Scheduler:
         Raises:
             CapacityError: it could never run, even alone.
         """
-        n, size = group.params.num_sequences, self.cache.block_size
-        if n > self.max_num_seqs:
-            raise CapacityError(
-                f"the request needs {n} sequences at a time (n or beam_width), and max_num_seqs is {self.max_num_seqs}"
-            )
-        needed, pinned = need.blocks_at_most(group, size), self.idle.num_pinned_blocks
-        if needed > self.cache.num_blocks - pinned:
-            kept = f", {pinned} of them pinned" if pinned else ""
-            raise CapacityError(
-                f"the request can grow to {needed} blocks of {size} tokens ({group.num_prompt_tokens} prompt tokens, "
-                f"{n} x {group.max_tokens} new ones) and the cache has {self.cache.num_blocks}{kept}; "
-                "lower max_tokens or n, or start with more blocks"
-            )
+        need.check_capacity(group, self.max_num_seqs, self.cache, self.idle.num_pinned_blocks)
         self.waiting.append(group)
 
     def schedule(self) -> Schedule:

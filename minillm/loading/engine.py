@@ -13,6 +13,7 @@ from minillm.beams.method import Beams
 from minillm.cache import BlockManager, SwapSpace
 from minillm.config import EngineConfig
 from minillm.engine.engine import Engine
+from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Samples
 from minillm.engine.scheduler import Scheduler
@@ -149,8 +150,8 @@ def new_engine(
         prefill_chunk = max(config.max_num_seqs, _tokens_in_a_stall(model.local, model.device))
     defaults = sampling_defaults(description.config.generation_defaults)
     cache = BlockManager(limits.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
-    swap = SwapSpace(limits.num_host_blocks)
-    scheduler = Scheduler(cache, config.max_num_seqs, limits.num_tokens, swap, config.admission, prefill_chunk)
+    preemption = Preemption(cache, SwapSpace(limits.num_host_blocks))
+    scheduler = Scheduler(preemption, config.max_num_seqs, limits.num_tokens, config.admission, prefill_chunk)
     requests = Requests(
         scheduler,
         tokenizer,

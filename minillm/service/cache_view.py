@@ -106,7 +106,7 @@ class CacheView:
         return found
 
     def _table_changes(self) -> tuple[list[TableView], list[int]]:
-        saved, before = self.engine.scheduler.swap.saved, self._tables
+        saved, before = self.engine.scheduler.preemption.swap.saved, self._tables
         tables: dict[int, BlockTable | SavedTable] = {**self.engine.cache.tables, **saved}
         changes, now = [], {}
         for seq_id, table in tables.items():
@@ -162,7 +162,7 @@ class CacheView:
 
 
 def _counts(engine: Engine) -> CacheCounts:
-    cache, swap = engine.cache, engine.scheduler.swap
+    cache, swap = engine.cache, engine.scheduler.preemption.swap
     return CacheCounts(
         num_copies=cache.num_copies,
         num_evictions=cache.num_evictions,

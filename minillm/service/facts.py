@@ -15,7 +15,7 @@ def loaded(engine: Engine, model_name: str, seconds: float) -> Loaded:
         max_model_len=engine.max_model_len,
         block_size=engine.cache.block_size,
         num_blocks=engine.cache.num_blocks,
-        num_host_blocks=engine.scheduler.swap.num_blocks,
+        num_host_blocks=engine.scheduler.preemption.swap.num_blocks,
         block_bytes=model.config.kv_bytes_per_token(model.kv_element_size) * engine.cache.block_size,
         has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
         has_thinking_switch=engine.tokenizer is not None and engine.tokenizer.has_thinking_switch,

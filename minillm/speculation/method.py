@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from minillm.cache import free_tail
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
 from minillm.model.llama import Llama
@@ -263,7 +264,7 @@ class Verification:
             sequence.num_computed += 1
             num_right += 1
         if sequence.finish_reason is None and sequence.table is not None:
-            samples.requests.scheduler.cache.free_tail(sequence.table, sequence.num_computed)
+            free_tail(samples.requests.scheduler.cache, sequence.table, sequence.num_computed)
         samples.note_guesses(chunk, num_right)
         return [_joined(deltas)] if deltas else []
 

@@ -55,7 +55,7 @@ def test_beams_survive_preemption(models: tuple[Any, Any], preemption: str, bloc
     )
     outputs = run(engine, requests)
     assert engine.scheduler.preemption.count > 0
-    assert (engine.scheduler.swap.num_swapped_in > 0) == (preemption == "swap")
+    assert (engine.scheduler.preemption.swap.num_swapped_in > 0) == (preemption == "swap")
     for (prompt, _), output in zip(requests, outputs, strict=True):
         assert_same(output, *expected(theirs, prompt, params, []))
 

@@ -220,10 +220,10 @@ def test_preemption_and_aborts_at_any_step(models: tuple[Any, Any], seed: int, m
             engine.abort(rng.choice(sorted(aborted & engine.requests.groups.keys())))
         engine.step()
         check(engine.cache)
-        engine.scheduler.swap.check()
+        engine.scheduler.preemption.swap.check()
         outputs |= {output.request_id: output for output in engine.take_finished()}
     assert engine.cache.num_free == engine.cache.num_blocks
-    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks
+    assert engine.scheduler.preemption.swap.num_free == engine.scheduler.preemption.swap.num_blocks
     assert engine.scheduler.preemption.count > 0
     assert witness.num_compared > 0
     for number, output in enumerate(alone):

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lib.pool_model import ALPHABET, COLLIDES, PoolModel, random_history
-from minillm.cache import BlockManager, BlockTable, CacheEvent, OutOfBlocks, SwapSpace, check, pool_stats
+from minillm.cache import (
+    BlockManager,
+    BlockTable,
+    CacheEvent,
+    OutOfBlocks,
+    SwapSpace,
+    check,
+    fork_into,
+    free_tail,
+    pool_stats,
+)
 from minillm.cache.free_blocks import FreeBlocks
 
 
@@ -72,13 +82,13 @@ def test_a_tail_that_is_freed_is_shared_no_more_and_the_rest_still_is() -> None:
     manager = BlockManager(8, 4)
     parent = grown(manager, 0, 11)
     child = manager.fork(parent, 1)
-    manager.free_tail(child, 5)
+    free_tail(manager, child, 5)
     assert child.blocks == parent.blocks[:2]
     assert [manager.ref_counts[block] for block in parent.blocks] == [2, 2, 1]
     manager.append(child, 1)  # the last block is the parent's, too
     assert manager.take_copies() == [(parent.blocks[1], child.blocks[1])]
     with pytest.raises(ValueError, match="token 7 of a sequence of 6"):
-        manager.free_tail(child, 7)
+        free_tail(manager, child, 7)
 
 
 def test_a_fork_into_a_table_keeps_its_own_last_block() -> None:
@@ -91,7 +101,7 @@ def test_a_fork_into_a_table_keeps_its_own_last_block() -> None:
         manager.append(table, 6)
     shared, own = parent.blocks[1], child.blocks[2]
     assert manager.num_free == 4
-    manager.fork_into(child, parent, 10)
+    fork_into(manager, child, parent, 10)
     assert child.blocks == [parent.blocks[0], shared, own]
     assert [manager.ref_counts[block] for block in child.blocks] == [2, 2, 1]
     assert manager.num_free == 5
@@ -99,11 +109,11 @@ def test_a_fork_into_a_table_keeps_its_own_last_block() -> None:
     check(manager)
     manager.append(child, 2)
     manager.append(parent, 3)
-    manager.fork_into(child, parent, 12)  # the device has not been given a block for the next token
+    fork_into(manager, child, parent, 12)  # the device has not been given a block for the next token
     assert child.blocks == parent.blocks[:3]
     check(manager)
     with pytest.raises(ValueError, match="13 tokens, of 13, into 12"):
-        manager.fork_into(child, parent, 13)
+        fork_into(manager, child, parent, 13)
     for table in (child, parent):
         manager.free(table)
     assert manager.num_free == 9
@@ -377,7 +387,7 @@ def test_what_a_freed_tail_held_is_not_found_and_what_takes_its_place_is() -> No
     manager = BlockManager(8, 4, prefix_caching=True)
     old, new = list(range(12)), [*range(5), *range(20, 28)]
     table = committed(manager, 0, old)
-    manager.free_tail(table, 5)
+    free_tail(manager, table, 5)
     manager.append(table, 8)
     manager.commit(table, new, 13)
     assert manager.find_cached([*new, 99]).blocks == table.blocks[:3]

@@ -122,7 +122,7 @@ class EngineMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "engine"):
             check(self.engine.cache)
-            self.engine.scheduler.swap.check()
+            self.engine.scheduler.preemption.swap.check()
             for sequence in self.pinned:
                 assert sequence.table is not None, "pressure took a pinned prefix"
 
@@ -142,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
             held.unpin(Driver(self.engine), self.pinned.pop())
         self.books_balance()
         assert self.engine.cache.num_free == self.engine.cache.num_blocks, "blocks leaked"
-        assert self.engine.scheduler.swap.num_free == self.engine.scheduler.swap.num_blocks, "host blocks leaked"
+        assert (swap := self.engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"
 
 
 ANSWERS: dict[tuple[tuple[int, ...], int, bool], list[list[int]]] = {}

@@ -84,7 +84,7 @@ def test_the_pools_share_what_there_is(model: Path, small: Path) -> None:
     drafter = drafter_of(guessing.engine.runner)
     assert drafter is not None
     assert drafter.runner.kv_cache.values.shape[2] == guessing.engine.cache.num_blocks
-    blocks = [each.engine.scheduler.swap.num_blocks for each in (plain, guessing)]
+    blocks = [each.engine.scheduler.preemption.swap.num_blocks for each in (plain, guessing)]
     assert blocks[1] == pytest.approx(blocks[0] * 3 / 4, abs=1), "one layer more than the model's three"
 
 

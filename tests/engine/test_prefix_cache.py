@@ -237,7 +237,7 @@ def test_the_same_request_gives_the_same_tokens_whatever_else_happens(model: Lla
         assert tokens_of(engine, kind, others) == expected, (caching, block_size, chunk, others, pressure)
         if pressure != "none":
             preempted[pressure] += engine.scheduler.preemption.count
-            assert pressure == "swap" or not engine.scheduler.swap.num_swapped_out
+            assert pressure == "swap" or not engine.scheduler.preemption.swap.num_swapped_out
     assert min(preempted.values()) > 0, "nothing was preempted"
 
 

@@ -234,11 +234,11 @@ def test_any_mix_in_a_pool_that_is_too_small(data: st.DataObject) -> None:
         step += 1
         engine.step()
         check(engine.cache)
-        engine.scheduler.swap.check()
+        engine.scheduler.preemption.swap.check()
         for output in engine.take_finished():
             prompt, params = whole.pop(output.request_id)
             if any(completion.finish_reason != "abort" for completion in output.outputs):
                 compare(theirs, prompt, params, output)
     assert not whole
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
-    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
+    assert (swap := engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"

@@ -94,18 +94,18 @@ def drive(engine: Engine, rng: random.Random, requests: list[tuple[list[int], An
             wrong += got != answers[kind]
         if steps % 500 == 0:
             check(engine.cache)
-            engine.scheduler.swap.check()
+            engine.scheduler.preemption.swap.check()
         if not counted and (time.monotonic() - began > SECONDS / 3 or number > REQUESTS / 3):
             counted, host_bytes = True, resident_bytes()
             device_bytes, taken_bytes = device_memory()
     scheduler = engine.scheduler
     print(f"{number} requests, {compared} compared, {wrong} differ, {steps} steps, {time.monotonic() - began:.0f} s")
-    print(f"{scheduler.preemption.count} preemptions, {scheduler.swap.num_swapped_out} blocks swapped out")
+    print(f"{scheduler.preemption.count} preemptions, {scheduler.preemption.swap.num_swapped_out} blocks swapped out")
     # A greedy choice between logits that differ only in the last bit may come out differently in another batch.
     assert wrong <= compared // 10_000
     check(engine.cache)
     assert engine.cache.num_free == engine.cache.num_blocks
-    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks
+    assert engine.scheduler.preemption.swap.num_free == engine.scheduler.preemption.swap.num_blocks
     assert engine.scheduler.preemption.count > number // 200
     if DEVICE.type == "cuda":
         gc.collect()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minillm.cache import BlockManager, SwapSpace, check
 from minillm.engine.engine import Engine
+from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.kernels import Costs
@@ -25,13 +26,13 @@ from minillm.text.tokenizer import Tokenizer
 
 def check_books(engine: Engine) -> None:
     check(engine.cache)
-    engine.scheduler.swap.check()
+    engine.scheduler.preemption.swap.check()
 
 
 def everything_is_back(engine: Engine) -> None:
     check_books(engine)
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
-    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
+    assert (swap := engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"
     assert not engine.requests.groups
     assert not engine.scheduler.running
 
@@ -60,7 +61,7 @@ def engine_for(
     ``draft`` model guesses.
     """
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
-    scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, SwapSpace(host_blocks), admission)
+    scheduler = Scheduler(Preemption(cache, SwapSpace(host_blocks)), max_num_seqs, max_num_batched_tokens, admission)
     max_model_len = min(model.rotary.cos.shape[0], num_blocks * block_size)
     dynamic, on_gpu = model.rotary.dynamic, model.device.type == "cuda"
     sizes = (num_blocks, block_size, host_blocks)
@@ -123,8 +124,8 @@ def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOu
     while engine.has_work:
         engine.step()
         check(engine.cache)
-        engine.scheduler.swap.check()
+        engine.scheduler.preemption.swap.check()
         outputs.update({output.request_id: output for output in engine.take_finished()})
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
-    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
+    assert (swap := engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"
     return [outputs[str(number)] for number in range(len(requests))]

@@ -11,7 +11,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace, check, pool_stats
+from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace, check, free_tail, pool_stats
 
 POISON = -1
 # Python hashes whole numbers modulo this: tokens that differ by it collide, and so do the tuples made of them.
@@ -97,7 +97,7 @@ class PoolModel:
         gone = table.blocks[-(-num_tokens // self.block_size) :]
         last = sum(self.manager.ref_counts[block] == 1 for block in gone)
         free = self.manager.num_free
-        self.manager.free_tail(table, num_tokens)
+        free_tail(self.manager, table, num_tokens)
         assert self.manager.num_free == free + last, "as many blocks are free as this one alone held"
         del self.tokens[seq][num_tokens:]
 

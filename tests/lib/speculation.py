@@ -80,12 +80,12 @@ def play(
             if not failed(error):
                 raise
         check(engine.cache)
-        engine.scheduler.swap.check()
+        engine.scheduler.preemption.swap.check()
         outputs.update({output.request_id: output for output in engine.take_finished()})
         step += 1
         assert step < 5000, "no progress"
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
-    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
+    assert (swap := engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"
     assert len(outputs) == len(requests), "a request was lost"
     for request in requests:
         if isinstance(request.params, SamplingParams):

@@ -31,6 +31,7 @@ from lib.torchrun import of_two_ranks, torchrun
 from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
 from minillm.cache import BlockManager, HostMoves, SwapSpace
 from minillm.engine.engine import Engine
+from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
@@ -181,7 +182,7 @@ def engine_over(model: Llama, line: Line | None, *, num_blocks: int, host_blocks
         )
     if line is not None:
         runner.observers.append(Followers(line))  # type: ignore[arg-type]
-    scheduler = Scheduler(BlockManager(num_blocks, 4), 32, 48, SwapSpace(host_blocks), **options)
+    scheduler = Scheduler(Preemption(BlockManager(num_blocks, 4), SwapSpace(host_blocks)), 32, 48, **options)
     requests = Requests(scheduler, None, model.config.vocab_size, min(256, num_blocks * 4), frozenset([2]))
     return Engine(runner, requests, methods_for(requests, runner))
 

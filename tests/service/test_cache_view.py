@@ -45,7 +45,7 @@ class Engine:
 
     def act(self) -> None:
         """Do one thing that an engine does to its cache, if there is room for it."""
-        draw, cache, swap = self.random, self.cache, self.scheduler.swap
+        draw, cache, swap = self.random, self.cache, self.scheduler.preemption.swap
         tables = list(cache.tables.values())
         kind = draw.choice(["new", "grow", "grow", "grow", "fork", "free", "swap", "return", "pin"])
         if kind == "new" and cache.num_free > 8:
@@ -104,7 +104,7 @@ def test_the_apps_picture_is_the_engines(seed: int) -> None:
     for pool in pictures(engine, 150):
         cache, stats = engine.cache, pool_stats(engine.cache)
         assert list(pool.ref_counts) == cache.ref_counts
-        saved = engine.scheduler.swap.saved
+        saved = engine.scheduler.preemption.swap.saved
         assert {seq_id: table.blocks for seq_id, table in pool.tables.items()} == {
             seq_id: table.blocks for seq_id, table in {**cache.tables, **saved}.items()
         }

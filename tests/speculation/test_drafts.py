@@ -156,7 +156,7 @@ def test_what_is_known_of_a_draft_is_so(
             if name != aborted:
                 assert facts(outputs[name]) == facts(expected)
         preempted += engine.scheduler.preemption.count
-        swapped += engine.scheduler.swap.num_swapped_in
+        swapped += engine.scheduler.preemption.swap.num_swapped_in
         hits += engine.cache.num_hit_tokens
         right += guesses_of(engine).num_right
     assert min(preempted, swapped, hits) > 0

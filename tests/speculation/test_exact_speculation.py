@@ -180,7 +180,7 @@ def compare_random_requests(parts: Parts, guessers: list[dict[str, Any]], count:
         counts.right += guesses_of(guessing).num_right
         counts.guessed += guesses_of(guessing).num_guessed
         counts.preempted += guessing.scheduler.preemption.count
-        counts.swapped += guessing.scheduler.swap.num_swapped_in
+        counts.swapped += guessing.scheduler.preemption.swap.num_swapped_in
     print(counts)
     assert counts.right > counts.asked
     assert counts.guessed > counts.right

@@ -121,7 +121,7 @@ def test_preemption_and_chunks_of_prompts_change_nothing(model: Llama, host_bloc
     assert_same(plain, run(engine, requests))
     assert engine.scheduler.preemption.count > 0
     assert guesses_of(engine).num_right > 0
-    assert (engine.scheduler.swap.num_swapped_out > 0) == (host_blocks > 0)
+    assert (engine.scheduler.preemption.swap.num_swapped_out > 0) == (host_blocks > 0)
 
 
 def looping(max_tokens: int = 30, **options: Any) -> tuple[list[int], Any]:

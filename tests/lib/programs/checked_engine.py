@@ -15,7 +15,7 @@ _step = Engine.step
 def checked(self: Engine) -> Any:
     deltas = _step(self)
     check(self.cache)
-    self.scheduler.swap.check()
+    self.scheduler.preemption.swap.check()
     return deltas
 
 

@@ -1,0 +1,45 @@
+"""Operations that replace or free a part of a block table: for beams that the device forks, and for draft tokens."""
+
+from minillm.cache.block_manager import BlockManager, BlockTable
+from minillm.cache.events import CacheEvent
+from minillm.cache.runs import common_length
+
+
+def fork_into(manager: BlockManager, table: BlockTable, parent: BlockTable, num_tokens: int) -> None:
+    """Replace the first blocks of ``table`` with the full blocks of ``parent``'s first ``num_tokens`` tokens.
+
+    Later blocks stay its own. If the last of these tokens fill a block only partly, the device has already copied
+    that part into ``table``'s block.
+
+    Raises:
+        ValueError: one of the tables has fewer tokens.
+    """
+    if min(table.num_tokens, parent.num_tokens) < num_tokens:
+        raise ValueError(f"fork of {num_tokens} tokens, of {parent.num_tokens}, into {table.num_tokens}")
+    count = num_tokens // manager.block_size
+    same = common_length(table.blocks[:count], parent.blocks[:count])
+    gone, shared = table.blocks[same:count], parent.blocks[same:count]
+    for block in shared:
+        manager.ref_counts[block] += 1
+    table.blocks[same:count], table.nodes = shared, parent.nodes[:count]
+    manager.unref(gone)
+    if manager.subscribers:
+        manager.emit(CacheEvent("fork", table.seq_id, tuple(parent.blocks[:count]), parent.seq_id))
+
+
+def free_tail(manager: BlockManager, table: BlockTable, num_tokens: int) -> None:
+    """Free the slots after the first ``num_tokens`` tokens of ``table``.
+
+    Raises:
+        ValueError: ``table`` has fewer tokens.
+    """
+    if not 0 <= num_tokens <= table.num_tokens:
+        raise ValueError(f"freed from token {num_tokens} of a sequence of {table.num_tokens}")
+    kept = -(-num_tokens // manager.block_size)
+    gone = table.blocks[kept:]
+    del table.blocks[kept:], table.nodes[num_tokens // manager.block_size :]
+    # Makes the next append check whether the last block is shared or findable.
+    table.num_tokens = table.writable = num_tokens
+    manager.unref(gone)
+    if gone and manager.subscribers:
+        manager.emit(CacheEvent("cut", table.seq_id, tuple(gone)))
