@@ -50,6 +50,18 @@ def test_keys_are_those_of_the_common_beginning(text: str, cut: int, other: str)
     assert ours[:same] == theirs[:same]
 
 
+def test_pools_of_several_engines_are_told_as_one() -> None:
+    found = [
+        {"figures": {"used": 3, "free": 1}, "tables": [{"seq_id": 1}, {"seq_id": 2}]},
+        {"figures": {"used": 4, "free": 0}, "tables": [{"seq_id": 1}]},
+    ]
+    assert replicas._joined(found) == {
+        "figures": {"used": 7, "free": 1},
+        "tables": [{"seq_id": 1, "replica": 0}, {"seq_id": 2, "replica": 0}, {"seq_id": 1, "replica": 1}],
+        "replicas": [{"used": 3, "free": 1}, {"used": 4, "free": 0}],
+    }
+
+
 def test_conversations_and_ids_have_keys() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": TEXT[:300]}]
     longer = [*messages, {"role": "assistant", "content": "x" * 300}]

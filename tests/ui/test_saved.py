@@ -81,7 +81,7 @@ def changed(path: str, value: Any) -> Any:
         ("turns.0.answer.time_to_first_token", "now"), ("turns.0.answer.in_reasoning", "no"),
         ("turns.0.answer.candidates", 3), ("turns.2.answer.candidates.0.score", "x"),
         ("turns.2.answer.candidates.0.num_tokens", None), ("shortened", []), ("shortened", {"a": "b"}),
-        ("shortened", {"/": 1}),
+        ("shortened", {"/": 1}), ("shortened", {"a": 1.5}), ("shortened", {"a": True}), ("shortened", {"a": 10**400}),
     ],
 )  # fmt: skip
 def test_every_field_is_checked(path: str, value: Any, tmp_path: Path) -> None:

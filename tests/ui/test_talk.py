@@ -1,0 +1,142 @@
+"""The talk at its bounds: reports of the engine, a full context, candidates of an answer that is being given."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from driving import ask, chat, notes, say, screen, until
+from markdown_it.tree import SyntaxTreeNode
+from msgspec.structs import replace as changed
+from test_answer_run import Asked
+
+from minillm.service.messages import Started, TextDelta
+from minillm.ui.bars import FULL
+from minillm.ui.chat import answer_run, prompt
+from minillm.ui.chat.conversation import Answer, Candidate, Conversation
+from minillm.ui.chat.markdown import harmless_parser
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat.turn_view import shortened
+from minillm.ui.dialogs import SessionsScreen
+
+anyio = pytest.mark.anyio
+
+
+@anyio
+async def test_the_engine_is_told_how_often_to_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(log))
+    async with chat() as pilot:
+        await until(pilot, lambda: "Report {'every': 0.1}" in log.read_text())
+
+
+@anyio
+async def test_a_slow_drawing_is_made_once_a_second() -> None:
+    async with chat() as pilot:
+        text = screen(pilot).talk._text
+        text.pace(True)
+        for _ in range(30):
+            text._spent(time.process_time() - 100)
+        assert text.interval == pytest.approx(1.0)
+
+
+@anyio
+async def test_a_context_that_is_nearly_full_is_said_once() -> None:
+    async with chat() as pilot:
+        talk = screen(pilot).talk
+        assert talk.engine.loaded is not None
+        talk.engine = replace(talk.engine, loaded=changed(talk.engine.loaded, max_model_len=50))
+        assert FULL * 50 == 40
+        for length in (19, 20, 25):  # the script's prompts have 20 tokens
+            await ask(pilot, "echo " + "x" * length)
+        await until(pilot, lambda: any("nearly full (40 of 50 tokens)" in note for note in notes(pilot)))
+        assert sum("nearly full" in note for note in notes(pilot)) == 1
+
+
+@anyio
+async def test_no_candidate_is_accepted_unasked_while_they_are_written() -> None:
+    async with chat(sampling={"n": 5}) as pilot:  # they go on until they are stopped
+        talk = screen(pilot).talk
+        await say(pilot, "which?")
+        await until(pilot, lambda: talk.run is not None and talk.run.has_words)
+        await talk.accept_best()
+        assert talk.conversation.leaf is not None
+        assert len(talk.conversation.leaf.answer.candidates) == 5
+        await pilot.press("3")
+        await until(pilot, lambda: talk.run is None)
+        assert "sample3" in talk.conversation.leaf.answer.text
+
+
+@anyio
+async def test_a_digit_right_after_undo_takes_a_candidate_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "_AT_ONCE", 1e9)
+    async with chat(sampling={"n": 3}) as pilot:
+        answer = (await ask(pilot, "which?")).answer
+        await pilot.press("2")
+        await until(pilot, lambda: not screen(pilot).talk.conversation.leaf.answer.candidates)  # type: ignore[union-attr]
+        await pilot.press("alt+u")
+        await until(pilot, lambda: screen(pilot).talk.conversation.leaf.answer.candidates)  # type: ignore[union-attr]
+        await until(pilot, lambda: screen(pilot).talk.prompt.num_picks == 3)
+        await pilot.press("3")
+        await until(pilot, lambda: "sample3" in screen(pilot).talk.conversation.leaf.answer.text)  # type: ignore[union-attr]
+        assert screen(pilot).talk.prompt.text == ""
+        assert answer is not None
+
+
+@anyio
+async def test_a_saved_conversation_brings_its_system_prompt(tmp_path: Path) -> None:
+    store, saved = SessionStore(tmp_path), Conversation(system="be brief", model="m")
+    saved.ask("what?").finish_reason = "stop"
+    store.save(saved)
+    async with chat(store=store, system="be verbose") as pilot:
+        await say(pilot, "/sessions")
+        await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))
+        await pilot.press("enter")
+        await until(pilot, lambda: screen(pilot).talk.conversation.conversation_id == saved.conversation_id)
+        assert screen(pilot).app.settings.system == "be brief"
+
+
+@anyio
+async def test_the_rate_of_an_answer_that_goes_on_counts_its_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(answer_run, "time", SimpleNamespace(monotonic=lambda: now))
+    talk = Asked("one")
+    talk.answer.text, talk.answer.num_output_tokens, talk.answer.finish_reason = "so it", 30, "abort"
+    talk.run.go_on()
+    await talk.take(Started(talk.name, 40, 39, 0.1), TextDelta(talk.name, 0, " is", 11))
+    now = 104.0
+    await talk.run.draw(0)
+    assert talk.answer.tokens_per_second == 2.5  # ten more in four seconds
+
+
+def test_a_question_is_shortened_where_it_is_too_long() -> None:
+    for text in ("x" * 4000, "x\n" * 39 + "x"):
+        assert shortened(text) == text
+    assert shortened("x" * 4001) == "x" * 4000 + "\n… 1 B more"
+    assert shortened("x\n" * 40 + "y").startswith("x\n" * 39 + "x\n…")
+
+
+def test_the_longest_candidate_takes_the_context() -> None:
+    answer = Answer("a", num_prompt_tokens=10, num_output_tokens=4)
+    assert answer.num_context_tokens == 14
+    answer.candidates = [Candidate(num_tokens=count) for count in (3, 9, 5)]
+    assert answer.num_context_tokens == 19
+
+
+def test_half_a_character_is_saved(tmp_path: Path) -> None:
+    store, conversation = SessionStore(tmp_path), Conversation()
+    conversation.ask("half \ud83d").finish_reason = "stop"
+    store.save(conversation)
+    assert store.load(store.latest()).turns[0].question == "half \ud83d"
+
+
+def test_the_tokens_of_markdown_make_a_tree() -> None:
+    text = "A [link](http://a.example), <http://b.example>, ![picture](c.png), **bold** and `code`.\n\n- one\n- two\n"
+    tree = SyntaxTreeNode(harmless_parser().parse(text))
+    assert [child.type for child in tree.children] == ["paragraph", "bullet_list"]
+    texts = "".join(node.content for node in tree.walk() if node.type in ("text", "code_inline"))
+    assert "link http://a.example" in texts
+    assert "[image: picture] c.png" in texts
