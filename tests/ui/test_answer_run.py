@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from minillm.service.messages import (
     Started,
     TextDelta,
 )
+from minillm.ui.chat import answer_run
 from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.answer_view import summary
 from minillm.ui.chat.conversation import Candidate, Conversation
@@ -89,6 +91,18 @@ async def test_an_answer_from_the_question_to_its_end() -> None:
     assert await talk.run.end("length")
     assert (talk.answer.text, talk.answer.num_output_tokens, talk.answer.tokens_per_second) == ("so it is", 3, 7.5)
     assert (talk.answer.num_cached_tokens, talk.answer.finish_reason) == (4, "length")
+
+
+async def test_the_rate_of_an_answer_that_goes_on_counts_its_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(answer_run, "time", SimpleNamespace(monotonic=lambda: now))
+    talk = Asked("one")
+    talk.answer.text, talk.answer.num_output_tokens, talk.answer.finish_reason = "so it", 30, "abort"
+    talk.run.go_on()
+    await talk.take(Started(talk.name, 40, 39, 0.1), TextDelta(talk.name, 0, " is", 11))
+    now = 104.0
+    await talk.run.draw(0)
+    assert talk.answer.tokens_per_second == 2.5  # ten more in four seconds
 
 
 async def test_tokens_that_were_guessed_are_told_at_its_end() -> None:

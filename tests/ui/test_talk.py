@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from driving import ask, chat, notes, say, screen, until
 from markdown_it.tree import SyntaxTreeNode
 from msgspec.structs import replace as changed
-from test_answer_run import Asked
 
-from minillm.service.messages import Started, TextDelta
+from lib.ui import ask, chat, notes, say, screen, until
 from minillm.ui.bars import FULL
-from minillm.ui.chat import answer_run, prompt
+from minillm.ui.chat import prompt
 from minillm.ui.chat.conversation import Answer, Candidate, Conversation
 from minillm.ui.chat.markdown import harmless_parser
 from minillm.ui.chat.sessions import SessionStore
@@ -97,19 +94,6 @@ async def test_a_saved_conversation_brings_its_system_prompt(tmp_path: Path) -> 
         await pilot.press("enter")
         await until(pilot, lambda: screen(pilot).talk.conversation.conversation_id == saved.conversation_id)
         assert screen(pilot).app.settings.system == "be brief"
-
-
-@anyio
-async def test_the_rate_of_an_answer_that_goes_on_counts_its_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(answer_run, "time", SimpleNamespace(monotonic=lambda: now))
-    talk = Asked("one")
-    talk.answer.text, talk.answer.num_output_tokens, talk.answer.finish_reason = "so it", 30, "abort"
-    talk.run.go_on()
-    await talk.take(Started(talk.name, 40, 39, 0.1), TextDelta(talk.name, 0, " is", 11))
-    now = 104.0
-    await talk.run.draw(0)
-    assert talk.answer.tokens_per_second == 2.5  # ten more in four seconds
 
 
 def test_a_question_is_shortened_where_it_is_too_long() -> None:
