@@ -1,1 +1,1 @@
-"""The workloads of ``minillm bench``. Each states its protocol at the head of its file."""
+"""Run the workloads of ``minillm bench``. Each file begins with its protocol."""

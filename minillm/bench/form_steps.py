@@ -1,4 +1,4 @@
-"""The host's steps of sequences that follow a JSON schema, with nothing in place of the device's work."""
+"""Measure the CPU's part of steps of sequences with a JSON schema, without the device's work."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from minillm.runner.rows import Rows, Sharing
 from minillm.sequence import Chunk, Schedule, Stage
 from minillm.text.tokenizer import Tokenizer
 
-_WARM_UP, _STEPS = 60, 150  # lexers learn their states first
+_WARM_UP, _STEPS = 60, 150  # lexers build their states first
 
 
 class _Drawn:
-    """Tokens by chance, of those that masks allow; nobody's work is to choose them."""
+    """Draw random tokens that the masks allow. The time to choose them belongs to no part."""
 
     may_run_ahead, may_compute_ahead = False, True
 
@@ -46,13 +46,13 @@ class _Drawn:
 
 
 class _Device:
-    """A runner with the books of rows on a GPU, and no GPU."""
+    """Stand in for a runner on a GPU: keep its bookkeeping of device state, and compute nothing."""
 
     def __init__(self, num_seqs: int, vocab: int) -> None:
         self._vocab = vocab
         self._rng, self._decodes = np.random.default_rng(0), list[Chunk]()
         sharing = Sharing(AttentionShape(32, 8, 128, 2, 132), Costs())
-        self._books = Rows(num_seqs, Field.TABLE + 256, 16, sharing)
+        self._rows = Rows(num_seqs, Field.TABLE + 256, 16, sharing)
         self.forward = SimpleNamespace(take=lambda: None)  # no prompt is scored
 
     def run(self, schedule: Schedule, copies: object) -> tuple[None, list[Chunk]]:
@@ -61,22 +61,22 @@ class _Device:
             chunk.row = row
         self._decodes = schedule.decodes
         if schedule.decodes:
-            self._books.work_for(schedule.decodes, joins=bool(schedule.prefills))
+            self._rows.work_for(schedule.decodes, joins=bool(schedule.prefills))
         return None, sampled
 
     def draw(self, logits: None, draws: list[Chunk]) -> _Drawn:
         masks = masks_of([(draw.group, draw.sequence) for draw in draws], self._vocab, torch.device("cpu"))
-        self._books.rows_for(draws, self._decodes)
-        self._books.take_changes()
-        self._books.note_drawn(draws)
+        self._rows.rows_for(draws, self._decodes)
+        self._rows.take_changes()
+        self._rows.note_drawn(draws)
         return _Drawn(masks, self._rng)
 
     def move(self, schedule: Schedule) -> None:
-        """No block moves."""
+        """Move no block."""
 
 
 def form_steps(num_seqs: int, vocab: int, tokenizer: Tokenizer | None = None) -> dict[str, float]:
-    """The seconds of each part of a step in which so many sequences follow the schema of ``bench forms``; medians.
+    """Return the median seconds of each part of a step of ``num_seqs`` sequences with the schema of ``bench forms``.
 
     Without a tokenizer, tokens stand for random text.
     """

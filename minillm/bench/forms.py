@@ -1,7 +1,7 @@
-"""``forms``: what it costs that answers follow a JSON schema, beside the same numbers of free tokens, by turns.
+"""``forms``: compare answers that follow a JSON schema with as many unconstrained tokens, alternating.
 
-A model of random weights has no tokenizer. Its tokens stand for random text then, and its answers are as random as a
-schema allows; the work is that of any other model.
+A model with random weights has no tokenizer, so its tokens stand for random text. Its answers are as random as the
+schema allows; the work is the same as for other models.
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Options(ModelOptions):
     batch_size: Sequence[int] = custom(
-        (16,), _sizes, metavar="N", parse=int, repeats=True, help="requests at a time; may be several"
+        (16,), _sizes, metavar="N", parse=int, repeats=True, help="requests at a time; repeatable"
     )
     output_len: int = integer(200, 2, MAX_TOKENS, help="longest answer in tokens")
-    runs: int = integer(5, 1, 100, help="pairs of runs; medians count")
+    runs: int = integer(5, 1, 100, help="pairs of runs; the result is their median")
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """A part of the host's time, milliseconds of a step, the mean over one more run of each kind."""
+    """Hold a part of the CPU time: mean milliseconds per step over one more run of each kind."""
 
-    part: str = shown("the host's time of a step, ms", width=32)
+    part: str = shown("CPU time per step, ms", width=32)
     free: float = shown("free", ".3f", 1e3)
-    one_formed: float = shown("beside one", ".3f", 1e3)
-    formed: float = shown("by a schema", ".3f", 1e3)
+    one_formed: float = shown("with one", ".3f", 1e3)
+    formed: float = shown("schema", ".3f", 1e3)
 
 
 @dataclass(frozen=True)
 class FormsResult:
-    """Medians over the pairs of runs."""
+    """Hold medians over the pairs of runs."""
 
     batch_size: int = shown("requests at a time", ",")
     num_tokens: int = shown("tokens", ",")
     free: float = shown("tokens per second, free", ",.0f")
-    formed: float = shown("by a schema", ",.0f")
-    one_formed: float = shown("free, beside one by a schema", ",.0f")
-    lost: float = shown("lost by a schema", ".1%")
-    lost_by_one: float = shown("lost by one", ".1%")
+    formed: float = shown("with a schema", ",.0f")
+    one_formed: float = shown("free, batched with one schema", ",.0f")
+    lost: float = shown("lost with a schema", ".1%")
+    lost_by_one: float = shown("lost with one", ".1%")
     host: list[HostPart] = field(default_factory=list)
 
 
 def measure(subject: Subject, options: Options) -> dict[str, FormsResult]:
-    """Run answers by a schema, and then as many free tokens; UsageError where an answer fails."""
+    """Run answers with a schema, then as many unconstrained tokens. Raises UsageError if an answer fails."""
     llm = subject.llm
     requests, vocab = llm.engine.requests, llm.engine.runner.model.config.vocab_size
     if llm.engine.tokenizer is None:
@@ -113,7 +113,7 @@ def _measure(llm: LLM, batch_size: int, options: Options) -> FormsResult:
             llm.reset_prefix_cache()
             times.append(drive(llm.engine, each)[0])
         for into, value in zip(seconds, [*times, taken], strict=True):
-            into += [value] if run else []  # the first one warms up
+            into += [value] if run else []  # the first run warms up
     plain, mixed, by_schema = map(statistics.median, seconds)
     tokens = sum(counts)
     rates = tokens / plain, tokens / by_schema, tokens / mixed
@@ -122,7 +122,7 @@ def _measure(llm: LLM, batch_size: int, options: Options) -> FormsResult:
 
 
 def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
-    """Where the host's time of a step goes in a run of each kind."""
+    """Return the parts of the CPU time per step in a run of each kind."""
     found: list[dict[str, float]] = []
     with parts_of_steps(type(llm.engine.runner)) as seconds:
         for requests in kinds:
@@ -136,9 +136,9 @@ def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
 
 
 def random_vocabulary(size: int, end_ids: Collection[int] = ()) -> Vocabulary:
-    """Tokens of one to nine printable characters, all single ones among them; most are words, half behind a space.
+    """Return tokens of one to nine printable characters, including all single ones.
 
-    ``end_ids`` stand for no text.
+    Most are words, and half of those begin with a space. ``end_ids`` stand for no text.
     """
     rng = random.Random(0)
     letters, signs = "abcdefghijklmnopqrstuvwxyz", ' ,.:;"{}[]()0123456789'
@@ -150,6 +150,6 @@ def random_vocabulary(size: int, end_ids: Collection[int] = ()) -> Vocabulary:
     tokens = [b"" if token_id in end_ids else next(texts).encode() for token_id in range(size)]
 
     def encode(text: str) -> list[int]:
-        raise UsageError("only the longest tokens")  # which `Vocabulary.encode` takes then
+        raise UsageError("only the longest tokens")  # `Vocabulary.encode` then takes those
 
     return Vocabulary(tokens, encode)

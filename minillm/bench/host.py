@@ -1,4 +1,4 @@
-"""``host``: the cost of a step beside the device's work, on one core, with random tokens and candidates."""
+"""``host``: measure the CPU's part of a step on one core, with random tokens and candidates."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _VOCAB, _STEPS = 49152, 200
 
 @dataclass(frozen=True)
 class HostResult:
-    """Microseconds per step, median."""
+    """Hold the median microseconds per step."""
 
     what: str = shown("", width=52)
-    microseconds: float = shown("us a step", ".0f")
+    microseconds: float = shown("us per step", ".0f")
 
 
 class _Runner:
-    """A runner without a device, and its drawn tokens."""
+    """Stand in for a runner and its drawn tokens, without a device."""
 
     may_run_ahead = may_compute_ahead = False
-    tokens: list[int]  # of the next step, made up before its time is taken
+    tokens: list[int]  # of the next step, invented before it is timed
 
     def draw(self, logits: object, draws: list[Chunk]) -> _Runner:
         return self
@@ -54,7 +54,7 @@ class _Runner:
 
 
 def measure(options: NoOptions) -> Iterator[HostResult]:
-    """All figures, and their parts."""
+    """Yield all figures, with their parts."""
     for times in (_decode_step(256), _beam_step(32, 4), _followed_step(32, 4), _followed_step(8, 4)):
         for what, seconds in times.items():
             yield HostResult(what, 1e6 * statistics.median(seconds))
@@ -62,14 +62,14 @@ def measure(options: NoOptions) -> Iterator[HostResult]:
     known = None if default is None or default.path.is_file() else Tokenizer.from_directory(default.path)
     for vocab, tokenizer in ((_VOCAB, known), (128256, None)):
         for num_seqs in (1, 16, 64):
-            parts, name = form_steps(num_seqs, vocab, tokenizer), f"step, {num_seqs} by a schema, {vocab:,} tokens"
+            parts, name = form_steps(num_seqs, vocab, tokenizer), f"step, {num_seqs} with a schema, {vocab:,} tokens"
             yield HostResult(name, 1e6 * sum(parts.values()))
             for part, taken in parts.items():
                 yield HostResult(f"  {part}", 1e6 * taken)
 
 
 def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> Engine:
-    """An engine with requests for prompts of 50 to 300 tokens."""
+    """Make an engine with requests for prompts of 50 to 300 tokens."""
     scheduler = Scheduler(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True)), num_seqs, 8192)
     requests = Requests(scheduler, None, _VOCAB, 4096, frozenset([2]))
     engine = Engine(runner, requests, methods_for(requests, runner))
@@ -79,8 +79,8 @@ def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> En
     return engine
 
 
-def _books(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
-    """Schedule a step and note it as computed: the seconds of that, and the chunks that reach their end."""
+def _scheduled(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
+    """Schedule a step and mark it as computed. Return the seconds, and the chunks that reach their end."""
     began = time.perf_counter()
     schedule = engine.scheduler.schedule()
     engine.cache.take_copies()
@@ -96,9 +96,9 @@ def _books(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
 def _decode_step(num_seqs: int) -> dict[str, list[float]]:
     rng, runner = random.Random(1), _Runner()
     engine = _engine(runner, num_seqs, num_seqs, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
-    books, rest = list[float](), list[float]()
-    while len(books) < _STEPS:
-        seconds, schedule, sampled = _books(engine)
+    accounting, rest = list[float](), list[float]()
+    while len(accounting) < _STEPS:
+        seconds, schedule, sampled = _scheduled(engine)
         runner.tokens = [rng.randrange(3, _VOCAB) for _ in sampled]
         noted = time.perf_counter()
         step = Step(schedule, [])
@@ -106,10 +106,10 @@ def _decode_step(num_seqs: int) -> dict[str, list[float]]:
         engine.conclude(step)
         done = time.perf_counter()
         if len(schedule.decodes) == num_seqs:
-            books.append(seconds)
+            accounting.append(seconds)
             rest.append(done - noted)
     name = f"decode, {num_seqs} sequences"
-    return {f"{name}: scheduler and cache": books, f"{name}: draws, tokens to sequences": rest}
+    return {f"{name}: scheduler and cache": accounting, f"{name}: draws, tokens to sequences": rest}
 
 
 def _beam_step(num_groups: int, width: int) -> dict[str, list[float]]:
@@ -126,7 +126,7 @@ def _beam_step(num_groups: int, width: int) -> dict[str, list[float]]:
         return sorted(found, key=lambda candidate: -candidate.logprob)[: 2 * width]
 
     while len(times) < _STEPS:
-        seconds, schedule, sampled = _books(engine)
+        seconds, schedule, sampled = _scheduled(engine)
         launching = time.perf_counter()
         step = Step(schedule, [])
         engine.launch_flights(step, cast(Any, None), sampled)
@@ -146,18 +146,18 @@ def _beam_step(num_groups: int, width: int) -> dict[str, list[float]]:
 
 
 class _Searches:
-    """A device that takes the steps of searches, without one: made-up continuations of every beam."""
+    """Stand in for a device that runs beam searches: invent continuations of every beam."""
 
     may_run_ahead = True
-    found: list[list[tuple[float, int, int]]]  # of the next step, made up before its time is taken
+    found: list[list[tuple[float, int, int]]]  # of the next step, invented before it is timed
 
     def __init__(self, num_beams: int) -> None:
         shape = AttentionShape(32, 8, 128, 2, 132)
-        self.books = Rows(num_beams, Field.TABLE + 256, 16, Sharing(shape, Costs()))
+        self.rows = Rows(num_beams, Field.TABLE + 256, 16, Sharing(shape, Costs()))
 
     def compute(self, beams: list[Chunk]) -> None:
-        self.books.work_for(beams, joins=False)
-        self.books.note_drawn(beams)
+        self.rows.work_for(beams, joins=False)
+        self.rows.note_drawn(beams)
         self.groups = list(dict.fromkeys(chunk.group for chunk in beams))
 
     def take_choices(self) -> tuple[list[SequenceGroup], _Searches]:
@@ -168,7 +168,7 @@ class _Searches:
 
 
 def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
-    """A step that the device takes by itself: scheduler, cache, changes of rows, and the books that follow."""
+    """Measure beam steps on the device: scheduler, cache, changes of device state, and the bookkeeping."""
     params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
     rng, device = random.Random(1), _Searches(num_groups * width)
     engine = _engine(None, num_groups * width, num_groups, params)
@@ -178,7 +178,7 @@ def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
         beams.begin(group)
     times: list[float] = []
     while len(times) < _STEPS:
-        seconds, schedule, sampled = _books(engine)
+        seconds, schedule, sampled = _scheduled(engine)
         device.found = [
             sorted(
                 (
@@ -200,11 +200,11 @@ def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
         engine.conclude(step)
         if len(chosen) == num_groups * width:
             times.append(seconds + time.perf_counter() - began)
-    return {f"beam step that the device takes, {num_groups} groups of width {width}": times}
+    return {f"beam step on the device, {num_groups} groups of width {width}": times}
 
 
 def _first_steps(prompts: list[Chunk], width: int) -> None:
-    """Let the one beam of each prompt become ``width``, as the host does."""
+    """Expand the one beam of each prompt to ``width`` beams, as the CPU does."""
     for chunk in prompts:
         step = beam_step(chunk.group, {chunk.sequence.seq_id: chunk.row})
         best = [Candidate(-1.0 - i, 0, 3 + i) for i in range(2 * width)]

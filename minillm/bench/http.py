@@ -1,4 +1,4 @@
-"""``http``: the same requests through an engine in this process, and through ``minillm serve``, by turns."""
+"""``http``: compare an engine in this process with ``minillm serve`` on the same requests, alternating."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from minillm.errors import MinillmError
 from minillm.llm import LLM
 from minillm.params import SamplingParams
 
-# Seconds between single requests, on both sides: asked again at once, an engine finds its code and data in the
-# processor's caches, and answers sooner, which has nothing to do with HTTP.
+# Seconds between single requests on both sides. Without a pause, an engine finds its code and data in the processor's
+# caches and answers sooner, which has nothing to do with HTTP.
 _PAUSE = 0.02
 
 
 @dataclass(frozen=True)
 class HttpOptions(ScaleOptions):
-    num_streams: int = integer(256, 1, 1 << 16, help="streams at a time")
-    rounds: int = integer(4, 1, 1000, help="requests of each stream, one after the other")
+    num_streams: int = integer(256, 1, 1 << 16, help="concurrent streams")
+    rounds: int = integer(4, 1, 1000, help="sequential requests per stream")
     runs: int = integer(3, 1, 100, help="pairs of runs")
 
 
 @dataclass(frozen=True)
 class HttpResult:
-    """Medians over the runs. Both engines are of the same configuration; the one that does not run costs nothing."""
+    """Hold medians over the runs. Both engines have the same configuration; the idle one costs nothing."""
 
     num_streams: int = shown("streams at a time", ",")
     num_requests: int = shown("requests", ",")
@@ -51,11 +51,11 @@ class HttpResult:
     lost: float = shown("lost", ".1%")
     own_first: float = shown("ms to the first token here", ".2f", 1e3)
     http_first: float = shown("through HTTP, one at a time", ".2f", 1e3)
-    http_costs: float = shown("of it not the engine's", ".2f", 1e3)
+    http_costs: float = shown("of it outside the engine", ".2f", 1e3)
 
 
 def measure(subject: Subject, options: HttpOptions) -> HttpResult:
-    """Run `throughput`'s requests, and then single ones, on both sides by turns."""
+    """Run the requests of `throughput`, then single ones, on both sides alternately."""
     llm = subject.llm
     requests = throughput(
         random.Random(2),
@@ -77,9 +77,9 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
             count = asyncio.run(_streams(host, port, requests, options.num_streams, f"run {run}"))
             taken = time.perf_counter() - began
             if count != tokens:
-                raise MinillmError("the server gave other numbers of tokens than were asked for")
+                raise MinillmError(f"the server returned {count} tokens instead of {tokens}")
             theirs = _one_by_one(host, port, single, f"alone {run}")
-            if run:  # the first warms up
+            if run:  # the first run warms up
                 rates[0].append(tokens / seconds)
                 rates[1].append(tokens / taken)
                 costs = [first - own for first, own in theirs]
@@ -90,14 +90,14 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
 
 
 def _alone(llm: LLM, request: Request) -> float:
-    """The seconds to the first token of a request to the engine in this process."""
+    """Return the seconds to the first token of a request to the engine in this process."""
     time.sleep(_PAUSE)
     return times_of(drive(llm.engine, [request])[1][0])[0]
 
 
 @contextmanager
 def _server(model: str, config: EngineConfig) -> Iterator[tuple[str, int]]:
-    """A server of the same model and configuration; yields its host and port."""
+    """Run a server with the same model and configuration; yield its host and port."""
     default = EngineConfig()
     values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
     changed = {name: value for name, value in values.items() if value != getattr(default, name)}
@@ -123,7 +123,7 @@ def _server(model: str, config: EngineConfig) -> Iterator[tuple[str, int]]:
 
 
 async def _streams(host: str, port: int, requests: Sequence[Request], num_streams: int, salt: str) -> int:
-    """Send all requests over so many connections, each when the one in front has ended. Returns their tokens."""
+    """Send all requests over ``num_streams`` connections, each after the previous one. Return their tokens."""
     left = iter(requests)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request) -> int:
@@ -144,9 +144,9 @@ async def _streams(host: str, port: int, requests: Sequence[Request], num_stream
 
 
 def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, float]]:
-    """The seconds to the first token of each request, and the engine's, over one connection, as clients keep theirs.
+    """Return the seconds to the first token of each request, in total and in the engine, over one kept connection.
 
-    The client only waits for its socket, so that next to nothing of them is its own.
+    The client only waits for its socket, so almost none of the time is its own.
     """
     seconds = []
     with socket.create_connection((host, port)) as connection:
@@ -163,7 +163,7 @@ def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) ->
 
 
 def _message(request: Request, salt: str) -> bytes:
-    """A request for a stream, head and body."""
+    """Return a request for a stream, with head and body."""
     prompt, params = request
     assert isinstance(params, SamplingParams)
     body = {"prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}
@@ -174,10 +174,10 @@ def _message(request: Request, salt: str) -> bytes:
 
 
 class _Stream:
-    """What a client reads of an answer.
+    """Read an answer, as a client does.
 
     Attributes:
-        first_time: `time.perf_counter` when the first token came; 0 before.
+        first_time: `time.perf_counter` at the first token; 0 before.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class _Stream:
         self._head, self._tail = b"", b""
 
     def take(self, piece: bytes) -> None:
-        """Read on; raises MinillmError where there is no more."""
+        """Take the next piece. Raises MinillmError if the answer has ended early."""
         if not piece:
             raise MinillmError(f"the server's answer has no end: {self._tail[-200:]!r}")
         if not self.first_time:
@@ -196,11 +196,11 @@ class _Stream:
 
     @property
     def has_ended(self) -> bool:
-        return self._tail.endswith(b"0\r\n\r\n")  # the end of a body that is sent in chunks
+        return self._tail.endswith(b"0\r\n\r\n")  # the end of a chunked body
 
     @property
     def engine_seconds(self) -> float:
-        """Those that the engine took to the first token."""
+        """Return the engine's seconds to the first token."""
         return float(self._found(rb"(?i)server-timing: engine;dur=([\d.]+)", self._head)) * 1e-3
 
     @property

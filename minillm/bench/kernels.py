@@ -1,4 +1,4 @@
-"""``kernels``, ``chunk-attention``, ``matvec``: ops on a GPU, without a model, in bfloat16 on random data."""
+"""``kernels``, ``chunk-attention``, ``matvec``: measure ops on a GPU in bfloat16 on random data, without a model."""
 
 import statistics
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from minillm.kernels.timing import copies_for_cold_l2, graph_microseconds
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 
-_SEQS, _HEADS, _POINTS = 32, (32, 32, 128), 4  # of chunk-attention; points of a generation
+_SEQS, _HEADS, _POINTS = 32, (32, 32, 128), 4  # of chunk-attention; measured points per generation
 
 
 @dataclass(frozen=True)
 class KernelOptions(NoOptions):
-    op: str | None = word(None, "only this op")
+    op: str | None = word(None, "measure only this op")
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class KernelResult:
     flops: int = shown("GFLOP", ".1f", 1e-9, width=7)
     bound: str = shown("limit", width=7)  # "memory" or "compute"
     fraction: float = shown("of it", ".0%", width=5)  # of the copy bandwidth or the matmul rate
-    # relative error norm against float64; None where the result is not a number to compare
+    # relative error norm against float64; None if results cannot be compared
     error: float | None = shown("error", ".1e", width=8)
 
 
 def measure(options: KernelOptions) -> dict[str, Any]:
-    """Measure the machine's limits, then every op or the one asked for. Raises MinillmError where there is none."""
+    """Measure the GPU's limits, then every op or one. Raises MinillmError without a GPU."""
     if options.op is not None and options.op not in OPS:
         raise UsageError(f"unknown op {options.op!r}; known: {', '.join(OPS)}")
     if not torch.cuda.is_available():
@@ -64,10 +64,10 @@ def _measure(op: str, case: Case, limits: Limits) -> KernelResult:
 
 @dataclass(frozen=True)
 class ChunkAttentionResult:
-    """Mean microseconds of decode attention over a generation."""
+    """Hold mean microseconds of decode attention over a generation."""
 
     prompt: int = shown("prompt", "d")  # tokens, the same for all sequences
-    completion: int = shown("completion", "d")  # tokens that each generates
+    completion: int = shown("completion", "d")  # tokens that each sequence generates
     copied: float = shown("copied us", ".1f")  # the paged kernel, each sequence with a copy of the prompt
     shared: float = shown("shared us", ".1f")  # the paged kernel, one prompt
     ours: float = shown("prefix us", ".1f")  # the prefix kernel
@@ -82,7 +82,7 @@ class ChunkAttentionResult:
 
 
 def chunks(options: NoOptions) -> Iterator[ChunkAttentionResult]:
-    """The ChunkAttention paper's table (Ye et al. 2024, section 4.1). Raises MinillmError where there is no GPU."""
+    """Measure the ChunkAttention paper's table (Ye et al. 2024, section 4.1). Raises MinillmError without a GPU."""
     if not torch.cuda.is_available():
         raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
     for prompt, completion in product((1024, 2048, 4096), (512, 2048)):
@@ -103,35 +103,35 @@ def _attention(prompt: int, generated: int) -> list[float]:
 
 @dataclass(frozen=True)
 class MatvecOptions(NoOptions):
-    shape: str = shape("smollm2-135m", "of this model")
-    tokens: int = integer(1, 1, 1 << 16, help="that are multiplied at once")
-    tensor_parallel_size: int = integer(1, 1, 1 << 16, help="of the part that one of N ranks has")
+    shape: str = shape("smollm2-135m", "dimensions of this model")
+    tokens: int = integer(1, 1, 1 << 16, help="tokens per matmul")
+    tensor_parallel_size: int = integer(1, 1, 1 << 16, help="measure the shard of one of N ranks")
 
 
 @dataclass(frozen=True)
 class MatvecResult:
-    """One weight's shape, times in microseconds with a cold L2."""
+    """Hold one weight's shape, with times in microseconds and a cold L2 cache."""
 
     op: str = shown("op")
     features: int = shown("features", "d")
     columns: int = shown("columns", "d")
     floor: float = shown("floor us", ".1f")
-    cublas: float = shown("cuBLAS us", ".1f")  # without the norm, the gate or the addition that our kernel has in it
+    cublas: float = shown("cuBLAS us", ".1f")  # without the norm, gate or addition that our kernel fuses
     ours: float = shown("ours us", ".1f")
     tile: tuple[int, int, int] = shown("tile", "d", width=12)  # (rows, columns, warps)
     recorded: tuple[int, int, int] | None = shown("recorded", "d", width=12)  # in `TILES`
 
 
 def tiles(options: MatvecOptions) -> Iterator[MatvecResult]:
-    """Measure each of the five products of a model, or of a rank's part of it, over all sensible tiles.
+    """Measure each of the five matmuls of a model, or of a rank's shard, over all sensible tile sizes.
 
-    Raises UsageError where there is no GPU, or our kernel does not take so many tokens.
+    Raises UsageError without a GPU, or if our kernel does not take this number of tokens.
     """
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
     whole, most = SHAPES[options.shape], kernels.matvec.MOST_TOKENS
     if options.tokens > most:
-        raise UsageError(f"tokens must be at most {most}, not {options.tokens}: cuBLAS multiplies more")
+        raise UsageError(f"tokens must be at most {most}, not {options.tokens}: cuBLAS computes larger ones")
     c = shard_of(whole, 0, options.tensor_parallel_size).local(whole)
     bandwidth = read_bandwidth(DEVICE)
     for op, features, columns in (

@@ -1,4 +1,4 @@
-"""``latency``: measure how fast a few sequences decode together. The floor is that of the weights.
+"""``latency``: measure how fast a few sequences decode together. The floor is the time to read the weights once.
 
 docs/performance.md describes the protocol.
 """
@@ -34,16 +34,16 @@ while os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Options(ModelOptions):
-    batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences that decode together")
-    input_len: int = integer(128, 1, MAX_TOKENS, help="prompt tokens of each")
-    output_len: int = integer(256, 1, MAX_TOKENS, help="tokens that each generates")
-    peer: str | None = choice(None, tuple(PEERS), help="measure this too, in the same process")
-    busy: int = integer(0, 0, 1024, help="measure again, beside N other processes that each keep a core busy")
+    batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences in the batch")
+    input_len: int = integer(128, 1, MAX_TOKENS, help="prompt tokens per sequence")
+    output_len: int = integer(256, 1, MAX_TOKENS, help="generated tokens per sequence")
+    peer: str | None = choice(None, tuple(PEERS), metavar="PEER", help="also measure this program, in the same process")
+    busy: int = integer(0, 0, 1024, help="measure again next to N processes that each keep a core busy")
 
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Medians over the runs; rates in tokens per second over all sequences."""
+    """Hold medians over the runs; rates are tokens per second over all sequences."""
 
     name: str = shown("", width=32)
     batch_size: int = shown("sequences", "d")
@@ -58,7 +58,7 @@ class LatencyResult:
 
 
 def measure(subject: Subject, options: Options) -> list[LatencyResult]:
-    """Measure the model and the peer on the same prompts, each on a quiet machine and, if asked for, on a busy one."""
+    """Measure the model and the peer on the same prompts, on a quiet machine and optionally on a busy one."""
     llm, model = subject.llm, subject.llm.engine.runner.model
     generator = torch.Generator().manual_seed(0)
     size = (options.batch_size, options.input_len)
@@ -86,7 +86,7 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Let ``count`` other processes compute; within milliseconds none outlives the ``with``, nor this process."""
+    """Run ``count`` busy processes inside the ``with``. They end with it, and with this process."""
     command = [sys.executable, "-I", "-S", "-c", _LOOP, str(os.getpid())]
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -95,7 +95,7 @@ def busy(count: int) -> Iterator[None]:
         )
         for process in processes:
             assert process.stdout is not None
-            process.stdout.readline()  # from now on it computes
+            process.stdout.readline()  # it is busy from now on
         yield
     finally:
         for process in processes:
@@ -105,7 +105,7 @@ def busy(count: int) -> Iterator[None]:
 
 def _run(llm: LLM, prompts: list[list[int]], output_len: int) -> Timing:
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    llm.reset_prefix_cache()  # the prompts of the last run would be found there
+    llm.reset_prefix_cache()  # it holds the prompts of the last run
     seconds, outputs = drive(llm.engine, [(prompt, params) for prompt in prompts])
     return max(times_of(output)[0] for output in outputs), seconds
 

@@ -1,4 +1,4 @@
-"""``memory``: the savings of paging and sharing, replayed on the books of the cache alone."""
+"""``memory``: measure what paging and sharing save, by replays on the block accounting alone."""
 
 import math
 import random
@@ -25,14 +25,14 @@ from minillm.runner.step import ChunkWork, StepWork
 
 LONGEST = 2048
 _BATCH, _STEPS = 48, 1500
-_BLOCK_SIZE = 16  # of the replays that share
+_BLOCK_SIZE = 16  # of replays with sharing
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A log-normal distribution of prompt and output lengths, by their means.
+    """Define a log-normal distribution of prompt and output lengths by their means.
 
-    The means are those of Kwon et al. 2023, figure 11, which says nothing about the spread: sigma is an assumption.
+    The means are from Kwon et al. 2023, figure 11. The paper gives no variance, so sigma is an assumption.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Lengths:
     sigma: float
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """(prompt tokens, output tokens), each at least 1, together at most `LONGEST`."""
+        """Return (prompt tokens, output tokens), each at least 1, together at most `LONGEST`."""
         places = [math.log(mean) - self.sigma**2 / 2 for mean in (self.prompt_mean, self.output_mean)]
         prompt, output = (max(1, round(rng.lognormvariate(place, self.sigma))) for place in places)
         prompt = min(prompt, LONGEST - 1)
@@ -54,7 +54,7 @@ SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99, 1.1)
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """One line: ``value`` is a fraction, of slots wasted or of blocks saved."""
+    """Hold one line; ``value`` is the fraction of slots wasted or blocks saved."""
 
     table: str = shown("", width=18)
     lengths: str = shown("lengths", width=14)
@@ -64,7 +64,7 @@ class MemoryResult:
 
 @dataclass(frozen=True)
 class SwapResult:
-    """Milliseconds for a sequence of ``num_tokens`` tokens; its blocks are scattered over the pool."""
+    """Hold milliseconds for a sequence of ``num_tokens`` tokens, with blocks scattered over the pool."""
 
     block_size: int = shown("block size", "d")
     num_tokens: int = shown("tokens", "d")
@@ -75,22 +75,22 @@ class SwapResult:
 
 @dataclass(frozen=True)
 class Options(NoOptions):
-    shape: str = shape("smollm2-135m", "shape of the model that is swapped")
-    model: str | None = word(None, "let this model choose the beams, instead of a simulation, too")
+    shape: str = shape("smollm2-135m", "dimensions of the swapped model")
+    model: str | None = word(None, "also choose beams with this model, instead of a simulation")
     num_tokens: int = integer(512, 1, MAX_TOKENS, help="length of the swapped sequence")
-    kv_cache_dtype: str = choice("auto", ("auto", "int8"), help="of the swapped sequence's K and V")
-    device: str = word("auto", "where it is swapped from: cpu, cuda", metavar="DEVICE")
+    kv_cache_dtype: str = choice("auto", ("auto", "int8"), help="data type of the swapped K and V")
+    device: str = word("auto", "device of the swapped sequence: cpu or cuda", metavar="DEVICE")
 
 
 def measure(options: Options) -> dict[str, Iterator[Any]]:
-    """The replays on the books, and swaps on the device. Raises UsageError where the shape has no so long context."""
+    """Run the replays, and swaps on the device. Raises UsageError if the model's context is too short."""
     longest = SHAPES[options.shape].max_position_embeddings
     if options.num_tokens > longest:
         raise UsageError(f"num_tokens must be at most {longest}, not {options.num_tokens}: {options.shape} has no more")
-    return {"books": _books(options), "swap": _swaps(options)}
+    return {"books": _replays(options), "swap": _swaps(options)}
 
 
-def _books(options: Options) -> Iterator[MemoryResult]:
+def _replays(options: Options) -> Iterator[MemoryResult]:
     both, counts = (ALPACA, SHAREGPT), (2, 4, 6)
     replays: list[tuple[Lengths, str, Iterator[BlockManager]]] = []
     for lengths in both:
@@ -111,7 +111,7 @@ def _books(options: Options) -> Iterator[MemoryResult]:
 
 
 def _swaps(options: Options) -> Iterator[SwapResult]:
-    """Taking a sequence off the device and back, against computing it again (one prefill at block size 16)."""
+    """Compare swapping a sequence out and in with recomputing it (one prefill at block size 16)."""
     llm = LLM(
         options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device,
         kv_cache_dtype=options.kv_cache_dtype,
@@ -130,13 +130,13 @@ def _swaps(options: Options) -> Iterator[SwapResult]:
         num_blocks = -(-num_tokens // block_size)
         pool = Runner(model, 4 * num_blocks, block_size, num_host_blocks=num_blocks).host_pool
         back = list(enumerate(torch.randperm(4 * num_blocks)[:num_blocks].tolist()))
-        # The first call, which does not count, allocates the host's pool.
+        # The first call, which does not count, allocates the CPU's pool.
         swap_out = milliseconds(pool.save, [(block, host) for host, block in back])
         yield SwapResult(block_size, num_tokens, swap_out, milliseconds(pool.restore, back), recompute)
 
 
 def paged_waste(lengths: Lengths, block_size: int) -> float:
-    """Slots of allocated blocks that hold no token, as a part of all, while sequences of all ages run together."""
+    """Return the fraction of allocated slots without a token, while sequences of all ages run together."""
     rng = random.Random(1)
     manager = BlockManager(_BATCH * -(-LONGEST // block_size), block_size)
     running: list[tuple[BlockTable, int]] = []
@@ -146,7 +146,7 @@ def paged_waste(lengths: Lengths, block_size: int) -> float:
         while len(running) < _BATCH:
             prompt, output = lengths.draw(rng)
             table = manager.allocate(next(ids))
-            # The first ones are met in mid-life, so that they do not all begin at once.
+            # The first sequences are partly finished, so that they do not all begin at once.
             manager.append(table, prompt + (rng.randrange(output) if table.seq_id < _BATCH else 0))
             running.append((table, prompt + output))
         for table, _ in running:
@@ -169,26 +169,26 @@ RESERVATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> float:
-    """The same, for memory reserved when a request begins; room lost between reservations comes on top."""
+    """Return the same for memory reserved when a request begins, without fragmentation between reservations."""
     rng = random.Random(1)
     filled = reserved = 0
     for _ in range(20_000):
         prompt, output = lengths.draw(rng)
-        # Over its life a sequence holds prompt + 1 … prompt + output tokens, a step each.
+        # A sequence holds prompt + 1 … prompt + output tokens, one step each.
         filled += output * prompt + output * (output + 1) // 2
         reserved += output * min(LONGEST, reserve(prompt, output))
     return 1 - filled / reserved
 
 
 def saved(replay: Iterable[BlockManager]) -> float:
-    """Blocks that are saved by sharing, as a part of those that the sequences would take apart, over a replay."""
+    """Return the fraction of blocks that sharing saves over a replay, relative to separate sequences."""
     counts = [(stats.used_blocks, stats.logical_blocks) for stats in map(pool_stats, replay)]
     used, logical = map(sum, zip(*counts, strict=True))
     return 1 - used / logical
 
 
 def samples(lengths: Lengths, n: int) -> Iterator[BlockManager]:
-    """``n`` samples of a prompt, again and again."""
+    """Replay ``n`` samples per prompt, for many prompts."""
     rng = random.Random(2)
     for _ in range(150):
         prompt, output = lengths.draw(rng)
@@ -205,9 +205,9 @@ def samples(lengths: Lengths, n: int) -> Iterator[BlockManager]:
 
 
 def beams(lengths: Lengths, width: int) -> Iterator[BlockManager]:
-    """Beam searches, one after the other, whose continuations are simulated.
+    """Replay beam searches with simulated continuations, one after the other.
 
-    Each beam's next tokens follow a Zipf distribution with exponent 1.5, with Gumbel noise of scale 0.5.
+    Each beam's next tokens follow a Zipf distribution with exponent 1.5 and Gumbel noise of scale 0.5.
     """
     rng = random.Random(3)
     ranks = [-1.5 * math.log(rank) for rank in range(1, 2 * width + 1)]
@@ -250,7 +250,7 @@ INSTRUCTIONS = (
 
 
 def _model_beams(llm: LLM, lengths: Lengths, width: int) -> Iterator[BlockManager]:
-    """`beams` where a model chooses: real beam searches, one at a time, over real text."""
+    """Replay `beams` with a model: real beam searches over real text, one at a time."""
     engine, rng = llm.engine, random.Random(3)
     text = llm.tokenizer.encode(INSTRUCTIONS)
     for number in range(24):
@@ -268,7 +268,7 @@ def _model_beams(llm: LLM, lengths: Lengths, width: int) -> Iterator[BlockManage
 
 
 def shared_prefix(lengths: Lengths, prefix: int, batch: int) -> Iterator[BlockManager]:
-    """A batch of requests that find their common prefix in the cache."""
+    """Replay a batch of requests with a common cached prefix."""
     rng = random.Random(4)
     manager = BlockManager((batch + 1) * -(-(LONGEST + prefix) // _BLOCK_SIZE), _BLOCK_SIZE, prefix_caching=True)
     shared = [rng.randrange(1 << 16) for _ in range(prefix)]

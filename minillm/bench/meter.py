@@ -1,4 +1,4 @@
-"""The clocks: wall-clock times, the best rates of the machine, and a meter on the steps of an engine."""
+"""Measure wall-clock times, the best rates of the machine, and the steps of an engine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from minillm.runner.step import StepWork
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done its work."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall-clock seconds of ``run`` and its work on the device; a first call is not counted."""
+    """Return the median wall-clock seconds of ``run`` and its work on the device, after one call to warm up."""
     times = []
     for _ in range(repeats + 1):
         synchronize(device)
@@ -38,7 +38,7 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
 
 
 def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
-    """Bytes per second at which memory is read (CPU), or copied, reads and writes counted (GPU); the median."""
+    """Return the median bytes per second of reads (CPU), or of reads plus writes in a copy (GPU)."""
     data = torch.randn(size // 4, device=device)
     if device.type != "cuda":
         return size / seconds_of(data.sum, device, 7)
@@ -48,15 +48,15 @@ def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """The best rates of the machine, measured."""
+    """Hold the measured best rates of the machine."""
 
     copy_bandwidth: float = shown("copy, TB/s", ".2f", 1e-12)  # bytes per second, see `read_bandwidth`
     # FLOPs per second of a large bfloat16 product; infinite where it was not measured (on a CPU the bytes decide)
-    matmul_rate: float = shown("bfloat16 products, TFLOP/s", ".0f", 1e-12, default=math.inf)
+    matmul_rate: float = shown("bfloat16 matmuls, TFLOP/s", ".0f", 1e-12, default=math.inf)
 
     @classmethod
     def measure(cls, device: torch.device, size: int = 1 << 29) -> Limits:
-        """Copy ``size`` bytes, and on a GPU multiply; medians."""
+        """Measure copies of ``size`` bytes, and on a GPU matmuls."""
         bandwidth = read_bandwidth(device, size)
         if device.type != "cuda":
             return cls(bandwidth)
@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass
 class Meter(StepObserver):
-    """Sums over the steps of a run."""
+    """Sum figures over the steps of a run."""
 
     engine: Engine
     limits: Limits
@@ -81,7 +81,7 @@ class Meter(StepObserver):
         return self.peak_blocks * self.engine.cache.block_size
 
     def begin(self, work: StepWork) -> None:
-        """Count a step: the weights and each block in use (of rank 0) are read once, or the products take longer."""
+        """Add a step: it reads the weights and each used block of rank 0 once, or is limited by its matmuls."""
         model, cache = self.engine.runner.model, self.engine.cache
         config, bytes_read = model.local, model.weight_bytes
         if work.decode is not None or work.num_decodes:
@@ -93,12 +93,12 @@ class Meter(StepObserver):
             self._marks.append([now()] if work.decode is not None and not work.chunks else [])
 
     def end(self) -> None:
-        """Note the end of a decode step's work; the last of several calls for a step counts."""
+        """Mark the end of a decode step's work. The last call for a step counts."""
         if self._marks and self._marks[-1]:
             self._marks[-1][1:] = [now()]
 
     def conclude(self) -> None:
-        """Read the device's clock: gaps between the end of one decode step and the start of the next."""
+        """Compute the gaps between the end of one decode step and the start of the next, by the device's clock."""
         if self._marks:
             torch.cuda.synchronize()
         pairs = [(before, after) for before, after in pairwise(self._marks) if before and after]

@@ -1,4 +1,4 @@
-"""The cases of ``kernels``: how to run and check each op on a shape, and the bytes and FLOPs that it needs."""
+"""Define the cases of ``kernels``: how to run and check each op on a shape, with its bytes and FLOPs."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ _HEADS: tuple[Heads, ...] = ((32, 8, 128), (32, 8, 64), (32, 32, 128))
 
 @dataclass(frozen=True)
 class Case:
-    """One op of `minillm.kernels` on one shape."""
+    """Hold one op of `minillm.kernels` on one shape."""
 
     op: str
     shape: str
-    inputs: list[tuple[Any, ...]]  # several copies, through which the launches rotate
+    inputs: list[tuple[Any, ...]]  # copies; launches rotate through them
     bytes: int
     flops: int = 0
     launches: int = 24
@@ -47,7 +47,7 @@ class Case:
         return getattr(kernels, self.op)(*self.inputs[i % len(self.inputs)])
 
     def error(self) -> float:
-        """The relative error of a launch against `minillm.kernels.reference` in float64."""
+        """Return the relative error of a launch against `minillm.kernels.reference` in float64."""
         if self.check is not None:
             return self.check(self.launch)
         double = (each.double() if isinstance(each, Tensor) else each for each in self.inputs[0])
@@ -55,12 +55,12 @@ class Case:
 
 
 def random(*shape: int) -> Tensor:
-    """Normal numbers on the GPU."""
+    """Return normal random numbers on the GPU."""
     return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
 def _cache(num_blocks: int, block_size: int, kv_heads: int, dim: int, in_8_bits: bool) -> LayerCache:
-    """A layer's K and V, random."""
+    """Return random K and V of a layer."""
     shape = (num_blocks, block_size, kv_heads, dim)
     if not in_8_bits:
         return LayerCache(random(*shape), random(*shape))
@@ -74,19 +74,19 @@ def _kv_bytes(tokens: int, kv_heads: int, dim: int, in_8_bits: bool) -> int:
 
 
 def _double(pages: Pages) -> Pages:
-    """The same, for the reference in float64."""
+    """Convert to float64, for the reference."""
     if pages.k_scales is None or pages.v_scales is None:
         return pages._replace(k=pages.k.double(), v=pages.v.double())
     return pages._replace(k_scales=pages.k_scales.double(), v_scales=pages.v_scales.double())
 
 
 def _copies(moved: int, *shape: int) -> list[Tensor]:
-    """Random inputs, as often as a cold L2 needs where a launch moves so many bytes."""
+    """Return as many copies of random inputs as keep the L2 cold if a launch moves ``size`` bytes."""
     return [random(*shape) for _ in range(copies_for_cold_l2(moved))]
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
-    """``|got - expected| / |expected|`` in float64."""
+    """Return ``|got - expected| / |expected|`` in float64."""
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -161,7 +161,7 @@ def prefix_attention(
     planned_tail: int | None = None,
     costs: Costs = FREE,
 ) -> Case:
-    """``seqs`` sequences of ``prefix`` shared and ``tail`` own tokens; with a plan for ``planned_tail`` own ones."""
+    """Make ``seqs`` sequences of ``prefix`` shared and ``tail`` own tokens, planned for ``planned_tail`` own ones."""
     heads, kv_heads, dim = shape
     shared, own = prefix // _BLOCK_SIZE, -(-tail // _BLOCK_SIZE)
     blocks = shared + seqs * own
@@ -182,7 +182,7 @@ def prefix_attention(
     inputs = [(q, cache.pages(each, lens), dim**-0.5, work) for each in tables]
 
     def check(launch: Callable[[], Tensor]) -> float:
-        return _error(launch(), kernels.paged_attention(*inputs[0][:3]))  # which float64 has checked
+        return _error(launch(), kernels.paged_attention(*inputs[0][:3]))  # itself checked in float64
 
     name = f"{heads}/{kv_heads} x {dim}, B{seqs} {prefix}+{tail}{' int8' if in_8_bits else ''}"
     return Case("prefix_attention", name, inputs, moved, 4 * seqs * (prefix + tail) * heads * dim, check=check)

@@ -1,4 +1,4 @@
-"""Where the host's time of an engine's steps goes: seconds of each part, without those of the parts within it."""
+"""Measure the CPU time of an engine's steps by part; a part excludes the parts nested in it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ PARTS: tuple[str, ...] = (*dict.fromkeys(part for _, _, part in _METHODS), *(par
 
 @contextmanager
 def parts_of_steps(runner: type = Runner, drawn: type = Drawn) -> Iterator[dict[str, float]]:
-    """Take the times of all steps of this process; yields the seconds of each of `PARTS` since it was cleared.
+    """Time all steps of this process; yield a dictionary of seconds for each of `PARTS`. Clear it to restart.
 
     Args:
         runner: the class of the runner.
-        drawn: the class of its drawn tokens, whose `wait` is nobody's work.
+        drawn: the class of its drawn tokens; time in its `wait` belongs to no part.
     """
     places = [*_METHODS, *((runner, name, part) for name, part in _OF_RUNNER), (drawn, "wait", WAIT)]
     seconds: dict[str, float] = defaultdict(float)
-    within: list[float] = []  # of each call under way, the seconds of the parts within it
+    within: list[float] = []  # for each running call, the seconds of nested parts
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

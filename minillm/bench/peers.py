@@ -1,7 +1,7 @@
-"""What ``minillm bench latency --peer`` measures beside this project: others' programs, in the same process.
+"""Measure other programs in the same process, for ``minillm bench latency --peer``.
 
-A peer is a function of the subject and its prompts. It returns a function that generates so many tokens for each
-prompt and says how long that took, and the peer's name. It raises UsageError where the peer cannot run.
+A peer is a function of the subject and its prompts. It returns the peer's name, and a function that generates a number
+of tokens for each prompt and returns the time. It raises UsageError if the peer cannot run.
 """
 
 import time
@@ -20,7 +20,7 @@ _SAME_NAMES = (  # in our configuration and in transformers'
 
 
 def _transformers(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """Let transformers generate, with random weights in the subject's shape."""
+    """Generate with transformers, with random weights of the subject's dimensions."""
     try:
         import transformers
     except ImportError:
@@ -47,7 +47,7 @@ def _transformers(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[
 
 
 def _llama_cpp(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """Let llama.cpp read the same GGUF file on the same kind of device, with as many threads; it draws no tokens."""
+    """Run llama.cpp with the same GGUF file, kind of device and number of threads. It draws no tokens."""
     try:
         import llama_cpp
     except ImportError:
@@ -70,7 +70,7 @@ def _llama_cpp(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[in
         theirs.reset()
         began = time.perf_counter()
         first = 0.0
-        for tokens in [prompt, *([token] for token in range(1, output_len))]:  # any tokens: none is drawn
+        for tokens in [prompt, *([token] for token in range(1, output_len))]:  # arbitrary tokens: it draws none
             theirs.eval(tokens)
             llama_cpp.llama_synchronize(theirs.ctx)
             first = first or time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""``profile``: where one decode step's time goes on a GPU, kernel by kernel (torch's profiler)."""
+"""``profile``: measure the time of one decode step on a GPU by kernel, with torch's profiler."""
 
 import random
 import re
@@ -20,17 +20,17 @@ _ATTENTION = ("paged_attention", "merge_splits")
 
 @dataclass(frozen=True)
 class Options(ModelOptions):
-    batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences that decode")
-    context: int = integer(512, 1, MAX_TOKENS, help="tokens of each")
+    batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences in the batch")
+    context: int = integer(512, 1, MAX_TOKENS, help="tokens per sequence")
 
 
 @dataclass(frozen=True)
 class KernelShare:
-    """One kernel's part of a decode step. ``bytes`` is None where it is too little to matter."""
+    """Hold one kernel's part of a decode step; ``bytes`` is None if they do not matter."""
 
     kernel: str = shown("kernel", width=48)
     launches: float = shown("launches", ".1f")  # per step
-    launches_per_layer: float = shown("a layer", ".2f")
+    launches_per_layer: float = shown("per layer", ".2f")
     microseconds: float = shown("us", ".1f")  # per step
     bytes: int | None = shown("MB", ".0f", 1e-6)
     fraction: float | None = shown("of copy speed", ".0%")
@@ -39,13 +39,13 @@ class KernelShare:
 @dataclass(frozen=True)
 class Profile:
     batch_size: int = shown("sequences", ",")
-    context: int = shown("tokens of each", ",")
-    step_microseconds: float = shown("us a step", ".0f")  # from the first kernel of a step to the first of the next
-    kernels: list[KernelShare]  # type: ignore[misc]  # those above have no defaults
+    context: int = shown("tokens per sequence", ",")
+    step_microseconds: float = shown("us per step", ".0f")  # from the first kernel of a step to the first of the next
+    kernels: list[KernelShare]  # type: ignore[misc]  # after fields without defaults
 
 
 def measure(subject: Subject, options: Options) -> Profile:
-    """Profile decode steps; UsageError where the model is not on a GPU, or has no room for so much."""
+    """Profile decode steps. Raises UsageError if the model is not on a GPU, or the sequences do not fit."""
     llm, batch_size, context = subject.llm, options.batch_size, options.context
     engine, model = llm.engine, llm.engine.runner.model
     if batch_size > engine.scheduler.max_num_seqs or context + 64 > engine.max_model_len:
@@ -86,7 +86,7 @@ def measure(subject: Subject, options: Options) -> Profile:
         return KernelShare(kernel, launches, launches / c.num_layers, microseconds, traffic, fraction)
 
     bandwidth = read_bandwidth(model.device)
-    unread = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size  # one row of the embedding is
+    unread = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size  # a step reads one row of the embedding
     rows = [share(name, times[name]) for name in sorted(times, key=lambda name: -sum(times[name]))]
     for title, parts, traffic in (
         ("linear layers", _LINEAR, (c.num_parameters - unread) * size),

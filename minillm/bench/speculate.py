@@ -1,16 +1,16 @@
-"""``speculate``: what guesses save on texts that repeat their prompts, in chat, and where there is nothing to find.
+"""``speculate``: measure speculative decoding on texts that repeat their prompts, in chats, and on random text.
 
-Prompts go through the model's chat template, where it has one. The long texts are in the public domain. A chat goes on
-for three turns: its later answers stand behind the first ones, as they come without guesses. All ways run by turns in
-one process: without guesses, by lookup, and with ``--speculate MODEL`` by a draft model. Times are of the tokens after
-the first. What chats say is drawn, and says one thing again more often or less: so each is asked with several seeds.
+Prompts use the model's chat template, if it has one. The long texts are in the public domain. A chat has three turns;
+its later prompts contain the answers generated without speculation. All methods alternate in one process: without
+speculation, by n-gram lookup, and with ``--speculate MODEL`` by a draft model. Times cover the tokens after the first.
+Chat answers are sampled and repeat themselves more or less, so each chat runs with several seeds.
 
-Random weights say nothing worth repeating, and their own copy in few bits (``--shape llama-8b --speculate
-llama-8b:q4_0``) is not of their mind: their likeliest tokens are nearly as likely as the next. But the hotter both
-draw, the more of a token is decided by the noise that they share. So at some temperature the copy is right as often as
-one of a real model is, and what a guess costs does not depend on tokens: the share of right ones stands beside the
-speed. At last, where the head is a matrix of its own, it is written over so that the weights count: behind token t
-comes t + 1, whatever is in front of it. So they repeat a prompt just as it is written, at the cost of their shape.
+A model with random weights repeats nothing, and its quantized copy (``--shape llama-8b --speculate llama-8b:q4_0``)
+disagrees with it, because its top tokens are almost equally likely. But the higher the temperature, the more a token
+depends on the noise that both models share. So at some temperature the copy's acceptance rate is that of a real draft
+model. The cost of a draft token does not depend on its value, so speeds are reported with their acceptance rates.
+Finally, if the head is a separate matrix, it is overwritten so that the model counts: token t + 1 follows token t. The
+model then repeats a prompt exactly, at the cost of its dimensions.
 """
 
 import statistics
@@ -89,15 +89,15 @@ _TURNS = "chat", *_FOLLOW_UPS
 _RANDOM_IDS = tuple(range(1000, 3000, 7))
 _DRAWN = {f"drawn at {temperature}": temperature for temperature in (1, 4, 10, 15, 20, 30, 1000)}
 RANDOM: dict[str, tuple[tuple[int, ...], ...]] = {"greedy": (_RANDOM_IDS,), **dict.fromkeys(_DRAWN, (_RANDOM_IDS,))}
-_FIRST, _LENGTH = 5000, 200  # of the numbers that the weights count to: tokens
+_FIRST, _LENGTH = 5000, 200  # first token and number of tokens of a counted text
 
 
 def _counted(kept: int, lost: int) -> tuple[int, ...]:
-    """A text in which, again and again, behind ``kept`` numbers one foreign token stands for ``lost`` numbers."""
+    """Return a text that repeats: ``kept`` counted tokens, then one foreign token instead of ``lost`` counted ones."""
     text: list[int] = []
     for first in range(_FIRST, _FIRST + _LENGTH, kept + lost):
         text += [*range(first, first + kept), *([first + 20_000] if lost else [])]
-    return *text, _FIRST - 1  # behind which it begins anew
+    return *text, _FIRST - 1  # counting restarts after it
 
 
 COUNTED: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -106,9 +106,9 @@ COUNTED: dict[str, tuple[tuple[int, ...], ...]] = {
     "counted names": (_counted(12, 3),),
 }
 _SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
-    # As the chat app asks.
+    # The parameters of the chat app.
     **{turn: {"temperature": 0.7, "top_p": 0.95, "logprobs": 5} for turn in _TURNS},
-    "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is a surprise
+    "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is unpredictable
     **{name: {"ignore_eos": True} for name in ("greedy", *COUNTED)},
     **{name: {"temperature": float(temperature), "ignore_eos": True} for name, temperature in _DRAWN.items()},
 }
@@ -117,27 +117,30 @@ _SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
 @dataclass(frozen=True)
 class Options(ModelOptions):
     output_len: int = integer(200, 2, MAX_TOKENS, help="longest answer in tokens")
-    runs: int = integer(3, 1, 100, help="runs of each, by turns; medians count")
+    runs: int = integer(3, 1, 100, help="runs of each, alternating; the result is their median")
 
 
 @dataclass(frozen=True)
 class SpeculationResult:
-    """Medians of seconds per token after the first; guesses of all runs. ``same``: the tokens are those without."""
+    """Hold median seconds per token after the first, and draft tokens of all runs.
+
+    ``same``: speculation did not change the tokens.
+    """
 
     name: str = shown("")
     kind: str = shown("by")
     num_tokens: int = shown("tokens", "d")
     plain: float = shown("ms/token", ".1f", 1e3)
-    guessing: float = shown("guessing", ".1f", 1e3)
+    guessing: float = shown("speculating", ".1f", 1e3)
     speed_up: float = shown("speed-up", ".2f")
     tokens_per_step: float = shown("tokens/step", ".2f")
-    num_guessed: int = shown("guessed", "d")
-    num_right: int = shown("right", "d")
+    num_guessed: int = shown("drafted", "d")
+    num_right: int = shown("accepted", "d")
     same: bool = shown("same tokens")
 
 
 def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
-    """Measure each kind of text, plainly and with guesses: by lookup, and by the draft model where there is one."""
+    """Measure each kind of text without speculation, by n-gram lookup, and with the draft model if there is one."""
     tokenizer, runner = subject.llm.engine.tokenizer, subject.llm.engine.runner
     ways = ["lookup"] if drafter_of(runner) is None else ["lookup", "model"]
     if tokenizer is None:
@@ -165,7 +168,7 @@ def _with_later_turns(
 
 
 def _together(turns: list[SpeculationResult]) -> SpeculationResult:
-    """A chat's turns as one: the time that all their tokens take."""
+    """Combine a chat's turns into one result, weighted by their tokens."""
     num_tokens = sum(each.num_tokens for each in turns)
     plain, guessing = (sum(each.num_tokens * getattr(each, way) for each in turns) for way in ("plain", "guessing"))
     num_steps = sum(each.num_tokens / each.tokens_per_step for each in turns if each.tokens_per_step)
@@ -185,9 +188,9 @@ def _together(turns: list[SpeculationResult]) -> SpeculationResult:
 
 @torch.inference_mode()
 def let_count(model: Llama) -> bool:
-    """Write the embedding and the head over so that token t + 1 follows t; False where they are not two matrices.
+    """Overwrite the embedding and the head so that token t + 1 follows t. Return False if they share a matrix.
 
-    The embedding becomes so large that layers do not matter, and the head has each of its rows, one further on.
+    The embedding becomes so large that the layers do not matter; the head is the embedding shifted by one row.
     """
     embedding, head = model.embedding, model.head.weight
     if not isinstance(embedding, Tensor) or head.shape != embedding.shape or head.data_ptr() == embedding.data_ptr():
@@ -221,7 +224,7 @@ def _measure(
     seconds: list[list[float]] = [[] for _ in ways]
     answers: list[list[list[int]]] = [[] for _ in ways]
     num_steps = [0 for _ in ways]
-    for run in range(1 + options.runs):  # the first one warms up
+    for run in range(1 + options.runs):  # the first run warms up
         for number in sorted(range(len(ways)), reverse=run % 2 == 0):
             llm.reset_prefix_cache()
             began = engine.figures.num_steps
@@ -232,7 +235,7 @@ def _measure(
             num_steps[number] += engine.figures.num_steps - began - len(asked)
             if run:
                 seconds[number].append(sum(whole - first for first, _, whole in map(times_of, outputs)))
-    # With 16 bits, steps of other sizes round otherwise, and an answer may become another one.
+    # In 16 bits, rounding depends on the number of tokens per step, so an answer may differ.
     later_tokens = [sum(map(len, answer)) - len(asked) for answer in answers]
     plain, *guessed = (statistics.median(each) / max(1, n) for each, n in zip(seconds, later_tokens, strict=True))
     return [
@@ -255,7 +258,7 @@ def _measure(
 
 
 def _later_turns(llm: LLM, tokenizer: Tokenizer, options: Options) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The chats' later prompts, each behind its chat so far, of each seed."""
+    """Return the later prompts of each chat and seed, with the chat before them."""
     engine = llm.engine
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS["chat"] for _ in range(_SEEDS)]
     params = [SamplingParams(max_tokens=options.output_len, seed=i, **_SAMPLING["chat"]) for i in range(_SEEDS)]

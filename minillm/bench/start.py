@@ -1,4 +1,4 @@
-"""``start``: seconds from a fresh process to its first answer."""
+"""``start``: measure the seconds from a fresh process to its first answer."""
 
 import json
 import os
@@ -33,7 +33,7 @@ print(json.dumps([after - before for before, after in zip(moments, moments[1:])]
 
 @dataclass(frozen=True)
 class StartResult:
-    """Seconds of one process: until torch is imported, the model loaded, the first token there, and seven more."""
+    """Hold the seconds of one process to import torch, load the model, and generate the first token and seven more."""
 
     process: str = shown("process")  # "first" or "later"
     imports: float = shown("imports s", ".2f")
@@ -45,14 +45,14 @@ class StartResult:
 
 @dataclass(frozen=True)
 class Options(NoOptions):
-    shape: str | None = shape(None, "random weights in this shape (smollm2-135m)")
-    model: str | None = word(None, "this model instead")
-    device: str = word("auto", "where it runs: cpu, cuda", metavar="DEVICE")
-    runs: int = integer(3, 1, 1000, help="processes after the first one")
+    shape: str | None = shape(None, "random weights with these dimensions (default: smollm2-135m)")
+    model: str | None = word(None, "use this model instead of random weights")
+    device: str = word("auto", "cpu or cuda", metavar="DEVICE")
+    runs: int = integer(3, 1, 1000, help="later processes, after the first one")
 
 
 def measure(options: Options) -> Iterator[StartResult]:
-    """Start a first process, which finds no compiled kernel, then later ones. Raises MinillmError where one fails."""
+    """Start a first process without compiled kernels, then later ones. Raises MinillmError if one fails."""
     model = json.dumps({**weights(options.shape, options.model), "device": options.device})
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "TRITON_CACHE_DIR": directory}

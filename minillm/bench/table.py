@@ -1,10 +1,10 @@
-"""The workloads of ``minillm bench``, their options, and tables of their results. Nothing here imports torch.
+"""List the workloads of ``minillm bench``, declare their options, and print their results. Imports no torch.
 
-A workload is a function. It takes a dataclass of declared parameters (`minillm.checks`), after a `Subject` where they
-are `ModelOptions`. It returns a result, or None where this process has none.
+A workload is a function of a dataclass of declared parameters (`minillm.checks`). If they are `ModelOptions`, its first
+argument is a `Subject`. It returns a result, or None if this process has none.
 
-A result is a dataclass, or several of one class, which may come one by one, or a dictionary of such parts. Its fields
-say with `shown`, and its properties with `computed`, how people see them; JSON has all fields and no properties.
+A result is a dataclass, an iterable of dataclasses of one class, or a dictionary of these. `shown` describes how a
+field is printed, `computed` how a property is. JSON has all fields and no properties.
 """
 
 from __future__ import annotations
@@ -22,32 +22,38 @@ from minillm.model.shapes import SHAPES
 if TYPE_CHECKING:
     from minillm.llm import LLM
 
-# By their names: the file and the function in it, and the line in --help.
+# By name: the file and its function, and the line in --help.
 WORKLOADS = {
-    "latency": ("latency.measure", "how fast a few sequences decode together"),
-    "speculate": ("speculate.measure", "what guesses save, by lookup and by a draft model (--speculate MODEL)"),
-    "forms": ("forms.measure", "what it costs that answers follow a JSON schema"),
-    "start": ("start.measure", "how long a fresh process takes to its first answer"),
-    "throughput": ("workloads.measure", "256 requests of mixed lengths at once"),
-    "parallel": ("workloads.measure", "8 samples of each of 32 prompts"),
-    "prefix": ("workloads.measure", "128 requests that share 2,048 cached tokens"),
-    "beam": ("workloads.measure", "beam search of width 4 over 8 prompts"),
-    "stall": ("workloads.measure", "how long running answers wait while a prompt of 8,000 tokens arrives"),
-    "serve": ("workloads.serve", "requests that arrive by chance, at a given rate"),
-    "http": ("http.measure", "the same requests through the engine in this process, and through `minillm serve`"),
-    "share": ("workloads.share", "the requests of throughput, shared by the replicas that torchrun has started"),
-    "profile": ("profile.measure", "where a decode step's time goes on a GPU, kernel by kernel"),
-    "matvec": ("kernels.tiles", "the tiles of the products of one token, or a few, measured anew on a GPU"),
-    "chunk-attention": ("kernels.chunks", "decode attention over a shared prompt: the ChunkAttention paper's table"),
-    "kernels": ("kernels.measure", "every kernel against the copy bandwidth and the matmul rate of this GPU"),
-    "memory": ("memory.measure", "the savings of paging and sharing; swap against recompute"),
-    "host": ("host.measure", "the host's share of a step"),
-    "ui": ("ui.measure", "the cost of the chat app: first paint, keys, drawing, and the generation's slow-down"),
+    "latency": ("latency.measure", "measure how fast a few sequences decode together"),
+    "speculate": (
+        "speculate.measure",
+        "measure speculation by n-gram lookup, and with a draft model (--speculate MODEL)",
+    ),
+    "forms": ("forms.measure", "measure the cost of answers that follow a JSON schema"),
+    "start": ("start.measure", "measure the time from a fresh process to its first answer"),
+    "throughput": ("workloads.measure", "run 256 requests of mixed lengths at once"),
+    "parallel": ("workloads.measure", "draw 8 samples of each of 32 prompts"),
+    "prefix": ("workloads.measure", "run 128 requests that share 2,048 cached tokens"),
+    "beam": ("workloads.measure", "run beam search of width 4 over 8 prompts"),
+    "stall": ("workloads.measure", "measure how long a new prompt of 8,000 tokens delays running answers"),
+    "serve": ("workloads.serve", "send requests with random arrival times at a given rate"),
+    "http": ("http.measure", "compare the engine in this process with `minillm serve`"),
+    "share": ("workloads.share", "distribute the requests of throughput over the replicas that torchrun started"),
+    "profile": ("profile.measure", "profile a decode step on a GPU, kernel by kernel"),
+    "matvec": ("kernels.tiles", "tune the tile sizes of the matrix-vector kernels on a GPU"),
+    "chunk-attention": (
+        "kernels.chunks",
+        "measure decode attention over a shared prompt, as in the ChunkAttention paper",
+    ),
+    "kernels": ("kernels.measure", "compare every kernel with the copy bandwidth and the matmul rate of this GPU"),
+    "memory": ("memory.measure", "measure the savings of paging and sharing, and swapping against recomputing"),
+    "host": ("host.measure", "measure the CPU work of a step"),
+    "ui": ("ui.measure", "measure the chat app: first paint, keys, drawing, and how much it slows generation"),
 }
 
 
 def workload(name: str) -> tuple[Callable[..., Any], type[NoOptions]]:
-    """The function that measures a workload, and the class of its options."""
+    """Return the function that measures a workload, and the class of its options."""
     file, function = WORKLOADS[name][0].split(".")
     measure = getattr(importlib.import_module(f"minillm.bench.{file}"), function)
     return measure, get_type_hints(measure)["options"]
@@ -55,7 +61,7 @@ def workload(name: str) -> tuple[Callable[..., Any], type[NoOptions]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is measured, its name, and the workload's."""
+    """Hold the measured model, its name, and the workload's name."""
 
     llm: LLM
     name: str
@@ -71,7 +77,7 @@ class Subject:
 
 
 def weights(shape: str | None, model: str | None) -> dict[str, str]:
-    """The parameters of `LLM` for ``--shape`` or ``--model``; without either, for the smallest shape."""
+    """Return the parameters of `LLM` for ``--shape`` or ``--model``; without both, for the smallest shape."""
     if shape and model:
         raise UsageError("give either --shape (random weights) or --model (real ones), not both")
     name, separator, form = (shape or "smollm2-135m").partition(":")
@@ -79,12 +85,12 @@ def weights(shape: str | None, model: str | None) -> dict[str, str]:
 
 
 def word(default: str | None, help: str, *, metavar: str = "NAME") -> Any:
-    """Declare an option that is checked where it is used."""
+    """Declare an option that its user checks."""
     return custom(default, lambda name, value: value, metavar=metavar, help=help)
 
 
 def shape(default: str | None, help: str) -> Any:
-    """Declare an option that names a model's shape."""
+    """Declare an option that names a model's dimensions."""
 
     def check(option: str, value: Any) -> Any:
         known, (name, separator, form) = tuple(SHAPES), (value or "").partition(":")
@@ -98,7 +104,7 @@ def shape(default: str | None, help: str) -> Any:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a workload; here, none."""
+    """Hold a workload's options; here, none."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -106,47 +112,49 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class ModelOptions(NoOptions):
-    """Options of all workloads that run a model from the command line: a shape here, or else ``--model``."""
+    """Hold the option that all workloads with a model share: ``--shape`` replaces ``--model``."""
 
     shape: str | None = shape(
-        None, f"random weights in the shape of {', '.join(SHAPES)}; with :FORM ({', '.join(FORMS)}) in few bits"
+        None,
+        f"random weights with the dimensions of {', '.join(SHAPES)}. Append :q4_0 or another quantization "
+        f"({', '.join(FORMS)}) for quantized weights",
     )
 
 
 @dataclass(frozen=True)
 class ScaleOptions(ModelOptions):
-    scale: float = number(1.0, 0, 1, above=True, help="shorten all prompts and answers")
+    scale: float = number(1.0, 0, 1, above=True, help="multiply the lengths of all prompts and answers by this")
 
 
 @dataclass(frozen=True)
 class Column:
-    """How one figure of a result is shown."""
+    """Describe how one figure of a result is printed."""
 
     title: str
-    spec: str = ""  # its format; a figure without one is text, and stands flush left in a table
-    scale: float | None = None  # multiplies a number first: 1e3 shows seconds as milliseconds
-    width: int = 9  # characters in a table; the title may need more
+    spec: str = ""  # its format; without one it is text, aligned to the left in a table
+    scale: float | None = None  # factor of the number: 1e3 prints seconds as milliseconds
+    width: int = 9  # least number of characters in a table
 
     def text(self, value: Any) -> str:
-        """``value`` formatted; the parts of a tuple or list one by one; nothing for None."""
+        """Return the formatted value: the parts of a tuple or list separately, nothing for None."""
         if isinstance(value, tuple | list):
             return " / ".join(map(self.text, value))
         scaled = value if self.scale is None or value is None else value * self.scale
         return "" if scaled is None else format(scaled, self.spec)
 
     def cell(self, text: str) -> str:
-        """``text`` as wide as the column."""
+        """Return ``text`` padded to the width of the column."""
         width = max(len(self.title), self.width)
         return text.rjust(width) if self.spec else text.ljust(width)
 
 
 def shown(title: str, spec: str = "", scale: float | None = None, *, width: int = 9, default: Any = MISSING) -> Any:
-    """Declare a field that people see, as a `Column`."""
+    """Declare a printed field, as a `Column`."""
     return field(default=default, metadata={"column": Column(title, spec, scale, width)})
 
 
 def computed(title: str, spec: str) -> Callable[[Callable[[Any], Any]], property]:
-    """Make a method a property that people see, as a `Column`."""
+    """Turn a method into a printed property, as a `Column`."""
 
     def decorate(method: Callable[[Any], Any]) -> property:
         method.column = Column(title, spec)  # type: ignore[attr-defined]
@@ -156,7 +164,7 @@ def computed(title: str, spec: str) -> Callable[[Callable[[Any], Any]], property
 
 
 def figures(result: Any) -> Iterator[tuple[Column, str]]:
-    """Every column of a result, with its text."""
+    """Yield every column of a result, with its text."""
     columns = [(each.name, each.metadata.get("column")) for each in fields(result)]
     methods = ((name, getattr(member, "fget", None)) for name, member in vars(type(result)).items())
     columns += [(name, getattr(method, "column", None)) for name, method in methods]
@@ -166,7 +174,7 @@ def figures(result: Any) -> Iterator[tuple[Column, str]]:
 
 
 def show(result: Any, heading: str = "") -> None:
-    """Print a result: a dataclass as lines, several as the rows of a table as they come, a dictionary part by part."""
+    """Print a result: a dataclass as lines, several as rows of a table as they arrive, a dictionary part by part."""
     if heading:
         print(heading, flush=True)
     if isinstance(result, Mapping):
@@ -191,7 +199,7 @@ def _show_line(cells: Iterable[str]) -> None:
 
 
 def plain(result: Any) -> Any:
-    """Return a result as `json.dumps` takes it."""
+    """Return a result as plain data for `json.dumps`."""
     if isinstance(result, Mapping):
         return {name: plain(part) for name, part in result.items()}
     return asdict(result) if is_dataclass(result) else [asdict(row) for row in result]  # type: ignore[arg-type]

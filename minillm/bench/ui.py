@@ -1,4 +1,4 @@
-"""``minillm bench ui``: the cost of the app, measured on the real app and the real engine."""
+"""``ui``: measure the real app with the real engine."""
 
 import asyncio
 import os
@@ -29,15 +29,15 @@ from minillm.ui.settings import Settings
 from minillm.weights.manifest import default_model
 
 NUM_BLOCKS = 20_000
-FRAMES, _SECONDS = 10, 6.0  # of drawing: a second, and in all
+FRAMES, _SECONDS = 10, 6.0  # of drawing: frames per second, and seconds
 _KEYS = 40
 _TURNS = 500  # of the long conversation
 _OPENINGS = 5
-_CYCLES, _CYCLES_EACH = 20, 4  # in which the app is held once; of one answer, whose context grows
+_CYCLES, _CYCLES_EACH = 20, 4  # in each the app is paused once; of one answer, because its context grows
 _WATCHED, _HELD = 6.0, 3.0  # seconds
-_CATCH_UP = 1.0  # seconds in which the app makes up for missed drawings: not counted
+_CATCH_UP = 1.0  # seconds, not counted, in which the app catches up with drawing
 _QUESTION = "Tell me a long story about a lighthouse."
-_LAST = "lighthouse-keepers"  # stands in the last answer alone
+_LAST = "lighthouse-keepers"  # only in the last answer
 _ANSWER = """\
 The **lamp** is lit an hour before dusk; `wick` and glass are cleaned first.
 
@@ -49,7 +49,7 @@ def turn(seconds: float) -> float:
     return 360 * seconds / {number}.5
 ```
 
-By day the curtains are drawn, for the lens would burn whatever stands in the sun's way. In a storm the wind is heard on
+By day the curtains are drawn, for the lens would burn whatever is in the sun's way. In a storm the wind is heard on
 every floor, and the light is seen from the harbour all the same.
 """
 _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": 6000, "ignore_eos": True}
@@ -57,7 +57,7 @@ _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": 6000, "ignore_eos": True
 
 @dataclass(frozen=True)
 class UiFigures:
-    """The results; seconds unless the name says otherwise."""
+    """Hold the results, in seconds unless the name has a unit."""
 
     first_paint: float = shown("ms to the first paint", ".0f", 1e3)
     key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
@@ -67,7 +67,7 @@ class UiFigures:
     drawing_share: float = shown(f"{NUM_BLOCKS:,} blocks, {FRAMES} Hz: of a core", ".1%")
     tokens_per_second_watched: float = shown("tok/s, watched", ".1f")
     tokens_per_second_held: float = shown("tok/s while the app is held", ".1f")
-    # of each cycle, a part of the speed while the app is held
+    # of each cycle, as a fraction of the speed while the app is paused
     slowdowns: tuple[float, ...] = shown("slow-down of each cycle", ".1%")
     slowdown: float = shown("their mean", ".1%")
 
@@ -87,7 +87,7 @@ async def _app(engine: Mapping[str, object]) -> AsyncIterator[Pilot[None]]:
 
 
 async def _until(terminal: int, text: str, typed: str = "") -> float:
-    """Type, and wait until the terminal has shown ``text`` since the last call; returns the seconds that took."""
+    """Type, wait until the terminal has shown ``text`` since the last call, and return the seconds."""
     began, shown = time.monotonic(), b""
     os.write(terminal, typed.encode())
     while text.encode() not in shown:
@@ -102,8 +102,9 @@ async def _until(terminal: int, text: str, typed: str = "") -> float:
 
 @asynccontextmanager
 async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[int, int]]:
-    """`minillm chat` in a process of its own: its pseudo-terminal and its process, both as numbers. ``saved``: a
-    conversation that can be opened there.
+    """Run `minillm chat` in a process; yield its pseudo-terminal and its process id.
+
+    ``saved``: a conversation that it can open.
     """
     import pty
 
@@ -114,7 +115,7 @@ async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[in
         environment |= {"MINILLM_DATA": directory, "MINILLM_CONFIG": directory}
         if saved is not None:
             SessionStore(Path(directory) / "conversations").save(saved)
-        # As a user has it: compiling our own modules at each start would be a sixth of the time until the first paint.
+        # As for users: compiling our own modules at each start would be a sixth of the time to the first paint.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "minillm.cli.main", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
@@ -130,7 +131,7 @@ async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[in
 
 
 async def _first_paint() -> float:
-    """Seconds from the start of a process until the footer, the last line, is drawn."""
+    """Return the seconds from the start of a process until the footer, the last line, is drawn."""
     began = time.monotonic()
     async with _terminal() as (terminal, _):
         await _until(terminal, "Help")
@@ -138,12 +139,12 @@ async def _first_paint() -> float:
 
 
 async def _keys() -> list[float]:
-    """Seconds from a key to the screen that shows it, while an answer is generated."""
+    """Return the seconds from each key until the screen shows it, while an answer is generated."""
     async with _terminal() as (terminal, _):
         await _until(terminal, "ready in")
         await _until(terminal, "tok/s", typed=f"{_QUESTION}\r")
         taken = []
-        for key in map(chr, range(0x4E00, 0x4E00 + _KEYS)):  # which the model does not write
+        for key in map(chr, range(0x4E00, 0x4E00 + _KEYS)):  # characters that the model does not write
             taken.append(await _until(terminal, key, typed=key))
             await asyncio.sleep(0.05)
         return taken
@@ -159,8 +160,9 @@ def _long_conversation() -> Conversation:
 
 
 async def _opening() -> tuple[float, float]:
-    """Seconds from the key that chooses a long conversation in the list until its end is on the screen; and the app's
-    memory in MB then, when it has drawn all that it wants to.
+    """Return the seconds to open a long conversation from the list, until its end is on the screen.
+
+    Also return the app's memory in MB after it has drawn everything.
     """
     async with _terminal(_long_conversation()) as (terminal, process):
         await _until(terminal, "ready in")
@@ -171,7 +173,7 @@ async def _opening() -> tuple[float, float]:
 
 
 async def _drawing() -> float:
-    """Part of one core that the app takes for a pool of `NUM_BLOCKS` that changes `FRAMES` times a second."""
+    """Return the fraction of a core that the app uses to draw a pool that changes `FRAMES` times a second."""
     sequences = 64  # share the pool
     async with _app({"num_blocks": 64}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
@@ -183,7 +185,7 @@ async def _drawing() -> float:
         chat.post_message(EngineEvent(CacheChanged(tables)))
         events = []
         for frame in range(int(FRAMES * _SECONDS)):
-            # 100 blocks are shared now that were not, and 100 are no longer.
+            # 100 more blocks are shared now, and 100 others no longer are.
             shared = [(frame * 211 + number * 97) % NUM_BLOCKS for number in range(100)]
             sharer = TableView(sequences, "another", 1, "running", 16 * 100, shared)
             table = tables[frame % sequences]
@@ -199,33 +201,33 @@ async def _drawing() -> float:
 
 
 async def _cycles() -> list[tuple[float, float]]:
-    """Tokens per second of one answer in a pool of `NUM_BLOCKS`: shown, and for each time that the app is held.
+    """Return the tokens per second of an answer in a pool of `NUM_BLOCKS`, while the app draws and while it is paused.
 
-    The machine's speed drifts by more than the difference, so the figure of an app that shows the answer is the mean of
-    just before and just after.
+    The machine's speed drifts by more than the difference, so the figure of a drawing app is the mean of the intervals
+    just before and just after the pause.
     """
-    # Without guesses: steps are counted, and one with guesses makes more tokens and takes longer.
+    # Without speculation: steps are counted, and one with draft tokens yields more tokens and takes longer.
     engine = {"num_blocks": NUM_BLOCKS, "block_size": 1, "device": "cpu", "speculate": "off"}
     async with _app(engine) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
         chat.talk.prompt.text = _QUESTION
         await pilot.press("enter")
         await asyncio.sleep(_CATCH_UP)
-        ended: dict[int, float] = {}  # when each step did, by its number
-        turns: list[tuple[float, float, float]] = []  # the begin of being watched, the begin and end of being held
+        ended: dict[int, float] = {}  # the end of each step, by its number
+        turns: list[tuple[float, float, float]] = []  # the start of drawing, and the start and end of the pause
         while not chat.talk.conversation.num_answers and len(turns) <= _CYCLES_EACH:
             await asyncio.sleep(_CATCH_UP)
             began = time.monotonic()
             await asyncio.sleep(_WATCHED)
             paused = time.monotonic()
-            time.sleep(_HELD)  # the app's own loop, so that it draws nothing and reads nothing
+            time.sleep(_HELD)  # blocks the app's own loop: it neither draws nor reads
             turns.append((began, paused, time.monotonic()))
             ended |= {step.number: step.ended for step in chat.pool.steps}
         await asyncio.sleep(_CATCH_UP)
         ended |= {step.number: step.ended for step in chat.pool.steps}
     cycles = []
     for (began, paused, resumed), (began_again, paused_again, _) in pairwise(turns):
-        if paused_again < max(ended.values()):  # the answer went on until then
+        if paused_again < max(ended.values()):  # the answer was still running
             watched = (_rate(ended, began, paused) + _rate(ended, began_again, paused_again)) / 2
             cycles.append((watched, _rate(ended, paused, resumed)))
     if not cycles:
@@ -234,15 +236,15 @@ async def _cycles() -> list[tuple[float, float]]:
 
 
 def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
-    """Steps per second from ``begin`` to ``end``; ``ended`` may lack some steps."""
+    """Return the steps per second from ``begin`` to ``end``; ``ended`` may lack some steps."""
     numbers = sorted(ended)
     first, last = np.interp((begin, end), [ended[number] for number in numbers], numbers)
     return float(last - first) / (end - begin)
 
 
 def measure(options: NoOptions) -> UiFigures:
-    """All of it; takes about five minutes on a CPU."""
-    paints = [asyncio.run(_first_paint()) for _ in range(6)][1:]  # the first one compiles the modules
+    """Measure everything; takes about five minutes on a CPU."""
+    paints = [asyncio.run(_first_paint()) for _ in range(6)][1:]  # the first run compiles the modules
     keys = sorted(asyncio.run(_keys()))
     openings = [asyncio.run(_opening()) for _ in range(_OPENINGS)]
     opened, memory = map(statistics.median, zip(*openings, strict=True))

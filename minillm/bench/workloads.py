@@ -1,4 +1,4 @@
-"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``, ``share``: workloads through the engine.
+"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``, ``share``: run workloads on the engine.
 
 Protocol: see docs/performance.md. The prefix cache starts empty, except for the prefix that ``prefix`` warms.
 """
@@ -29,12 +29,12 @@ MakeRequests = Callable[[random.Random, int, float], list[Request]]  # of a voca
 
 @dataclass(frozen=True)
 class WorkloadResult:
-    """One measured run. Times in seconds; medians over the requests."""
+    """Hold one measured run: times in seconds, medians over the requests."""
 
     workload: str
     name: str
     num_requests: int = shown("requests", ",")
-    output_tokens: int = shown("output tokens", ",")  # of the best beam only, in a beam search
+    output_tokens: int = shown("output tokens", ",")  # in a beam search, of the best beam only
     seconds: float = shown("seconds", ".2f")
     rate: float = shown("output tokens per second", ",.0f")
     time_to_first_token: float = shown("ms to the first token, median", ",.0f", 1e3)
@@ -49,7 +49,7 @@ class WorkloadResult:
 
 
 def measure(subject: Subject, options: ScaleOptions) -> WorkloadResult:
-    """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
+    """Run one of `REQUESTS`, or ``stall``, twice, and measure the second run."""
     llm, engine = subject.llm, subject.llm.engine
     run = _stall if subject.workload == "stall" else _at_once
     llm.reset_prefix_cache()
@@ -74,10 +74,10 @@ def throughput(rng: random.Random, vocab: int, scale: float, count: int = 256) -
 
 
 def _alike(count: int, length: int, params: Params, *, shared: int = 0) -> MakeRequests:
-    """``count`` requests for 128 tokens each, of ``length`` tokens of their own behind ``shared`` ones."""
+    """Make ``count`` requests for 128 tokens each: ``shared`` common tokens, and ``length`` tokens of their own."""
 
     def make(rng: random.Random, vocab: int, scale: float) -> list[Request]:
-        prefix = _prompt(random.Random(1), vocab, _scaled(shared, scale)) if shared else []  # the warm-up's, too
+        prefix = _prompt(random.Random(1), vocab, _scaled(shared, scale)) if shared else []  # as in the warm-up
         scaled = replace(params, max_tokens=_scaled(128, scale))
         return [(prefix + _prompt(rng, vocab, _scaled(length, scale)), scaled) for _ in range(count)]
 
@@ -101,13 +101,13 @@ def _scaled(length: int, scale: float) -> int:
 
 
 def times_of(output: RequestOutput) -> tuple[float, float, float]:
-    """Seconds of a finished request: to its first token, for each later one of its longest completion, and in all.
+    """Return a finished request's seconds to the first token, per later token of its longest completion, and in total.
 
-    Raises UsageError where the request failed.
+    Raises UsageError if the request failed.
     """
     if output.error is not None:
         raise UsageError(f"a request of the workload failed: {output.error}")
-    metrics: Any = output.metrics  # of a finished request: nothing is None
+    metrics: Any = output.metrics  # a finished request has all of them
     began, first, ended = metrics.arrival_time, metrics.first_token_time, metrics.finished_time
     later = max(len(completion.token_ids) for completion in output.outputs) - 1
     return first - began, (ended - first) / max(1, later), ended - began
@@ -116,7 +116,7 @@ def times_of(output: RequestOutput) -> tuple[float, float, float]:
 def drive(
     engine: Engine, requests: list[Request], arrivals: list[float] | None = None
 ) -> tuple[float, list[RequestOutput]]:
-    """Compute requests, which come all at once, or each after so many seconds; returns the seconds and the outputs."""
+    """Compute requests that arrive at once or at ``arrivals``, in seconds. Return the seconds and the outputs."""
     device = engine.runner.model.device
     synchronize(device)
     began, began_clock = time.perf_counter(), time.monotonic()
@@ -145,7 +145,7 @@ def _at_once(subject: Subject, rng: random.Random, scale: float) -> WorkloadResu
 
 
 def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult:
-    """Sequences that decode, and a long prompt that comes between: the result has the time to its first token."""
+    """Add a long prompt while sequences decode. The result has the time to its first token."""
     engine, vocab = subject.llm.engine, subject.llm.engine.runner.model.config.vocab_size
     params = SamplingParams(temperature=0, max_tokens=max(40, int(200 * scale)), ignore_eos=True)
     began = time.perf_counter()
@@ -184,12 +184,12 @@ def _result(
 @dataclass(frozen=True)
 class ServeOptions(ScaleOptions):
     rate: float = number(4.0, 0, 1e6, above=True, help="requests per second")
-    num_requests: int = integer(256, 1, 1 << 24, help="in all")
+    num_requests: int = integer(256, 1, 1 << 24, help="number of requests")
 
 
 @dataclass(frozen=True)
 class ServeResult:
-    """Seconds as (median, 90th, 99th percentile)."""
+    """Hold seconds as (median, 90th, 99th percentile)."""
 
     rate: float = shown("requests per second, offered", "g")
     num_requests: int = shown("requests", ",")
@@ -198,11 +198,11 @@ class ServeResult:
     time_to_first_token: tuple[float, float, float] = shown("ms to first token, p50/p90/p99", ".1f", 1e3)
     time_per_output_token: tuple[float, float, float] = shown("ms per output token", ".1f", 1e3)
     # from arrival to end, over the tokens (Orca, Yu et al. 2022)
-    normalised_latency: tuple[float, float, float] = shown("ms of normalised latency", ".1f", 1e3)
+    normalised_latency: tuple[float, float, float] = shown("ms of normalized latency", ".1f", 1e3)
 
 
 def serve(subject: Subject, options: ServeOptions) -> ServeResult:
-    """Warm up with a few requests at once, then offer them at the rate asked for: added between steps, when due."""
+    """Warm up with a few requests at once, then add requests between steps at the given rate."""
     _serve(subject.llm, 1e6, min(32, options.num_requests), options.scale)
     return _serve(subject.llm, options.rate, options.num_requests, options.scale)
 
@@ -223,24 +223,24 @@ def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResul
 
 @dataclass(frozen=True)
 class ShareOptions(ScaleOptions):
-    num_requests: int = integer(256, 1, 1 << 24, help="for each replica")
+    num_requests: int = integer(256, 1, 1 << 24, help="requests per replica")
 
 
 @dataclass(frozen=True)
 class ShareResult:
-    """All replicas together."""
+    """Hold the result of all replicas together."""
 
     num_replicas: int = shown("replicas", ",")
     num_requests: int = shown("requests", ",")
     output_tokens: int = shown("output tokens", ",")
-    seconds: float = shown("seconds", ".2f")  # from when all are ready to when the last has finished
+    seconds: float = shown("seconds", ".2f")  # from when all are ready until the last has finished
     rate: float = shown("tokens per second", ",.0f")
 
 
 def share(subject: Subject, options: ShareOptions) -> ShareResult | None:
-    """Measure all replicas, after a few requests to warm up; the first one knows the result, the others return None.
+    """Measure all replicas, after a few requests to warm up. The first one returns the result, the others None.
 
-    Raises MinillmError where the first node has died, and with it the store of torchrun.
+    Raises MinillmError if the first node, which has torchrun's store, has died.
     """
     llm = subject.llm
     try:
@@ -262,4 +262,4 @@ def share(subject: Subject, options: ShareOptions) -> ShareResult | None:
         count = replicas.store.add("tokens", 0)
         return ShareResult(replicas.count, total, count, seconds, count / seconds)
     except DistError:
-        raise MinillmError("the first node is gone, and what the others measured with it") from None
+        raise MinillmError("the first node is gone, and the measurements with it") from None
