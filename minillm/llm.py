@@ -1,6 +1,6 @@
-"""`LLM`: the public face, for scripts."""
+"""`LLM`: the Python API."""
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, Self
@@ -8,7 +8,6 @@ from typing import Any, Self
 from minillm import scoring, verbs
 from minillm.checks import check_names
 from minillm.config import EngineConfig
-from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError
@@ -18,31 +17,29 @@ from minillm.params import Params, SamplingParams, params_list
 from minillm.progress import GenerationBar, OnMessage, OnProgress, loading_bar
 from minillm.text.prompts import Prompt, prompt_list
 from minillm.text.tokenizer import Tokenizer
+from minillm.verbs import Prompts, SomeParams
 from minillm.weights.manifest import load_manifest
-
-Message = Mapping[str, Any]
-Prompts = Prompt | Iterable[Prompt]
-SomeParams = Params | Sequence[Params] | None
 
 
 def _refusal(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
-    """The output of a prompt that fails alone."""
+    """Return the output of a rejected prompt."""
     text = prompt if isinstance(prompt, str) else None
     ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else []
     return RequestOutput("", text, ids, outputs=[], finished=True, error=str(error))
 
 
 class LLM:
-    """A model that generates. All methods may be called from any thread; one of them computes at a time.
+    """A language model. All methods may be called from any thread; one of them computes at a time.
 
     Args:
-        model: a name of ``weights.toml``, perhaps with a form (``"llama-3.1-8b:q4_k_m"``), a repository of the Hugging
-            Face hub, a directory with config.json and safetensors, or a ``.gguf`` file; by default the default model.
-        on_progress, on_message: told of download and loading; by default a bar shows it, on terminals and in notebooks.
-        options: see `minillm.config.EngineConfig`; an unknown one is an error.
+        model: a name from ``weights.toml``, optionally with a quantization (``"llama-3.1-8b:q4_k_m"``), a Hugging Face
+            repository, a directory with config.json and safetensors, or a ``.gguf`` file; default: the default model.
+        on_progress, on_message: called during download and loading; by default a bar is shown on terminals and in
+            notebooks.
+        options: see `minillm.config.EngineConfig`; an unknown option is an error.
 
     Raises:
-        MinillmError: the model cannot be found, fetched, read or held in memory.
+        MinillmError: the model cannot be found, downloaded, read or held in memory.
     """
 
     def __init__(
@@ -62,15 +59,11 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises UsageError where it has none (``load_format="dummy"``, say)."""
+        """The model's tokenizer; raises UsageError if it has none, as with ``load_format="dummy"``."""
         return self._driver.tokenizer
 
-    def get_tokenizer(self) -> Tokenizer:
-        """`tokenizer`, under vLLM's name."""
-        return self.tokenizer
-
     def close(self) -> None:
-        """End the model's other processes, which end with this object otherwise; nothing can be generated then."""
+        """End the model's other processes, which otherwise end with this object; it cannot generate afterwards."""
         with self._driver.locked() as engine:
             engine.close()
 
@@ -90,7 +83,7 @@ class LLM:
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def default_params(self) -> SamplingParams:
-        """The sampling parameters that the model's own generation_config asks for."""
+        """Return the sampling parameters of the model's own generation_config."""
         return SamplingParams(**self.engine.defaults)
 
     def generate(
@@ -101,7 +94,7 @@ class LLM:
         sampling_params: SomeParams = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many, batched; one output per prompt, in their order.
+        """Complete one prompt or many, batched; return one output per prompt, in order.
 
         Args:
             prompts: text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of any of these.
@@ -110,10 +103,10 @@ class LLM:
                 is vLLM's name for it.
             use_tqdm: show a progress bar; by default on terminals and in notebooks, for more than one prompt.
 
-        A request that fails while it runs fails alone: its output carries ``error``.
+        A request that fails while it runs fails alone: its output has ``error`` set.
 
         Raises:
-            MinillmError: a prompt or parameter is bad; nothing has been generated then.
+            MinillmError: a prompt or parameter is invalid; nothing has been generated.
         """
         found = prompt_list(prompts)
         with GenerationBar(len(found), enabled=use_tqdm) as bar:
@@ -126,10 +119,10 @@ class LLM:
     def as_completed(
         self, prompts: Prompts, params: SomeParams = None, *, raise_errors: bool = False
     ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """Like `generate`, as (index of the prompt, output) in the order in which they finish.
+        """Complete prompts like `generate`; yield (index of the prompt, output) as they finish.
 
-        A prompt that is refused fails alone: its output carries ``error``. With ``raise_errors`` it raises instead,
-        before anything is generated. Leaving the iterator early, or ctrl-c, aborts everything still running.
+        A rejected prompt fails alone: its output has ``error`` set. With ``raise_errors`` it raises instead, before
+        anything is generated. Leaving the iterator early, or ctrl-c, aborts everything that is still running.
         """
         found = prompt_list(prompts)
         jobs = iter(
@@ -147,12 +140,12 @@ class LLM:
         *,
         refuse: Callable[[int, Prompt, MinillmError], RequestOutput] = _refusal,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """Complete prompts that are handed out piece by piece, as (index, output) in the order in which they finish.
+        """Complete prompts that are supplied piece by piece; yield (index, output) as they finish.
 
         Args:
-            take: given the number of sequences there is room for, returns the next (index, prompt, parameters): as many
-                as it likes, and none when there will be no more.
-            refuse: makes the output of a prompt that is refused.
+            take: given the number of sequences that could start, returns the next (index, prompt, parameters), any
+                number of them; none if there are no more.
+            refuse: returns the output of a rejected prompt.
         """
 
         def make(room: int) -> Iterable[tuple[tuple[int, Prompt], Callable[[], Request]]]:
@@ -165,41 +158,12 @@ class LLM:
             if isinstance(result, RequestOutput):
                 yield index, result
 
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SomeParams = None,
-        *,
-        sampling_params: SomeParams = None,
-        use_tqdm: bool | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[RequestOutput]:
-        """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, by the model's template.
-
-        Args:
-            messages: see `minillm.text.chat_template.plain_messages`.
-            chat_template: a Jinja template in place of the model's own.
-            add_generation_prompt, continue_final_message: see `minillm.text.chat_template.ChatTemplate.render`.
-        """
-        several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list | tuple)
-        conversations: Sequence[Any] = messages if several else [messages]
-        render = partial(
-            self.tokenizer.apply_chat_template,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-        )
-        prompts = [render(each) for each in conversations]
-        return self.generate(prompts, params or sampling_params, use_tqdm=use_tqdm)
-
     def stream(
         self, prompt: Prompt, params: Params | None = None, *, request_id: str = ""
     ) -> Generator[Delta, None, None]:
         """Complete one prompt, yielding the additions of each step. Leaving the iterator early aborts the request.
 
-        Log-probabilities are in the outputs of `generate` alone. Raises MinillmError if the request fails.
+        Only the outputs of `generate` have log-probabilities. Raises MinillmError if the request fails.
         """
         [params] = params_list(params, 1, self.default_params)
         jobs = iter([[(0, partial(_request, self._driver, prompt, params, streamed=True, request_id=request_id))]])
@@ -209,25 +173,22 @@ class LLM:
             elif result.error is not None:
                 raise MinillmError(result.error)
 
-    def astream(self, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
-        """`stream` for asyncio: any number of them are computed in one batch. Leaving it early aborts the request."""
-        return in_threads(self.stream(prompt, params))
-
     def abort(self, request_id: str) -> None:
-        """End a request; its completions so far are kept, with ``finish_reason`` "abort"."""
+        """End a request; its output keeps what it has generated, with ``finish_reason`` "abort"."""
         self.engine.abort(request_id)
 
     # Methods that are functions of other modules.
+    chat, astream, get_tokenizer = verbs.chat, verbs.astream, verbs.get_tokenizer
     beam_search, score, perplexity = verbs.beam_search, scoring.score, scoring.perplexity
     cache_stats, reset_prefix_cache, explain_miss = verbs.cache_stats, verbs.reset_prefix_cache, verbs.explain_miss
     pin, unpin = verbs.pin, verbs.unpin
     branch, sample, next_logprobs = verbs.branch, verbs.sample, verbs.next_logprobs
 
     def token_ids(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
-        """A prompt's ids, special tokens added to text.
+        """Return a prompt's ids, with special tokens added to text.
 
-        Control tokens that a text spells are ordinary text, so that no user can forge the chat format, except with
-        ``parse_special``: for text that you trust.
+        Control tokens spelled in a text are ordinary text, so that no user can forge the chat format. For text that
+        you trust, ``parse_special`` changes that.
         """
         return self._driver.token_ids(prompt, parse_special=parse_special)
 

@@ -1,4 +1,4 @@
-"""A sequence, the group of sequences that answers one request, and the part of them that a step computes."""
+"""Sequences, the group of sequences that answers one request, and the chunks that a step computes."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from minillm.text.stop import OutputText
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, the block table that holds their K and V, and how many of them are computed."""
+    """Tokens, the block table of their K and V, and how many of them are computed."""
 
     seq_id: int
     token_ids: list[int]  # prompt, then output
     num_prompt_tokens: int
     index: int = 0  # of the completion within its group
     seed: int = 0
-    num_computed: int = 0  # tokens whose K and V are in the cache, or will be after the steps under way
-    num_pending: int = 0  # tokens that the device has drawn, or is about to, and that the host has not seen yet
-    table: BlockTable | None = None  # None while the sequence holds no block
-    text: OutputText | None = None  # of the output; None without a tokenizer, and where text is made at the end
-    matcher: Matcher | None = None  # how far its output has come in the request's grammar, if it has one
+    num_computed: int = 0  # tokens with K and V in the cache, pending steps included
+    num_pending: int = 0  # tokens drawn, or being drawn, that the CPU has not seen yet
+    table: BlockTable | None = None  # None while it holds no block
+    text: OutputText | None = None  # of the output; None without a tokenizer, or if text is only made at the end
+    matcher: Matcher | None = None  # its state in the request's grammar, if there is one
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    decode: Chunk | None = None  # its last token as a chunk: the same object at every step, since making one takes time
+    decode: Chunk | None = None  # its last token as a chunk: one object, reused at every step
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, those that only the device knows included."""
+        """All tokens, pending ones included."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -59,7 +59,7 @@ class Sequence:
 
     @property
     def own_table(self) -> BlockTable:
-        """Its table, which it must have."""
+        """Its table; the sequence must have one."""
         assert self.table is not None, f"sequence {self.seq_id} runs without a block table"
         return self.table
 
@@ -69,12 +69,12 @@ class Sequence:
 
 
 class Stage(Enum):
-    PROMPT = auto()  # its first unfinished sequence computes the prompt; the others will fork from it
-    SPLIT = auto()  # every unfinished sequence has a block table of its own
-    SAVED = auto()  # preempted, and its blocks are on the host
+    PROMPT = auto()  # the first unfinished sequence computes the prompt; the others will fork from it
+    SPLIT = auto()  # every unfinished sequence has its own block table
+    SAVED = auto()  # preempted, with its blocks in host memory
 
 
-PROMPT = Stage.PROMPT  # for each group at each step: Python 3.11 takes 0.1 us to look a member up
+PROMPT = Stage.PROMPT  # read for each group at each step; looking a member up takes 0.1 us in Python 3.11
 
 
 @dataclass(slots=True, eq=False)
@@ -84,23 +84,23 @@ class SequenceGroup:
     request_id: str
     params: Params
     method: Method
-    max_tokens: int  # params.max_tokens, or less where the context ends first
+    max_tokens: int  # params.max_tokens, or less if the context ends first
     sequences: list[Sequence]
     metrics: RequestMetrics
     stage: Stage
     prompt: str | None = None
-    parent: Sequence | None = None  # an idle sequence whose beginning is shared when this group is admitted
-    hold: bool = False  # keep the blocks of its completions when they end: they become idle
-    salt: str | None = None  # only requests of the same salt share cached blocks
-    end_ids: tuple[int, ...] = ()  # the tokens that end a completion
-    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that must not be generated
-    allowed: NDArray[np.uint32] | None = None  # bits of the only tokens that may be generated
-    streamed: bool = False  # deltas with text are wanted even where they cost something
+    parent: Sequence | None = None  # an idle sequence; its common beginning is shared at admission
+    hold: bool = False  # keep completions' blocks when they end: the sequences become idle
+    salt: str | None = None  # only requests with the same salt share cached blocks
+    end_ids: tuple[int, ...] = ()  # tokens that end a completion
+    bad_words: tuple[tuple[int, ...], ...] = ()  # banned runs of tokens
+    allowed: NDArray[np.uint32] | None = None  # bit mask of the allowed tokens; None: all
+    streamed: bool = False  # deltas need text at every step
     scores: PromptScores | None = None  # of the prompt, if the request wants any
     num_cached_tokens: int = 0
-    error: str | None = None  # the reason why it ends before its time
-    state: Any = None  # the method's own
-    device: Any = None  # the device runner's own
+    error: str | None = None  # why it ends early
+    state: Any = None  # owned by the method
+    device: Any = None  # owned by the device runner
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -116,12 +116,12 @@ class SequenceGroup:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that hold blocks at a time, once the prompt is computed."""
+        """Sequences that hold blocks once the prompt is computed."""
         return self.params.num_sequences - sum(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
     def computing(self) -> list[Sequence]:
-        """The sequences that hold blocks, or would if the group were admitted now."""
+        """The sequences that hold blocks, or would hold some if the group were admitted now."""
         return self.unfinished[:1] if self.stage is PROMPT else self.unfinished
 
 
@@ -132,19 +132,19 @@ class Chunk:
     group: SequenceGroup
     sequence: Sequence
     count: int
-    decodes: bool  # it is the last token of its sequence alone
-    row: int = -1  # of the step's logits, if the chunk computes its sequence's last token
+    decodes: bool  # it is only its sequence's last token
+    row: int = -1  # of the step's logits, if it computes its sequence's last token
     optional: int = 0  # further tokens, computed if the step has room left; once scheduled, as many as have room
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
-        """The last token of a sequence whose other tokens are computed."""
+        """Return the last token of a sequence, if all others are computed."""
         sequence.decode = sequence.decode or cls(group, sequence, 1, True)
         return sequence.decode
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that the step computes, as far as the host knows them. Read before the step."""
+        """Its tokens, as far as the CPU knows them. Read before the step."""
         first = self.sequence.num_computed
         return self.sequence.token_ids[first : first + self.count]
 
@@ -170,54 +170,54 @@ class Schedule:
 
 
 class Method(Protocol):
-    """A way of decoding: how the sequences of a group go on. The engine and the scheduler know this door only.
+    """A decoding method: how the sequences of a group continue. Engine and scheduler only know this protocol.
 
-    A group ends alone, with an error, where one of these raises an exception for it.
+    If one of these raises an exception for a group, that group ends alone, with an error.
     """
 
     def begin(self, group: SequenceGroup) -> None:
-        """Give a new group, which has one sequence, all that the method needs."""
+        """Prepare a new group, which has one sequence."""
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
-        """Everything of an admitted group that could be computed now."""
+        """Return all chunks of an admitted group that could be computed now."""
 
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
-        """Fork the group where its prompt, computed by ``leader``, is all that was missing."""
+        """Fork the group's sequences from ``leader``, which has computed the prompt."""
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        """Begin to decide how the sequences go on whose last tokens these chunks compute.
+        """Begin to decide how the sequences of these chunks continue.
 
-        If it raises, nothing has been decided: the engine asks again without the group that fails.
+        If it raises, nothing has been decided: the engine calls it again without the failing group.
         """
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
-        """Everything that a group has generated so far."""
+        """Return everything that a group has generated so far."""
 
 
 class Flight(Protocol):
-    """Decisions that one step and one method have under way."""
+    """The pending decisions of one method in one step."""
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the next step depends on nothing that this one has to tell the host."""
+        """Whether the next step can be launched before the CPU knows these decisions."""
 
     @property
     def may_compute_ahead(self) -> bool:
-        """Whether the next step's logits do not. Its decisions may wait until this one has been concluded."""
+        """Whether the next step's logits can be computed before that; its decisions wait until this is concluded."""
 
     @property
     def groups(self) -> list[SequenceGroup]:
-        """The groups that are decided on, each once."""
+        """The groups that it decides about, each once."""
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any of its sequences has not ended meanwhile."""
+        """Whether any of its sequences is still running."""
 
     def wait(self) -> None:
         """Wait for the device."""
 
     def conclude(self) -> list[Delta]:
-        """Let the sequences go on as was decided."""
+        """Apply the decisions to the sequences; return their additions."""
 
     def discard(self) -> None:
-        """Forget the decisions."""
+        """Discard the decisions."""

@@ -1,21 +1,28 @@
-"""Methods of `minillm.llm.LLM` besides generation, as functions of an LLM: branches, pinned prefixes, the cache."""
+"""Methods of `minillm.llm.LLM` as functions: chat, beam search, branches, pinned prefixes, the cache."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from minillm import branch as branches
 from minillm.branch import Branch
 from minillm.cache import CacheStats, PrefixReport
 from minillm.cache import explain_miss as explain_cache_miss
 from minillm.engine import held
+from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import UsageError
-from minillm.outputs import CompletionOutput, RequestOutput
+from minillm.outputs import CompletionOutput, Delta, RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams, params_list
 from minillm.sequence import Sequence as TokenSequence
 from minillm.text.prompts import Prompt
+from minillm.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompts = Prompt | Iterable[Prompt]
+SomeParams = Params | Sequence[Params] | None
 
 
 class Host(Protocol):
@@ -23,11 +30,20 @@ class Host(Protocol):
 
     _driver: Driver
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """See `LLM.tokenizer`."""
+
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters of a call that gives none."""
 
-    def generate(self, prompts: Prompt | Iterable[Prompt], params: Params | None = None) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompts, params: SomeParams = None, *, use_tqdm: bool | None = None
+    ) -> list[RequestOutput]:
         """See `LLM.generate`."""
+
+    def stream(self, prompt: Prompt, params: Params | None = None) -> Generator[Delta, None, None]:
+        """See `LLM.stream`."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +54,49 @@ class PinnedPrefix:
     sequence: TokenSequence = field(repr=False)
 
 
-def beam_search(
-    llm: Host, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams | None = None
-) -> list[RequestOutput]:
+def beam_search(llm: Host, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
     """Run `generate` by beam search: each output's completions are its best beams, the best first."""
     return llm.generate(prompts, params or BeamSearchParams())
+
+
+def chat(
+    llm: Host,
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    params: SomeParams = None,
+    *,
+    sampling_params: SomeParams = None,
+    use_tqdm: bool | None = None,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[RequestOutput]:
+    """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, by the model's template.
+
+    Args:
+        messages: see `minillm.text.chat_template.plain_messages`.
+        chat_template: a Jinja template in place of the model's own.
+        add_generation_prompt, continue_final_message: see `minillm.text.chat_template.ChatTemplate.render`.
+    """
+    several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list | tuple)
+    conversations: Sequence[Any] = messages if several else [messages]
+    render = partial(
+        llm.tokenizer.apply_chat_template,
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt and not continue_final_message,
+        continue_final_message=continue_final_message,
+    )
+    prompts = [render(each) for each in conversations]
+    return llm.generate(prompts, params or sampling_params, use_tqdm=use_tqdm)
+
+
+def astream(llm: Host, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
+    """Run `stream` for asyncio: any number of them are computed in one batch. Leaving it early aborts the request."""
+    return in_threads(llm.stream(prompt, params))
+
+
+def get_tokenizer(llm: Host) -> Tokenizer:
+    """Return `tokenizer`, by vLLM's name for it."""
+    return llm.tokenizer
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

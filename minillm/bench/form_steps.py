@@ -83,7 +83,7 @@ def form_steps(num_seqs: int, vocab: int, tokenizer: Tokenizer | None = None) ->
     scheduler = Scheduler(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True)), num_seqs, 8192)
     requests = Requests(scheduler, tokenizer, vocab, 4096, frozenset([2]))
     if tokenizer is None:
-        requests.__dict__["grammars"] = Compiler(random_vocabulary(vocab, [2]))
+        requests.grammars.compiler = Compiler(random_vocabulary(vocab, [2]))
     device = _Device(num_seqs, vocab)
     engine = Engine(cast(Any, device), requests, methods_for(requests, cast(Any, device)))
     rng, grammar, numbers = random.Random(0), Grammar.json(SCHEMA), itertools.count()

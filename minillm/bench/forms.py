@@ -80,7 +80,7 @@ def measure(subject: Subject, options: Options) -> dict[str, FormsResult]:
     llm = subject.llm
     requests, vocab = llm.engine.requests, llm.engine.runner.model.config.vocab_size
     if llm.engine.tokenizer is None:
-        requests.__dict__["grammars"] = Compiler(random_vocabulary(vocab, requests.eos_token_ids))
+        requests.grammars.compiler = Compiler(random_vocabulary(vocab, requests.eos_token_ids))
     return {f"{size} requests": _measure(llm, size, options) for size in options.batch_size}
 
 

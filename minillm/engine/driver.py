@@ -1,7 +1,6 @@
-"""The driver: runs one engine for several callers, in any number of threads.
+"""The driver runs one engine for several callers, in any number of threads.
 
-Everything that waits for answers is a view of one loop, `Driver.run`. One thread computes at a time, and each takes the
-results of its own requests.
+All callers use one loop, `Driver.run`. One thread computes at a time, and each thread takes its own results.
 """
 
 import itertools
@@ -26,7 +25,7 @@ Key = TypeVar("Key")
 
 
 class Driver:
-    """An engine behind a lock."""
+    """An engine and its lock."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -36,13 +35,13 @@ class Driver:
 
     @contextmanager
     def locked(self) -> Iterator[Engine]:
-        """The engine, between two steps."""
+        """Lock the engine between two steps."""
         with self._lock:
             yield self.engine
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises UsageError where it has none."""
+        """The model's tokenizer; raises UsageError if it has none."""
         if self.engine.tokenizer is None:
             why = "this model has no tokenizer (no tokenizer.json, or random weights)"
             raise UsageError(f"{why}; give token ids instead of text")
@@ -57,9 +56,11 @@ class Driver:
         whole: bool = True,
         after: SequenceOf[int] | None = None,
     ) -> list[int]:
-        """A prompt's ids (see `minillm.llm.LLM.token_ids`); raises UsageError for text without a tokenizer.
+        """Return a prompt's ids (see `minillm.llm.LLM.token_ids`); raise UsageError for text without a tokenizer.
 
-        ``whole``: it must fit into the context. ``after``: it goes on from these ids, without special tokens.
+        Args:
+            whole: the prompt must fit into the context.
+            after: it continues these ids, without special tokens.
         """
         if isinstance(prompt, str):
             self.tokenizer.check_length(prompt, self.engine.max_model_len if whole else None)
@@ -78,16 +79,15 @@ class Driver:
         refuse: Callable[[Key, MinillmError], RequestOutput] | None = None,
         added: Callable[[Key, SequenceGroup], object] = lambda key, group: None,
     ) -> Generator[tuple[Key, Delta | RequestOutput], None, None]:
-        """Run requests; yields (key, delta) of streamed ones and (key, output) of all, as they come.
+        """Run requests; yield (key, delta) of streamed requests and (key, output) of all, as they come.
 
         Leaving the iterator early, or ctrl-c, aborts everything that is still running.
 
         Args:
-            take: given the number of sequences there is room for, returns requests, each as a key and a function that
-                makes it; none when there will be no more. It is asked when none of its requests is left, and when no
-                request waits for its turn.
-            refuse: makes the output of a request that cannot be made or is not taken; without it, that raises.
-            added: told the group of each request that is taken.
+            take: given the number of sequences that could start, returns requests, each as a key and a function that
+                creates it; none if there are no more. Called when all its requests are done, or none is queued.
+            refuse: returns the output of a rejected request; without it, rejection raises.
+            added: called with the group of each accepted request.
         """
         mine: dict[str, Key] = {}
         more = True
@@ -117,7 +117,7 @@ class Driver:
                     yield mine.pop(request_id), self.engine.requests.take(request_id)
                 if mine:
                     self.step()
-        finally:  # their blocks are back at once, without another step
+        finally:  # free their blocks at once, without another step
             with self._lock:
                 for request_id in mine:
                     self.engine.abort(request_id)
@@ -127,10 +127,10 @@ class Driver:
                     self._deltas.pop(request_id, None)
 
     def step(self) -> list[Delta]:
-        """Compute one step of the engine, with ctrl-c held back; returns the deltas that no stream waits for.
+        """Compute one step of the engine, with ctrl-c deferred; return the deltas that no stream waits for.
 
-        An exception that ends requests is in their outputs. It is raised where it has ended none, and if it says that
-        the engine cannot go on.
+        An exception that ended requests is in their outputs. It is raised only if it ended none, or if the engine
+        cannot continue.
         """
         others: list[Delta] = []
         with self._lock, deferred_interrupt():

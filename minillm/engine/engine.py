@@ -1,10 +1,9 @@
 """The engine: requests in, tokens out, one step at a time: schedule -> run -> launch -> (wait) -> conclude.
 
-Where the device keeps drawn tokens itself, the next step is launched before the host waits for this one's: the
-scheduler counts a token that is under way (`Sequence.num_pending`) like any other. A sequence that turns out to have
-ended costs one wasted token then, which is discarded. Where the next draws need this step's tokens on the host, as
-those of a grammar do, the next logits are computed ahead, and drawn from when this step is concluded. One thread
-drives all but `Engine.abort`.
+If drawn tokens stay on the device, the next step is launched before the CPU waits for this step's tokens. The scheduler
+counts a pending token (`Sequence.num_pending`) like any other. If the sequence turns out to have ended, that token is
+discarded. If the next draws need this step's tokens on the CPU, as a grammar does, only the next logits are computed
+ahead; tokens are drawn from them once this step is concluded. One thread calls everything but `Engine.abort`.
 """
 
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from minillm.engine.failures import end_requests_of, launch_others
 from minillm.engine.figures import Figures
 from minillm.engine.requests import Request, Requests
 from minillm.engine.scores import ScoreOnly, Scoring
@@ -28,10 +28,10 @@ from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Sta
 
 @dataclass(slots=True)
 class Step:
-    """A step that has been launched: its decisions, one flight for each method, are still to be concluded.
+    """A launched step: its flights, one per method, are still to be concluded.
 
     Attributes:
-        undecided: logits, and the chunks to be decided about, until the step in front has been concluded.
+        undecided: logits and their chunks, until the step before has been concluded and the methods may decide.
     """
 
     schedule: Schedule
@@ -59,11 +59,11 @@ class Engine:
     """A model, its pool of blocks and the requests that run on it.
 
     Args:
-        methods: the way of decoding for each kind of parameters.
-        guard: entered around every step; it may turn a failure into another one.
+        methods: the decoding method for each type of parameters.
+        guard: entered around every step; it may replace an exception.
         on_close: called by `close`.
-        source: where the weights came from, for people.
-        defaults: sampling parameters that the model itself asks for.
+        source: where the weights came from, for display.
+        defaults: sampling parameters from the model's own configuration.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class Engine:
         return bool(self.requests.groups)
 
     def add(self, request: Request) -> SequenceGroup:
-        """Queue a request; raises UsageError for a bad prompt or an id in use, CapacityError if it can never fit."""
+        """Queue a request; raise UsageError for a bad prompt or an id in use, CapacityError if it can never fit."""
         method = self._methods[type(request.params)] if request.params.max_tokens else self._score_only
         return self.requests.add(request, method)
 
     def add_request(self, request_id: str, token_ids: SequenceOf[int], params: Params, **options: Any) -> SequenceGroup:
-        """`add`, given the fields of a `Request`."""
+        """Queue a request, given the fields of a `Request`."""
         return self.add(Request(token_ids, params, request_id=request_id, **options))
 
     def abort(self, request_id: str) -> None:
-        """End a request at the next step, wherever it is, and keep its output so far. Any thread may call this."""
+        """End a request at the next step and keep its output so far. Any thread may call this."""
         self._aborts.append(request_id)
 
     def carry_out_aborts(self) -> list[Delta]:
@@ -111,19 +111,19 @@ class Engine:
         return self.requests.end([groups[name] for name in names if name in groups]) + self.requests.end_failed()
 
     def take_finished(self) -> list[RequestOutput]:
-        """The requests that have finished since the last call, in the order in which they did."""
+        """Return the requests that finished since the last call, in the order in which they finished."""
         return [self.requests.take(request_id) for request_id in list(self.requests.finished)]
 
     def close(self) -> None:
-        """Let go of everything that would outlive the engine; nothing can be computed after that."""
+        """Free everything that would outlive the engine; it cannot compute anything afterwards."""
         self._on_close()
 
     def step(self) -> list[Delta]:
-        """Compute one step, and perhaps launch the next. Return its additions to each completion.
+        """Compute one step, and launch the next if possible. Return its additions to each completion.
 
-        A request whose method raises ends alone, with the error. If the device fails, every request that was part of
-        the step ends with the error, its blocks are freed, and the exception is raised; the engine itself stays usable,
-        unless its guard says otherwise.
+        If a request's method raises, that request ends alone, with the error. If the device fails, all requests of the
+        step end with the error, their blocks are freed, and the exception is raised. The engine stays usable unless its
+        guard says otherwise.
         """
         with self._guard():
             began = time.monotonic()
@@ -144,18 +144,18 @@ class Engine:
             return deltas + self.take_undelivered()
 
     def take_undelivered(self) -> list[Delta]:
-        """Return the additions that no step has returned, once: for callers of a step that has raised."""
+        """Return the additions that no step has returned, once, for example after a step that raised."""
         deltas, self._undelivered = self._undelivered, []
         return deltas
 
     def _advance(self, step: Step) -> list[Delta]:
-        """Launch the step behind ``step`` where that is possible, then conclude ``step``."""
+        """Launch the step after ``step`` if possible, then conclude ``step``."""
         failure: Exception | None = None
         if step.may_run_ahead or step.may_compute_ahead:
             try:
                 self._under_way = self._launch(decide=step.may_run_ahead)
             except Exception as error:
-                failure = error  # that step's; this one has yet to be concluded
+                failure = error  # of the next step; this one is still to be concluded
         try:
             deltas = self.conclude(step)
         except Exception as error:
@@ -179,11 +179,11 @@ class Engine:
         return deltas
 
     def _launch(self, *, decide: bool = True) -> Step | None:
-        """Schedule a step and give it to the device; None where nothing can run. `_decide` may come later."""
+        """Schedule a step and run it on the device; return None if nothing can run. `_decide` may come later."""
         schedule = self.scheduler.schedule()
         self._undelivered += self.requests.end_failed()
         if not schedule.chunks:
-            # A group that had to go while all others only wait for their last token: its blocks must be saved now.
+            # A group was preempted while all others only wait for their last token: move its blocks now.
             self.runner.move(schedule)
             return None
         self.figures.count_blocks()
@@ -203,14 +203,14 @@ class Engine:
         return step
 
     def _decide(self, step: Step) -> None:
-        """Have the methods decide about a step's sequences that have not ended meanwhile, unless they have done so."""
+        """Launch the methods' decisions about sequences that are still running, unless that is done."""
         if step.undecided is not None:
             (logits, sampled), step.undecided = step.undecided, None
             running = [c for c in sampled if c.sequence.finish_reason is None and c.group.error is None]
             self.launch_flights(step, logits, running)
 
     def launch_flights(self, step: Step, logits: Tensor, sampled: list[Chunk]) -> None:
-        """Have each method decide about its own sequences."""
+        """Let each method begin to decide about its own sequences."""
         parts: dict[Method, list[Chunk]] = {}
         for chunk in sampled:
             parts.setdefault(chunk.group.method, []).append(chunk)
@@ -219,30 +219,16 @@ class Engine:
             try:
                 step.flights.append(method.launch(logits, chunks))
             except Exception as error:
-                failed |= self._launch_others(step, method, logits, chunks, error)
+                launched, ended = launch_others(method, logits, chunks, error, self.scheduler)
+                step.flights += launched
+                failed |= ended
                 if failed.issuperset(chunk.group for chunk in step.schedule.chunks):
-                    raise  # no request of the step goes on: the device has failed
-
-    def _launch_others(
-        self, step: Step, method: Method, logits: Tensor, chunks: list[Chunk], error: Exception
-    ) -> set[SequenceGroup]:
-        """Fail the group that a method cannot decide about, and launch the others'; all fail if there are several."""
-        groups = dict.fromkeys(chunk.group for chunk in chunks)
-        for culprit in groups if len(groups) > 1 else ():
-            try:
-                step.flights.append(method.launch(logits, [chunk for chunk in chunks if chunk.group is not culprit]))
-            except Exception:
-                continue
-            groups = {culprit: None}
-            break
-        for group in groups:
-            self.scheduler.fail(group, error)
-        return set(groups)
+                    raise  # no request of the step continues: the device has failed
 
     def note_computed(self, schedule: Schedule) -> None:
-        """Note the computed tokens, make full blocks findable, and fork groups whose prompt is complete.
+        """Record computed tokens, make full blocks findable, and fork groups with a complete prompt.
 
-        The device writes in the order of the steps: later steps may rely on its writes before they are done.
+        The device executes steps in order, so later steps may rely on these writes before they are done.
         """
         size = self.cache.block_size
         for chunk in schedule.chunks:
@@ -261,7 +247,7 @@ class Engine:
                     self.scheduler.fail(group, error)
 
     def conclude(self, step: Step) -> list[Delta]:
-        """Wait for a step's decisions and let its sequences go on accordingly."""
+        """Wait for a step's decisions and apply them to its sequences."""
         waited = time.monotonic()
         for flight in step.flights:
             flight.wait()
@@ -281,17 +267,6 @@ class Engine:
         return deltas + self.requests.end_failed()
 
     def _fail_step(self, step: Step, error: Exception) -> None:
-        """End every request that was part of a step in which the device failed."""
         step.discard()
         self.runner.forget()
-        groups: dict[str, SequenceGroup] = {}
-        for chunk in step.schedule.chunks:
-            if chunk.sequence.table is not None:
-                self.cache.distrust(chunk.sequence.table)
-            if chunk.group.request_id in self.requests.groups:
-                groups[chunk.group.request_id] = chunk.group
-                chunk.group.error = f"{type(error).__name__}: {error}"
-        self.requests.end(list(groups.values()))
-        for group in step.schedule.preempted:
-            if group.stage is Stage.SAVED:
-                self.scheduler.preemption.start_over(group)  # how much of it reached the host is unknown
+        end_requests_of(step.schedule, error, self.requests)

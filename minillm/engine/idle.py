@@ -1,6 +1,6 @@
 """Sequences that nothing computes, kept because their blocks may be forked from again."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from minillm.cache import BlockManager
@@ -20,6 +20,15 @@ class IdleSequences:
     def keep(self, sequence: Sequence) -> None:
         """Keep a sequence's blocks until it is released, or until others need them."""
         self.idle[sequence.seq_id] = sequence
+
+    def keep_ended(self, sequence: Sequence, new_seq_id: Callable[[], int]) -> None:
+        """Keep a sequence that has just ended, without its last token if a step that ran ahead has computed it."""
+        table, last = sequence.own_table, len(sequence.token_ids) - 1
+        if table.num_tokens > last and sequence.num_output_tokens:
+            sequence.seq_id, sequence.num_computed = new_seq_id(), last
+            sequence.table = self.cache.fork(table, sequence.seq_id, last)
+            self.cache.free(table)
+        self.keep(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Free an idle sequence's blocks; does nothing where pressure has taken them already."""

@@ -1,4 +1,4 @@
-"""Sampling, the first method of decoding: every sequence draws its own next token."""
+"""Sampling, a decoding method: every sequence draws its own next token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
 
 
 class Samples:
-    """The samples of all requests; see `minillm.sequence.Method`. ``seed`` is for requests without one of their own."""
+    """The samples of all requests; see `minillm.sequence.Method`. ``seed`` is for requests without a seed."""
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
         self.requests, self._runner, self._random = requests, runner, random.Random(seed)
@@ -43,7 +43,7 @@ class Samples:
                 pending = sequence.num_pending
                 total = len(sequence.token_ids) + pending
                 if pending and total - sequence.num_prompt_tokens >= group.max_tokens:
-                    continue  # the token under way is the last one that it may have
+                    continue  # the pending token is its last one
                 missing = total - sequence.num_computed
                 if missing == 1:
                     chunks.append(sequence.decode or Chunk.last_token(group, sequence))
@@ -52,13 +52,13 @@ class Samples:
         return chunks
 
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
-        for index in range(len(group.sequences), group.params.num_sequences):  # the first time: make the others
+        for index in range(len(group.sequences), group.params.num_sequences):  # create the others, once
             mixed = (leader.seed + index * _SEED_STEP) & ((1 << 64) - 1)
             prompt = leader.token_ids[: leader.num_prompt_tokens]
             other = Sequence(self.requests.new_seq_id(), prompt, leader.num_prompt_tokens, index)
             other.seed = mixed - (1 << 64) if mixed >> 63 else mixed
             other.text = None if leader.text is None else leader.text.copy()
-            other.matcher = None if leader.matcher is None else self.requests.matcher(group.params)
+            other.matcher = None if leader.matcher is None else self.requests.grammars.matcher(group.params)
             group.sequences.append(other)
         self.requests.fork_prompt(group, leader)
 
@@ -66,12 +66,12 @@ class Samples:
         return self.draw(logits, chunks)
 
     def draw(self, logits: Tensor, chunks: list[Chunk]) -> Draws:
-        """Begin to draw the next token of each chunk's sequence, and of those that share its prompt."""
+        """Begin to draw the next token of each chunk's sequence, and of the sequences that share its prompt."""
         draws = []
         for chunk in chunks:
             draws.append(chunk)
             if len(chunk.group.sequences) > 1 and chunk.sequence.num_tokens == chunk.sequence.num_prompt_tokens:
-                # The prompt's logits: the others draw their first token from them as well.
+                # The other sequences also draw their first token from the prompt's logits.
                 group, leader = chunk.group, chunk.sequence
                 draws += [Chunk(group, each, 0, False, chunk.row) for each in group.unfinished if each is not leader]
         drawn = self._runner.draw(logits, draws)
@@ -90,7 +90,7 @@ class Samples:
         return outputs
 
     def append(self, group: SequenceGroup, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
-        """Add a drawn token to its sequence, and end the sequence where the token ends it."""
+        """Append a drawn token to its sequence, and end the sequence if this is its last token."""
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = time.monotonic()
         sequence.token_ids.append(token_id)
@@ -122,7 +122,7 @@ class Samples:
 
 @dataclass(slots=True)
 class Draws:
-    """The tokens that one step draws; see `minillm.sequence.Flight`."""
+    """The tokens drawn in one step; see `minillm.sequence.Flight`."""
 
     samples: Samples
     chunks: list[Chunk]  # one for each drawn token

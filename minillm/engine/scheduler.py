@@ -1,8 +1,8 @@
-"""Which sequences run in the next step.
+"""The scheduler chooses the sequences of the next step.
 
-Continuous batching (Orca, Yu et al. 2022) under one budget of tokens per step: every running sequence that only lacks
-its last token decodes, and the rest of the budget goes to chunks of prompts, first come, first served (chunked prefill,
-Agrawal et al. 2023). When blocks run out, the latest group is preempted, never the oldest: every request finishes.
+Continuous batching (Orca, Yu et al. 2022) with one token budget per step: every running sequence that only lacks its
+last token decodes, and the rest of the budget goes to chunks of prompts, first come, first served (chunked prefill,
+Agrawal et al. 2023). If blocks run out, the newest group is preempted, never the oldest: every request finishes.
 """
 
 import time
@@ -20,36 +20,32 @@ from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup, Stage
 
 @dataclass
 class Scheduler:
-    """The queues, and the rules for moving between them."""
+    """The waiting and running groups, and the rules for moving between them."""
 
     preemption: Preemption
     max_num_seqs: int
     max_num_batched_tokens: int
     admission: str = "predicted"  # or "optimistic"
-    prefill_chunk: int | None = None  # tokens of a step in which some decode and others have prompts; None: the budget
+    prefill_chunk: int | None = None  # tokens of a step with both decodes and prompts; None: the budget
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
-    failed: list[SequenceGroup] = field(default_factory=list)  # their errors are known, and they have yet to end
+    failed: list[SequenceGroup] = field(default_factory=list)  # with an error, still to be ended
 
     def __post_init__(self) -> None:
         self.cache, self.idle = self.preemption.cache, self.preemption.idle
 
     @property
     def num_free_seats(self) -> int:
-        """Sequences that could still be computed at a time."""
+        """How many more sequences could run at a time."""
         return self.max_num_seqs - sum(group.num_seqs for group in self.running)
 
     def add(self, group: SequenceGroup) -> None:
-        """Queue a group.
-
-        Raises:
-            CapacityError: it could never run, even alone.
-        """
+        """Queue a group; raise CapacityError if it could never run, even alone."""
         need.check_capacity(group, self.max_num_seqs, self.cache, self.idle.num_pinned_blocks)
         self.waiting.append(group)
 
     def schedule(self) -> Schedule:
-        """Choose the step's work and take the blocks that it writes to."""
+        """Choose the step's work and allocate the blocks that it writes to."""
         schedule = Schedule()
         behind = self._decode(schedule)
         budget = self._prefill(behind, self._budget(schedule), schedule)
@@ -61,7 +57,7 @@ class Scheduler:
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
-        """Schedule every sequence that lacks its last token only. Returns the chunks of those that lack more."""
+        """Schedule every sequence that lacks only its last token. Return the chunks of the others."""
         decodes, preempted, behind = schedule.decodes, schedule.preempted, []
         for group in list(self.running):
             try:
@@ -79,16 +75,16 @@ class Scheduler:
         return behind
 
     def _budget(self, schedule: Schedule) -> int:
-        """Tokens of prompts that the step may compute."""
+        """Return how many prompt tokens the step may compute."""
         budget, decoding = self.max_num_batched_tokens - len(schedule.decodes), len(schedule.decodes)
         if decoding and self.prefill_chunk is not None:
-            # Those that decode should not wait long for their next token. All tokens of the step count: the
-            # matrix unit is fastest with a multiple of 256 rows.
+            # Decoding sequences should not wait long for their next token. All tokens of the step count, since
+            # matmuls are fastest with a multiple of 256 rows.
             budget = min(budget, max(self.prefill_chunk - decoding, self.prefill_chunk // 2))
         return budget
 
     def _prefill(self, chunks: list[Chunk], budget: int, schedule: Schedule) -> int:
-        """Schedule as much of ``chunks`` as the budget allows. Returns the rest of the budget."""
+        """Schedule as much of ``chunks`` as the budget allows. Return the rest of the budget."""
         for chunk in chunks:
             chunk.count = min(chunk.count, budget)
             if chunk.count > 0 and chunk.group not in schedule.preempted and self._make_room(chunk, schedule):
@@ -112,13 +108,13 @@ class Scheduler:
         schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.optional]
 
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
-        """Admit groups from the queue, in its order, while there are seats, budget and blocks. Returns the rest."""
+        """Admit groups from the queue, in order, while seats, budget and blocks last. Return the rest of the budget."""
         seats = self.num_free_seats if self.waiting else 0
-        promised: int | None = None  # blocks, to the running groups: summed up once, and only if there is a seat
+        promised: int | None = None  # blocks, to the running groups; summed once, and only if there is a seat
         size = self.cache.block_size
         while self.waiting and not schedule.preempted and self.waiting[0].num_seqs <= seats:
             group = self.waiting[0]
-            # Of a group that comes back, all sequences together must fit into the step.
+            # All sequences of a resumed group must fit into the step.
             if budget < (group.num_seqs if group.stage is Stage.SAVED else 1):
                 break
             if promised is None:
@@ -144,16 +140,16 @@ class Scheduler:
         return budget
 
     def fail(self, group: SequenceGroup, error: Exception) -> None:
-        """Note the exception that ends a group, and the group alone: see `Requests.end_failed`."""
+        """Record the exception that ends this group alone: see `Requests.end_failed`."""
         group.error = group.error or str(as_known(error))
         self.failed.append(group)
 
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks, wherever they are."""
+        """Free a sequence's blocks, on the device and elsewhere."""
         self.preemption.free(sequence)
 
     def remove(self, groups: Collection[SequenceGroup]) -> None:
-        """Take groups out of their queues and free their blocks, except those of sequences that were kept idle."""
+        """Remove groups from the queues and free their blocks, except those of idle sequences."""
         for group in groups:
             for sequence in group.sequences:
                 if sequence.seq_id not in self.idle.idle:
@@ -163,7 +159,7 @@ class Scheduler:
         self.waiting = deque(group for group in self.waiting if group not in gone)
 
     def _make_room(self, chunk: Chunk, schedule: Schedule) -> bool:
-        """Append room for a chunk, preempting later groups for it. False where its own group had to go."""
+        """Allocate slots for a chunk, preempting later groups for it; return False if its own group was preempted."""
         while True:
             try:
                 self.cache.append(chunk.sequence.own_table, chunk.count)
@@ -178,7 +174,7 @@ class Scheduler:
                     return False
 
     def _admit(self, group: SequenceGroup, promised: int, schedule: Schedule) -> bool:
-        """Give the group's sequences their tables, if its prompt fits beside the blocks promised to running groups."""
+        """Allocate the group's tables if its prompt fits, given the blocks promised to running groups."""
         if group.stage is Stage.SAVED:
             if self.preemption.bring_back(group, promised, bool(self.running), schedule):
                 return True

@@ -17,6 +17,7 @@ and one differing bit would part them for good.)
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -36,7 +37,7 @@ from minillm.runner.masks import Masks, masks_of, needs_tokens
 from minillm.runner.penalties import needs_processing, note_empty, run_processors
 from minillm.runner.rows import SHORTEST, Rows, Sharing, padded_length, padded_size, sampling_words
 from minillm.runner.runner import Runner
-from minillm.runner.sampler import Drawn, draw_tokens, num_listed
+from minillm.runner.sampler import MANY, Drawn, draw_tokens
 from minillm.runner.short_prompts import ShortPrompts
 from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 from minillm.runner.to_device import to_device
@@ -44,6 +45,7 @@ from minillm.runner.token_rows import MOST_TOKENS, TokenRows
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
 Found = tuple[Tensor, ...]  # of each row: its token, that one's log-probability, and those and ids of the most probable
+_LISTED = 5, 8, 16, 32  # the numbers of most probable tokens that graphs find for every row
 _REHEARSED = 37  # tokens of a prompt: no multiple of anything, as most prompts
 
 
@@ -474,3 +476,9 @@ def _sampling(chunk: Chunk) -> dict[int, int]:
 def _ahead(draws: list[Chunk]) -> bool:
     """Whether the next step may be launched before the host has seen the tokens of these."""
     return not any(needs_tokens(draw.group, draw.sequence) for draw in draws)
+
+
+def num_listed(draws: SequenceOf[Chunk], vocab: int) -> int:
+    """How many of the most probable tokens a graph finds of each row: none where nobody wants any, or somebody many."""
+    most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= MANY), default=0)
+    return next((min(count, vocab) for count in _LISTED if count >= most), 0) if most else 0

@@ -1,4 +1,4 @@
-"""From a schedule to logits to drawn tokens: a step is first written down as plain data (`StepWork`), then computed.
+"""From a schedule to logits to drawn tokens: a step becomes plain data (`StepWork`), then tensors.
 
 This runner sends everything to the device at every step, which costs nothing on a CPU. On a GPU, the runner is a
 `minillm.runner.device_runner`, which keeps the state of decoding sequences on the device.
@@ -33,8 +33,7 @@ class Runner:
             copies: (source, destination) blocks: copies on write.
 
         Returns:
-            Logits ``[n, vocab]``, valid until the next step, and the chunks that they belong to, each from its ``row``
-            on: those that computed a sequence's last token.
+            Logits ``[n, vocab]``, valid until the next step, and the chunks with logits, each from its ``row`` on.
         """
         for observer in self.observers:
             observer.prepare(schedule, copies)
@@ -53,7 +52,7 @@ class Runner:
             self.observed(StepWork(schedule.moves, [], None, [], 0))
 
     def observed(self, work: StepWork) -> Tensor:
-        """`compute`, with every observer told."""
+        """Run `compute`, and notify every observer."""
         for observer in self.observers:
             observer.begin(work)
         logits = self.compute(work)
@@ -62,13 +61,13 @@ class Runner:
         return logits
 
     def work_for(self, schedule: Schedule, copies: list[tuple[int, int]]) -> StepWork:
-        """Write a schedule down as plain data."""
+        """Return a schedule as plain data."""
         chunks = [self.chunk_work(chunk) for chunk in schedule.chunks]
         return StepWork(schedule.moves, copies, None, chunks, len(schedule.decodes))
 
     @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
-        """Do a step's work; returns logits ``[n, vocab]`` float32 of the chunks that want them."""
+        """Compute a step; return logits ``[n, vocab]`` float32 of the chunks that need them."""
         self.prepare(work)
         if not work.chunks:
             return torch.empty(0, 0, dtype=self.model.dtype, device=self.model.device)
@@ -83,9 +82,9 @@ class Runner:
         return sample_tokens(self.as_drawn_from(logits), draws)
 
     def as_drawn_from(self, logits: Tensor) -> Tensor:
-        """The logits in the type of all draws: in float32 where it must not depend on other requests' penalties.
+        """Return the logits in the dtype of all draws: float32 in deterministic mode.
 
-        A kernel adds up numbers of another type in another order.
+        There a draw must not depend on other requests' penalties, and a kernel sums other dtypes in another order.
         """
         return logits.float() if self.model.is_deterministic else logits
 
@@ -107,7 +106,7 @@ class Runner:
             observer.close()
 
     def chunk_work(self, chunk: Chunk) -> ChunkWork:
-        """Write a chunk down as plain data."""
+        """Return a chunk as plain data."""
         sequence, first = chunk.sequence, chunk.sequence.num_computed
         token_ids = chunk.token_ids
         blocks = sequence.blocks[: -(-(first + len(token_ids)) // self.block_size)]
@@ -117,10 +116,10 @@ class Runner:
         return work
 
     def batch(self, chunks: list[ChunkWork], num_decodes: int) -> Batch:
-        """The chunks' tensors; the first ``num_decodes`` chunks decode."""
+        """Return the chunks as tensors; the first ``num_decodes`` chunks decode."""
         numbers = packed(chunks, num_decodes, self.block_size)
         device, rope_lengths = self.model.device, None
-        if self.model.rotary.dynamic:  # a prompt token goes by the prompt's length, a generated one by its own position
+        if self.model.rotary.dynamic:  # of prompt tokens the prompt's length, of generated ones their position
             rope_lengths = [max(each.num_prompt_tokens, i + 1) for each in chunks for i in range(each.first, each.end)]
 
         def tensor(values: list, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""One step's logits to one step's tokens. A draw is a `Chunk`: its sequence's next token, from its row of logits."""
+"""From logits to tokens. A draw is a `Chunk`: the next token of its sequence, from its row of logits."""
 
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -15,23 +15,20 @@ from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk
 
-_MANY = 256  # most probable tokens: up to so many a kernel finds
-_LISTED = 5, 8, 16, 32  # the numbers of them that graphs find for every row
+MANY = 256  # a kernel finds up to this many of the most probable tokens
 
 
 class Drawn:
-    """Tokens that the device has drawn, or is about to; `wait` brings them to the host.
+    """Tokens that the device has drawn, or is drawing; `wait` copies them to the CPU.
 
-    The log-probabilities are the model's own, before penalties, grammar and temperature.
+    Log-probabilities are the model's own, before penalties, grammar and temperature.
 
     Args:
         token_ids: ``[draws]`` int64.
-        logprobs: ``[draws]``, of these tokens: NaN where a logit is NaN.
-        logits: ``[draws, vocab]``, the model's own, for the most probable tokens where they are wanted.
-        listed: log-probabilities and ids ``[draws, listed]`` of the most probable tokens, if they are known already: so
-            many as `num_listed` says.
-        may_run_ahead: the next step can be launched before the host has seen these tokens.
-        may_compute_ahead: its logits can be computed before that.
+        logprobs: ``[draws]``, of these tokens; NaN if a logit is NaN.
+        logits: ``[draws, vocab]``, the model's own, to find the most probable tokens if requested.
+        listed: log-probabilities and ids ``[draws, listed]`` of the most probable tokens, if already known.
+        may_run_ahead, may_compute_ahead: see `minillm.sequence.Flight`.
     """
 
     def __init__(
@@ -48,14 +45,14 @@ class Drawn:
         self.may_run_ahead, self.may_compute_ahead = may_run_ahead, may_compute_ahead
         self._counts = [draw.group.params.logprobs for draw in draws]
         vocab, results = logits.shape[-1], [token_ids, logprobs]
-        # Many are found in another way than a few: nobody's are found so because somebody else wants many.
+        # Many are found in another way than a few. A request's results must not depend on others' requests.
         self._listed: list[SequenceOf[int]] = [range(len(draws))] if listed else []
         results += listed
         for is_many in (False, True):
             counts = {
                 i: vocab if count < 0 else min(count, vocab)
                 for i, count in enumerate(self._counts)
-                if count and (count < 0 or count > _MANY) == is_many
+                if count and (count < 0 or count > MANY) == is_many
             }
             if counts and (is_many or not listed):
                 index = to_device(list(counts), torch.int64, logits.device)
@@ -64,7 +61,7 @@ class Drawn:
         self._results = ToHost(results)
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
-        """The tokens, their log-probabilities where they are wanted, and whether a token's logits held NaN."""
+        """Return the tokens, their log-probabilities if requested, and whether a token's logits held NaN."""
         token_ids, logprobs, *top = self._results.wait()
         best: dict[int, tuple[tuple[int, float], ...]] = {}
         for listed, values, ids in zip(self._listed, top[::2], top[1::2], strict=True):
@@ -76,12 +73,6 @@ class Drawn:
                 end = count if count >= 0 else None
                 tokens[i] = TokenLogprobs(token_ids[i], logprobs[i], best.get(i, ())[:end])
         return token_ids, tokens, [logprob != logprob for logprob in logprobs]
-
-
-def num_listed(draws: SequenceOf[Chunk], vocab: int) -> int:
-    """How many of the most probable tokens a graph finds of each row: none where nobody wants any, or somebody many."""
-    most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= _MANY), default=0)
-    return next((min(count, vocab) for count in _LISTED if count >= most), 0) if most else 0
 
 
 @torch.inference_mode()
@@ -96,13 +87,13 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
         processed = raw.to(torch.float32, copy=True)
         note_empty(owners, process_logits(processed, owners))
     token_ids = draw_tokens(processed, draws)
-    wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only NaN has a meaning
+    wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only to detect NaN
     logprobs = kernels.log_probabilities(raw, token_ids) if wanted else raw.amax(-1)
     return Drawn(draws, token_ids, logprobs, raw, may_run_ahead=False, may_compute_ahead=False)
 
 
 def draw_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Tensor:
-    """One token for each row of ``logits [draws, vocab]``, by the requests' parameters: ``[draws]`` int64."""
+    """Draw a token ``[draws]`` int64 for each row of ``logits [draws, vocab]``, by the requests' parameters."""
     params = [draw.group.params for draw in draws if isinstance(draw.group.params, SamplingParams)]
     if all(p.temperature == 0 for p in params):
         return logits.argmax(-1)

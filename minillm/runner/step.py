@@ -8,16 +8,16 @@ from minillm.runner.decode_work import DecodeWork
 
 @dataclass(slots=True)
 class ChunkWork:
-    """Successive tokens of one sequence."""
+    """Consecutive tokens of one sequence."""
 
     token_ids: list[int]
-    first: int  # the position of the first of them
-    blocks: list[int]  # that hold the sequence up to the last of them
+    first: int  # the first token's position
+    blocks: list[int]  # of the sequence, up to the last token
     num_prompt_tokens: int
-    num_logits: int  # wanted, of the last tokens
-    score_from: int = 0  # the position behind which the first of ``targets`` stands
-    targets: list[int] = field(default_factory=list)  # tokens whose log-probabilities are wanted
-    num_top: int = 0  # with the most probable tokens beside each
+    num_logits: int  # of the last tokens
+    score_from: int = 0  # the position before the first of ``targets``
+    targets: list[int] = field(default_factory=list)  # tokens to score
+    num_top: int = 0  # most probable tokens to return with each score
 
     @property
     def end(self) -> int:
@@ -26,19 +26,19 @@ class ChunkWork:
 
 @dataclass(slots=True)
 class Packed:
-    """Chunks one after another, as `minillm.model.llama.Batch` has them, in numbers of the host."""
+    """Chunks packed into one batch, as lists for the tensors of `minillm.model.llama.Batch`."""
 
     token_ids: list[int]
     positions: list[int]
     slots: list[int]
-    starts: list[int]  # of the chunks that prefill, and the end of the last, counted from the first of them
-    lengths: list[int]  # of the sequences, these tokens included
-    tables: list[list[int]]  # all as wide as the widest
+    starts: list[int]  # of the prefill chunks, and the end of the last, counted from the first one
+    lengths: list[int]  # of the sequences, with these tokens
+    tables: list[list[int]]  # padded to the same width
     logit_rows: list[int]
 
 
 def packed(chunks: list[ChunkWork], num_decodes: int, size: int) -> Packed:
-    """Pack chunks, the first ``num_decodes`` of which decode; a block has ``size`` tokens."""
+    """Pack chunks; the first ``num_decodes`` decode, and a block has ``size`` tokens."""
     width = max((len(chunk.blocks) for chunk in chunks), default=0)
     tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
     out = Packed([], [], [], [0], [chunk.end for chunk in chunks], tables, [])
@@ -61,8 +61,8 @@ class StepWork:
     copies: list[tuple[int, int]]  # (source, destination)
     decode: DecodeWork | None  # a device runner's own part
     chunks: list[ChunkWork]
-    # Of the chunks, the first ones: their tokens are computed as those of sequences that decode, without rows on the
-    # device. It is all or none where other sequences have rows, and one token of each sequence where none has.
+    # The first chunks, computed as decodes without state on the device: of a device runner all or none of their tokens,
+    # otherwise one token of each.
     num_decodes: int
 
     @property

@@ -34,7 +34,7 @@ class Prepared:
 def prepare(driver: Driver, call: Complete) -> Prepared:
     """Make the token ids and the parameters of a request; raises MinillmError where it makes no sense."""
     params = _params(call)
-    driver.engine.requests.matcher(params)  # the engine's thread finds it compiled
+    driver.engine.requests.grammars.matcher(params)  # the engine's thread finds it compiled
     token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, special=call.fork is None)
     continuation = None
     if isinstance(call.prompt, str) and call.fork is not None:

@@ -1,0 +1,45 @@
+"""Failures within a step: a request whose method fails ends alone; if the device fails, all of the step's end."""
+
+from torch import Tensor
+
+from minillm.engine.requests import Requests
+from minillm.engine.scheduler import Scheduler
+from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Stage
+
+
+def launch_others(
+    method: Method, logits: Tensor, chunks: list[Chunk], error: Exception, scheduler: Scheduler
+) -> tuple[list[Flight], set[SequenceGroup]]:
+    """Fail the group that a method cannot decide about, and launch the others; fail all if there are several.
+
+    Returns:
+        The flights that were launched, at most one, and the failed groups.
+    """
+    flights: list[Flight] = []
+    groups = dict.fromkeys(chunk.group for chunk in chunks)
+    for culprit in groups if len(groups) > 1 else ():
+        try:
+            flights.append(method.launch(logits, [chunk for chunk in chunks if chunk.group is not culprit]))
+        except Exception:
+            continue
+        groups = {culprit: None}
+        break
+    for group in groups:
+        scheduler.fail(group, error)
+    return flights, set(groups)
+
+
+def end_requests_of(schedule: Schedule, error: Exception, requests: Requests) -> None:
+    """End every request that was part of a step in which the device failed."""
+    cache, preemption = requests.scheduler.cache, requests.scheduler.preemption
+    groups: dict[str, SequenceGroup] = {}
+    for chunk in schedule.chunks:
+        if chunk.sequence.table is not None:
+            cache.distrust(chunk.sequence.table)
+        if chunk.group.request_id in requests.groups:
+            groups[chunk.group.request_id] = chunk.group
+            chunk.group.error = f"{type(error).__name__}: {error}"
+    requests.end(list(groups.values()))
+    for group in schedule.preempted:
+        if group.stage is Stage.SAVED:
+            preemption.start_over(group)  # how much of it reached the host is unknown
