@@ -1,1 +1,1 @@
-"""Whether a model fits: arithmetic on the headers of its files, or on weights.toml. Nothing here imports torch."""
+"""Decide whether a model fits, from the headers of its files or from weights.toml. Nothing here imports torch."""

@@ -1,7 +1,7 @@
-"""The memory of a device, and how much of it weights, steps and context take: the arithmetic of `loading.build`.
+"""The memory of a device, and how weights, steps and context divide it: the arithmetic of `loading.build`.
 
-A GPU is filled up to ``gpu_memory_utilization``. On a CPU half of the memory that the weights leave is for the context,
-`CPU_POOL_TOKENS` at most, because all else that runs wants some, too.
+A GPU is filled up to ``gpu_memory_utilization``. On a CPU the context gets half of the memory that the weights leave,
+and at most `CPU_POOL_TOKENS`, because other programs need memory as well.
 """
 
 from __future__ import annotations
@@ -15,35 +15,39 @@ from minillm.forms import Held
 from minillm.progress import size
 from minillm.weights.shape import Shape
 
-CPU_KEEPS_LOW_BIT = False  # its products are of numbers, so matrices of few bits are unpacked at the load
-CPU_DEQUANTIZED_SHARE = 0.5  # of the free memory: prompts take longer low-bit, and more than this is others' memory
+CPU_KEEPS_LOW_BIT = (
+    False  # its matmuls need dequantized weights, so low-bit matrices are dequantized when the model is loaded
+)
+CPU_DEQUANTIZED_SHARE = (
+    0.5  # maximum share of the free memory: low-bit prompts are slower, but other programs need memory
+)
 CPU_POOL_TOKENS, CPU_POOL_SHARE = 32768, 0.5
-CPU_STEP_TOKENS = 512  # a step of a 135M model then takes about a second
+CPU_STEP_TOKENS = 512  # about one second for a 135M model
 GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
-_COPY_SHARE = 1 / 4  # of what weights, steps and context share: at most, for a copy of low-bit weights in 16 bits
-_GPU_STEP_SHARE = 1 / 3  # of the memory that the weights leave: a smaller step leaves more context
-GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and the allocator's loss
-# Of a process before its first tensor: CUDA's context and the compiled kernels, or torch's libraries.
+_COPY_SHARE = 1 / 4  # maximum share of the available memory for a 16-bit copy of low-bit weights
+_GPU_STEP_SHARE = 1 / 3  # of the memory after weights: smaller steps leave more context
+GRAPH_BYTES = 512 << 20  # CUDA graphs, cuBLAS's workspace, and allocator overhead
+# Memory of a process before its first tensor: CUDA's context and the compiled kernels, or torch's libraries.
 GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 512 << 20, 384 << 20
 _PACKING = ("x86_64", "AMD64")  # processors on which `kernels.cpu.packed_linear` keeps matrices in float16
-_CPU_BYTES = 64 << 20  # the allocator's loss
-LEAST_TOKENS, ROOMY_TOKENS = 512, 4096  # of context: to be of any use, and for a conversation
+_CPU_BYTES = 64 << 20  # allocator overhead
+LEAST_TOKENS, ROOMY_TOKENS = 512, 4096  # of context: the minimum, and enough for a conversation
 
-# A step reads its bytes at this part of the measured bandwidth (measured: 0.88 to 1.0 of a GPU's copy bandwidth with
-# 16-bit weights, 0.8 of a CPU's reads), and on a GPU takes so long per layer beside them: `minillm bench latency` on an
-# H200 gave 445 us for 30 layers and 0.3 GB, 840 for 16 and 2.5, 4,000 for 32 and 15.
+# A step reads its bytes at this share of the measured bandwidth (measured: 0.88 to 1.0 of a GPU's copy bandwidth with
+# 16-bit weights, 0.8 of a CPU's reads). A GPU also needs this time per layer: `minillm bench latency` on an H200
+# measured 445 us for 30 layers and 0.3 GB, 840 for 16 and 2.5, 4,000 for 32 and 15.
 EFFICIENCY = 0.85
 _GPU_SECONDS_PER_LAYER = 13e-6
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a model would lie in memory: bytes, and the tokens of context that remain, the model's own at most."""
+    """A model's memory in bytes, and the remaining tokens of context, at most the model's own."""
 
     weights: Weights
-    copied: int  # of a copy in 16 bits
+    copied: int  # of a 16-bit copy
     steps: int
-    least_context: int  # bytes of the shortest context that is of use
+    least_context: int  # bytes of the shortest useful context
     needed: int
     context: int
     fits: bool
@@ -52,10 +56,9 @@ class Fit:
 
 @dataclass(frozen=True)
 class Budget:
-    """A device's memory, in bytes, and the options of `EngineConfig` that divide it.
+    """A device's memory in bytes, and the options of `EngineConfig` that divide it.
 
-    ``available`` may be taken: the weights, the steps and the context have to share it, and a draft model's beside
-    them.
+    The weights, the steps and the context share ``available`` bytes, also with a draft model.
     """
 
     free: int
@@ -67,7 +70,7 @@ class Budget:
     draft_bytes_per_token: int = 0  # of its context
 
     def beside(self, draft: Weights, shape: Shape) -> Budget:
-        """The same with a draft model of this shape."""
+        """Return this budget with a draft model of this shape."""
         own = draft.memory + (GRAPH_BYTES if self.on_gpu else 0)
         return replace(self, draft_bytes=own, draft_bytes_per_token=self.kv_bytes_per_token(shape))
 
@@ -77,7 +80,7 @@ class Budget:
         return max(0, int(self.free - kept))
 
     def layout(self, quantize: str = "") -> Layout:
-        """How weights are held there, matrices turned to ``quantize``, or to the option of the engine."""
+        """Return how weights are held, with matrices quantized to ``quantize`` or to the engine's option."""
         asked = quantize or self.config.quantize or ""
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
@@ -85,16 +88,16 @@ class Budget:
 
     @property
     def chooses_weights(self) -> bool:
-        """Tell whether a model's size and the free memory decide if low-bit matrices are dequantized."""
+        """Return whether a model's size and the free memory decide if low-bit matrices are dequantized."""
         return self.config.weights == "auto" and not self.on_gpu and not CPU_KEEPS_LOW_BIT
 
     @property
     def most_dequantized(self) -> int:
-        """Bytes that dequantized weights may take where the choice is free (`chooses_weights`)."""
+        """Maximum bytes of dequantized weights if `chooses_weights`."""
         return int((self.available - self.draft_bytes) * CPU_DEQUANTIZED_SHARE)
 
     def with_weights(self, weights: str) -> Budget:
-        """The same with the option ``weights``."""
+        """Return this budget with the option ``weights``."""
         return replace(self, config=replace(self.config, weights=weights))
 
     def _held(self, packs: bool) -> Held:
@@ -106,9 +109,9 @@ class Budget:
         return "int4" if packs and weights == "stored" else "expanded"
 
     def keeps_copy(self, weights: Weights, shape: Shape) -> bool:
-        """Whether a copy in 16 bits of low-bit weights is kept beside them: option ``weights``.
+        """Return whether a 16-bit copy of low-bit weights is kept in addition to them: option ``weights``.
 
-        Not where the bits are promised: the memory that happens to be free must not choose the product.
+        In deterministic mode no copy is kept: the free memory must not decide which kernel computes a result.
         """
         if self.config.deterministic:
             return False
@@ -123,9 +126,9 @@ class Budget:
         return 0 < weights.copied <= self.available * _COPY_SHARE and needed <= self.available
 
     def step_bytes(self, shape: Shape, num_tokens: int, left: int) -> int:
-        """The bytes of the steps beside weights and pool, as estimated: `pool_size.activation_bytes` measures them.
+        """Estimate the bytes of the steps, without weights and pool; `pool_size.activation_bytes` measures them.
 
-        ``left`` is what the weights leave.
+        ``left`` is the memory that the weights leave.
         """
         ranks, element = self.config.tensor_parallel_size, self.element_size
         heads, intermediate = -(-shape.heads // ranks), -(-shape.intermediate // ranks)
@@ -141,7 +144,7 @@ class Budget:
         return max(activations, logits) + kept + GRAPH_BYTES
 
     def step_tokens(self, shape: Shape, left: int) -> int:
-        """The tokens of a step where ``left`` bytes are left once the weights are loaded."""
+        """Return the tokens of a step if ``left`` bytes are left once the weights are loaded."""
         asked, least = self.config.max_num_batched_tokens, self.config.max_num_seqs
         if asked is not None:
             return asked
@@ -153,7 +156,7 @@ class Budget:
         return max(least, next(fitting, GPU_STEP_TOKENS[-1]))
 
     def fit(self, weights: Weights, shape: Shape) -> Fit:
-        """How a model of this shape would lie in memory. ``weights``: those of one rank."""
+        """Return the memory of a model of this shape. ``weights`` are those of one rank."""
         copied = weights.copied if self.keeps_copy(weights, shape) else 0
         memory = weights.memory + copied + self.draft_bytes
         left = self.available - memory
@@ -176,7 +179,7 @@ class Budget:
         return Fit(weights, copied, steps, least * per_token, needed, context if fits else 0, fits, is_roomy)
 
     def longest_context(self, shape: Shape, left: int) -> int:
-        """The tokens of the longest sequence that can be where the weights leave ``left`` bytes, in whole blocks."""
+        """Return the tokens of the longest possible sequence, in whole blocks, if the weights leave ``left`` bytes."""
         per_token = self.kv_bytes_per_token(shape) + self.draft_bytes_per_token + self._unpacked_bytes_per_token(shape)
         block, most = self.config.block_size, max(0, left) // per_token
         if self.config.num_blocks is not None:
@@ -186,28 +189,33 @@ class Budget:
         return -(-min(self.config.max_model_len or shape.context, most) // block) * block
 
     def _unpacked_bytes_per_token(self, shape: Shape) -> int:
-        """Bytes of a token that a step with a prompt unpacks: K and V of a layer (`kernels.staging`)."""
+        """Return the bytes per token of K and V of a layer that a step with a prompt dequantizes
+        (`kernels.staging`).
+        """
         unpacks = self.on_gpu and self.element_size == 2 and self.config.kv_cache_dtype == "int8"
         return self._on_a_rank(shape.kv_bytes_per_token(2) // shape.layers, shape) if unpacks else 0
 
     def kv_bytes_per_token(self, shape: Shape) -> int:
-        """Bytes of K and V of a token on one rank."""
+        """Return the bytes of K and V of a token on one rank."""
         return self._on_a_rank(shape.kv_bytes_per_token(self.config.kv_element_size(self.element_size)), shape)
 
     def _on_a_rank(self, kv_bytes: int, shape: Shape) -> int:
         return kv_bytes * -(-shape.kv_heads // self.config.tensor_parallel_size) // shape.kv_heads
 
     def tokens_per_second(self, fit: Fit, shape: Shape, bandwidth: float) -> float:
-        """Expected at batch 1 in the middle of a conversation: a token reads the weights and half of its context."""
+        """Return the expected decoding speed at batch size 1 in the middle of a conversation.
+
+        A token reads the weights and half of its context. ``bandwidth`` is in bytes per second.
+        """
         read = fit.weights.read + self.kv_bytes_per_token(shape) * min(fit.context, ROOMY_TOKENS) // 2
         return 1 / (read / (EFFICIENCY * bandwidth) + self.on_gpu * shape.layers * _GPU_SECONDS_PER_LAYER)
 
     def where(self) -> str:
-        """The device and its memory, in words."""
+        """Describe the device and its memory in words."""
         if not self.on_gpu:
             return f"this machine has {size(self.free)} of memory free"
         ranks = self.config.tensor_parallel_size
         gpu = f"each of {ranks} GPUs" if ranks > 1 else "the GPU"
         kept = size(self.free - self.available)
-        unused = f", of which {kept} stay free (gpu_memory_utilization {self.config.gpu_memory_utilization:g})"
+        unused = f"; {kept} stay free (gpu_memory_utilization {self.config.gpu_memory_utilization:g})"
         return f"{gpu} has {size(self.free)} free" + (unused if self.free - self.available >= 1 << 20 else "")

@@ -1,4 +1,4 @@
-"""The forms of a model beside each other: how each would lie in memory, and which is best."""
+"""Compare a model's quantizations: the memory of each, and which is best."""
 
 from __future__ import annotations
 
@@ -31,39 +31,41 @@ READING_SPEED = 10.0  # tokens per second
 
 @dataclass(frozen=True)
 class Sized:
-    """A model of which the tensors are known, or expected. ``size`` in bytes, as stored; ``downloaded``: it is here."""
+    """A model with known or expected tensors. ``size`` is its stored size in bytes; ``downloaded``: it is on this
+    machine.
+    """
 
     name: str
     tensors: tuple[StoredTensor, ...]
     shape: Shape
     size: int
     downloaded: bool = False
-    quantize: str = ""  # int8, int4, fp8: to this its matrices are turned while it is loaded
-    kept: str = ""  # stored, int8: how a CPU shall hold its matrices, which else are numbers of the engine's dtype
+    quantize: str = ""  # int8, int4, fp8: the quantization of its matrices during loading
+    kept: str = ""  # stored, int8: how a CPU holds its matrices; default: in the engine's dtype
 
     def fit(self, budget: Budget) -> Fit:
-        """How it would lie in memory."""
+        """Return its memory on a device."""
         return budget.fit(self.weights(budget), self.shape)
 
     @property
     def options(self) -> str:
-        """Those of the command that loads it so."""
+        """The command-line options that load it this way."""
         return f" --quantize {self.quantize}" if self.quantize else f" --weights {self.kept}" if self.kept else ""
 
     @property
     def command(self) -> str:
-        """The command that chats with it, held so."""
+        """The command that starts a chat with it, loaded this way."""
         return f"minillm chat --model {shlex.quote(self.name)}{self.options}"
 
     def layout(self, budget: Budget) -> Layout:
-        """How its weights are held."""
+        """Return how its weights are held."""
         return self.decided(budget).layout(self.quantize)
 
     def decided(self, budget: Budget) -> Budget:
-        """Return the budget with the option ``weights`` as this model is loaded.
+        """Return the budget with the option ``weights`` for this model.
 
-        Where the option is "auto" on a CPU, a low-bit model is dequantized if that fits in half of the free memory, and
-        otherwise stays low-bit.
+        With "auto" on a CPU, a low-bit model is dequantized if that fits into half of the free memory, and otherwise
+        stays low-bit.
         """
         if self.kept:
             return budget.with_weights(self.kept)
@@ -74,12 +76,12 @@ class Sized:
         return budget.with_weights("stored" if stored < expanded > budget.most_dequantized else "expanded")
 
     def weights(self, budget: Budget) -> Weights:
-        """The memory of its weights, or of one rank's part of them."""
+        """Return the memory of its weights, or of one rank's part of them."""
         part, layout, tensors = 1 / budget.config.tensor_parallel_size, self.layout(budget), self.tensors
         if any(tensor.name == PACKED for tensor in tensors):
-            if layout.held in ("int8", "int4"):  # products of 8 bits or 4
+            if layout.held in ("int8", "int4"):  # 8-bit or 4-bit matmuls
                 tensors = expected_by_bits(self.shape, self.size)
-            elif layout.held == "expanded":  # numbers of 32 bits
+            elif layout.held == "expanded":  # float32
                 tensors = expected_tensors(self.shape, sys.maxsize)
         return weights_in_memory(tensors, layout, lambda tensor: part)
 
@@ -100,20 +102,20 @@ def shape_of(config: ModelConfig) -> Shape:
 
 
 def sized(name: str, path: Path, downloaded: bool = False) -> Sized:
-    """The model in a directory or a ``.gguf`` file. Raises WeightsError where its headers are damaged or missing."""
+    """Read the model in a directory or a ``.gguf`` file. Raises WeightsError if its headers are damaged or missing."""
     stored = read_stored(path)
     return Sized(name, stored.tensors, _shape(stored), stored.num_bytes, downloaded)
 
 
 def sized_entry(entry: ModelEntry) -> Sized | None:
-    """A form of weights.toml: by its files where it is downloaded, else by its shape; None where that is not known."""
+    """Return a model of weights.toml, from its files if downloaded, else from its shape; None if that is unknown."""
     files = find_downloaded(entry.name)
     paths = [Path(source.path) for source in entry.sources if isinstance(source, PathSource)]
     path = next(filter(Path.exists, paths), None) if files is None else files.path
     if path is not None:
         try:
             return sized(entry.name, path, downloaded=True)
-        except WeightsError:  # whoever loads it is told
+        except WeightsError:  # loading it reports the error
             pass
     if entry.shape is None or not entry.size:
         return None
@@ -121,18 +123,18 @@ def sized_entry(entry: ModelEntry) -> Sized | None:
 
 
 def sized_forms(entry: ModelEntry) -> list[Sized]:
-    """All forms of which enough is known."""
+    """Return all quantizations with a known size."""
     return [found for form in entry.all_forms() if (found := sized_entry(form)) is not None]
 
 
 def quantized(model: Sized) -> list[Sized]:
-    """A model that is stored in 16 or 32 bits, its matrices turned to fewer while it is loaded; none of another."""
+    """Return the ways to quantize a model of 16 or 32 bits while it is loaded; empty for other models."""
     plain = any(is_plain_matrix(tensor) for tensor in model.tensors)
     return [replace(model, quantize=kind) for kind in QUANTIZED] if plain else []
 
 
 def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
-    """The model as a CPU can hold it in fewer bytes: with its own few bits, or one of 16 bits in 8; none on a GPU."""
+    """Return the model as a CPU can hold it in fewer bytes: low-bit as stored, or 16 bits in 8. Empty on a GPU."""
     if budget.on_gpu:
         return []
     before = model.weights(budget).memory
@@ -141,10 +143,12 @@ def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
 
 
 def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = None) -> list[tuple[Sized, Fit]]:
-    """Those that fit, the best first: with space for a conversation, and of these the one with the most bits.
+    """Return the models that fit, best first: those with space for a conversation, and of these the one with the most
+    bits.
 
-    That is the largest file, and of the same file the way that holds it in the most bytes. With a ``bandwidth``, in
-    bytes per second, those of `READING_SPEED` or more come first, and of slower ones the fastest.
+    The one with the most bits is the largest file; with the same file, the one that takes the most memory. With a
+    ``bandwidth``, in bytes per second, models that reach `READING_SPEED` come first, and slower ones are sorted by
+    speed.
     """
     found = [(model, fit) for model in models if (fit := model.fit(budget)).fits]
 
@@ -161,6 +165,6 @@ def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = No
 def _shape(stored: StoredModel) -> Shape:
     if isinstance(stored.config, Shape):
         return stored.config
-    # Quantised weights that a config.json announces take the bytes that they have in the file.
+    # Quantized weights announced by a config.json take as many bytes as in the file.
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     return shape_of(ModelConfig.from_hf(config))

@@ -1,6 +1,7 @@
 """Say where each quantization of a model fits, how fast it would be, and which one a chat takes.
 
-`minillm models`, the chat's list and the chat itself ask here, with the arithmetic and the ranking of `minillm fit`.
+`minillm models`, the chat's list and the chat itself use this module; arithmetic and ranking are those of `minillm
+fit`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from minillm.config import EngineConfig
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
 from minillm.fit.forms import Sized, in_few_bits, ranked
 
-IN_FEW_BITS: Final = "CPU in few bits"  # where a model fits a CPU only with --weights int8
+IN_FEW_BITS: Final = "CPU in few bits"  # a model fits a CPU only with fewer bits (--weights)
 Where = Literal["GPU", "CPU", "CPU in few bits", "no", "?"]
 
 
@@ -28,7 +29,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Hold where a model fits, and its expected tokens per second there. ``taken``: a chat takes this quantization."""
+    """The device that a model fits on, and its expected tokens per second there. ``taken``: a chat takes this
+    quantization.
+    """
 
     where: Where
     tokens_per_second: float | None = None
@@ -36,7 +39,7 @@ class Verdict:
 
 
 def budget_beforehand(config: EngineConfig, free: int, total: int, on_gpu: bool) -> Budget:
-    """Return the budget of a process that has yet to start: torch's libraries or CUDA's context take their part."""
+    """Return the budget of a process before it starts, less the memory of torch's libraries or CUDA's context."""
     element_size = {"auto": 2 if on_gpu else 4, "float32": 4}.get(config.dtype, 2)
     free -= GPU_PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES
     return Budget(max(0, free), total, on_gpu, element_size, config)
@@ -52,9 +55,8 @@ def places_of(
     """Return the devices that a model may be loaded on, the preferred one first.
 
     Args:
-        memory: the free bytes of this machine, and all.
-        gpu: the bytes of the GPU, 0 where there is none.
-        cpu_bandwidth, gpu_bandwidth: bytes per second, None where unknown.
+        memory: the free and the total bytes of this machine.
+        gpu: the bytes of the GPU, 0 without one. cpu_bandwidth, gpu_bandwidth: bytes per second, None if unknown.
     """
     places = []
     if gpu and config.device != "cpu":
@@ -65,16 +67,16 @@ def places_of(
 def order_of_choice(
     forms: Iterable[Sized], budget: Budget, bandwidth: float | None
 ) -> tuple[list[tuple[Sized, Fit]], list[tuple[Sized, Fit]]]:
-    """Return the forms that fit in the order in which a chat tries them, and in that of `ranked`.
+    """Return the fitting quantizations in the order in which a chat tries them, and in that of `ranked`.
 
-    Downloaded ones come first.
+    A chat tries downloaded ones first.
     """
     fitting = ranked(forms, budget, bandwidth)
     return sorted(fitting, key=lambda each: not each[0].downloaded), fitting
 
 
 def verdicts(forms: Sequence[Sized | None], places: Sequence[Place]) -> list[Verdict]:
-    """Return a verdict for each form of one model; None stands for a form of unknown size."""
+    """Return a verdict for each quantization of one model; None stands for an unknown size."""
     known = [form for form in forms if form is not None]
     orders = (order_of_choice(known, place.budget, place.bandwidth)[0] for place in places)
     taken = next((order[0][0] for order in orders if order), None)

@@ -1,6 +1,6 @@
-"""The bytes that a model's weights take in memory, and those that each token reads, by the types of the stored tensors.
+"""The bytes that a model's weights take in memory, and that each token reads, from the types of the stored tensors.
 
-The engine keeps low-bit matrices as they are stored. This file is the one place that says which, and at how many bits.
+The engine keeps low-bit matrices as they are stored. Only this module defines which ones, and their bits per weight.
 """
 
 import re
@@ -13,18 +13,18 @@ from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, StoredTensor
 
 KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 _IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
-_WIDENED_BITS = 8.5  # other low-bit types of GGUF become 8-bit numbers in groups of 32 with a scale
-_IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, and 6 in the file
+_WIDENED_BITS = 8.5  # other low-bit types of GGUF become int8 in groups of 32 with a scale
+_IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, 6 in the file
 QUANTIZED = ("int8", "int4", "fp8")  # by --quantize
-_BITS = {"int8": 9.0, "int4": 5.0}  # per weight; FP8 has 8, and 32 a row
+_BITS = {"int8": 9.0, "int4": 5.0}  # per weight; FP8 has 8, and 32 per row
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
-_LEAST_BLOCKED = 1 << 18  # weights in float32: `minillm.kernels.cpu.linear`
-# FBGEMM's: rows and columns that a matrix is filled up to, and the bytes of a row's scales and sums.
+_LEAST_BLOCKED = 1 << 18  # float32 weights: `minillm.kernels.cpu.linear`
+# FBGEMM pads a matrix to multiples of these rows and columns; a row's scales and sums take these bytes.
 _BLOCK_OF_HALVES, _BLOCK_OF_LEVELS, _LEVEL_BYTES_OF_A_ROW = (16, 512), (32, 256), 32
-_FIRST_ROWS = 64  # of the first product, `minillm.model.settle`
-_TYPICAL = ("Q4_K", "Q6_K", "Q8_0")  # the types of a model of which only the size is known
-PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
-_PACKED_BITS = 4.5  # of a weight there
+_FIRST_ROWS = 64  # of the first matmul, `minillm.model.settle`
+_TYPICAL = ("Q4_K", "Q6_K", "Q8_0")  # the types assumed if only a model's size is known
+PACKED = "model.layers.packed"  # all matrices of a low-bit model if only its size is known
+_PACKED_BITS = 4.5  # per weight
 _SCALES = ("weight_scale", "weight_scale_inv")
 _PACKED_PARTS = (".qweight", ".weight_packed")
 _GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
@@ -33,13 +33,13 @@ _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "token_embd.weight"), ("lm_h
 
 @dataclass(frozen=True)
 class Layout:
-    """How the engine holds tensors that are stored in 16 or 32 bits.
+    """The engine's storage of tensors, and its conversion of those in 16 or 32 bits.
 
     Args:
         element_size: bytes of a number in the engine's dtype.
-        packs: matrices that are stored in 16 bits take 2 bytes, whatever the dtype: so it is on a CPU.
-        quantize: matrices of layers become "int8", "int4" or "fp8", and not in FP8 a head of its own.
-        held: see `minillm.forms`. An embedding of few bits keeps them but where all matrices are "expanded".
+        packs: 16-bit matrices take 2 bytes for any dtype, as on a CPU.
+        quantize: quantization of the layers' matrices, and except for FP8 of a separate head: "int8", "int4" or "fp8".
+        held: see `minillm.forms`. A low-bit embedding stays low-bit unless all matrices are "expanded".
     """
 
     element_size: int
@@ -54,9 +54,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes: ``memory`` in all, ``read`` by each token, ``loading`` beside them while they are loaded.
+    """Bytes: ``memory`` in all, ``read`` by each token, ``loading`` in addition during loading.
 
-    ``copied``: those of a copy of the matrices of few bits in the dtype, if one is kept (`Budget.keeps_copy`).
+    ``copied``: of a copy of the low-bit matrices in the engine's dtype, if one is kept (`Budget.keeps_copy`).
     """
 
     memory: int
@@ -68,7 +68,7 @@ class Weights:
 def weights_in_memory(
     tensors: Iterable[StoredTensor], layout: Layout, share: Callable[[StoredTensor], float] = lambda tensor: 1.0
 ) -> Weights:
-    """Add up a model's tensors; ``share`` is the part of each that a rank holds."""
+    """Add up a model's tensors; ``share`` returns the fraction of each that a rank holds."""
     found = _with_blocks(tensors)
     tied = not any(tensor.name in _HEADS for tensor in found)
     memory = read = copied = 0.0
@@ -86,7 +86,7 @@ def weights_in_memory(
         used = part * _held(tensor, layout)
         memory += part * _padded_halves(tensor) if _is_packed(tensor, layout) and _is_matrix(tensor) else used
         if tensor.name in _EMBEDDINGS and tied and _is_packed(tensor, layout):
-            used = part * _packed(tensor)  # the head is a second copy, in the layout of products
+            used = part * _packed(tensor)  # the head is a second copy, in the layout for matmuls
             memory += part * _padded_halves(tensor)
         if tensor.name not in _EMBEDDINGS or tied:
             read += used
@@ -97,7 +97,7 @@ def weights_in_memory(
 
 
 def _with_blocks(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """The tensors, those of FP8 told apart that have a scale for each block: they become numbers."""
+    """Mark FP8 tensors that have a scale for each block, because they are dequantized."""
     found = list(tensors)
     scales = (t.name for t in found if t.name.endswith(_SCALES) and len(t.shape) == 2 and t.shape[1] > 1)
     in_blocks = {name.removesuffix("_inv").removesuffix("_scale") for name in scales}
@@ -105,12 +105,12 @@ def _with_blocks(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def is_plain_matrix(tensor: StoredTensor) -> bool:
-    """Whether a tensor is a matrix of a layer, stored in 16 or 32 bits."""
+    """Return whether a tensor is a layer's matrix, stored in 16 or 32 bits."""
     return tensor.kind in _FLOATS and _is_matrix(tensor) and tensor.name not in _HEADS
 
 
 def _in_float32(tensor: StoredTensor) -> int:
-    """Bytes of a matrix until it is packed; gate and up are one."""
+    """Return the bytes of a matrix until it is packed; gate and up are one."""
     return 4 * tensor.count * (2 if _GATE.search(tensor.name) else 1)
 
 
@@ -123,20 +123,25 @@ def _is_weight(tensor: StoredTensor) -> bool:
 
 
 def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
-    """Whether a matrix has those of `kernels.cpu.low_bit`."""
+    """Return whether `kernels.cpu.low_bit` multiplies by a matrix."""
     is_low_bit = tensor.kind in FP8 or tensor.is_in_blocks
     return _is_weight(tensor) and (layout.held == "int8" or (layout.held == "int4" and is_low_bit))
 
 
 def _while_packed(tensor: StoredTensor) -> float:
-    """Bytes until a matrix has products of few bits: its levels twice, the first product, and numbers of a layer's."""
+    """Return the bytes while a matrix is packed: its levels twice, the first matmul, and a layer's matrix in
+    float32.
+    """
     levels = 2 * tensor.count * 13 / 12 + 4 * _FIRST_ROWS * tensor.shape[0]
     is_table = tensor.name in (*_EMBEDDINGS, *_HEADS)
     return levels * (1 if is_table else 2) + (_in_float32(tensor) if tensor.kind in _FLOATS and not is_table else 0)
 
 
 def _products(tensor: StoredTensor, layout: Layout) -> tuple[float, float]:
-    """Bytes of a matrix in 8 bits, a twelfth of its columns twice, in 4, or in both; and those that a token reads."""
+    """Return the bytes of a matrix in its CPU layouts, and the bytes that a token reads.
+
+    The layouts are 8 bits (with a twelfth of the columns twice), 4 bits, or both.
+    """
     read, (rows, columns) = tensor.count * 13 / 12, tensor.shape
     in_8 = _in_blocks(rows, columns + -(-columns // 12) + 2, _BLOCK_OF_LEVELS) + _LEVEL_BYTES_OF_A_ROW * rows
     if tensor.kind not in _IN_4_BITS:
@@ -146,7 +151,7 @@ def _products(tensor: StoredTensor, layout: Layout) -> tuple[float, float]:
 
 
 def _in_blocks(rows: int, columns: int, block: tuple[int, int]) -> int:
-    """The numbers of a matrix that FBGEMM fills up to whole blocks."""
+    """Return the number of elements of a matrix that FBGEMM pads to whole blocks."""
     return -(-rows // block[0]) * block[0] * -(-columns // block[1]) * block[1]
 
 
@@ -182,7 +187,9 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
 
 
 def _low_bit_count(tensor: StoredTensor, layout: Layout) -> float:
-    """The weights of a matrix that is held in few bits, FP8 excepted; of packed ones by their bytes."""
+    """Return the number of weights that a low-bit matrix holds, 0 for FP8; for packed ones computed from their
+    bytes.
+    """
     if tensor.kind in _FLOATS:
         return tensor.count if _is_matrix(tensor) and layout.quantize in _BITS else 0
     if not layout.keeps_low_bit:
@@ -199,7 +206,7 @@ def _in_fp8(tensor: StoredTensor) -> int:
 
 
 def _is_packed(tensor: StoredTensor, layout: Layout) -> bool:
-    """Return whether `kernels.cpu.packed_linear` gives a matrix another layout, rather than leave it to torch."""
+    """Return whether `kernels.cpu.packed_linear` repacks a matrix, rather than leave it to torch."""
     if not layout.packs or len(tensor.shape) != 2:
         return False
     becomes_numbers = (tensor.is_in_blocks or tensor.kind in FP8) and not layout.keeps_low_bit
@@ -211,16 +218,16 @@ def _packed(tensor: StoredTensor) -> int:
 
 
 def _padded_halves(tensor: StoredTensor) -> int:
-    """Bytes of a packed matrix: numbers of 16 bits fill whole blocks."""
+    """Return the bytes of a packed matrix; 16-bit numbers are padded to whole blocks."""
     if tensor.kind not in _HALVES:
         return _packed(tensor)
     return 2 * _in_blocks(tensor.shape[0], tensor.shape[1], _BLOCK_OF_HALVES)
 
 
 def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
-    """The tensors of a model of which only the shape and the size in bytes are known."""
+    """Return the tensors expected from a model's shape and size in bytes."""
     tables = _tables(shape)
-    if size < 1.5 * shape.count:  # low-bit: as many bytes as are stored
+    if size < 1.5 * shape.count:  # low-bit: takes its stored bytes
         table = size * shape.table // shape.count
         rest = StoredTensor(PACKED, (size - table * len(tables),), "U8")
         return (*(StoredTensor(name, (table,), "U8") for name in tables), rest)
@@ -229,9 +236,9 @@ def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
 
 
 def expected_by_bits(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
-    """The same of a low-bit model with types: of 4, 6 and 8 bits, in as many layers as give the size."""
+    """Return expected tensors of a low-bit model, with types of 4, 6 and 8 bits mixed to give its size."""
     bits = 8 * size / shape.count
-    typical = {kind: 8 * BLOCKS[kind][1] / BLOCKS[kind][0] for kind in _TYPICAL}  # of a weight
+    typical = {kind: 8 * BLOCKS[kind][1] / BLOCKS[kind][0] for kind in _TYPICAL}  # bits per weight
     low, high = _TYPICAL[:2] if bits < typical[_TYPICAL[1]] else _TYPICAL[1:]
     share = (bits - typical[low]) / (typical[high] - typical[low])
     num_high = round(shape.layers * min(1.0, max(0.0, share)))
@@ -239,12 +246,12 @@ def expected_by_bits(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
 
 
 def _tables(shape: Shape) -> tuple[str, ...]:
-    """The names of the embedding and, where it is another matrix, the head."""
+    """Return the names of the embedding and, if it is another matrix, of the head."""
     return (_EMBEDDINGS[0],) if shape.tied else (_EMBEDDINGS[0], _HEADS[0])
 
 
 def _tensors(shape: Shape, kinds: list[str], table: str) -> tuple[StoredTensor, ...]:
-    """A model's tensors: of each layer its kind, and that of the embedding, of a head and of norms."""
+    """Return a model's tensors: ``kinds`` are the types of each layer, ``table`` that of embedding, head and norms."""
     attention = shape.matrices // shape.layers - 3 * shape.intermediate * shape.hidden
     wide, hidden = shape.intermediate, shape.hidden
     matrices = {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}

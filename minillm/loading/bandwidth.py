@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 _PROBE_BYTES = 1 << 28  # more than a processor's cache holds
-_COUNT = 8  # measurements, of some hundredths of a second each
-_SPREAD = 1.3  # of the best rate to the median, above which the machine is busy
-_TAKEN = 0.35  # of a core, above which other programs keep the machine busy
+_COUNT = 8  # measurements, each takes some hundredths of a second
+_SPREAD = 1.3  # ratio of the best rate to the median above which the machine is busy
+_TAKEN = 0.35  # of a core: if other programs use more, the machine is busy
 _MOST_BYTES = 1 << 16  # of the file
 _PLAUSIBLE = (1e8, 1e14)  # bytes per second
 
@@ -40,16 +40,16 @@ class Bandwidth:
 
 
 def kept_rate(device: str) -> float | None:
-    """Return the best rate measured so far for a processor or card, in bytes per second; None if there is none.
+    """Return the best rate measured so far for a processor or card, in bytes per second, or None.
 
-    A damaged file counts as none.
+    A damaged file counts as missing.
     """
     rate = _read().get(device)
     return float(rate) if isinstance(rate, int | float) and _PLAUSIBLE[0] <= rate <= _PLAUSIBLE[1] else None
 
 
 def kept_gpu_rate() -> float | None:
-    """Return the kept rate of the first NVIDIA card, by the name that its driver gives."""
+    """Return the kept rate of the first NVIDIA card, by the name that its driver reports."""
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         names = (line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model:"))
         return kept_rate(next(names, ""))
@@ -57,12 +57,12 @@ def kept_gpu_rate() -> float | None:
 
 
 def known_rate(device: torch.device) -> float:
-    """Return the kept rate of a device in bytes per second, measured if absent."""
+    """Return the kept rate of a device in bytes per second; measure it if absent."""
     return kept_rate(_name(device)) or measure(device).rate
 
 
 def measure(device: torch.device) -> Bandwidth:
-    """Measure how fast a CPU reads memory, or a GPU copies it with reads and writes counted. See `best_of`."""
+    """Measure the memory bandwidth: reads on a CPU, copies with reads and writes on a GPU. See `best_of`."""
     import torch
 
     data = torch.ones(_PROBE_BYTES // 4, device=device)
@@ -99,7 +99,9 @@ def best_of(device: str, once: Callable[[], float]) -> Bandwidth:
 
 
 def is_busy(rates: Sequence[float], rate: float, cores: float) -> bool:
-    """Tell whether other programs took ``cores``, or the median of the sorted ``rates`` is far below ``rate``."""
+    """Return whether other programs used ``cores`` cores, or the median of the sorted ``rates`` is far below
+    ``rate``.
+    """
     return cores > _TAKEN or rate > _SPREAD * rates[len(rates) // 2]
 
 
@@ -110,7 +112,7 @@ def _name(device: torch.device) -> str:
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Return `threads.clocks`; the cores' own as zero where the system does not count them."""
+    """Return `threads.clocks`, with zero for busy cores if the system does not count them."""
     from minillm.loading.threads import clocks  # not at the top: it imports torch
 
     try:
@@ -132,7 +134,7 @@ def _read() -> dict[str, Any]:
 
 
 def _keep(device: str, rate: float) -> None:
-    """Replace the file atomically. Without a cache directory that can be written, nothing is kept."""
+    """Replace the file atomically. If the cache directory is not writable, keep nothing."""
     with suppress(OSError):
         _path().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_path().parent) as scratch:

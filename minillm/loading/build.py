@@ -1,4 +1,4 @@
-"""From a model's name to a runner: find the files, read them, load the weights, allocate the pool. Every rank does."""
+"""Build a runner from a model's name, on every rank: find and read the files, load the weights, allocate the pool."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +37,8 @@ from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.resolve import resolve
 from minillm.weights.stored import StoredTensor
 
-_ROUNDED = {"q4_0": "int4", "q8_0": "int8"}  # forms that random weights can be rounded to, as --quantize does it
-_HARDLY_PAYS = 0.5  # of the time of a token, for a guess
+_ROUNDED = {"q4_0": "int4", "q8_0": "int8"}  # quantizations of random weights, as by --quantize
+_HARDLY_PAYS = 0.5  # of the time of a token, for a draft token
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Description:
 
     name: str
     config: ModelConfig
-    tensors: tuple[StoredTensor, ...]  # as they are stored
+    tensors: tuple[StoredTensor, ...]  # as stored
     open_source: Callable[[torch.device], TensorSource]
     served_by: str
     tokenizer: Tokenizer | None
@@ -55,7 +55,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that fit."""
+    """Sizes that fit the memory."""
 
     num_blocks: int
     max_model_len: int
@@ -91,9 +91,9 @@ def describe(
 
 
 def _without_weights(name: str, on_progress: OnProgress, on_message: OnMessage) -> tuple[ModelConfig, Tokenizer | None]:
-    """The configuration and the tokenizer, if there is one, of a model with random weights.
+    """Return the configuration, and the tokenizer or None, of a model with random weights.
 
-    A directory needs no more than its config.json.
+    A directory needs only its config.json.
     """
     if name in SHAPES:
         return SHAPES[name], None
@@ -108,13 +108,13 @@ def _without_weights(name: str, on_progress: OnProgress, on_message: OnMessage) 
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model before its weights are read, and the options that it is loaded with."""
+    """A draft model before its weights are read, with its load options."""
 
     description: Description
     config: EngineConfig
 
     def beside(self, budget: Budget) -> Budget:
-        """What is left for another model that this one guesses for."""
+        """Return the budget that remains for the main model."""
         layout = replace(budget, config=self.config).layout()
         return budget.beside(weights_in_memory(self.description.tensors, layout), shape_of(self.description.config))
 
@@ -126,10 +126,10 @@ def describe_draft(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = ignore_message,
 ) -> Draft | None:
-    """The draft model that ``config.speculate`` names, if it names one.
+    """Describe the draft model that ``config.speculate`` names, or return None.
 
     Raises:
-        MinillmError: there is no such model, or it cannot guess for this one.
+        MinillmError: there is no such model, or its tokens are not those of this one.
     """
     if config.draft is None:
         return None
@@ -139,12 +139,12 @@ def describe_draft(
         name, kind = config.draft, ""
     own = replace(
         config, speculate="off", quantize=None, weights="stored", load_format="dummy" if random else "auto",
-        deterministic=False,  # which guess is made changes no token
+        deterministic=False,  # draft tokens never change the output
     )  # fmt: skip
     if device.type == "cuda":
         own = replace(own, quantize=kind or None)
     elif kind in ("", "int8") and choose_dtype(config, device) == torch.float32:
-        own = replace(own, weights="int8")  # guesses may have other last digits
+        own = replace(own, weights="int8")  # draft tokens need not be exact
     elif kind:
         raise UsageError(f"speculate {config.draft}: {kind} needs a GPU; on a CPU drafts of float32 models are int8")
     try:
@@ -152,18 +152,18 @@ def describe_draft(
     except MinillmError as error:
         raise type(error)(f"speculate must be off, lookup or a model: {error}") from None
     if problem := _unfit(draft, model):
-        raise UsageError(f"speculate {config.draft}: it cannot guess for {model.name}: {problem}")
+        raise UsageError(f"speculate {config.draft}: it cannot draft for {model.name}: {problem}")
     return Draft(draft, own)
 
 
 def _unfit(draft: Description, model: Description) -> str | None:
-    """Why one model cannot guess for another; None where it can."""
+    """Return why one model cannot draft for another, or None."""
     if draft.config.num_parameters > model.config.num_parameters:
         sizes = [f"{each.config.num_parameters / 1e6:,.0f} million" for each in (draft, model)]
-        return f"it is the larger one, {sizes[0]} parameters and {sizes[1]}; name a smaller one, or a form of few bits"
+        return f"it is the larger one, {sizes[0]} parameters and {sizes[1]}; name a smaller or a quantized model"
     if draft.tokenizer is None or model.tokenizer is None:
         same = draft.tokenizer is model.tokenizer and draft.config.vocab_size == model.config.vocab_size
-        return None if same else "nothing says that their tokens are the same"
+        return None if same else "it is unknown whether their tokens are the same"
     difference = model.tokenizer.difference(draft.tokenizer)
     return difference and f"their tokens differ: {difference}"
 
@@ -177,13 +177,13 @@ def load_weights(
     draft: Draft | None = None,
     on_message: OnMessage = ignore_message,
 ) -> tuple[Llama, Budget]:
-    """The model, or this rank's part of it, and the budget of the memory that was there before.
+    """Load the model, or this rank's part of it; return it and the budget before loading.
 
-    ``draft`` will need room, too.
+    ``draft`` reserves memory for a draft model.
     """
     dtype, model_config = choose_dtype(config, device), description.config
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current one
+        torch.cuda.set_device(device)  # Triton launches on the current device
     if config.weights == "int8" and (device.type != "cpu" or dtype != torch.float32):
         raise UsageError(
             "weights int8 needs a CPU and dtype float32: add --device cpu --dtype float32, or leave it out"
@@ -193,7 +193,7 @@ def load_weights(
     if config.weights == "both" and device.type == "cpu":
         raise UsageError("weights both needs a GPU: leave it out")
     if config.quantize is not None and device.type != "cuda":
-        raise UsageError(f"quantize {config.quantize} needs a GPU; a CPU has products of 8 bits: --weights int8")
+        raise UsageError(f"quantize {config.quantize} needs a GPU; on a CPU use --weights int8")
     if config.deterministic and device.type != "cuda":
         raise UsageError("deterministic needs a GPU: leave it out")
     budget = budget_of(config, device, dtype)
@@ -209,7 +209,7 @@ def load_weights(
 
 
 def _choose_weights(model: Sized, budget: Budget, ranks: Ranks | None, on_message: OnMessage) -> Budget:
-    """Decide whether low-bit weights are dequantized, alike on all ranks."""
+    """Decide whether low-bit weights are dequantized, the same way on all ranks."""
     dequantizes = model.decided(budget).config.weights == "expanded"
     if ranks is not None:
         dequantizes = bool(ranks.least(dequantizes))
@@ -232,10 +232,10 @@ def _load(
     on_progress: OnProgress,
 ) -> Llama:
     held = budget.layout().held
-    packs_itself = held in ("int8", "int4")  # for a CPU's products, as it is loaded and first used
+    packs_itself = held in ("int8", "int4")  # for CPU matmuls, during loading and first use
     if config.kv_cache_dtype == "int8" and description.config.head_dim % 4:
         raise UsageError(
-            f"kv_cache_dtype int8 needs a head_dim that 4 divides, and {description.name}'s is "
+            f"kv_cache_dtype int8 needs a head_dim divisible by 4, and {description.name}'s is "
             f"{description.config.head_dim}: leave it out"
         )
     source: TensorSource = description.open_source(device)
@@ -244,7 +244,7 @@ def _load(
     with compact_heap() if device.type == "cpu" else nullcontext(lambda: None) as trim:
 
         def report(done: int, total: int) -> None:
-            trim()  # the heap keeps four times the bytes of a table that was read
+            trim()  # otherwise the heap keeps four times the bytes of the embedding
             on_progress(Progress("loading weights", done, total, "layers"))
 
         model = load_llama(
@@ -288,7 +288,7 @@ def build_runner(
 ) -> tuple[Runner, Limits]:
     """Load the weights, or this rank's part of them, and a draft model's, choose tiles, and allocate the pools.
 
-    ``since``: the clocks at an earlier moment, to tell which cores others keep busy.
+    ``since``: earlier clocks, to find the cores that other programs use.
     """
     cores = free_cores(config, device, since)
     if cores is not None:
@@ -308,7 +308,7 @@ def build_runner(
         from minillm.loading.tiles import TileFile, choose_tiles  # not at the top: it imports Triton
 
         for each in models:
-            if not each.is_deterministic:  # its products have tiles of their own
+            if not each.is_deterministic:  # its kernels have fixed tiles
                 choose_tiles(each, TileFile.of(device), ranks, on_progress, on_message)
     left = budget_of(config, device, model.dtype).available
     tokens = budget.step_tokens(shape_of(description.config), left)
@@ -329,7 +329,7 @@ def build_runner(
     num_host_blocks = 0
     if config.preemption == "swap":
         space = min(config.swap_space_gb * 1e9, 0.5 * free_bytes(torch.device("cpu")))
-        # By the bytes of the whole model: all ranks of a machine swap to the same memory.
+        # For the whole model, because all ranks of a machine swap to the same memory.
         whole = description.config.kv_bytes_per_token(model.kv_element_size) + sum(per_token[1:])
         num_host_blocks = int(space / (whole * config.block_size))
         if ranks is not None:
@@ -342,8 +342,8 @@ def build_runner(
         runner.observers.append(drafter)
         if drafter.price > _HARDLY_PAYS:
             on_message(
-                f"speculate {config.draft}: a guess takes {drafter.price:.2f} of the time of a token here; where that "
-                "does not pay, none is made"
+                f"speculate {config.draft}: a draft token takes {drafter.price:.2f} of the time of a token here; "
+                "the model drafts only while that is faster"
             )
     if cores is not None:
         runner.observers.append(cores)
@@ -351,7 +351,9 @@ def build_runner(
 
 
 def free_cores(config: EngineConfig, device: torch.device, since: Clocks | None) -> FreeCores | None:
-    """Set torch's number of threads on a CPU, and return what adapts it; None where the number is the user's."""
+    """Set torch's number of threads on a CPU; return the observer that adapts it, or None if the user chose the
+    number.
+    """
     if device.type != "cpu":
         return None
     if config.num_threads is not None:
@@ -365,7 +367,7 @@ def free_cores(config: EngineConfig, device: torch.device, since: Clocks | None)
 
 
 def following(cores: FreeCores, on_progress: OnProgress) -> OnProgress:
-    """Return ``on_progress`` that looks which cores are free before it goes on."""
+    """Wrap ``on_progress`` to update the number of threads first."""
 
     def progress(made: Progress) -> None:
         cores.follow()
@@ -375,23 +377,23 @@ def following(cores: FreeCores, on_progress: OnProgress) -> OnProgress:
 
 
 def _check_smaller(draft: Llama, model: Llama, config: EngineConfig) -> None:
-    """Raise UsageError where a draft model reads as many bytes as the one that it guesses for."""
+    """Raise UsageError if a draft model reads as many bytes as the main model."""
     if draft.weight_bytes >= model.weight_bytes:
         raise UsageError(
-            f"speculate {config.draft}: each guess would read {size(draft.weight_bytes)} of weights, and each token of "
-            f"the model itself {size(model.weight_bytes)}; name a smaller model, or a form of fewer bits"
+            f"speculate {config.draft}: a draft token would read {size(draft.weight_bytes)} of weights, and a token of "
+            f"the model itself {size(model.weight_bytes)}; name a smaller model, or quantize it further"
         )
 
 
 def _new_runner(model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks | None) -> Runner:
-    """A runner with its pool."""
+    """Return a runner with its pool."""
     sizes, device = (limits.num_blocks, config.block_size, limits.num_host_blocks), model.device
-    # The angles of dynamic rope scaling are computed by the host at every step. Ranks on a CPU send each other as
-    # little as those on GPUs do.
+    # The host computes the angles of dynamic rope scaling at every step. On a CPU only sharded models use a
+    # DeviceRunner, so that ranks exchange as little as on GPUs.
     if model.rotary.dynamic or (device.type == "cpu" and ranks is None):
         return Runner(model, *sizes)
-    whole = any(layer.attention.window is None for layer in model.layers)  # a layer that reads shared blocks
-    # One plan for all ranks: it fits where they hold as many heads each.
+    whole = any(layer.attention.window is None for layer in model.layers)  # some layer can read shared blocks
+    # All ranks use one plan, which needs the same number of heads on each.
     even = ranks is None or model.local.num_heads * ranks.size == model.config.num_heads
     return DeviceRunner(
         model,
@@ -404,7 +406,7 @@ def _new_runner(model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks
 
 
 def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
-    """Compile and load the kernels of a first request side by side: in a row they take most of a first start."""
+    """Compile and load the kernels of a first request in parallel: one by one they take most of a first start."""
     runner = DeviceRunner(
         model, 1, config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=longest, graphs=False, sharing=None
     )
@@ -420,10 +422,10 @@ def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
 
 
 def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
-    """The device that ``config`` asks for; where it names no GPU, that of this process's rank on this machine.
+    """Return the device that ``config`` selects; without a GPU number, the GPU of this process's local rank.
 
     Raises:
-        UsageError: a GPU was asked for and there is none, or not that one.
+        UsageError: the requested GPU does not exist.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -438,14 +440,14 @@ def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
         raise UsageError(f"device {config.device}: this machine has {torch.cuda.device_count()} GPUs")
     if device.index is None and local_rank >= torch.cuda.device_count():
         raise UsageError(
-            f"rank {local_rank} would take GPU {local_rank}, and this machine has {torch.cuda.device_count()}; "
+            f"rank {local_rank} needs GPU {local_rank}, but this machine has {torch.cuda.device_count()}; "
             "start fewer ranks (tensor_parallel_size, or torchrun's --nproc-per-node)"
         )
     return torch.device("cuda", local_rank if device.index is None else device.index)
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The dtype that ``config`` asks for on ``device``."""
+    """Return the dtype that ``config`` selects for ``device``."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if device.type == "cpu":

@@ -1,7 +1,7 @@
-"""Compiled layers for a model on a CPU (`minillm.model.one_token`): kept from an earlier start, or compiled now.
+"""Compiled layers for a model on a CPU (`minillm.model.one_token`): loaded from the cache, or compiled now.
 
-A process of its own compiles: what that takes, some hundred megabytes, is free again afterwards. The library is kept in
-a file for each shape of a layer, kind of processor, and version of torch and of the layer's source.
+A separate process compiles, so its memory, some hundred megabytes, is freed afterwards. The cache has one library file
+for each shape of a layer, kind of processor, and version of torch and of the layer's source.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ from minillm.text.reading import read_bytes
 from minillm.weights.files import sha256_of
 
 _LONGEST = 300  # seconds
-_SCRATCH = "minillm-"  # begins the names of directories to compile in
+_SCRATCH = "minillm-"  # prefix of temporary directories
 
 
 def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMessage) -> Llama:
-    """The model with its layers compiled for a single token, where they can be; it says why they cannot.
+    """Return the model with its layers compiled for a single token, or report why they cannot be compiled.
 
-    Only layers whose matrices have 4 bits are compiled; others stay as they are without a word.
+    Only layers with 4-bit matrices are compiled; other models are returned unchanged, without a message.
     """
     shape = one_token.layer_shape(model)
     if shape is None:
@@ -43,7 +43,9 @@ def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMe
     if not _is_whole(path):
         problem = _compile(shape, path, on_progress)
         if problem is not None:
-            on_message(f"{problem}: a single sequence decodes at two thirds of the speed (enforce_eager leaves it so)")
+            on_message(
+                f"{problem}: a single sequence decodes at two thirds of the speed (enforce_eager hides this message)"
+            )
             return model
     try:
         return replace(model, one_token=OneToken.load(path, model))
@@ -55,7 +57,7 @@ def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMe
 
 
 def compiler() -> str | None:
-    """Where the C++ compiler is that torch would call; None without one."""
+    """Return the path of the C++ compiler that torch would call, or None."""
     return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
 
 
@@ -66,12 +68,12 @@ def _path(shape: LayerShape) -> Path:
 
 
 def _checksum(path: Path) -> Path:
-    """The file with the SHA-256 of a compiled library: a damaged one could end the process, or compute nonsense."""
+    """Return the path of a library's SHA-256: a damaged library could crash the process or compute nonsense."""
     return path.with_suffix(".sha256")
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether a library is as it was compiled. What else is in its place, a pipe or a link, is not opened."""
+    """Return whether a library matches its checksum. A pipe or a link in its place is not opened."""
     try:
         if not all(stat.S_ISREG(each.lstat().st_mode) for each in (path, _checksum(path))):
             return False
@@ -81,7 +83,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link or a directory, if there is one."""
+    """Remove a file, a link or a directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -89,13 +91,13 @@ def _remove(path: Path) -> None:
 
 
 def _compile(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | None:
-    """Have a library written to ``path``, by one process at a time. Returns the problem, if there is one."""
+    """Write a library to ``path``, in one process at a time. Return the problem, or None."""
     if compiler() is None:
         return "no C++ compiler (g++) is here to compile the layers"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / "compiling.lock", timeout=2 * _LONGEST):
-            if _is_whole(path):  # by the process that held the lock before
+            if _is_whole(path):  # another process has just compiled it
                 return None
             for rest in path.parent.glob(f"{_SCRATCH}*"):  # of a process that was killed
                 _remove(rest)
@@ -119,7 +121,7 @@ def _compile_here(shape: LayerShape, path: Path, on_progress: OnProgress) -> str
             text=True,
             errors="replace",
             timeout=_LONGEST,
-            start_new_session=True,  # it ends its own process group when this process has gone
+            start_new_session=True,  # it ends its own process group if this process dies
         )
         if done.returncode or not part.exists():
             return f"the layers cannot be compiled ({_last_line(done.stderr) or f'exit code {done.returncode}'})"

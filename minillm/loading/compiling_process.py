@@ -12,7 +12,7 @@ from minillm.model.one_token import LayerShape, compile_layer
 
 
 def _end_with(parent: int) -> None:
-    """End this process and its compilers when the process that wants the layer has gone."""
+    """End this process and its compilers when the parent process has died."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""From a model's name to a running engine: the one place where all parts are put together."""
+"""Build a running engine from a model's name: the only module that connects all parts."""
 
 import threading
 import weakref
@@ -42,7 +42,7 @@ from minillm.speculation.method import GuessingSamples
 from minillm.weights.manifest import default_model
 
 _CHAT_SEQS = 64  # candidates of an answer, or beams, and two more conversations
-_STALL_SECONDS = 0.045  # that a running sequence may wait for others' prompts, at each token
+_STALL_SECONDS = 0.045  # maximum delay of a running sequence by others' prompts, per token
 
 
 @memory_errors()
@@ -52,14 +52,14 @@ def load_engine(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> Engine:
-    """Load model ``name``, the default model if it is None, and make an engine for it.
+    """Load model ``name`` (None: the default model), and create an engine for it.
 
-    With ``tensor_parallel_size`` N, N - 1 more processes are started, which end with the engine. Under torchrun they
-    are there already: in those that are not rank 0 of a model this call never returns; it ends the process when rank 0
-    has no more work.
+    With ``tensor_parallel_size`` N, this starts N - 1 more processes, which end with the engine. Under torchrun they
+    already exist. In processes other than rank 0 of a model this call never returns; it ends the process when rank 0
+    has finished.
 
     Raises:
-        MinillmError: the model cannot be found, fetched, read or held in memory.
+        MinillmError: the model cannot be found, downloaded or read, or does not fit into memory.
     """
     name = name or default_model()
     torchrun, size = Torchrun.from_environment(), config.tensor_parallel_size
@@ -74,7 +74,7 @@ def load_engine(
         follow(*join(torchrun, size), name, config, device, torchrun.host())
     if size > 1 and torchrun is None and device.type == "cuda" and size > torch.cuda.device_count():
         there = torch.cuda.device_count()
-        raise UsageError(f"tensor_parallel_size {size} needs {size} GPUs, and this machine has {there}")
+        raise UsageError(f"tensor_parallel_size {size} needs {size} GPUs, but this machine has {there}")
     since = clocks() if follows_free_cores() else None
     description = describe(name, config, on_progress, on_message)
     if size == 1:
@@ -88,7 +88,7 @@ def load_engine(
         runner, limits = build_runner(description, config, device, ranks, on_progress, on_message)
     runner.observers.append(Followers(leader))
     endings = ExitStack()
-    for end in (ranks.close, runner.close, leader.close):  # the last first: the graphs hold the ranks' collectives
+    for end in (ranks.close, runner.close, leader.close):  # called in reverse order: graphs hold the ranks' collectives
         endings.callback(end)
     engine = new_engine(runner, config, limits, description, leader.watched, endings.close)
     weakref.finalize(engine, endings.close)  # at the latest when the interpreter ends
@@ -101,7 +101,7 @@ def best_form(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> str:
-    """The name of the form of a model that a chat takes: see `minillm.loading.fits.choose_form`."""
+    """Return the name of the quantization of a model that a chat takes: see `minillm.loading.fits.choose_form`."""
 
     def budget() -> Budget:
         device = choose_device(config)
@@ -114,11 +114,11 @@ def best_form(
 
 
 def chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of EngineConfig for one person's chat, which guesses on a CPU with float32 weights.
+    """Return the options of EngineConfig for one person's chat, which speculates on a CPU with float32 weights.
 
-    On a GPU it keeps no copy in 16 bits of low-bit weights, from which a single answer gains little, and has rows for
-    fewer sequences: of 128,256 tokens each takes a megabyte. What ``options`` say themselves stands. Products of few
-    bits round several rows otherwise than one, so with them guesses would change sampled answers.
+    On a GPU it keeps no 16-bit copy of low-bit weights, which hardly speeds up a single answer, and reserves memory for
+    fewer sequences: with 128,256 tokens each takes a megabyte. ``options`` override these choices. Low-bit matmuls
+    round several rows differently than one, so with them speculation would change sampled answers.
     """
     config = EngineConfig(**options)
     device = choose_device(config)
@@ -138,7 +138,7 @@ def new_engine(
     guard: Callable[[], AbstractContextManager[None]],
     on_close: Callable[[], object],
 ) -> Engine:
-    """Make an engine of a runner."""
+    """Create an engine from a runner."""
     model, tokenizer = runner.model, description.tokenizer
     if tokenizer is not None and config.chat_template is not None:
         tokenizer.use_template(config.chat_template)
@@ -172,7 +172,7 @@ def new_engine(
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `SamplingParams` that a model's generation_config.json asks for."""
+    """Return the `SamplingParams` set by a model's generation_config.json."""
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
     defaults = {names.get(name, name): value for name, value in generation.items()}
     if defaults.pop("do_sample", True) is False:
@@ -185,9 +185,9 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 def methods_for(
     requests: Requests, runner: Runner, seed: int = 0, speculate: str = "off"
 ) -> dict[type[Params], Method]:
-    """All ways of decoding, by the parameters that ask for them. ``speculate``: see `EngineConfig`.
+    """Return all decoding methods, by the type of their parameters. ``speculate``: see `EngineConfig`.
 
-    Where the runner has a draft model, that is the one that guesses.
+    If the runner has a draft model, that model proposes the draft tokens.
     """
     samples = Samples(requests, runner, seed)
     if speculate != "off":
@@ -199,7 +199,7 @@ def methods_for(
 
 @dataclass(frozen=True)
 class Followers(StepObserver):
-    """The other ranks of a model, as observers of rank 0's runner: they compute the steps that it computes."""
+    """The other ranks of a model, as observers of rank 0's runner: they run the same steps."""
 
     leader: Leader
 
@@ -208,9 +208,9 @@ class Followers(StepObserver):
 
 
 def _tokens_in_a_stall(config: ModelConfig, device: torch.device) -> int:
-    """How many prompt tokens a GPU computes in `_STALL_SECONDS`, roughly: by the chip's data sheet, not by a clock.
+    """Estimate how many prompt tokens a GPU computes in `_STALL_SECONDS`, from the chip's data sheet.
 
-    (Measurements would differ from start to start, and with them the cuts of prompts, and with those the last bits.)
+    (Measurements would differ from start to start, and so would the chunks of prompts and the last bits of results.)
     """
     properties = torch.cuda.get_device_properties(device)
     # FLOPs of the matrix units per multiprocessor and cycle, in half precision.

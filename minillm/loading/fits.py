@@ -1,4 +1,4 @@
-"""Before anything is allocated: whether a model fits on the device, and which of its forms would."""
+"""Check before any allocation whether a model fits on the device, and which of its quantizations would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minillm.weights.stored import StoredTensor
 
 
 def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], shard: Shard, budget: Budget) -> None:
-    """Raise CapacityError where there is no room for a rank's part of a model, a step and a short context."""
+    """Raise CapacityError if a rank's part of a model, a step and a short context do not fit."""
     whole, local = dict(parameter_shapes(model)), dict(parameter_shapes(shard.local(model)))
 
     def share(tensor: StoredTensor) -> float:
@@ -38,9 +38,9 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
 
 def _needs(fit: Fit, budget: Budget) -> str:
     once_loaded = fit.weights.memory + fit.copied + budget.draft_bytes + fit.steps + fit.least_context
-    draft = f"{size(budget.draft_bytes)} of its draft model's, " if budget.draft_bytes else ""
+    draft = f"{size(budget.draft_bytes)} of its draft model,  " if budget.draft_bytes else ""
     more = f" ({size(fit.weights.loading)} more while they are loaded)" if once_loaded <= budget.available else ""
-    copy = f", {size(fit.copied)} for their copy in 16 bits" if fit.copied else ""
+    copy = f", {size(fit.copied)} for their 16-bit copy" if fit.copied else ""
     return (
         f"{size(fit.weights.memory)} of weights{copy}{more}, {draft}{size(fit.steps)} for the steps and at least "
         f"{size(fit.least_context)} of context"
@@ -48,7 +48,7 @@ def _needs(fit: Fit, budget: Budget) -> str:
 
 
 def _instead(model: Sized, budget: Budget) -> str:
-    """Which of a model's forms would fit, or how; else a general advice."""
+    """Suggest a quantization that would fit, or give general advice."""
     name = model.name
     entry = load_manifest().models.get(name.partition(":")[0])
     forms = [] if entry is None else sized_forms(entry)
@@ -58,10 +58,10 @@ def _instead(model: Sized, budget: Budget) -> str:
     others = [way for form in forms for way in in_few_bits(form, budget)]
     if fitting := ranked(in_few_bits(model, budget), budget) or ranked(others, budget):
         best, fit = fitting[0]
-        return f"in fewer bits {best.name} ({size(fit.weights.memory)}) would fit: {best.command}"
-    advice = "take a smaller model, or the CPU" if budget.on_gpu else "take a smaller model"
+        return f"quantized further, {best.name} ({size(fit.weights.memory)}) would fit: {best.command}"
+    advice = "use a smaller model, or the CPU" if budget.on_gpu else "use a smaller model"
     if budget.on_gpu:
-        advice += ", or share it among several GPUs (tensor_parallel_size)"
+        advice += ", or shard it over several GPUs (tensor_parallel_size)"
     if len(forms) > 1:
         least = min(form.fit(budget).weights.memory for form in forms)
         return f"none of its forms would fit, the smallest takes {size(least)}; {advice}"
@@ -77,13 +77,14 @@ def choose_form(
     on_message: OnMessage = lambda message: None,
     bandwidth: Callable[[], float | None] = lambda: None,
 ) -> str:
-    """The best form that fits of a model that is called by its name alone, fetched if need be; other names as they are.
+    """Choose the best fitting quantization of a named model, and download it if necessary. Return other names
+    unchanged.
 
-    A form that is here goes before one that is not, and where one cannot be fetched the next best is taken. ``budget``
-    and ``bandwidth``, in bytes per second, are asked for only where there is a choice. ``on_message`` is told of it.
+    Downloaded quantizations come first. If a download fails, the next best one is tried. ``budget`` and ``bandwidth``,
+    in bytes per second, are called only if there is a choice; ``on_message`` reports it.
 
     Raises:
-        DownloadError: none of those that fit could be fetched.
+        DownloadError: no fitting quantization could be downloaded.
     """
     entry = load_manifest().models.get(name)
     if entry is None or not entry.forms:
@@ -99,15 +100,15 @@ def choose_form(
         else:
             on_message(_chosen(model, fit, [each for each, _ in fitting]))
             return model.name
-    return name  # none fits: loading it says so
+    return name  # none fits: loading it reports that
 
 
 def _chosen(model: Sized, fit: Fit, fitting: Sequence[Sized]) -> str:
     lies = f"{size(fit.weights.memory)} of weights, {fit.context:,} tokens of context"
     if model is fitting[0]:
         return f"taking {_full_name(model.name)}, the best form that fits ({lies})"
-    here = "is here" if model.downloaded else "could be had"
-    return f"taking {_full_name(model.name)}, which {here} ({lies}); {_full_name(fitting[0].name)} would fit, too"
+    here = "is here" if model.downloaded else "is available"
+    return f"taking {_full_name(model.name)}, which {here} ({lies}); {_full_name(fitting[0].name)} would also fit"
 
 
 def _full_name(name: str) -> str:

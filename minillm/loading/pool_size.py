@@ -1,4 +1,4 @@
-"""How many blocks fit: the arithmetic of the pool's size."""
+"""Size the pool: how many blocks fit."""
 
 import sys
 
@@ -15,19 +15,21 @@ from minillm.progress import size
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken now: of the GPU, or of this process's machine or container."""
+    """Return the free memory of the GPU, or of this process's machine or container, in bytes."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else system.memory()[0]
 
 
 def device_memory(device: torch.device) -> tuple[int, int, int]:
-    """Bytes of a device's memory: free, in all, and held by this process, on a GPU without the driver's own."""
+    """Return the bytes of a device's memory: free, total, and held by this process (on a GPU without the driver's
+    own).
+    """
     if device.type == "cuda":
         return *torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
     return *system.memory(), system.resident_bytes()
 
 
 def budget_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Budget:
-    """The memory of a device as it is now."""
+    """Return the current memory of a device."""
     on_gpu = device.type == "cuda"
     total = torch.cuda.mem_get_info(device)[1] if on_gpu else system.memory()[1]
     return Budget(free_bytes(device), total, on_gpu, dtype.itemsize, config)
@@ -35,9 +37,9 @@ def budget_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) ->
 
 @torch.inference_mode()
 def activation_bytes(model: Llama, num_tokens: int, num_logits: int, longest: int) -> int:
-    """The bytes that a step of at most so many tokens and sequences takes beside weights and pool, by running one.
+    """Measure the bytes of a step of at most ``num_tokens`` tokens, without weights and pool, by running one.
 
-    ``longest`` are the tokens of the longest sequence: a cache in 8 bits is unpacked as far as a table is wide.
+    ``longest`` is the longest sequence in tokens: an 8-bit cache is dequantized over the width of the block table.
     """
     device = model.device
     before = torch.cuda.memory_allocated(device)
@@ -77,17 +79,17 @@ def size_pool(
     """Size the pool by ``config`` and by the memory left once the weights are loaded.
 
     Args:
-        model: the part of it whose K and V lie on ``device``.
+        model: the part of it with K and V on ``device``.
         element_size: bytes of a number in the pool.
-        reserved: bytes that the steps take beside weights and pool.
-        ranks: those that share the model: the one with the least room decides for all.
-        beside: bytes of a token in a draft model's pool, which is as long.
+        reserved: bytes of the steps, without weights and pool.
+        ranks: processes that share the model: the one with the least memory decides for all.
+        beside: bytes of a token in a draft model's pool, which has as many blocks.
 
     Returns:
-        The number of blocks, and the tokens of the longest sequence that they serve.
+        The number of blocks, and the tokens of the longest sequence that they can hold.
 
     Raises:
-        CapacityError: not one block fits, or the pool asked for does not.
+        CapacityError: not one block fits, or the requested pool does not.
     """
     longest, limit = config.max_model_len or model.max_position_embeddings, model.longest_context
     if longest > limit:
@@ -107,18 +109,18 @@ def size_pool(
             num_blocks = ranks.least(num_blocks)
     if num_blocks < 1 or num_blocks * block_bytes > max(room, free_bytes(device)):
         asked = "one block" if config.num_blocks is None else f"num_blocks={num_blocks}"
-        kept = f", {size(reserved)} are kept for the steps' own needs" if reserved else ""
+        kept = f", {size(reserved)} are reserved for the steps" if reserved else ""
         raise CapacityError(
             f"the KV cache does not fit: {asked} takes {size(max(num_blocks, 1) * block_bytes)} ({config.block_size} "
             f"tokens of {size(per_token)}), {size(room)} may be used{kept}; "
-            "take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
+            "use a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
         )
     pool_tokens = num_blocks * config.block_size
     if longest > pool_tokens:
         if config.max_model_len is not None:
             raise CapacityError(
                 f"max_model_len {longest} needs {-(-longest // config.block_size)} blocks of {config.block_size} "
-                f"tokens and the pool has {num_blocks}; lower max_model_len or raise num_blocks"
+                f"tokens, but the pool has {num_blocks}; lower max_model_len or raise num_blocks"
             )
         longest = pool_tokens
     return num_blocks, longest

@@ -1,6 +1,6 @@
-"""A rank other than the first: computes the steps that rank 0 sends, until rank 0 has no more work.
+"""A rank other than the first: computes the steps that rank 0 sends, until rank 0 has finished.
 
-Rank 0 starts it as ``python -m minillm.loading.rank`` with its task as JSON on standard input, or torchrun does.
+Rank 0 starts it as ``python -m minillm.loading.rank`` with its task as JSON on standard input, or torchrun starts it.
 """
 
 import json
@@ -25,13 +25,15 @@ from minillm.runner import wire
 def follow(
     follower: Follower, store: Store, rank: int, name: str, config: EngineConfig, device: torch.device, host: str
 ) -> NoReturn:
-    """Be rank ``rank`` of a model, until rank 0 has no more work; then end the process.
+    """Run as rank ``rank`` of a model until rank 0 has finished; then end the process.
 
     A failure is reported to rank 0, which raises it. ``host``: see `Ranks`.
     """
     status = 0
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # under torchrun ctrl-c reaches all; this one ends with rank 0
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # under torchrun ctrl-c reaches all processes; this one ends with rank 0
     try:
         with memory_errors():
             ranks = Ranks(store, rank, config.tensor_parallel_size, device, host)
@@ -39,18 +41,18 @@ def follow(
             for message in follower.messages():
                 runner.observed(wire.decode(message))
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # the others may still need a sum that is under way
+                torch.cuda.synchronize(device)  # the others may still need a pending all-reduce
     except Exception as error:
         follower.fail(str(error) if isinstance(error, MinillmError) else f"{type(error).__name__}: {error}")
         status = 1
-    # Not sys.exit: a wait for other ranks, on the device or in a thread of the process group, must not hold it up.
+    # Not sys.exit, which could wait for other ranks, on the device or in a thread of the process group.
     sys.stderr.flush()
     os._exit(status)
 
 
 def main() -> None:
     task = json.loads(sys.stdin.read())
-    follower = connect(task, task["rank"])  # first: from here on each end sees the other die
+    follower = connect(task, task["rank"])  # first, so that each end notices if the other dies
     config = EngineConfig(**task["config"])
     store = open_store(task["directory"])
     device = choose_device(config, task["rank"])

@@ -1,7 +1,7 @@
-"""Use as many threads as cores are free, from the loading of the weights on.
+"""Adapt the number of threads to the free cores, from the loading of the weights on.
 
-The threads of an op wait for each other at its end. Where one of them has lost its core to another program, all others
-spin until it is back, and every op becomes as slow as the scheduler's time slices. One thread fewer costs little.
+The threads of an op wait for each other at its end. If another program takes a core from one of them, all others spin
+until it is back, and every op becomes as slow as the scheduler's time slices. One thread fewer costs little.
 """
 
 import math
@@ -15,24 +15,24 @@ import torch
 from minillm.runner.observers import StepObserver
 from minillm.runner.step import StepWork
 
-_EVERY = 0.25  # seconds between two looks
-_IDLE = 0.1  # seconds without a step, after which the load of others is measured anew
-_TOLERATED = 0.35  # of a core: less than that may be taken by others from the last thread
+_EVERY = 0.25  # seconds between measurements
+_IDLE = 0.1  # seconds without a step, after which the measurement starts again
+_TOLERATED = 0.35  # of a core: other programs may take this much from the last thread
 _STAT = Path("/proc/stat")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-Clocks = tuple[float, float, float]  # seconds: of the wall, in which the cores were busy, of this process's threads
+Clocks = tuple[float, float, float]  # seconds: wall time, busy time of the cores, CPU time of this process
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 
 
 class FreeCores(StepObserver):
     """Sets torch's number of threads before a step, and while weights are loaded.
 
-    It never exceeds the number that torch has when this is made, and a number that somebody else sets stays.
+    It never exceeds torch's number of threads at construction, and does not override a number set by other code.
 
     Args:
-        read: seconds of all cores that this process may use, since the start of the machine, in which they were busy;
-            by default the system's own count.
-        since: the `clocks` of an earlier moment, from which on the first look counts.
+        read: returns the seconds for which the cores of this process were busy since the machine started; by default
+            the system's count.
+        since: earlier `clocks` at which the first measurement begins.
     """
 
     def __init__(self, read: Callable[[], float] | None = None, since: Clocks | None = None) -> None:
@@ -41,10 +41,10 @@ class FreeCores(StepObserver):
         self._cores = len(os.sched_getaffinity(0))
         self._ours = torch.get_num_threads()
         self._seen = since or clocks(self._read)
-        self._ended = math.inf  # no step yet: the first one looks back at the loading of the model
+        self._ended = math.inf  # no step yet: the first one counts from the loading of the model
 
     def begin(self, work: StepWork) -> None:
-        if time.monotonic() - self._ended > _IDLE:  # others may have used the cores that this process left to them
+        if time.monotonic() - self._ended > _IDLE:  # other programs may have used the idle cores
             self._seen = clocks(self._read)
         else:
             self.follow()
@@ -53,12 +53,12 @@ class FreeCores(StepObserver):
         self._ended = time.monotonic()
 
     def follow(self) -> None:
-        """Look, if the last look is long enough ago."""
+        """Measure, if the last measurement is old enough."""
         if time.monotonic() - self._seen[0] >= _EVERY:
             self.look()
 
     def look(self) -> None:
-        """Give torch the cores that were free since the last look."""
+        """Set torch's threads to the number of cores that were free since the last measurement."""
         before, self._seen = self._seen, clocks(self._read)
         seconds, busy, own = (now - then for now, then in zip(self._seen, before, strict=True))
         others = max(0.0, busy - own) / seconds
@@ -69,12 +69,14 @@ class FreeCores(StepObserver):
 
 
 def clocks(read: Callable[[], float] | None = None) -> Clocks:
-    """Return the clocks of this moment, for `FreeCores`."""
+    """Return the current clocks, for `FreeCores`."""
     return time.monotonic(), (read or _busy_seconds)(), time.process_time()
 
 
 def follows_free_cores() -> bool:
-    """Whether the number of threads is ours to choose: the system tells the load, and the user has set nothing."""
+    """Return whether minillm may choose the number of threads: the system reports the load, and the user has set
+    nothing.
+    """
     return _STAT.exists() and not any(name in os.environ for name in _USERS_OWN)
 
 
@@ -90,9 +92,9 @@ def _busy_seconds() -> float:
 
 
 def _quota() -> int:
-    """The cores that the process's container may use."""
+    """Return the number of cores that the process's container may use."""
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):  # none, or no limit
+    except (OSError, ValueError):  # no cgroup, or no limit
         return os.cpu_count() or 1

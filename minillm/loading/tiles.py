@@ -1,7 +1,7 @@
-"""How the low-bit products of a loaded model are cut on its GPU: as recorded, as measured before, or measured now.
+"""Choose tile sizes of a loaded model's low-bit kernels on its GPU: built in, measured before, or measured now.
 
-Measured tiles are kept in a file for each kind of card and version of Triton. It says which kernels they were measured
-with; those of others count for nothing, and neither does a tile that is no candidate any more.
+Measured tiles are kept in one file for each kind of card and version of Triton. The file has a digest of the kernels
+that were measured; entries of other kernels are ignored, and so are tiles that are no longer candidates.
 """
 
 import hashlib
@@ -32,17 +32,17 @@ from minillm.system import cache_dir
 from minillm.text.reading import read_bytes
 from minillm.text.safe import parse_json
 
-RECORDED = "NVIDIA H200"  # whose tiles the kernels' own rules are
+RECORDED = "NVIDIA H200"  # the kernels' built-in tiles were tuned for this card
 _KERNELS = (low_bit_matvec, low_bit_matmul, low_bit_tiles, low_bit_lanes)
 _MOST_BYTES = 1 << 24
 
-Tiles = Mapping[str, Mapping[int, Tile]]  # by the product's name, then by `bucket`
+Tiles = Mapping[str, Mapping[int, Tile]]  # by the matmul's name, then by `bucket`
 Measure = Callable[[Mapping[Product, Sequence[LowBit]], torch.dtype, OnCount, OnCount], Iterator[Timed]]
 
 
 @dataclass(frozen=True)
 class TileFile:
-    """The file of a kind of card."""
+    """The tile file of a kind of card."""
 
     card: str
     path: Path
@@ -56,7 +56,7 @@ class TileFile:
         return cls(card, cache_dir() / "tiles" / f"{name}.json", hashlib.sha256(sources.encode()).hexdigest())
 
     def read(self, on_message: OnMessage) -> Tiles:
-        """What was measured before; nothing where there is no file, and where it is damaged, which is said."""
+        """Read the measured tiles. Return nothing if the file is missing or damaged; the latter is reported."""
         try:
             found = parse_json(read_bytes(self.path, _MOST_BYTES))
             if (found["card"], found["kernels"]) != (self.card, self.kernels):
@@ -68,11 +68,11 @@ class TileFile:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            on_message(f"{self.path} cannot be read ({type(error).__name__}): the tiles in it are measured anew")
+            on_message(f"{self.path} cannot be read ({type(error).__name__}): its tiles are measured again")
             return {}
 
     def add(self, tiles: Tiles, on_message: OnMessage) -> None:
-        """Replace the file, all at once, by what it has and these; without room for it, say so."""
+        """Merge these tiles into the file atomically; report if it cannot be written."""
         content = {"card": self.card, "kernels": self.kernels, "tiles": {**self.read(ignore_message), **tiles}}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class TileFile:
 
 
 def products_of(model: Llama) -> dict[Product, list[LowBit]]:
-    """The low-bit matrices of a model, or of a rank's part of it, by their products."""
+    """Return the low-bit matrices of a model, or of a rank's part of it, by their matmuls."""
     found: dict[Product, list[LowBit]] = {}
     for weight, place in _weights(model):
         for part in weight.parts:
@@ -94,7 +94,7 @@ def products_of(model: Llama) -> dict[Product, list[LowBit]]:
 
 
 def set_tiles(model: Llama, tiles: Tiles) -> None:
-    """Let every low-bit matrix of a model have the tiles of its product."""
+    """Set the tiles of every low-bit matrix of a model."""
     for weight, place in _weights(model):
         names = [str(Product(part.layout, part.shape, place)) for part in weight.parts]
         pairs = zip(weight.parts, names, strict=True)
@@ -102,10 +102,13 @@ def set_tiles(model: Llama, tiles: Tiles) -> None:
 
 
 def _weights(model: Llama) -> Iterator[tuple[LinearWeight, Place]]:
-    """Every linear layer, and where its products are."""
+    """Yield every linear layer, with the place of its matmul."""
     for layer in model.layers:
         yield layer.qkv, "norm"
-        yield layer.gate_up, "gated" if len(layer.gate_up.parts) == 1 else "norm"  # two matrices: a gate on its own
+        yield (
+            layer.gate_up,
+            "gated" if len(layer.gate_up.parts) == 1 else "norm",
+        )  # two matrices: gating is a separate kernel
         yield layer.o, "add"
         yield layer.down, "add"
     yield model.head, "norm"
@@ -119,7 +122,7 @@ def measured(
     on_message: OnMessage,
     measure: Measure = low_bit_tuning.measure,
 ) -> Iterator[Timed]:
-    """Measure the tiles of these products; what is measured, also before ctrl-c, is added to ``file`` at the end."""
+    """Measure the tiles of these matmuls. Results are added to ``file`` at the end, also after ctrl-c."""
     found: dict[str, dict[int, Tile]] = {}
 
     def tell(label: str, unit: str) -> OnCount:
@@ -145,15 +148,15 @@ def choose_tiles(
     on_message: OnMessage = ignore_message,
     measure: Measure = low_bit_tuning.measure,
 ) -> None:
-    """Set the tiles that ``file`` has, and measure what it lacks, unless the card is the recorded one.
+    """Set the tiles from ``file``, and measure missing ones unless the built-in tiles are for this card.
 
-    Of several ranks the first measures alone; the others read what it has written, and measure what is theirs alone.
+    Of several ranks, the first measures alone. The others read its results, and measure only what is still missing.
     """
     products, dtype = products_of(model), model.dtype
     if not products:
         return
     if ranks is not None and ranks.rank:
-        ranks.least(0)  # the first has written
+        ranks.least(0)  # wait until the first rank has written
     tiles = known(file.read(on_message), products, dtype)
     missing = {each: found for each, found in products.items() if str(each) not in tiles}
     if missing and file.card != RECORDED:
@@ -163,7 +166,7 @@ def choose_tiles(
         )
         for each in measured(missing, dtype, file, on_progress, on_message, measure):
             tiles.setdefault(str(each.product), {})[each.tokens] = each.tile
-        torch.cuda.empty_cache()  # the pool of blocks takes what is free
+        torch.cuda.empty_cache()  # the pool of blocks takes the free memory
         if model.device.type == "cuda":
             give_back(model.device)
     set_tiles(model, tiles)
@@ -172,7 +175,7 @@ def choose_tiles(
 
 
 def known(tiles: Tiles, products: Iterable[Product], dtype: torch.dtype) -> dict[str, dict[int, Tile]]:
-    """The tiles of those products that have a candidate for every number of tokens."""
+    """Return the tiles of the matmuls that have a valid one for every number of tokens."""
 
     def is_whole(product: Product) -> bool:
         found = tiles.get(str(product), {})

@@ -1,1 +1,1 @@
-"""A model over several processes, and a file of prompts over several models."""
+"""Run a model over several processes, and a file of prompts over several models."""

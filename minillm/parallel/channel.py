@@ -1,10 +1,11 @@
-"""The line between rank 0 and the others: each step's work goes down it, and each end sees at once when the other dies.
+"""The connections from rank 0 to the others: they carry each step's work, and each end notices at once if the other
+dies.
 
-Each rank has a plain TCP connection, which closes however the process dies: a collective would wait for ever. A message
-is its length and so many bytes. A step gets no answer: the others send only the reason why they give up.
+Each rank has a plain TCP connection, which closes however the process dies; a collective would wait forever. A message
+is its length and its bytes. Steps get no reply: the other ranks send only the reason why they fail.
 
-torchrun learns nothing of another node's end. So each process adds to a count of its own, in the store that all see,
-and those that wait for it look whether the count still grows (`beat`, `Listener`).
+torchrun does not notice the end of another node. Therefore each process increments its own counter in the shared store,
+and waiting processes check whether that counter still grows (`beat`, `Listener`).
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<I")
 _BEATS = "beats/{}"  # of the rank
-_GRACE = 5.0  # seconds that a process which waits for a dead one is given to notice
+_GRACE = 5.0  # seconds for a process that waits for a dead one to notice
 EVERY = 2.0  # seconds from one beat to the next
-SILENCE = 60.0  # seconds without one after which a process is taken for dead: loading may hold up a thread for some
+SILENCE = 60.0  # seconds without a beat after which a process counts as dead: loading may block a thread for some
 
 
 class RankDied(MinillmError):
-    """One of the processes that share the model has ended; the model is gone with it."""
+    """One of the processes that share the model has died, and the model with it."""
 
 
 def set_up(connection: socket.socket) -> None:
-    """Send small messages at once, and notice a host that is cut off within half a minute, as a dead process is."""
+    """Send small messages without delay, and treat a disconnected host as dead within half a minute."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # s, s, times, ms
     for name, value in {"TCP_NODELAY": 1, **limits}.items():
-        if hasattr(socket, name):  # not every system has all of them
+        if hasattr(socket, name):  # not available on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -55,7 +56,7 @@ def send_message(connection: socket.socket, data: bytes) -> None:
 
 
 def receive_message(connection: socket.socket) -> bytes:
-    """The next message. Raises EOFError where the other end has closed the connection, or died."""
+    """Return the next message. Raises EOFError if the other end has closed the connection or died."""
     return _receive(connection, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
 
 
@@ -74,14 +75,14 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 @dataclass
 class Lines:
-    """Rank 0's connections, and their fate."""
+    """Rank 0's connections and their state."""
 
     connections: Mapping[int, socket.socket]  # by rank
-    processes: Mapping[int, subprocess.Popen]  # those of them that we have started
-    on_death: Callable[[], None]  # called, in another thread, when a rank has died: ends all waiting on the device
+    processes: Mapping[int, subprocess.Popen]  # by rank: processes started by rank 0
+    on_death: Callable[[], None]  # called in another thread when a rank has died: ends all waiting on the device
     at_work: bool = False  # the main thread may be waiting for another rank
     failure: str | None = None
-    ended: threading.Event = field(default_factory=threading.Event)  # there is a failure, or it is closed
+    ended: threading.Event = field(default_factory=threading.Event)  # set after a failure or `close`
 
     def fail(self, reason: str) -> None:
         if not self.ended.is_set():
@@ -89,7 +90,7 @@ class Lines:
             self.ended.set()
 
     def close(self) -> None:
-        """Let the other ranks go; those that do not end by themselves are killed."""
+        """Release the other ranks, and kill processes that do not end by themselves."""
         orderly = not self.ended.is_set()
         self.ended.set()
         for connection in self.connections.values():
@@ -108,15 +109,15 @@ class Lines:
 
 
 class Leader:
-    """Rank 0's end; it closes the lines."""
+    """Rank 0's end of the connections."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
-        self.close = weakref.finalize(self, self._lines.close)  # at the latest when the interpreter ends
+        self.close = weakref.finalize(self, self._lines.close)  # at the latest when the interpreter exits
         threading.Thread(target=_watch, args=(self._lines,), daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        """Give every other rank the same message. Raises RankDied where one of them is gone."""
+        """Send a message to every other rank. Raises RankDied if one has died."""
         try:
             for connection in self._lines.connections.values():
                 send_message(connection, data)
@@ -125,9 +126,9 @@ class Leader:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Around all that may wait for another rank. If one dies, the block ends within seconds, or the process does.
+        """Guard code that may wait for another rank. If one dies, the block ends within seconds, or the process does.
 
-        Raises RankDied where a rank has died, inside the block or before it.
+        Raises RankDied if a rank has died, inside the block or before it.
         """
         lines = self._lines
         if lines.ended.is_set():
@@ -138,9 +139,9 @@ class Leader:
         except BaseException as error:
             lines.at_work = False
             if isinstance(error, Exception):
-                lines.ended.wait(1)  # it may be the consequence of a death
+                lines.ended.wait(1)  # the error may be a consequence of a rank's death
             ours = not lines.ended.is_set()
-            lines.fail("rank 0 has failed")  # and the other ranks would now wait for it in vain
+            lines.fail("rank 0 has failed")  # the other ranks would wait for it forever
             self.close()
             if ours or lines.failure is None:
                 raise
@@ -153,11 +154,11 @@ class Leader:
     def _raise_failure(self) -> None:
         self._lines.ended.wait(1)
         self.close()
-        raise RankDied(self._lines.failure or "the other ranks have been let go; load the model anew")
+        raise RankDied(self._lines.failure or "the other ranks have been released; load the model again")
 
 
 def _watch(lines: Lines) -> None:
-    """Wait for a rank to die, and see to it that this process does not wait for it."""
+    """Wait for a rank to die, and ensure that this process does not wait for it."""
     ranks = {connection: rank for rank, connection in lines.connections.items()}
     try:
         ready, _, _ = select.select(list(ranks), [], [])
@@ -178,7 +179,7 @@ def _watch(lines: Lines) -> None:
 
 
 def end_process(reason: str) -> NoReturn:
-    """Say why and end, from any thread, though the others may be waiting."""
+    """Print the reason and end the process, from any thread, even while others are blocked."""
     sys.stderr.write(f"minillm: error: {reason}\n")
     sys.stderr.flush()
     os._exit(1)
@@ -193,7 +194,7 @@ def _exit_status(process: subprocess.Popen | None) -> str:
 
 
 class Follower:
-    """The end of any other rank. The process ends when rank 0 does; ``directory`` is then removed, if there is one."""
+    """The end of any other rank. The process ends with rank 0; ``directory`` is then removed, if given."""
 
     def __init__(self, connection: socket.socket, directory: str = "") -> None:
         self._connection, self._directory = connection, directory
@@ -201,12 +202,12 @@ class Follower:
         threading.Thread(target=self._read, daemon=True).start()
 
     def messages(self) -> Iterator[bytes]:
-        """Rank 0's messages, until it says that there will be no more."""
+        """Yield rank 0's messages until its end marker."""
         while message := self._messages.get():
             yield message
 
     def fail(self, reason: str) -> None:
-        """Tell rank 0 why this rank gives up."""
+        """Report to rank 0 why this rank fails."""
         with contextlib.suppress(OSError):
             send_message(self._connection, reason.encode())
 
@@ -217,22 +218,22 @@ class Follower:
         except EOFError:
             if self._directory:
                 shutil.rmtree(self._directory, ignore_errors=True)
-            os._exit(1)  # rank 0 is gone, and the main thread may be waiting for it on the device
+            os._exit(1)  # rank 0 has died, and the main thread may be waiting for it on the device
         self._messages.put(b"")
         threading.Event().wait(_GRACE)
         os._exit(0)
 
 
 def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE) -> None:
-    """Say that this process is there, from now on until it ends, on a connection to the store of its own.
+    """Start to signal that this process is alive, on a separate connection to the store.
 
-    If the store does not answer for ``silence`` seconds, this is the node that is cut off, and the process ends: it may
-    be waiting for the store itself.
+    If the store does not answer for ``silence`` seconds, this node is disconnected and the process ends: its main
+    thread may be waiting for the store.
     """
-    answers: queue.SimpleQueue[int] = queue.SimpleQueue()  # beats so far; 0 where there is no store any more
+    answers: queue.SimpleQueue[int] = queue.SimpleQueue()  # beats so far; 0 if the store is gone
 
     def go_on() -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, as those that need it will see
+        with contextlib.suppress(RuntimeError):  # the store is gone, which its users will notice
             while True:
                 answers.put(store.add(_BEATS.format(rank), 1))
                 time.sleep(every)
@@ -250,15 +251,17 @@ def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE
 
 
 class Listener:
-    """Tells a process that waits for other ranks when one of them is gone. They have begun to `beat`, or will soon."""
+    """Notices when a rank on another node dies. The ranks call `beat`."""
 
     def __init__(self, store: Store, every: float = EVERY, silence: float = SILENCE) -> None:
         self._store, self._every, self._silence = store, every, silence
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: how many beats, and when that last changed
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: number of beats, and time of the last change
         self._looked_at = time.monotonic()
 
     def check(self, ranks: Iterable[int]) -> None:
-        """Raise RankDied where one of ``ranks`` is silent for too long. Cheap: looks no more often than they beat."""
+        """Raise RankDied if one of ``ranks`` is silent for too long. Cheap: checks no more often than the ranks
+        beat.
+        """
         now = time.monotonic()
         if now - self._looked_at < self._every:
             return

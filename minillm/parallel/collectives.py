@@ -1,7 +1,7 @@
-"""The common operations of the ranks that share a model: NCCL between GPUs, gloo between CPUs.
+"""Collectives of the ranks that share a model: NCCL between GPUs, gloo between CPUs.
 
-GPUs that reach each other's memory add up the small tensors of a decode step by `minillm.kernels.all_reduce`: over
-NVLink that takes a quarter to a half of NCCL's time.
+GPUs with peer access add up the small tensors of a decode step with `minillm.kernels.all_reduce`: over NVLink that
+takes a quarter to a half of NCCL's time.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, Store, distributed_c10d
 
-if torch.cuda.is_available():  # Triton is not imported where nothing can run it
+if torch.cuda.is_available():  # Triton is imported only if a GPU can run it
     from minillm.kernels.all_reduce import WORDS, Exchange, all_reduce, inbox_words
 
-# Longer than the slowest rank takes to load: `minillm.parallel.channel` notices within seconds that a rank is gone.
+# Longer than the slowest rank takes to load. `minillm.parallel.channel` notices within seconds if a rank dies.
 _TIMEOUT = timedelta(hours=6)
 _PATIENCE = 5.0  # seconds
-# Bytes of the largest sums that are formed so, on H200s: beyond them the next way is faster, NCCL's at last.
+# Maximum bytes of each kind of sum, measured on H200s: above them the next kind is faster, and finally NCCL.
 _ONE_SHOT_OF_TWO = 2 << 20  # between two ranks
 _ONE_SHOT = 128 << 10  # between more
 _TWO_SHOTS = 2 << 20
-_LAZY_ENABLE_PEER_ACCESS = 1  # of CUDA
+_LAZY_ENABLE_PEER_ACCESS = 1  # CUDA's constant
 
 
 class Ranks:
-    """This process among the ``size`` that share a model. All of them make the same calls in the same order.
+    """This process among the ``size`` processes that share a model. All make the same calls in the same order.
 
-    It uses nothing of `torch.distributed`'s global state: a program may have a group of its own, or several models one
-    after another. All tensors lie on ``device``; the others reach this process by ``host``.
+    It uses no global state of `torch.distributed`: a program may have its own group, or several models one after
+    another. All tensors are on ``device``; the other ranks reach this process at ``host``.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
@@ -52,11 +52,11 @@ class Ranks:
             self._sums = sums if self.least(int(sums is not None)) else None  # all ranks or none
 
     def keep_order(self) -> None:
-        """From now on, add in the order of ranks, whatever the size; all ranks say so."""
+        """From now on, add in the order of ranks for any size. All ranks must call it."""
         self._in_order = True
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place, the same bits on each."""
+        """Return the sum over all ranks, in place, bitwise the same on each."""
         if self._in_order:
             return self._all_reduce_in_order(x)
         exchange = None if self._sums is None else self._sums.exchange_for(x)
@@ -66,7 +66,7 @@ class Ranks:
         return x
 
     def _all_reduce_in_order(self, x: Tensor) -> Tensor:
-        """Piece by piece where the ranks reach each other's memory; elsewhere every rank gets all parts."""
+        """Add in the order of ranks: piece by piece with peer access, otherwise from all ranks' gathered parts."""
         if not x.numel():
             return x
         if self._sums is None:
@@ -82,18 +82,18 @@ class Ranks:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """``[size, *x.shape]``: every rank's ``x``."""
+        """Return ``[size, *x.shape]``: every rank's ``x``."""
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         _run(self._group._allgather_base, gathered, x.contiguous(), distributed_c10d.AllgatherOptions())
         return gathered.view(self.size, *x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x``, in place."""
+        """Return rank 0's ``x``, in place."""
         _run(self._group.broadcast, [x], BroadcastOptions())  # rank 0's is the default
         return x
 
     def least(self, value: int) -> int:
-        """The smallest of the ranks' values."""
+        """Return the minimum of the ranks' values."""
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MIN)
         values = torch.tensor([value], dtype=torch.int64, device=self.device)
@@ -101,16 +101,17 @@ class Ranks:
         return int(values.item())
 
     def abort(self) -> None:
-        """Give up all that is under way, so that nothing on the device waits for a rank that is gone."""
+        """Abort all pending collectives, so that nothing on the device waits for a dead rank."""
         if self._sums is not None:
             self._sums.end_waiting()
         if self.device.type == "cuda" and self._group is not None:
             self._group.abort()
 
     def close(self) -> None:
-        """Leave the group; no graph may hold one of its collectives any more. Its threads must not outlive Python."""
+        """Leave the group. No graph may still hold one of its collectives, and its threads must not outlive Python."""
         if self.device.type == "cuda":
-            # Unlike NCCL's orderly end this waits for no other rank; and if it did, it must not hold us up.
+            # Unlike NCCL's orderly shutdown, this does not wait for other ranks. The thread guards against it all the
+            # same.
             ending = threading.Thread(target=self._end, daemon=True)
             ending.start()
             ending.join(_PATIENCE)
@@ -129,7 +130,7 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemoryError(RuntimeError):
-    """The driver will not hand out or open memory: another host, no way between the GPUs, another allocator."""
+    """The driver cannot export or open memory: another host, no peer access, or another allocator."""
 
 
 @functools.cache
@@ -153,7 +154,7 @@ def _call(function: str, *arguments: Any) -> None:
 
 
 def export_memory(tensor: Tensor) -> bytes:
-    """The bytes by which another process of this host opens ``tensor``, which must outlive that."""
+    """Return a handle by which another process of this host opens ``tensor``, which must outlive its use."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), tensor.data_ptr())
     _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
@@ -162,10 +163,10 @@ def export_memory(tensor: Tensor) -> bytes:
 
 
 class PeerMemory:
-    """Another process's tensor, for kernels on the current device, which find it at ``address``.
+    """Another process's tensor, at ``address`` for kernels on the current device.
 
-    `torch.distributed`'s symmetric memory does this, too, but counts its exchanges per process: a process that makes
-    its second model does not find ranks that were started for it. Three calls of the CUDA driver are enough here.
+    `torch.distributed`'s symmetric memory does the same, but counts its exchanges per process: a process that creates
+    its second model does not find the ranks that were started for it. Three calls of the CUDA driver are enough here.
     """
 
     def __init__(self, exported: bytes) -> None:
@@ -175,7 +176,7 @@ class PeerMemory:
         self.address = self._base + int.from_bytes(exported[:8], "little")
 
     def close(self) -> None:
-        """No kernel may use it any more."""
+        """Unmap the memory; no kernel may use it any more."""
         _driver().cuIpcCloseMemHandle(self._base)
 
 
@@ -183,40 +184,40 @@ class PeerMemory:
 class PeerSums:
     """`minillm.kernels.all_reduce` among these ranks, in one shot or in two."""
 
-    exchanges: list[Exchange]  # the first one that takes a tensor is the fastest; where none does, NCCL is
-    stop: Tensor  # where a kernel that waits in the stream of the model looks, too
-    stream: torch.cuda.Stream  # for a word to it
+    exchanges: list[Exchange]  # fastest first; if none takes a tensor, NCCL adds it
+    stop: Tensor  # polled by waiting kernels in the model's stream
+    stream: torch.cuda.Stream  # to write to it
     inbox: Tensor
     peers: list[PeerMemory]  # the other ranks' inboxes
 
     @property
     def most_bytes(self) -> int:
-        """Of a tensor that can be added up."""
+        """Maximum bytes of a tensor that can be added up."""
         return max(exchange.most_bytes for exchange in self.exchanges)
 
     def exchange_for(self, x: Tensor) -> Exchange | None:
         return next((exchange for exchange in self.exchanges if exchange.takes(x)), None)
 
     def end_waiting(self) -> None:
-        """From any thread: sums under way come to an end, and to no result."""
+        """Stop pending sums, without a result. May be called from any thread."""
         with torch.cuda.device(self.stop.device), torch.cuda.stream(self.stream):
             self.stop.copy_(torch.ones(1, dtype=torch.int32).pin_memory(), non_blocking=True)
 
     def close(self) -> None:
-        """Let go of the other ranks' memory."""
-        with contextlib.suppress(RuntimeError):  # a failure on the device has been told
+        """Release the other ranks' memory."""
+        with contextlib.suppress(RuntimeError):  # a failure on the device was already reported
             torch.cuda.synchronize(self.stop.device)
         for peer in self.peers:
             peer.close()
 
 
 def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> PeerSums | None:
-    """None where the ranks are on several hosts, or cannot reach each other's memory."""
+    """Set up peer sums; return None if the ranks are on several hosts or have no peer access."""
     store.set(f"host/{rank}", socket.gethostname())
     if len({store.get(f"host/{each}") for each in range(size)}) > 1:
         return None
     in_one = (_ONE_SHOT_OF_TWO if size == 2 else _ONE_SHOT) // 4 // WORDS * WORDS
-    in_two = 0 if size == 2 else _TWO_SHOTS // 4 // size // WORDS * WORDS  # of a slice
+    in_two = 0 if size == 2 else _TWO_SHOTS // 4 // size // WORDS * WORDS  # words of a slice
     words_in_one = inbox_words(size, in_one)
     inbox = torch.zeros(words_in_one + inbox_words(size, in_two, shots=2), dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)  # before anyone writes to it
@@ -245,17 +246,19 @@ def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> 
 
 
 def _run(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Run a collective on the current stream, where a graph sees a plain kernel. The last argument is its options."""
+    """Run a collective on the current stream, so that a graph captures it as a kernel. The last argument is its
+    options.
+    """
     arguments[-1].asyncOp = False
     work = collective(*arguments)
-    if work is not None:  # NCCL's is in the stream already
+    if work is not None:  # NCCL's work is already in the stream
         work.wait()
 
 
 def _new_group(store: Store, rank: int, size: int, device: torch.device, host: str) -> Any:
     if device.type == "cuda":
         if ip_address(host).is_loopback and not torch.distributed.is_initialized():
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # on one host no other interface needs to listen
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # on one host only the loopback interface needs to listen
         options = distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
         return distributed_c10d.ProcessGroupNCCL(store, rank, size, options)

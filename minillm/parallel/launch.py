@@ -1,6 +1,6 @@
-"""Brings the processes that share a model together: rank 0 starts the others, or `torchrun` has started all of them.
+"""Connect the processes that share a model: rank 0 starts the others, or `torchrun` has started all of them.
 
-Where torchrun starts more than a model takes, every ``tensor_parallel_size`` successive ones are a *replica*.
+If torchrun starts more processes than one model takes, every ``tensor_parallel_size`` successive ones are a *replica*.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from minillm.parallel.collectives import Ranks
 
 LOCAL = "127.0.0.1"
-PATIENCE = timedelta(hours=6)  # to wait for a rank that is still fetching the model; one that has died is noticed
-_TORCHRUN_SECONDS = 10.0  # for torchrun's store to answer: it is there before those that torchrun starts
-_RANK_SECONDS = 60.0  # for that of another rank, which starts at the same time
+PATIENCE = timedelta(hours=6)  # to wait for a rank that is still downloading the model; a dead one is noticed
+_TORCHRUN_SECONDS = 10.0  # for torchrun's store to answer: it exists before the processes that torchrun starts
+_RANK_SECONDS = 60.0  # for another rank's store, which starts at the same time
 _UNSET = "or unset TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
 class Torchrun:
-    """This process among those that `torchrun` has started."""
+    """This process among those started by `torchrun`."""
 
     rank: int
     world_size: int
@@ -54,20 +54,20 @@ class Torchrun:
 
     @classmethod
     def from_environment(cls) -> Torchrun | None:
-        """None where this process was started otherwise. Raises UsageError where the environment is not torchrun's."""
+        """Read the environment; return None without torchrun. Raises UsageError if it is not torchrun's."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
         for name, text in found.items():
             if not re.fullmatch(r"[0-9]{1,6}", text):
-                raise UsageError(f"{name} is {text[:40]!r}, and must be a number: start this with torchrun, {_UNSET}")
+                raise UsageError(f"{name} is {text[:40]!r}, but must be a number: start this with torchrun, {_UNSET}")
         self = cls(*map(int, found.values()))
         if not (self.rank < self.world_size and self.local_rank < self.local_world_size <= self.world_size):
             raise UsageError(f"torchrun's environment contradicts itself ({found}): start this with torchrun, {_UNSET}")
         return self
 
     def num_replicas(self, tensor_parallel_size: int) -> int:
-        """How many models all processes make. Raises UsageError where some processes would be left over."""
+        """Return how many models the processes make. Raises UsageError if some processes would be left over."""
         if self.world_size % tensor_parallel_size:
             wrong = f"{self.world_size} processes, which is no multiple of tensor_parallel_size {tensor_parallel_size}"
             raise UsageError(f"torchrun has started {wrong}; start another number of them")
@@ -75,11 +75,11 @@ class Torchrun:
 
     @property
     def spread(self) -> bool:
-        """Whether the processes are on several nodes."""
+        """Return whether the processes are on several nodes."""
         return self.local_world_size < self.world_size
 
     def store(self) -> Store:
-        """The store that all processes see, by a connection of its own. Raises UsageError where it does not answer."""
+        """Open the store that all processes share, on a new connection. Raises UsageError if it does not answer."""
         from torch.distributed import rendezvous
 
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -93,20 +93,20 @@ class Torchrun:
             raise UsageError(f"torchrun's store does not answer ({where}): {error}; start this with torchrun") from None
 
     def listener(self, store: Store) -> Listener | None:
-        """Hears, from that `store`, whether ranks are still there; None where torchrun itself sees to that."""
+        """Return a listener on ``store`` for dead ranks, or None on one node, which torchrun itself supervises."""
         return Listener(store) if self.spread else None
 
     def host(self) -> str:
-        """The address from which this node reaches the first one: its own name may stand for 127.0.0.1."""
+        """Return the address from which this node reaches the first one: its own name may resolve to 127.0.0.1."""
         if not self.spread:
             return LOCAL
-        elsewhere = ("192.0.2.1", "2001:db8::1")  # nobody has them: the way to other networks
+        elsewhere = ("192.0.2.1", "2001:db8::1")  # reserved addresses: the route to other networks
         ways = map(_way_out, (os.environ["MASTER_ADDR"], *elsewhere))
         return next((host for host in ways if not ip_address(host).is_loopback), LOCAL)
 
 
 def _knock(host: str, port: int, seconds: float) -> None:
-    """Raise OSError, OverflowError or UnicodeError unless ``host`` answers: torch itself would try for `PATIENCE`."""
+    """Raise OSError, OverflowError or UnicodeError unless ``host`` answers: torch itself would retry for `PATIENCE`."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -118,13 +118,13 @@ def _knock(host: str, port: int, seconds: float) -> None:
 
 
 def _way_out(to: str) -> str:
-    """The address of this node, of IPv4 or IPv6, on its way to another one. Nothing is sent."""
+    """Return this node's IPv4 or IPv6 address on the route to another one. Nothing is sent."""
     with contextlib.suppress(socket.gaierror):
         for family, kind, _, _, address in socket.getaddrinfo(to, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)
                 host = str(probe.getsockname()[0])
-                if "%" not in host:  # an address of one link means nothing on other nodes
+                if "%" not in host:  # a link-local address is of no use on other nodes
                     return host
     return LOCAL
 
@@ -135,13 +135,13 @@ def _family(host: str) -> socket.AddressFamily:
 
 @cache
 def begin_to_beat(torchrun: Torchrun) -> None:
-    """Tell those on other nodes from now on that this process is there; once is enough."""
+    """Start to signal other nodes that this process is alive. Only the first call has an effect."""
     if torchrun.spread:
         channel.beat(torchrun.store(), torchrun.rank)
 
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
-    """Bring the ranks of ``model`` together, as rank 0. Raises RankDied where one ended before it was ready."""
+    """Connect the ranks of ``model``, as rank 0. Raises RankDied if one ended before it was ready."""
     from torch.distributed import PrefixStore
 
     from minillm.parallel.collectives import Ranks
@@ -155,7 +155,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
         port = server.getsockname()[1]
         try:
             if torchrun is None:
-                # Only this user can open it: torch's TCP store listens on all interfaces and asks for no secret.
+                # Only this user can open it: torch's TCP store listens on all interfaces without a password.
                 directory = tempfile.mkdtemp(prefix="minillm-")
                 store: Store = open_store(directory)
                 address = {"host": host, "port": port, "secret": secret, "directory": directory}
@@ -198,7 +198,7 @@ def open_store(directory: str) -> Store:
 
 
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
-    """The line to rank 0, the replica's store and this process's rank in it. Raises RankDied where rank 0 is gone."""
+    """Return the connection to rank 0, the replica's store and this process's rank in it. Raises RankDied."""
     from torch.distributed import PrefixStore
 
     rank = torchrun.rank % size
@@ -221,7 +221,7 @@ def connect(address: Mapping[str, str | int], rank: int) -> Follower:
 
 
 def _accept(server: socket.socket, secret: str, connections: dict[int, socket.socket]) -> None:
-    """Take one connection, if one comes; a stranger's is dropped."""
+    """Accept one connection, if there is one, and drop it unless it knows the secret."""
     try:
         connection, _ = server.accept()
     except TimeoutError:
@@ -245,16 +245,16 @@ def _start(task: Mapping[str, object]) -> subprocess.Popen:
     home = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        # -P: a module of the current directory must not stand in for one of the standard library.
+        # -P: a module of the current directory must not replace one of the standard library.
         (sys.executable, "-P", "-m", "minillm.loading.rank"),
         # Ranks on one CPU share its cores: more threads than cores make all of them many times slower.
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())},
         stdin=subprocess.PIPE,
-        stdout=2,  # ours is for answers
-        process_group=0,  # ctrl-c is rank 0's to interpret: the others end with it
+        stdout=2,  # stdout is for answers
+        process_group=0,  # only rank 0 handles ctrl-c: the others end with it
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already, which `lead` sees
+    with contextlib.suppress(BrokenPipeError):  # it has already ended, which `lead` notices
         process.stdin.write(json.dumps(task).encode())
         process.stdin.close()
     return process

@@ -1,7 +1,7 @@
-"""Replicas share a list of requests, and an answer that is finished stays so.
+"""Share a list of requests among replicas, and keep finished answers.
 
-Each replica writes its answers to a part file, line by line. When all have come to the end, the first one merges the
-parts in the order of the requests. If a replica dies, the next run computes only the answers that no part has.
+Each replica writes its answers to a part file, line by line. When all have finished, the first one merges the parts in
+the order of the requests. If a replica dies, the next run computes only the answers that no part has.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Replicas:
     index: int
     count: int
     size: int = 1  # ranks of each
-    listener: Listener | None = None  # for the death of those on other nodes; torchrun ends those of its own node
+    listener: Listener | None = None  # for the death of ranks on other nodes; torchrun supervises its own node
 
     @classmethod
     def find(cls, tensor_parallel_size: int) -> Replicas:
-        """Those that torchrun has started; without it, this process alone."""
+        """Return the replicas started by torchrun; without it, this process alone."""
         from torch.distributed import HashStore, PrefixStore
 
         from minillm.parallel.launch import Torchrun
@@ -51,7 +51,7 @@ class Replicas:
         return cls(own, torchrun.rank // size, torchrun.num_replicas(size), size, torchrun.listener(store))
 
     def meet(self, where: str) -> None:
-        """Wait until all replicas have come here. Raises RankDied."""
+        """Wait until all replicas have reached this point. Raises RankDied."""
         self.arrive(where)
         self.wait_for_all(where)
 
@@ -67,15 +67,15 @@ class Replicas:
                 time.sleep(_POLL)
 
     def agreed(self, name: str, value: Callable[[], Sequence[int]]) -> list[int]:
-        """The ``value`` of the first replica."""
+        """Return the ``value`` of the first replica."""
         if self.index == 0:
             self.store.set(name, json.dumps(list(value())))
         return json.loads(self.store.get(name))
 
     def take(self, total: int, room: int) -> range:
-        """The next of ``total`` things, ``room`` at most; none where all are taken. Each is handed out once.
+        """Take the next of ``total`` items, at most ``room``; empty if all are taken. Each is taken once.
 
-        As long as there are many left a replica takes many, in the end one at a time, so that all end together (guided
+        While many items are left, a replica takes many, at the end one at a time, so that all finish together (guided
         self-scheduling, Polychronopoulos and Kuck 1987).
         """
         left = total - self.store.add("taken", 0)
@@ -89,7 +89,8 @@ class Replicas:
 class PartFiles:
     """The lines that the replicas have finished, each a JSON object with its ``index``.
 
-    They are merged into ``output``, and the parts lie beside it. The name of the ``job`` tells them from others'.
+    They are merged into ``output``; the parts are in the same directory. The ``job`` identifies parts of the same
+    requests.
     """
 
     def __init__(self, output: Path, job: str) -> None:
@@ -98,7 +99,7 @@ class PartFiles:
 
     @staticmethod
     def check(output: Path) -> None:
-        """Raise UsageError where no file can be made: nothing should be computed for it."""
+        """Raise UsageError if the output cannot be written, before anything is computed."""
         try:
             if output.exists():
                 open_regular(output).close()
@@ -108,11 +109,11 @@ class PartFiles:
             raise UsageError(f"cannot write {output}: its directory is not there, or cannot be written")
 
     def finished(self) -> dict[int, bytes]:
-        """The lines by index, but those of failed requests. Raises UsageError where the parts are another job's."""
+        """Return the lines of successful requests by index. Raises UsageError if the parts belong to another job."""
         return {index: line for index, line in self._lines().items() if json.loads(line).get("error") is None}
 
     def failures(self, total: int) -> int | None:
-        """How many requests failed; None where there is no output yet. Raises UsageError where it is another job's."""
+        """Return how many requests failed; None without an output. Raises UsageError if it belongs to another job."""
         try:
             with open_regular(self._output) as stream:
                 answers = [(line["job"], line["error"] is not None) for line in map(parse_json, stream)]
@@ -123,12 +124,12 @@ class PartFiles:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # no file, or none of ours
-        way_out = "choose another --output, or say --force to overwrite it"
+            pass  # not a readable output of this program
+        way_out = "choose another --output, or add --force to overwrite it"
         raise UsageError(f"{self._output} holds something other than these answers; {way_out}")
 
     def open(self, replica: int) -> None:
-        """Begin, or go on with, the part of this replica. No other process writes it from now on.
+        """Begin or continue the part of this replica, and lock it against other processes.
 
         Raises:
             MinillmError: another run is writing it.
@@ -137,35 +138,35 @@ class PartFiles:
         path = self._output.with_name(f"{self._output.name}.part{replica}")
         try:
             self._stream = _open_locked(path)
-            self._lines()  # raises where it is no part of this job's
+            self._lines()  # raises if it belongs to another job
             known = _read(path)
         except BlockingIOError:
             raise MinillmError(f"another run is writing {self._output}: wait for its end, or stop it") from None
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
-        whole = known.rfind(b"\n") + 1  # a line that was being written when the replica died is gone
+        whole = known.rfind(b"\n") + 1  # drops a line that was cut off when the replica died
         os.ftruncate(self._stream, whole)
         os.lseek(self._stream, whole, os.SEEK_SET)
         if not whole:
             self.add({})
 
     def close(self) -> None:
-        """Let another run go on with the part."""
+        """Unlock the part for other runs."""
         if self._stream is not None:
             os.close(self._stream)
             self._stream = None
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Keep a finished request: it survives this process from here on. The first line is of none."""
+        """Write a finished request, which then survives this process. The first line belongs to no request."""
         assert self._stream is not None, "not open"
         data = json_line({**line, "job": self._job}).encode() + b"\n"
         while data:
             data = data[os.write(self._stream, data) :]
 
     def merge(self, total: int) -> int:
-        """Replace the parts by the output, in order and at once; returns how many requests failed.
+        """Replace the parts by the output, in order and atomically; return how many requests failed.
 
-        Raises UsageError where some are missing.
+        Raises UsageError if some are missing.
         """
         lines = self._lines()
         if missing := total - len(lines):
@@ -189,7 +190,7 @@ class PartFiles:
         return sorted(path for path in beside if path.name.startswith(prefix) and path.name[len(prefix) :].isdecimal())
 
     def _lines(self) -> dict[int, bytes]:
-        """All whole lines; where a request failed and was finished later, the later one."""
+        """Return all complete lines. If a request failed and succeeded later, the later line counts."""
         found: dict[int, bytes] = {}
         for path in self._parts():
             whole = _read(path).split(b"\n")[:-1]
@@ -210,7 +211,7 @@ class PartFiles:
 
 
 def _open_locked(path: Path) -> int:
-    """Open a file for writing that no other process has locked. Raises OSError; BlockingIOError where one has."""
+    """Open and lock a file for writing. Raises OSError; BlockingIOError if another process has locked it."""
     while True:
         if path.exists():
             open_regular(path).close()
@@ -224,7 +225,7 @@ def _open_locked(path: Path) -> int:
             raise
         except OSError:
             return stream  # a file system without locks
-        os.close(stream)  # its run has merged and deleted it meanwhile
+        os.close(stream)  # the other run has merged and deleted it
 
 
 def _read(path: Path) -> bytes:

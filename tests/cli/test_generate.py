@@ -114,7 +114,7 @@ def test_a_finished_output_is_not_computed_again(run: Run, tmp_path: Path, monke
         for other in (("--max-tokens", "3"), ("--system", "x"), ("--parse-special",)):
             code, _, said = run(*arguments, *other)
             assert code == 2
-            assert "choose another --output, or say --force" in said
+            assert "choose another --output, or add --force" in said
         source.write_text("one\n")
         assert run(*arguments)[0] == 2
     assert output.read_bytes() == before

@@ -120,14 +120,14 @@ def test_other_tokens_are_refused(model: Path, tmp_path: Path) -> None:
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(tokenizer))
     told = refused(model, speculate=str(other))
-    assert "it cannot guess for" in told
+    assert "it cannot draft for" in told
     assert f"their tokens differ: token {min(vocabulary['a'], vocabulary['b'])} is " in told
 
 
 def test_what_cannot_pay_is_refused(model: Path, tmp_path: Path) -> None:
     large = write_model(tmp_path / "large", num_hidden_layers=5)
     assert "it is the larger one" in refused(model, speculate=str(large))
-    assert "each guess would read" in refused(model, weights="int8", speculate=str(model))
+    assert "a draft token would read" in refused(model, weights="int8", speculate=str(model))
 
 
 def test_bad_names_are_refused_in_a_line(model: Path) -> None:

@@ -122,14 +122,14 @@ def test_a_cpu_is_told_that_few_bits_could_be_kept(tmp_path: Path, monkeypatch: 
         load_engine("llama-3.1-8b", EngineConfig(device="cpu"))
     assert re.search(r"; llama-3\.1-8b:q8_0 \(8\.\d GiB\) would fit: \S+ chat --model \S+$", str(by_name.value))
     directory = forge_hf(tmp_path / "dir", LLAMA_8B, hf_tensors(LLAMA_8B))
-    with pytest.raises(CapacityError, match=r"; in fewer bits \S+ \(\d\.\d GiB\) would fit: .* --weights int8$"):
+    with pytest.raises(CapacityError, match=r"; quantized further, \S+ \(\d\.\d GiB\) would fit: .* --weights int8$"):
         load_engine(str(directory), EngineConfig(device="cpu"))
     check(10.5)  # by itself, a file stays low-bit
     for weights in ("int8", "expanded"):  # other ways than that are no reason not to tell
         with pytest.raises(CapacityError, match=r"--weights stored$"):
             check(8, weights)
     check(8, "stored")
-    with pytest.raises(CapacityError, match=r"; take a smaller model$"):
+    with pytest.raises(CapacityError, match=r"; use a smaller model$"):
         check(4)
 
 
@@ -177,7 +177,7 @@ def test_a_file_and_random_weights_are_checked_too(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("minillm.text.tokenizer.Tokenizer.load", lambda source, size: None)
     memory(monkeypatch, 4)
     for name, load_format in ((str(directory), "auto"), ("llama-8b", "dummy")):
-        with pytest.raises(CapacityError, match=rf"^{re.escape(name)} needs 15\.9 GiB of weights.*take a smaller") as e:
+        with pytest.raises(CapacityError, match=rf"^{re.escape(name)} needs 15\.9 GiB of weights.*use a smaller") as e:
             load_engine(name, EngineConfig(device="cpu", load_format=load_format))
         assert "\n" not in str(e.value)
 
@@ -262,7 +262,7 @@ def test_what_is_here_goes_before_a_download(tmp_path: Path, fetched: list[str])
     said: list[str] = []
     assert choose_form("llama-3.1-8b", gpu(24), on_message=said.append) == "llama-3.1-8b:q4_k_m"
     assert "which is here" in said[0]
-    assert said[0].endswith("; llama-3.1-8b:full would fit, too")
+    assert said[0].endswith("; llama-3.1-8b:full would also fit")
     here("llama-3.1-8b:q6_k", forge_gguf(tmp_path / "q6.gguf", LLAMA_8B, "Q6_K"))
     assert choose_form("llama-3.1-8b", gpu(24)) == "llama-3.1-8b:q6_k"
     assert choose_form("llama-3.1-8b", gpu(8)) == "llama-3.1-8b:q4_k_m", "it must fit, too"
@@ -294,7 +294,7 @@ def test_the_next_form_is_tried_where_one_cannot_be_had(monkeypatch: pytest.Monk
     assert choose_form("llama-3.1-8b", gpu(24), on_message=said.append) == "llama-3.1-8b:q6_k"
     assert tried == ["llama-3.1-8b", "llama-3.1-8b:q8_0", "llama-3.1-8b:q6_k"]
     assert said[0] == "model llama-3.1-8b cannot be downloaded; trying llama-3.1-8b:q8_0"
-    assert "which could be had" in said[2]
+    assert "which is available" in said[2]
     tried[:] = []
     monkeypatch.setattr(fits, "resolve", lambda name, **options: (_ for _ in ()).throw(DownloadError("no network")))
     with pytest.raises(DownloadError, match="no network"):

@@ -419,7 +419,7 @@ def test_two_processes_say_what_one_says() -> None:
     assert stats.num_preemptions > 0
     assert stats.num_swapped_in > 0
     llm.close()
-    with pytest.raises(RankDied, match="load the model anew"):
+    with pytest.raises(RankDied, match="load the model again"):
         llm.generate(PROMPTS[0], GREEDY)
 
 
