@@ -217,5 +217,5 @@ class Budget:
         ranks = self.config.tensor_parallel_size
         gpu = f"each of {ranks} GPUs" if ranks > 1 else "the GPU"
         kept = size(self.free - self.available)
-        unused = f"; {kept} stay free (gpu_memory_utilization {self.config.gpu_memory_utilization:g})"
+        unused = f", {kept} of it kept free by gpu_memory_utilization {self.config.gpu_memory_utilization:g}"
         return f"{gpu} has {size(self.free)} free" + (unused if self.free - self.available >= 1 << 20 else "")

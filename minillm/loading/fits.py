@@ -64,7 +64,7 @@ def _instead(model: Sized, budget: Budget) -> str:
         advice += ", or shard it over several GPUs (tensor_parallel_size)"
     if len(forms) > 1:
         least = min(form.fit(budget).weights.memory for form in forms)
-        return f"none of its forms would fit, the smallest takes {size(least)}; {advice}"
+        return f"none of its quantizations would fit, the smallest takes {size(least)}; {advice}"
     if budget.on_gpu and (not forms or quantized(forms[0])):
         advice = f"`minillm fit {name}` shows whether --quantize helps; else {advice}"
     return advice
@@ -106,7 +106,7 @@ def choose_form(
 def _chosen(model: Sized, fit: Fit, fitting: Sequence[Sized]) -> str:
     lies = f"{size(fit.weights.memory)} of weights, {fit.context:,} tokens of context"
     if model is fitting[0]:
-        return f"taking {_full_name(model.name)}, the best form that fits ({lies})"
+        return f"taking {_full_name(model.name)}, the best quantization that fits ({lies})"
     here = "is here" if model.downloaded else "is available"
     return f"taking {_full_name(model.name)}, which {here} ({lies}); {_full_name(fitting[0].name)} would also fit"
 

@@ -92,7 +92,7 @@ def test_what_will_hardly_pay_is_told_and_not_done(model: Path, small: Path, mon
     monkeypatch.setattr(drafter, "price", lambda draft, model: 0.95)
     told: list[str] = []
     llm = LLM(str(model), on_message=told.append, **OPTIONS, speculate=str(small))
-    assert any("a guess takes 0.95 of the time of a token" in line for line in told)
+    assert any("a draft token takes 0.95 of the time of a token" in line for line in told)
     llm.generate(["one two"], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     assert guesses_of(llm.engine).num_guessed == 0
 

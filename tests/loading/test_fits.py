@@ -92,7 +92,7 @@ def test_a_model_that_does_not_fit_is_one_line_with_the_form_that_would(
     with pytest.raises(CapacityError, match=r"llama-3\.1-8b:q4_k_m \(4\.6 GiB\) would fit: minillm chat --model"):
         load_engine("llama-3.1-8b", EngineConfig(device="cpu"))
     memory(monkeypatch, 2)
-    with pytest.raises(CapacityError, match=r"none of its forms would fit, the smallest takes 4\.6 GiB; take a"):
+    with pytest.raises(CapacityError, match=r"none of its quantizations would fit, the smallest takes 4\.6 GiB; use a"):
         load_engine("llama-3.1-8b", EngineConfig(device="cpu"))
     memory(monkeypatch, 16.5)  # the last matrix is in memory twice while it is packed
     with pytest.raises(CapacityError, match=r"15\.9 GiB of weights \(2\.0 GiB more while they are loaded\)"):
@@ -197,7 +197,7 @@ def test_each_of_several_ranks_needs_its_part(monkeypatch: pytest.MonkeyPatch) -
         fits.check_fits("m", model, tensors, shard_of(model, rank, size), gpu(gib, tensor_parallel_size=size)())
 
     check(24, 1)
-    with pytest.raises(CapacityError, match=r"m needs 15\.0 GiB .* and the GPU has 12\.0 GiB free, of which 1\.2 GiB"):
+    with pytest.raises(CapacityError, match=r"m needs 15\.0 GiB .* and the GPU has 12\.0 GiB free, 1\.2 GiB of it"):
         check(12, 1)
     check(12, 2)
     check(12, 2, 1)
@@ -253,7 +253,7 @@ def test_the_form_with_the_most_bits_that_fits_is_taken(gib: float, name: str, f
     assert fetched == [name]
     shown = name if ":" in name else f"{name}:full"
     assert len(said) == 1
-    assert said[0].startswith(f"taking {shown}, the best form that fits (")
+    assert said[0].startswith(f"taking {shown}, the best quantization that fits (")
     assert re.search(r"\d GiB of weights, [\d,]+ tokens of context\)$", said[0])
 
 
