@@ -1,6 +1,6 @@
-"""Every op of the model and the sampler, on tensors alone: no sequence, no engine, no configuration.
+"""Every op of the model and the sampler, on plain tensors: no sequence, no engine, no configuration.
 
-Each public op has one contract, stated in `minillm.kernels.reference`. The device of its first tensor decides whether
+`minillm.kernels.reference` specifies each public op. The device of its first tensor decides whether
 `minillm.kernels.gpu` or `minillm.kernels.cpu` computes it.
 """
 
@@ -30,7 +30,7 @@ from minillm.kernels.attention.plan import AttentionShape, Costs, Plan, WorkList
 from minillm.kernels.cpu import HostPlan, Rows
 from minillm.kernels.linear.low_bit.layouts import FP8, LowBit, dequantise
 
-if torch.cuda.is_available():  # Triton is not imported where nothing can run it
+if torch.cuda.is_available():  # Triton is imported only if a GPU can run it
     from minillm.kernels import gpu
     from minillm.kernels.attention import decode as decode_attention
     from minillm.kernels.linear import matvec
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 def _op(contract: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """An op that calls the GPU's or the CPU's function of the contract's name."""
+    """Return an op that calls the GPU's or the CPU's function with the contract's name."""
     on_cpu = getattr(cpu, contract.__name__)
     on_gpu = getattr(gpu, contract.__name__) if torch.cuda.is_available() else on_cpu
 
@@ -76,7 +76,7 @@ fork_rows = _op(reference.fork_rows)
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:
-    """The plan of a step on a CPU, see `cpu.plan_step`; None on a GPU, whose kernels need none."""
+    """Plan a step on a CPU, see `cpu.plan_step`; None on a GPU, where kernels need no plan."""
     return None if decodes.k.is_cuda else cpu.plan_step(places, decodes, num_heads)
 
 
@@ -89,7 +89,9 @@ def rotary_write_kv(
     norms: HeadNorms | None = None,
     plan: HostPlan | None = None,
 ) -> None:
-    """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`. ``plan`` is the step's."""
+    """Rotate q, and write rotated k, and v, to their blocks: see `reference.rotary_write_kv`. ``plan`` is the
+    step's.
+    """
     if q.is_cuda:
         gpu.rotary_write_kv(q, k, v, places, cache, norms)
     else:
@@ -97,24 +99,24 @@ def rotary_write_kv(
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
-    """Decode attention, one query per sequence: see `reference.paged_attention`. ``plan`` is the step's."""
+    """Compute decode attention, one query per sequence: see `reference.paged_attention`. ``plan`` is the step's."""
     if q.is_cuda:
         return gpu.paged_attention(q, pages, softmax_scale)
     return cpu.paged_attention(q, pages, softmax_scale, plan)
 
 
 class LinearWeight:
-    """A weight ``[out, in]`` and optional bias ``[out]``, in the layout in which `linear` reads it fastest.
+    """A weight ``[out, in]`` and optional bias ``[out]``, in the layout that `linear` reads fastest.
 
-    The weight is a tensor, or one or several low-bit matrices on a GPU, one below the other, to which a copy in 16 bits
-    may be added for products of many tokens (`keep_copy`).
+    The weight is a tensor, or on a GPU one or several low-bit matrices stacked by rows. `keep_copy` adds a 16-bit copy
+    of these for matmuls of many tokens.
     """
 
     def __init__(self, weight: Tensor | tuple[LowBit, ...], bias: Tensor | None = None) -> None:
         self.parts: tuple[LowBit, ...] = ()
-        self.most_by_parts = -1  # tokens of a product that low-bit matrices are for
-        self.gated_scale: FixedScale | None = None  # of gate and up: of their product, see `bound_gated`
-        self.attended_scale: FixedScale | None = None  # of o: of what it reads, see `bound_attended`
+        self.most_by_parts = -1  # maximum tokens of a matmul for which low-bit matrices are used
+        self.gated_scale: FixedScale | None = None  # of the gated MLP's result, see `bound_gated`
+        self.attended_scale: FixedScale | None = None  # of the input of o, see `bound_attended`
         self.packed, self.bias = None, bias
         if isinstance(weight, tuple):
             self.parts, self.weight = weight, weight[0].levels.new_empty(0)
@@ -123,13 +125,13 @@ class LinearWeight:
             return
         self.out_features, self.in_features = weight.shape
         self.packed = cpu.packed_linear(weight, bias)
-        self.weight = weight if self.packed is None else weight.new_empty(0)  # held once
+        self.weight = weight if self.packed is None else weight.new_empty(0)  # kept in one layout only
 
     @classmethod
     def in_8_bits(
         cls, weight: Callable[[], Rows], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
     ) -> "LinearWeight":
-        """The weight whose rows ``weight`` gives, on a CPU in 8 bits: see `cpu.packed_int8`."""
+        """Return a weight in 8 bits on a CPU, from the rows that ``weight`` returns: see `cpu.packed_int8`."""
         packed = cpu.packed_int8(weight, shape, bias, stored)
         if packed is None:
             return cls(weight()(slice(0, shape[0])), bias)
@@ -137,7 +139,7 @@ class LinearWeight:
 
     @classmethod
     def in_4_bits(cls, stored: tuple[LowBit, ...], bias: Tensor | None) -> "LinearWeight | None":
-        """Matrices of 4 bits on a CPU, one below the other: see `cpu.packed_int4`."""
+        """Return a weight of 4-bit matrices on a CPU, stacked by rows: see `cpu.packed_int4`."""
         packed = cpu.packed_int4(stored, bias)
         if packed is None:
             return None
@@ -150,25 +152,28 @@ class LinearWeight:
         return self
 
     def copied_bytes(self, dtype: torch.dtype) -> int:
-        """What a copy of low-bit matrices in ``dtype`` takes; none is made of FP8, whose own products are faster."""
+        """Return the bytes of a copy of low-bit matrices in ``dtype``; 0 for FP8, whose kernels are faster than a
+        copy.
+        """
         is_copied = bool(self.parts) and all(part.layout != FP8 for part in self.parts)
         return self.out_features * self.in_features * dtype.itemsize if is_copied else 0
 
     def keep_copy(self, dtype: torch.dtype) -> None:
-        """Keep the weight in ``dtype``, too, for products of so many tokens that this is faster."""
+        """Also keep the weight in ``dtype``, for matmuls of enough tokens that this is faster."""
         if self.copied_bytes(dtype):
             self.weight = low_bit_linear.unpacked(self.parts, dtype)
             self.most_by_parts = low_bit_linear.most_tokens_beside_a_copy(self.parts, self.weight)
 
     def bound_gated(self, norm_weight: Tensor) -> None:
-        """Find a scale for ``silu(gate) * up`` of a low-bit matrix behind a norm, for `mlp` to keep it in float16."""
+        """Choose the scale with which `mlp` keeps ``silu(gate) * up`` of a low-bit matrix after a norm in float16."""
         if len(self.parts) == 1 and self.parts[0].layout != FP8:
             self.gated_scale = low_bit_bound.scale_of_gated(self.parts[0], self.bias, norm_weight)
 
     def bound_attended(self, qkv: "LinearWeight", norm_weight: Tensor) -> None:
-        """Find a scale for attention's result, which this weight reads, for `attend_add` to keep it in float16.
+        """Choose the scale with which `attend_add` keeps attention's result, this weight's input, in float16.
 
-        ``qkv`` are low-bit matrices behind a norm: as many rows of q as this has columns, and as many of v as of k.
+        ``qkv`` are low-bit matrices after a norm, with as many rows of q as this weight has columns, and equally many
+        rows of k and v.
         """
         if self.parts and qkv.parts and all(part.layout != FP8 for part in (*self.parts, *qkv.parts)):
             num_values = (qkv.out_features - self.in_features) // 2
@@ -176,7 +181,7 @@ class LinearWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight that a product of one token reads."""
+        """Bytes of the weight that a matmul of one token reads."""
         if self.parts:
             return sum(part.nbytes for part in self.parts)
         return self.weight.nbytes if self.packed is None else self.packed.num_bytes
@@ -191,7 +196,9 @@ def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
 
 
 def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> Tensor:
-    """Rows ``[tokens, hidden]`` of ``table [vocab, hidden]``, in ``dtype``, a tensor's own."""
+    """Look up rows ``[tokens, hidden]`` of ``table [vocab, hidden]``, in ``dtype``; a tensor's rows keep its own
+    dtype.
+    """
     if isinstance(table, Tensor):
         return functional.embedding(token_ids, table)
     if table.device.type == "cpu":
@@ -200,7 +207,7 @@ def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> 
 
 
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
-    """``x [rows, in] @ weight.T + bias``, into ``out`` where it is given."""
+    """Return ``x [rows, in] @ weight.T + bias``, in ``out`` if given."""
     if _is_by_parts(x, weight):
         return low_bit_linear.linear(x, weight.parts, weight.bias, out, None)
     if weight.packed is not None:
@@ -216,7 +223,7 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
-    """RMSNorm, then `linear`, into ``out`` where it is given: see `reference.norm_linear`."""
+    """Compute RMSNorm, then `linear`, in ``out`` if given: see `reference.norm_linear`."""
     if _is_by_parts(x, weight):
         return low_bit_linear.linear(x, weight.parts, weight.bias, out, (norm_weight, eps))
     if _is_for_matvec(x, weight):
@@ -225,7 +232,7 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight
 
 
 def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
-    """RMSNorm, the packed projection to gate and up, and their product: see `reference.norm_gated_linear`."""
+    """Compute RMSNorm, the fused projection to gate and up, and gating: see `reference.norm_gated_linear`."""
     if _is_by_parts(x, weight):
         return low_bit_linear.gated_linear(x, weight.parts, weight.bias, (norm_weight, eps))
     if _is_for_matvec(x, weight):
@@ -234,7 +241,7 @@ def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Linear
 
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
-    """``residual += linear(x, weight)``, in place: see `reference.linear_add`."""
+    """Compute ``residual += linear(x, weight)``, in place: see `reference.linear_add`."""
     if _is_by_parts(x, weight):
         return low_bit_linear.linear_add(x, weight.parts, weight.bias, residual)
     if weight.packed is not None:
@@ -242,14 +249,14 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         return residual.add_(weight.packed.apply(x)) if add_to is None else add_to(residual, x)
     if _is_for_matvec(x, weight):
         return matvec.matvec_add(x, weight.weight, weight.bias, residual)
-    residual.addmm_(x, weight.weight.t())  # the addition costs nothing there
+    residual.addmm_(x, weight.weight.t())  # cuBLAS adds the residual for free
     return residual if weight.bias is None else residual.add_(weight.bias)
 
 
 def attend_add(
     q: Tensor, pages: Pages, softmax_scale: float, o: LinearWeight, residual: Tensor, plan: HostPlan | None = None
 ) -> Tensor:
-    """`paged_attention`, then `linear_add`: see `reference.attend_add`. ``plan`` is the step's."""
+    """Compute `paged_attention`, then `linear_add`: see `reference.attend_add`. ``plan`` is the step's."""
     scale = o.attended_scale
     if scale is not None and _is_by_parts(q, o) and low_bit_linear.reads_halves(q, o.parts):
         halves = decode_attention.attended_halves(q, pages, softmax_scale, scale)
@@ -261,7 +268,7 @@ def attend_add(
 def mlp(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up: LinearWeight, down: LinearWeight, residual: Tensor | None
 ) -> Tensor:
-    """`norm_gated_linear`, then `linear_add`, or `linear` where no residual is given: see `reference.mlp`."""
+    """Compute `norm_gated_linear`, then `linear_add`, or `linear` without a residual: see `reference.mlp`."""
     scale = gate_up.gated_scale
     if scale is not None and _is_handed_over(x, gate_up, down):
         out = x.new_empty(x.shape[0], down.out_features) if residual is None else residual
@@ -277,10 +284,11 @@ def _is_handed_over(x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> boo
 
 
 class Ops(NamedTuple):
-    """The ops of a model that compute sums over more than a token's row: products and attention.
+    """The model's ops that sum over more than a token's row: matmuls and attention.
 
-    There are two sets. `FASTEST` chooses how to add by how many tokens there are, so a token's last digits depend on
-    those beside it. `minillm.kernels.deterministic.OPS` adds in one order, on a GPU.
+    There are two sets. `FASTEST` chooses the order of summation by the number of tokens, so a token's last digits
+    depend on the rest of the batch. `minillm.kernels.deterministic.OPS` is batch-invariant: it always adds in the same
+    order. It needs a GPU.
     """
 
     linear: Callable[..., Tensor]

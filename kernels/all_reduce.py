@@ -1,20 +1,22 @@
-"""The sum of tensors on several GPUs, without a ring: each writes to all the others and adds up their words.
+"""All-reduce over several GPUs without a ring: each rank writes to all the others and adds the words that it receives.
 
 Every 8 bytes that cross NVLink carry 4 bytes of data and the number of this sum, so a rank that reads the expected
-number has the data, too. 8-byte stores are never torn, hence there is no fence and no barrier: NCCL's LL protocol (Hu
-et al. 2025, "Demystifying NCCL") without the ring, whose hops and flags are all the cost of a decode step's small sums.
+number has the data as well. 8-byte stores are never torn, so there is no fence and no barrier. This is NCCL's LL
+protocol (Hu et al. 2025, "Demystifying NCCL") without the ring, whose hops and flags dominate the cost of a decode
+step's small sums.
 
-In one shot every rank gets all parts. In two it gets those of its slice, an N-th of the whole, and sends the slice's
-sum to the others: a second hop, and 2 / N of the bytes. So one shot is for the smallest sums and for two ranks.
+In one shot, every rank gets all parts. In two shots, it gets the parts of its slice, an N-th of the whole, and sends
+the slice's sum to the others: a second hop, but only 2 / N of the bytes. One shot is therefore used for the smallest
+sums and for two ranks.
 
-Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes. Bytes over NVLink, from each rank:
-8 (N - 1) a word in one shot, 16 (N - 1) / N in two; and the same from the own inbox, and 8 for x.
+Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes. Bytes over NVLink, from each rank: 8
+(N - 1) a word in one shot, 16 (N - 1) / N in two; the same number is read from the own inbox, and 8 for x.
 
-Every rank's *inbox* has a place for each source (in two shots: and each shot) and each of two turns. A turn is free
-again as soon as a rank has heard of the next sum from all others: they begin it only when they have read this one. Each
+Every rank's *inbox* has an area for each source (in two shots, also for each shot) and each of two turns. A turn is
+free again as soon as a rank has received the next sum from all others: they begin it only after reading this one. Each
 program counts the sums on the device, so a launch can be replayed from a graph. Sums are formed in float32 in the order
-of ranks: the same bits on each. A rank that waits looks at `Exchange.stop`, too: written from another stream, it ends
-the wait; the sum is worthless.
+of ranks, bitwise the same on each. A waiting rank also polls `Exchange.stop`: a write from another stream ends the
+wait, and the sum is then invalid.
 """
 
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 
-WORDS = 512  # of 4 bytes, a program
+WORDS = 512  # of 4 bytes, per program
 _TURNS = 2
 _LINE = 32  # words, 128 bytes
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -34,32 +36,36 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Exchange:
-    """The memory through which all ranks' kernels exchange words; every rank launches the same sums in one order."""
+    """The memory through which all ranks' kernels exchange words; every rank launches the same sums in the same
+    order.
+    """
 
     rank: int
     inboxes: Tensor  # [ranks] int64, the address of each rank's inbox: int64 words, zero at first, see `inbox_words`
-    sums: Tensor  # [capacity / WORDS] int32, how many sums each program has done: zero at first
-    stop: Tensor  # [1] int32: not 0 ends all waiting
+    sums: Tensor  # [capacity / WORDS] int32, number of finished sums per program: zero at first
+    stop: Tensor  # [1] int32: nonzero ends all waiting
     shots: int = 1  # or 2
 
     @property
     def capacity(self) -> int:
-        """The most words of 4 bytes in one sum, in two shots those of a slice."""
+        """Maximum words of 4 bytes in one sum; in two shots, in a slice."""
         return self.sums.shape[0] * WORDS
 
     @property
     def most_bytes(self) -> int:
-        """Of one sum."""
+        """Maximum bytes of one sum."""
         return 4 * self.capacity * (1 if self.shots == 1 else self.inboxes.numel())
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `all_reduce` can add up tensors like ``x``: whole words, and not too many."""
+        """Return whether `all_reduce` can add tensors like ``x``: whole words, and not too many."""
         size = x.numel() * x.itemsize
         return x.dtype in _DTYPES and x.is_contiguous() and size % 4 == 0 and 0 < size <= self.most_bytes
 
 
 def inbox_words(ranks: int, capacity: int, shots: int = 1) -> int:
-    """The int64 words of an inbox for sums of up to ``capacity`` words (slices, in two shots), a multiple of WORDS."""
+    """Return the int64 words of an inbox for sums (in two shots: slices) of up to ``capacity`` words, a multiple of
+    WORDS.
+    """
     return shots * _TURNS * ranks * capacity
 
 
@@ -105,7 +111,7 @@ def _flagged(words, number):
 
 @triton.jit
 def _arrived(places, number, mask, stop_ptr):
-    """The words of sum ``number``, as soon as they are there."""
+    """Return the words of sum ``number``, once they have arrived."""
     got = tl.load(places, mask=mask, other=0, volatile=True)
     here = tl.min(((got >> 32 == number.to(tl.int64)) | (mask == 0)).to(tl.int32), axis=0)
     while here == 0:
@@ -120,7 +126,7 @@ def _summed(
     own, inbox, turn, offsets, number, mask, stop_ptr, capacity,
     RANK: tl.constexpr, RANKS: tl.constexpr, SHOTS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """This rank's words and those that the others have sent it, added up as they arrive."""
+    """Add this rank's words and those of the others, as they arrive."""
     low = tl.zeros([WORDS], tl.float32)
     high = tl.zeros([WORDS], tl.float32)
     for source in tl.static_range(RANKS):
@@ -142,7 +148,7 @@ def _all_reduce_kernel(
     offsets = program * WORDS + tl.arange(0, WORDS)
     mask = offsets < num_words
     wait_for_inputs(PDL)
-    number = tl.load(sums_ptr + program) + 1  # of this sum; after 2^32 it begins again, which harms nothing
+    number = tl.load(sums_ptr + program) + 1  # of this sum; it may wrap around after 2^32
     turn = (number & 1) * RANKS
     own = tl.load(x_ptr + offsets, mask=mask, other=0)
     flagged = _flagged(own, number)
@@ -153,7 +159,7 @@ def _all_reduce_kernel(
     low, high = _summed(
         own, inbox, turn, offsets, number, mask, stop_ptr, capacity, RANK, RANKS, 1, DTYPE, WORDS,
     )  # fmt: skip
-    # Only here: in front of the first wait, a warp that is late would read the number of the next sum.
+    # Not before the first wait, where a late warp could read the number of the next sum.
     tl.store(sums_ptr + program, number)
     tl.store(x_ptr + offsets, _packed(low, high, DTYPE), mask=mask)
 
@@ -196,7 +202,7 @@ def _all_reduce_in_two_kernel(
 
 
 def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
-    """See `reference.all_reduce`; in place. Raises ValueError where ``exchange`` does not take ``x``."""
+    """Add up in place: see `reference.all_reduce`. Raises ValueError if ``exchange`` does not take ``x``."""
     if not exchange.takes(x):
         taken = "one shot takes" if exchange.shots == 1 else "two shots takes slices of"
         raise ValueError(f"a sum in {taken} up to {exchange.capacity} words, contiguous, not {tuple(x.shape)}")
@@ -212,5 +218,5 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
 
 
 def slice_of(num_words: int, ranks: int) -> int:
-    """Words of each rank's slice, the last ones' excepted: whole lines of the cache."""
+    """Return the words of each rank's slice, except the last ones': whole cache lines."""
     return triton.cdiv(triton.cdiv(num_words, ranks), _LINE) * _LINE

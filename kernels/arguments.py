@@ -1,6 +1,7 @@
-"""Tensors that travel together from op to op.
+"""Tensors that are passed together from op to op.
 
-Named tuples: `Pages` is made anew for every layer of every step, and a tuple is the cheapest object to make.
+Named tuples, because `Pages` is created again for every layer of every step, and a tuple is the cheapest object to
+create.
 """
 
 from __future__ import annotations
@@ -14,38 +15,38 @@ from torch import Tensor
 
 
 class LayerCache(NamedTuple):
-    """One layer's K and V: numbers of the model's dtype, or in 8 bits.
+    """One layer's K and V, in the model's dtype or in 8 bits.
 
-    In 8 bits a token's row of a head is whole numbers from -127 to 127 times one scale, as
-    `minillm.kernels.reference.quantise_rows` makes them. A block's scales lie head by head, so that a head's tokens are
-    neighbours.
+    In 8 bits a token's row of a head is int8 values from -127 to 127 times one scale, as made by
+    `minillm.kernels.reference.quantise_rows`. A block's scales are ordered head by head, so that the scales of a head's
+    tokens are adjacent.
     """
 
     k: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], one layer's half of the pool
     v: Tensor  # the same
-    k_scales: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32, where k is int8
+    k_scales: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32, if k is int8
     v_scales: Tensor | None = None  # the same
 
     def pages(self, tables: Tensor, lens: Tensor, window: int | None = None) -> Pages:
-        """The contexts of some sequences in this layer: see `Pages`."""
+        """Return the contexts of some sequences in this layer: see `Pages`."""
         return Pages(self.k, self.v, tables, lens, window, self.k_scales, self.v_scales)
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """The pool: K and V of every layer. What moves a block moves it in each of `tensors`."""
+    """The pool: K and V of every layer. Ops that move a block move it in each of `tensors`."""
 
     values: Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]: K at 0, V at 1
-    scales: Tensor | None = None  # [num_layers, 2, num_blocks, num_kv_heads, block_size] float32, where values are int8
+    scales: Tensor | None = None  # [num_layers, 2, num_blocks, num_kv_heads, block_size] float32, if values are int8
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that is stored of a block; each tensor's third dimension counts the blocks."""
+        """All tensors of the pool; their third dimension is the block."""
         return (self.values,) if self.scales is None else (self.values, self.scales)
 
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
-        """Each layer's part, in the same memory."""
+        """Each layer's part, as views."""
         if self.scales is None:
             return tuple(LayerCache(*values.unbind(0)) for values in self.values.unbind(0))
         pairs = zip(self.values.unbind(0), self.scales.unbind(0), strict=True)
@@ -53,7 +54,7 @@ class KVCache:
 
     @cached_property
     def slots(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Each layer's K and V ``[num_slots, num_kv_heads, head_dim]``, in the same memory."""
+        """Each layer's K and V ``[num_slots, num_kv_heads, head_dim]``, as views."""
         return tuple(
             (layer.k.view(-1, *layer.k.shape[2:]), layer.v.view(-1, *layer.v.shape[2:])) for layer in self.layers
         )
@@ -66,25 +67,25 @@ class KVCache:
 
 
 class Pages(NamedTuple):
-    """One layer's K and V, and where in them the contexts of some sequences lie.
+    """One layer's K and V, and the positions of some sequences' contexts in them.
 
-    Slots that no context covers may hold anything, NaN included, and never influence a result.
+    Slots outside these contexts may hold anything, even NaN, and never influence a result.
     """
 
     k: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], one layer's half of the pool
     v: Tensor  # the same
     tables: Tensor  # [num_seqs, max_blocks] int32, block ids in logical order; unused entries may be anything
-    lens: Tensor  # [num_seqs] int32, tokens of each sequence that attention may see
-    window: int | None = None  # a token sees so many tokens, the last of them itself; None: all up to itself
+    lens: Tensor  # [num_seqs] int32, tokens of each sequence that attention may read
+    window: int | None = None  # each token attends to this many tokens, including itself; None: to all before it
     k_scales: Tensor | None = None  # see `LayerCache`
     v_scales: Tensor | None = None
 
 
 def check_scales(cache: Tensor, scales: Tensor | None) -> None:
-    """Raise ValueError unless one layer's K or V is in 8 bits just where it has scales, and they fit it."""
+    """Raise ValueError unless one layer's K or V has scales exactly if it is int8, and they fit it."""
     blocks, block_size, num_kv_heads, _ = cache.shape
     if (cache.dtype == torch.int8) != (scales is not None):
-        raise ValueError(f"a cache of int8 needs scales, and no other has any: not {cache.dtype}")
+        raise ValueError(f"a cache of int8 needs scales, and other dtypes have none: not {cache.dtype}")
     if scales is None:
         return
     fits = scales.shape == (blocks, num_kv_heads, block_size) and scales.is_contiguous()
@@ -96,7 +97,7 @@ def check_scales(cache: Tensor, scales: Tensor | None) -> None:
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of each head of q and k, before they are rotated."""
+    """RMSNorm of each head of q and k, before the rotary embedding."""
 
     q: Tensor  # [head_dim]
     k: Tensor  # the same
@@ -104,7 +105,7 @@ class HeadNorms(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the tokens of a step stand: the angles of their positions, and their slots in the pool."""
+    """The angles of a step's tokens at their positions, and their slots in the pool."""
 
     cos: Tensor  # [num_tokens, rotary_dim / 2] float32 (or float64)
     sin: Tensor  # the same
@@ -112,23 +113,23 @@ class Places(NamedTuple):
 
 
 class SamplingInputs(NamedTuple):
-    """How to draw one token for each of some rows of logits: see `minillm.kernels.reference.sample`."""
+    """The parameters for drawing one token from each of some rows of logits: see `minillm.kernels.reference.sample`."""
 
     temperature: Tensor  # [rows] float32; 0 takes the largest logit
     top_k: Tensor  # [rows] int64, 0 for all
     top_p: Tensor  # [rows] float32, 1 for all
     min_p: Tensor  # [rows] float32, 0 for all
     seeds: Tensor  # [rows] int64
-    positions: Tensor  # [rows] int64, of the drawn token: with the seed the counter of the draw
+    positions: Tensor  # [rows] int64, of the drawn token; with the seed, the counter of the draw
 
     def rows(self, index: Tensor | slice) -> SamplingInputs:
         return SamplingInputs(*(each[index] for each in self))
 
 
 class DecodeInputs(NamedTuple):
-    """The model's and the sampler's inputs for n decoding sequences; slices of buffers that never move."""
+    """Inputs of the model and the sampler for n decoding sequences; slices of buffers at fixed addresses."""
 
-    token_ids: Tensor  # [n] int64, as the next two
+    token_ids: Tensor  # [n] int64, like the next two
     positions: Tensor
     slot_mapping: Tensor
     context_lens: Tensor  # [n] int32
@@ -137,7 +138,7 @@ class DecodeInputs(NamedTuple):
 
     @classmethod
     def allocate(cls, n: int, width: int, device: torch.device) -> DecodeInputs:
-        """Buffers for ``n`` sequences of up to ``width`` blocks."""
+        """Allocate buffers for ``n`` sequences of up to ``width`` blocks."""
 
         def zeros(dtype: torch.dtype, *columns: int) -> Tensor:
             return torch.zeros(n, *columns, dtype=dtype, device=device)
@@ -151,9 +152,11 @@ class DecodeInputs(NamedTuple):
 
 
 class Field:
-    """The place of each word in a row of `minillm.kernels.decode_state.decode`. Floats are stored by their bits."""
+    """The position of each word in a sequence's slot of `minillm.kernels.decode_state.decode`. Floats are stored by
+    their bits.
+    """
 
-    TOKEN = 0  # to be computed next
+    TOKEN = 0  # computed in the next step
     POSITION = 1  # of that token
     TEMPERATURE = 2  # float
     TOP_K = 3
@@ -161,24 +164,24 @@ class Field:
     MIN_P = 5  # float
     SEED_LOW = 6
     SEED_HIGH = 7
-    REPETITION_PENALTY = 8  # float, as the next two
+    REPETITION_PENALTY = 8  # float, like the next two
     FREQUENCY_PENALTY = 9
     PRESENCE_PENALTY = 10
     LOGPROB = 11  # float, of a running beam
     RANK = 12  # of a running beam within its search, 0 for the best
-    FORKS = 13  # 1: a running beam, whose token `choose_beams` writes and no draw
+    FORKS = 13  # 1: a running beam; `choose_beams` writes its token instead of a draw
     TABLE = 16  # the first block id
 
 
 class Search(NamedTuple):
-    """The rules of one beam search, as far as its steps on the device need them."""
+    """The settings of one beam search that its steps on the device need."""
 
     width: int
-    num_candidates: int  # continuations to look at
+    num_candidates: int  # continuations to consider
     end_ids: tuple[int, ...]
 
     def fits(self, vocab: int) -> bool:
-        """Whether `minillm.kernels.decode_state.beams` can take its steps."""
+        """Return whether `minillm.kernels.decode_state.beams` can run its steps."""
         lanes = _power_of_two(self.width) * _power_of_two(self.num_candidates)
         return lanes <= 4096 and len(self.end_ids) <= SearchField.MOST_ENDS and self.num_candidates <= vocab
 
@@ -188,11 +191,11 @@ def _power_of_two(n: int) -> int:
 
 
 class SearchField:
-    """The place of each word that describes a beam search to `minillm.kernels.decode_state.beams`."""
+    """The position of each word that describes a beam search to `minillm.kernels.decode_state.beams`."""
 
-    FIRST = 0  # the place of its first beam in the list of rows; the others follow
-    WIDTH = 1  # beams; 0: there is no such search
-    KEEP = 2  # continuations that are looked at
-    ENDS = 8  # the first of the tokens that end a beam; -1: no token
+    FIRST = 0  # the index of its first beam in the list of slots; the others follow
+    WIDTH = 1  # number of beams; 0: no search
+    KEEP = 2  # continuations to consider
+    ENDS = 8  # first of the end tokens; -1: none
     MOST_ENDS = 8
     WORDS = 16

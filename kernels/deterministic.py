@@ -1,10 +1,10 @@
-"""Ops whose result for a token has the same bits whatever is computed beside it: see `Ops`.
+"""Batch-invariant ops: a token's result is bitwise the same whatever else is in the batch. See `Ops`.
 
-Products are `minillm.kernels.linear.invariant`'s, attention `minillm.kernels.attention.invariant`'s; norms, rotary and
-the sampler compute row by row in any case. A norm is no part of a product here: its sum of squares would be added in
-the order of the product's tile. Low-bit matrices go through `linear.low_bit.many_tokens` for any number of tokens,
-with as many parts of the input as the matrix's shape says. Where that kernel refuses, they are unpacked, a part of the
-rows at a time.
+Matmuls are those of `minillm.kernels.linear.invariant`, attention is that of `minillm.kernels.attention.invariant`.
+Norms, rotary and the sampler always compute row by row. A norm is not fused with a matmul here, because its sum of
+squares would be added in the order of the matmul's tile. Low-bit matrices use `linear.low_bit.many_tokens` for any
+number of tokens, with a split of the input that depends only on the matrix's shape. If that kernel does not support a
+matrix, it is dequantized, some rows at a time.
 """
 
 from torch import Tensor
@@ -26,44 +26,44 @@ _MOST_BY_DOT = 256  # tokens at a time
 
 
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
-    """See `minillm.kernels.linear`."""
+    """Compute `minillm.kernels.linear`."""
     return _compute(x, weight, _target(x, weight, out), None)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
-    """See `minillm.kernels.norm_linear`."""
+    """Compute `minillm.kernels.norm_linear`."""
     return _compute(x, weight, _target(x, weight, out), (norm_weight, eps))
 
 
 def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
-    """See `minillm.kernels.norm_gated_linear`."""
+    """Compute `minillm.kernels.norm_gated_linear`."""
     if weight.parts and (len(weight.parts) > 1 or not _is_for_dot(x, weight.parts)):
         return silu_mul(norm_linear(x, norm_weight, eps, weight))
     return _compute(x, weight, x.new_empty(x.shape[0], weight.out_features // 2), (norm_weight, eps), gated=True)
 
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
-    """See `minillm.kernels.linear_add`."""
+    """Compute `minillm.kernels.linear_add`."""
     return _compute(x, weight, residual, None, add=True)
 
 
 def mlp(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up: LinearWeight, down: LinearWeight, residual: Tensor | None
 ) -> Tensor:
-    """See `minillm.kernels.mlp`."""
+    """Compute `minillm.kernels.mlp`."""
     gated = norm_gated_linear(x, norm_weight, eps, gate_up)
     return linear(gated, down) if residual is None else linear_add(gated, down, residual)
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
-    """See `minillm.kernels.paged_attention`."""
+    """Compute `minillm.kernels.paged_attention`."""
     return attention.paged_attention(q, pages, softmax_scale)
 
 
 def attend_add(
     q: Tensor, pages: Pages, softmax_scale: float, o: LinearWeight, residual: Tensor, plan: HostPlan | None = None
 ) -> Tensor:
-    """See `minillm.kernels.attend_add`."""
+    """Compute `minillm.kernels.attend_add`."""
     return linear_add(paged_attention(q, pages, softmax_scale).flatten(1), o, residual)
 
 
@@ -81,7 +81,7 @@ def _compute(
     x = x if norm is None else rms_norm(x, *norm)
     if not weight.parts:
         return product(x, weight.weight, weight.bias, out, gated=gated, add=add)
-    if weight.parts[0].order is not None:  # which all have
+    if weight.parts[0].order is not None:  # all parts have one, or none has
         x = x[:, weight.parts[0].order]
     for part, bias, columns in columns_of(weight.parts, weight.bias, out):
         for rows, weights in slabs(part, x):

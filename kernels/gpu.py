@@ -1,4 +1,4 @@
-"""The ops on a GPU: Triton's, under the names of their contracts in `minillm.kernels.reference`."""
+"""The ops on a GPU: Triton functions with the names of their contracts in `minillm.kernels.reference`."""
 
 from minillm.kernels.attention.choose import prefill_attention
 from minillm.kernels.attention.decode import paged_attention

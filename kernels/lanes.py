@@ -1,21 +1,21 @@
-"""Products of whole numbers of 8 bits by lanes: instructions of the matrix unit, each with a plain twin.
+"""int8 matmuls by lanes: tensor core instructions and byte permutations, each with a plain twin for the interpreter.
 
-A tensor has one element for each of the program's threads. Lane 4r + t of a warp, r below 8 and t below 4, is what
-NVIDIA's manual of PTX calls group r, thread t, and has the parts of matrices that it says there.
+A tensor has one element for each of the program's threads. Lane 4r + t of a warp, with r < 8 and t < 4, is group r,
+thread t in NVIDIA's PTX manual, and holds the parts of matrices described there.
 """
 
-# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+# ruff: noqa: RUF005 (Triton cannot unpack tuples)
 import triton
 import triton.language as tl
 
 from minillm.kernels.compat import INTERPRETED
 
-BFLOAT_UNIT = tl.constexpr(2.0**-13)  # one, as `neighbours` and `brains` have it
+BFLOAT_UNIT = tl.constexpr(2.0**-13)  # the value of one in the results of `neighbours` and `brains`
 
 
 @triton.jit
 def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
-    """The plain twin's part of ``mma``: rows by columns, of two words of each lane, of columns 2t and 2t + 1."""
+    """Compute the plain twin's part of ``mma``: rows by columns 2t and 2t + 1, from two words of each lane."""
     shifts = (24 - tl.arange(0, 4) * 8)[None, None, :]
     a = (tl.join(a[0], a[1])[:, :, None] << shifts) >> 24
     b = (tl.join(b[0], b[1])[:, :, None] << shifts) >> 24
@@ -27,9 +27,10 @@ def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def mma(upper, lower, b, c, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
-    """Sums of 32 products of whole numbers added to ``c``: rows r and r + 8, columns 2t and 2t + 1, for lane 4r + t.
+    """Add 32 int8 products to each of ``c``: rows r and r + 8, columns 2t and 2t + 1, for lane 4r + t.
 
-    ``upper`` and ``lower`` are two words of rows r and r + 8, ``b`` of column r, whose bytes have signs or not.
+    ``upper`` and ``lower`` are two words of rows r and r + 8, ``b`` two words of column r. The bytes of ``b`` are
+    unsigned if UNSIGNED.
     """
     if INTERPRETED:
         d0, d1 = _products(upper, b, UNSIGNED, WARPS)
@@ -49,7 +50,7 @@ def mma(upper, lower, b, c, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def turned(words, WARPS: tl.constexpr):
-    """Eight rows of eight halves of words, transposed: lane 4r + t has columns 2t and 2t + 1 of row r."""
+    """Transpose eight rows of eight 16-bit values: lane 4r + t gets columns 2t and 2t + 1 of row r."""
     if INTERPRETED:
         halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
         halves = tl.permute(tl.reshape(halves, [WARPS, 8, 8]), [0, 2, 1])
@@ -68,7 +69,7 @@ def _byte(word, place: tl.constexpr):
 
 @triton.jit
 def by_number(a, b, c, d):
-    """Four words of four bytes transposed: word i has byte i of each."""
+    """Transpose four words of four bytes: word i of the result has byte i of each."""
     if INTERPRETED:
         result = ()
         for i in tl.static_range(4):
@@ -87,7 +88,7 @@ def by_number(a, b, c, d):
 
 @triton.jit
 def two_digits(a, b):
-    """Two numbers below 2^16 as a word: the higher bytes of both, then the lower."""
+    """Pack two numbers below 2^16 in a word: the upper bytes of both, then the lower."""
     if INTERPRETED:
         return _byte(a, 1) | (_byte(b, 1) << 8) | (_byte(a, 0) << 16) | (_byte(b, 0) << 24)
     else:
@@ -98,7 +99,7 @@ def two_digits(a, b):
 
 @triton.jit
 def bytes_at(a, b, c, d, place):
-    """The byte at ``place``, 0 or 1, of each of four words, as a word."""
+    """Gather the byte at ``place``, 0 or 1, of each of four words in a word."""
     if INTERPRETED:
         shift = place * 8
         return (
@@ -116,7 +117,7 @@ def bytes_at(a, b, c, d, place):
 
 @triton.jit
 def of_eights(x, WARPS: tl.constexpr):
-    """What the eight lanes from 8t on of a warp have, all the same, for lane 4r + t."""
+    """Return for lane 4r + t the value that the eight lanes from 8t on have in common."""
     if INTERPRETED:
         x = tl.max(tl.reshape(x, [WARPS, 1, 4, 8]), 3)
         return tl.reshape(tl.broadcast_to(x, [WARPS, 8, 4]), [WARPS * 32])
@@ -129,15 +130,15 @@ def of_eights(x, WARPS: tl.constexpr):
 
 @triton.jit
 def _half(word, place: tl.constexpr):
-    """A word's byte as a whole number with its sign, in float16: its bits."""
+    """Convert a word's signed byte to float16; return its bits."""
     return ((word << (24 - 8 * place)) >> 24).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
 def halves(word):
-    """Four whole numbers of 8 bits as two pairs of float16.
+    """Convert four int8 to two pairs of float16.
 
-    1,152 more than a number is 1,024 and the number's bits, but for the sign's, turned over, behind the exponent.
+    The bits of 1,024 with a number, its sign bit flipped, in the mantissa are the number plus 1,152.
     """
     if INTERPRETED:
         return _half(word, 0) | (_half(word, 1) << 16), _half(word, 2) | (_half(word, 3) << 16)
@@ -152,17 +153,17 @@ def halves(word):
 
 @triton.jit
 def _bfloat(word, place: tl.constexpr):
-    """As `_half`, in bfloat16 and times `BFLOAT_UNIT`."""
+    """Convert a word's signed byte to bfloat16, times `BFLOAT_UNIT`; return its bits."""
     number = ((word << (24 - 8 * place)) >> 24).to(tl.float32) * BFLOAT_UNIT
     return (number.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
 
 
 @triton.jit
 def neighbours(a, b, place: tl.constexpr):
-    """The whole numbers of 8 bits at a place in two words, times `BFLOAT_UNIT`, as a pair of bfloat16.
+    """Convert the int8 at the same place of two words to a pair of bfloat16, times `BFLOAT_UNIT`.
 
-    128 more than a number, as the bits of a bfloat16, is that times 2^-133, for it is subnormal or just not: all of it
-    is exact.
+    A number plus 128, as the bits of a bfloat16, is that sum times 2^-133: it is subnormal or the smallest normal
+    number, and the arithmetic is exact.
     """
     if INTERPRETED:
         return _bfloat(a, place) | (_bfloat(b, place) << 16)
@@ -176,7 +177,7 @@ def neighbours(a, b, place: tl.constexpr):
 
 @triton.jit
 def brains(word):
-    """Four whole numbers of 8 bits, times `BFLOAT_UNIT`, as two pairs of bfloat16; see `neighbours`."""
+    """Convert four int8 to two pairs of bfloat16, times `BFLOAT_UNIT`; see `neighbours`."""
     if INTERPRETED:
         return _bfloat(word, 0) | (_bfloat(word, 1) << 16), _bfloat(word, 2) | (_bfloat(word, 3) << 16)
     else:
@@ -190,7 +191,7 @@ def brains(word):
 
 @triton.jit
 def _approximately(x, FUNCTION: tl.constexpr):
-    """A function of x in float32 by the instruction for it; what is no normal number is taken for 0."""
+    """Apply an approximate float32 instruction to x; subnormal numbers count as 0."""
     return tl.inline_asm_elementwise(
         FUNCTION + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -198,7 +199,7 @@ def _approximately(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x in float32, but for the last bit."""
+    """Return 1 / x in float32, up to the last bit."""
     if INTERPRETED:
         return 1.0 / x
     else:
@@ -207,7 +208,7 @@ def reciprocal(x):
 
 @triton.jit
 def logarithm(x):
-    """The logarithm of x to base 2 in float32, of normal numbers above 0, and NaN of NaN."""
+    """Return the base-2 logarithm of a normal float32 above 0; NaN for NaN."""
     if INTERPRETED:
         return tl.log2(x)
     else:
@@ -216,7 +217,7 @@ def logarithm(x):
 
 @triton.jit
 def power(x):
-    """2^x in float32; what is no normal number is 0, which spares three instructions of four."""
+    """Return 2^x in float32; subnormal results are 0, which saves three of four instructions."""
     if INTERPRETED:
         return tl.exp2(x)
     else:

@@ -1,7 +1,7 @@
 """Every op in plain torch: the specification that the fast versions are tested against.
 
-Written to be read, and to run in float64: arithmetic happens in the wider of float32 and the input's dtype. Arguments
-of several tensors are in `minillm.kernels.arguments`, with their shapes.
+It is written for readability, and runs in float64 as well: arithmetic happens in the wider of float32 and the input's
+dtype. `minillm.kernels.arguments` has the arguments that consist of several tensors, with their shapes.
 """
 
 from functools import reduce
@@ -27,9 +27,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019).
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019).
 
-    In Llama's order of casts: normalise in float32, cast back to the input's dtype, then multiply by the weight.
+    The order of casts is Llama's: normalize in float32, cast back to the input's dtype, then multiply by the weight.
     """
     wide = _wide(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -37,23 +37,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate)``, rounded, times ``up`` of ``gate_up [num_tokens, 2 * size]``, gate first (Shazeer 2020)."""
+    """Return ``silu(gate)``, rounded, times ``up`` of ``gate_up [num_tokens, 2 * size]``, gate first (Shazeer 2020)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(_wide(gate)).to(gate_up.dtype) * up
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``rms_norm(x) @ weight.T + bias``."""
+    """Return ``rms_norm(x) @ weight.T + bias``."""
     return torch.nn.functional.linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
 def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` of ``gate, up = rms_norm(x) @ weight.T + bias``, gate first: the front of SwiGLU."""
+    """Return ``silu(gate) * up`` with ``gate, up = rms_norm(x) @ weight.T + bias``, gate first: the first half of
+    SwiGLU.
+    """
     return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """``residual += x @ weight.T + bias``, in place."""
+    """Compute ``residual += x @ weight.T + bias``, in place."""
     return residual.add_(torch.nn.functional.linear(x, weight, bias))
 
 
@@ -61,13 +63,17 @@ def mlp(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up: tuple[Tensor, Tensor | None],
     down: tuple[Tensor, Tensor | None], residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """``residual += down(norm_gated_linear(x))``, in place, or without a residual; weights come with their biases."""
+    """Compute ``residual += down(norm_gated_linear(x))`` in place, or without a residual. Weights come with their
+    biases.
+    """
     gated = norm_gated_linear(x, norm_weight, eps, *gate_up)
     return torch.nn.functional.linear(gated, *down) if residual is None else linear_add(gated, *down, residual)
 
 
 def all_reduce(parts: list[Tensor]) -> Tensor:
-    """The sum of the ranks' ``parts``, of one shape and dtype: added in float32 (or float64) in order, rounded once."""
+    """Return the sum of the ranks' ``parts`` of one shape and dtype: added in float32 (or float64) in order, rounded
+    once.
+    """
     return reduce(torch.add, map(_wide, parts)).to(parts[0].dtype)
 
 
@@ -80,10 +86,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x [..., dim]`` as int8 and one float32 scale for each row ``[...]``: ``values * scale`` is nearly ``x``.
+    """Quantize ``x [..., dim]`` to int8 with one float32 scale for each row ``[...]``: ``values * scale`` is nearly
+    ``x``.
 
-    The scale is the largest magnitude times 1/127, and values are rounded to nearest, ties to even: the error is half a
-    scale at most. A row of zeros has scale 0; one that holds NaN or infinity has scale NaN, and zeros as values.
+    The scale is the largest magnitude times 1/127, and values are rounded to nearest, ties to even, so the error is at
+    most half a scale. A row of zeros has scale 0. A row with NaN or infinity has scale NaN, and its values are 0.
     """
     wide = x.float()
     largest = wide.abs().amax(-1)
@@ -94,7 +101,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_rows(cache: Tensor, scales: Tensor | None, slots: Tensor, rows: Tensor) -> None:
-    """Store ``rows [n, heads, dim]`` in ``slots [n]`` of one layer's K or V, rounded where it is in 8 bits."""
+    """Store ``rows [n, heads, dim]`` in ``slots [n]`` of one layer's K or V, quantized if the cache is in 8 bits."""
     if scales is not None:
         rows, factors = quantise_rows(rows)
         block_size = cache.shape[1]
@@ -107,11 +114,11 @@ def rotary_write_kv(
 ) -> None:
     """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the tokens' slots. ``k`` is scratch: it may change.
 
-    A cache in 8 bits gets `quantise_rows` of what one of q's dtype would get.
+    A cache in 8 bits stores `quantise_rows` of the values for a cache of q's dtype.
 
     Args:
-        q, k, v: ``[num_tokens, heads, head_dim]``; they may be strided views of one packed projection.
-        norms: `rms_norm` of each head of q and k comes first, where they are given (Henry et al. 2020).
+        q, k, v: ``[num_tokens, heads, head_dim]``; they may be strided views of one fused projection.
+        norms: if given, first apply `rms_norm` to each head of q and k (Henry et al. 2020).
     """
     cos, sin, slots = places
     if norms is not None:
@@ -127,7 +134,9 @@ def rotary_write_kv(
 
 
 def _context(pages: Pages, seq: int, length: int) -> tuple[Tensor, Tensor]:
-    """K and V of one sequence's first ``length`` tokens, ``[length, num_kv_heads, head_dim]``, in logical order."""
+    """Return K and V of one sequence's first ``length`` tokens in logical order, ``[length, num_kv_heads,
+    head_dim]``.
+    """
     blocks = pages.tables[seq, : -(-length // pages.k.shape[1])].long()
     k, v = pages.k[blocks], pages.v[blocks]  # [blocks, block_size, num_kv_heads, head_dim]
     if pages.k_scales is not None and pages.v_scales is not None:
@@ -137,7 +146,7 @@ def _context(pages: Pages, seq: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _attend(q: Tensor, pages: Pages, seq: int, length: int, softmax_scale: float) -> Tensor:
-    """Causal attention of a sequence's last tokens, ``q [n, heads, dim]``, over all its ``length`` tokens."""
+    """Compute causal attention of a sequence's last tokens, ``q [n, heads, dim]``, over all its ``length`` tokens."""
     k, v = _context(pages, seq, length)  # [length, kv_heads, dim]
     group = q.shape[1] // k.shape[1]
     q, k, v = (_wide(t).transpose(0, 1) for t in (q, k, v))  # [heads, tokens, dim]
@@ -151,11 +160,11 @@ def _attend(q: Tensor, pages: Pages, seq: int, length: int, softmax_scale: float
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float) -> Tensor:
-    """Decode attention: one query per sequence over its paged context (Kwon et al. 2023).
+    """Compute decode attention: one query per sequence over its paged context (Kwon et al. 2023).
 
-    Head ``h`` of ``q [num_seqs, num_heads, head_dim]`` reads kv head ``h // (num_heads / num_kv_heads)``. Returns a
-    tensor like ``q``, zero where the context is empty. Of a context that is longer than the pages' window, a query sees
-    the last ``window`` tokens (Beltagy et al. 2020).
+    Head ``h`` of ``q [num_seqs, num_heads, head_dim]`` reads kv head ``h // (num_heads / num_kv_heads)``. The result
+    has q's shape, and is zero for an empty context. With a window, a query attends to the last ``window`` tokens of its
+    context (Beltagy et al. 2020).
     """
     out = torch.zeros_like(q)
     for seq, length in enumerate(pages.lens.tolist()):
@@ -167,12 +176,14 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float) -> Tensor:
 def attend_add(
     q: Tensor, pages: Pages, softmax_scale: float, o: tuple[Tensor, Tensor | None], residual: Tensor
 ) -> Tensor:
-    """``residual += o(paged_attention(q, …))``, in place; the weight ``o [out, heads * head_dim]`` with its bias."""
+    """Compute ``residual += o(paged_attention(q, …))`` in place; ``o`` is a weight ``[out, heads * head_dim]`` and its
+    bias.
+    """
     return linear_add(paged_attention(q, pages, softmax_scale).flatten(1), *o, residual)
 
 
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
-    """`paged_attention` of sequences that share blocks: the same result, and shared blocks may be read once for all.
+    """Compute `paged_attention` of sequences that share blocks, which may be read once for all of them.
 
     ``work`` is filled with a plan (`plan_attention`) for the same tables; contexts may have grown since.
     """
@@ -180,12 +191,12 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """Causal attention of chunks over the paged cache; each chunk's own K, V are already written.
+    """Compute causal attention of chunks over the paged cache; each chunk's own K, V are already written.
 
     Args:
         q: ``[num_tokens, num_heads, head_dim]``, the chunks packed one after another.
-        cu_seqlens: ``[num_seqs + 1]`` int32, where in ``q`` the chunks begin. The chunk of sequence ``i`` has
-            ``cu_seqlens[i + 1] - cu_seqlens[i]`` queries, the last of them at position ``pages.lens[i] - 1``.
+        cu_seqlens: ``[num_seqs + 1]`` int32, the starts of the chunks in ``q``. The chunk of sequence ``i`` has
+            ``cu_seqlens[i + 1] - cu_seqlens[i]`` queries, the last one at position ``pages.lens[i] - 1``.
     """
     out = torch.zeros_like(q)
     starts = cu_seqlens.tolist()
@@ -209,8 +220,8 @@ def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None
 def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
     """Copy blocks of one of the pool's tensors ``[num_layers, 2, num_blocks, ...]`` (see `KVCache`): copy-on-write.
 
-    ``copies`` is ``[num_copies, 2]`` int64 (source, destination); a destination is in no other pair, and (-1, -1)
-    is no copy.
+    ``copies`` is ``[num_copies, 2]`` int64 (source, destination). A destination is in no other pair, and (-1, -1)
+    copies nothing.
     """
     copies = copies[copies[:, 0] >= 0]
     kv_cache[:, :, copies[:, 1]] = kv_cache[:, :, copies[:, 0]]
@@ -224,28 +235,28 @@ def _as_signed(value: int, bits: int) -> int:
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al. 2014) on int64, wrapping."""
+    """Apply SplitMix64's finalizer (Steele et al. 2014) to int64, wrapping."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _as_signed(factor, 64)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def _mix32(x: Tensor, first: int, second: int) -> Tensor:
-    """An xorshift-multiply finaliser on int32, wrapping (constants: Wellons, "hash-prospector", bias 0.17)."""
+    """Apply an xorshift-multiply finalizer to int32, wrapping (constants: Wellons, "hash-prospector", bias 0.17)."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * _as_signed(first, 32)
     x = (x ^ ((x >> 15) & 0x1FFFF)) * _as_signed(second, 32)
     return x ^ ((x >> 16) & 0xFFFF)
 
 
 def uniform(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Counter-based uniforms in (0, 1), float32: a pure function of (seed, position, id).
+    """Return counter-based uniforms in (0, 1), float32: a pure function of (seed, position, id).
 
-    Nothing is carried from draw to draw, so a sequence draws the same numbers alone, in any batch, preempted or not.
-    The finest steps lie near 0 (``2**-32``), where `gumbel` needs them. ``seeds`` and ``positions`` are ``[rows]``
-    int64, ``ids`` int32 and broadcastable to ``[rows, n]``.
+    No state is carried from draw to draw, so a sequence draws the same numbers alone, in any batch, preempted or not.
+    Steps are finest near 0 (``2**-32``), where `gumbel` needs them. ``seeds`` and ``positions`` are ``[rows]`` int64,
+    ``ids`` is int32 and broadcastable to ``[rows, n]``.
     """
     key = _mix64(_mix64(seeds + _as_signed(0x9E3779B97F4A7C15, 64)) ^ positions)
-    low, high = key.view(torch.int32).view(-1, 2, 1).unbind(1)  # the lower half lies first
+    low, high = key.view(torch.int32).view(-1, 2, 1).unbind(1)  # lower half first
     x = ids * _as_signed(0x9E3779B9, 32) + low
     x = _mix32(x, 0x21F0AAAD, 0xD35A2D97) ^ high
     x = _mix32(x, 0x7FEB352D, 0x846CA68B) & 0x7FFFFFFF
@@ -253,25 +264,27 @@ def uniform(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise: ``argmax(logits + gumbel)`` draws from ``softmax(logits)`` (Gumbel 1954)."""
+    """Return standard Gumbel noise: ``argmax(logits + gumbel)`` draws from ``softmax(logits)`` (Gumbel 1954)."""
     return -torch.log(-torch.log1p(-uniform(seeds, positions, ids)))
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Draw one id per row, ``[rows]`` int64: temperature, top-k, top-p of the rest, min-p (Hugging Face's order).
+    """Draw one id per row, ``[rows]`` int64: temperature, then top-k, top-p of the rest, and min-p (Hugging Face's
+    order).
 
-    Each cut keeps the upper part of one order: larger logit first, lower id among equals. top-k keeps exactly k; top-p
-    the fewest tokens whose probabilities reach it; min-p those at least so probable relative to the first.
+    Each filter keeps the upper part of the same order: larger logit first, lower id among equals. top-k keeps exactly k
+    tokens, top-p the fewest tokens with enough probability, and min-p tokens with enough probability relative to the
+    first.
 
     Args:
         logits: ``[rows, vocab]`` float32; -inf marks a forbidden token, and at least one per row is finite.
-        inputs: of as many rows. Temperature 0 takes the largest logit, the lowest id among equals. Seed and position
+        inputs: with as many rows. Temperature 0 takes the largest logit, the lowest id among equals. Seed and position
             are the counter of the draw: see `uniform`.
     """
     temperature, top_k, top_p, min_p, seeds, positions = inputs
     drawn = temperature > 0
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    # Subtracting the maximum first keeps 1e-12 temperatures finite.
+    # Subtracting the maximum first avoids overflow at temperatures such as 1e-12.
     scaled = (values - values[:, :1]) / torch.where(drawn, temperature, 1.0)[:, None]
     rank = torch.arange(logits.shape[1], device=logits.device)
     kept = rank < torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
@@ -285,33 +298,39 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-    """`sample`, and the tokens' untempered log-probabilities, ``[rows]`` float32: NaN where a logit is."""
+    """Draw with `sample`; also return the tokens' log-probabilities at temperature 1, ``[rows]`` float32, NaN if a
+    logit is.
+    """
     tokens = sample(logits.float(), inputs)
     return tokens, log_probabilities(logits, tokens)
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """``log_softmax(logits)[token]`` per row, ``[rows]``, no whole distribution built; NaN where a logit is."""
+    """Return ``log_softmax(logits)[token]`` per row, ``[rows]``, without building the distribution; NaN if a logit
+    is.
+    """
     wide = _wide(logits)
     return wide.gather(1, token_ids[:, None])[:, 0] - wide.logsumexp(-1)
 
 
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and int64 ids, ``[rows, count]``, of the likeliest tokens: best first, of equals lower ids."""
+    """Return log-probabilities and int64 ids ``[rows, count]`` of the most probable tokens, best first, then by lower
+    id.
+    """
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     return values[:, :count] - logits.logsumexp(-1, keepdim=True), ids[:, :count]
 
 
-# --- the device's rows of decoding sequences --------------------------------------------------------------------------
+# --- device state of decoding sequences -------------------------------------------------------------------------------
 
 
 def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
-    """Gather the rows' state into ``inputs``, and move the rows' positions on by one.
+    """Gather the slots' state into ``inputs``, and advance the slots' positions by one.
 
     Args:
-        words: ``[num_rows, Field.TABLE + width]`` int32.
-        rows: ``[n]`` int32, no row twice; -1 is padding: token 0 without a slot or a context.
-        inputs: buffers of n sequences. Of a block table only the context's part is written.
+        words: ``[num_rows, Field.TABLE + width]`` int32, one row per slot.
+        rows: ``[n]`` int32 slots, each once; -1 is padding: token 0 without a KV slot or a context.
+        inputs: buffers of n sequences. Only the context's part of a block table is written.
     """
     real = rows >= 0
     state = words[rows.clamp(min=0).long()]
@@ -334,9 +353,10 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 
 
 def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Apply each row's repetition, then frequency and presence penalty, and write float32 logits to ``out``.
+    """Apply each slot's repetition, then frequency and presence penalty, and write float32 logits to ``out``.
 
-    ``counts`` are ``[num_rows, vocab]`` int32: twice how often a token was generated, plus 1 if the prompt holds it.
+    ``counts`` are ``[num_rows, vocab]`` int32: twice the number of times a token was generated, plus 1 if the prompt
+    has it.
     """
     out.copy_(logits)
     for i, row in enumerate(rows.tolist()):
@@ -350,11 +370,11 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
 
 
 def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
-    """Write ``logits [n, vocab]`` to ``out``, perhaps the same, with -inf for tokens that must not follow; NaN stays.
+    """Write ``logits [n, vocab]`` to ``out``, which may be the same, with -inf for forbidden tokens; NaN stays.
 
     Args:
-        masks: ``[n]`` int32, the place of each row's mask among ``words``; -1: all may follow.
-        words: ``[masks, words]`` int32: token i may follow where bit ``i % 32`` of word ``i // 32`` is 1.
+        masks: ``[n]`` int32, the index of each row's mask in ``words``; -1: all tokens are allowed.
+        words: ``[masks, words]`` int32: token i is allowed if bit ``i % 32`` of word ``i // 32`` is 1.
     """
     vocab = logits.shape[1]
     bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
@@ -363,7 +383,7 @@ def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> No
 
 
 def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """Store each row's drawn token, the one to be computed next, and add 2 to its count; not where ``FORKS`` is 1."""
+    """Store each slot's drawn token, which the next step computes, and add 2 to its count, unless ``FORKS`` is 1."""
     real = (rows >= 0) & (words[rows.clamp(min=0).long(), Field.FORKS] == 0)
     kept, tokens = rows[real].long(), token_ids[real]
     words[kept, Field.TOKEN] = tokens.to(torch.int32)
@@ -373,26 +393,27 @@ def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -
 def choose_beams(
     words: Tensor, rows: Tensor, searches: Tensor, values: Tensor, ids: Tensor, vocab: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take a step of beam searches: write the beams that live on to their rows, the token of each to be computed next.
+    """Advance beam searches by a step: write the beams that live on to their slots, each with the token to compute
+    next.
 
-    A search looks at the best ``KEEP`` continuations of all its beams, of equals at those of the better beam; the best
-    of them that no end token completes live on, as many as it has beams. The best continuation of a beam stays in its
-    row, others take the rows of beams without any, in the order of rows.
+    A search considers the best ``KEEP`` continuations of all its beams; among equals, those of the better beam come
+    first. The best of them that do not end live on, as many as the search has beams. A beam's best continuation stays
+    in its slot; the others take the slots of beams without continuation, in the order of slots.
 
     Args:
-        words: the rows; of a running beam ``LOGPROB`` and ``RANK`` are known.
-        rows: ``[n]`` int32, of the beams, those of a search next to each other; -1 is padding.
-        searches: ``[searches, SearchField.WORDS]`` int32; without anything to choose, all rows are padding.
-        values: ``[n, count]`` float32, log-probabilities of the likeliest tokens of each beam, the best first. A NaN
-            comes first of all.
+        words: the slots; running beams have ``LOGPROB`` and ``RANK`` set.
+        rows: ``[n]`` int32, slots of the beams, adjacent for each search; -1 is padding.
+        searches: ``[searches, SearchField.WORDS]`` int32; a search with nothing to choose has only padding.
+        values: ``[n, count]`` float32, log-probabilities of the most probable tokens of each beam, best first. NaN
+            sorts first.
         ids: ``[n, count]`` int64, these tokens.
-        vocab: tokens; ids beyond it are cut to the last one.
-        width: the most beams of a search.
+        vocab: size of the vocabulary; larger ids are clamped.
+        width: the maximum number of beams of a search.
 
     Returns:
-        ``[n]`` int32, for each real row the place in ``rows`` of the beam that it goes on with; and for each search,
-        the best first, the continuations that it has looked at: their log-probabilities ``[searches, count]`` float32,
-        and ``[searches, 2, count]`` int32, the beam within the search and the token.
+        ``[n]`` int32, for each real slot the index in ``rows`` of the beam that it continues; and for each search the
+        considered continuations, best first: their log-probabilities ``[searches, count]`` float32, and ``[searches, 2,
+        count]`` int32, the beam within the search and the token.
     """
     n, count = values.shape
     parents = torch.arange(n, dtype=torch.int32, device=rows.device)
@@ -428,18 +449,18 @@ def choose_beams(
 
 
 def fork_rows(words: Tensor, rows: Tensor, parents: Tensor, block_size: int) -> Tensor:
-    """Give each row that goes on with another one's beam the ids of that one's full blocks.
+    """Copy the ids of full blocks to each slot that continues another slot's beam.
 
-    Its block behind them stays its own; what the other's holds is to be copied into it. A row whose beam another goes
-    on with goes on with that itself.
+    The slot's block after them stays its own; the other's partly filled block is to be copied into it. A slot that
+    another one continues also continues itself.
 
     Args:
-        rows: ``[n]`` int32, no row twice; -1 is padding. Rows that share a beam have the same position, of the token to
-            be computed next.
-        parents: ``[n]`` int32, places in ``rows``; those of padding may be anything.
+        rows: ``[n]`` int32 slots, each once; -1 is padding. Slots that continue one beam have the same position of the
+            next token.
+        parents: ``[n]`` int32, indices in ``rows``; arbitrary for padding.
 
     Returns:
-        Blocks to be copied, ``[n, 2]`` int64, as `block_copy` takes them.
+        Blocks to copy, ``[n, 2]`` int64, as `block_copy` takes them.
     """
     copies = torch.full((len(rows), 2), -1, dtype=torch.int64, device=words.device)
     at = rows.tolist()

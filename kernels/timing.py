@@ -1,4 +1,4 @@
-"""Times of launches by the GPU's own clock."""
+"""Measure launches with the GPU's clock."""
 
 import statistics
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from minillm.kernels.streams import capture_stream
 
 
 def device_seconds(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of ``run`` by the GPU's clock."""
+    """Return the median seconds of ``run`` by the GPU's clock."""
     times = []
     for _ in range(repeats):
         begin = now()
@@ -21,15 +21,16 @@ def device_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def copies_for_cold_l2(bytes_per_launch: int) -> int:
-    """The number of copies of a launch's inputs through which launches should rotate."""
+    """Return the number of copies of a launch's inputs to rotate through, so that the L2 is cold."""
     cold = 400 << 20  # several times the largest L2
     return max(1, min(64, -(-cold // max(1, bytes_per_launch))))
 
 
 def graph_microseconds(launch: Callable[[int], object], launches: int = 24, replays: int = 11) -> float:
-    """Median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph, which hide the host's work.
+    """Return the median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph.
 
-    Each launch should use another copy of the inputs (`copies_for_cold_l2`), so that it finds nothing in the L2.
+    The graph hides the CPU's work. Each launch should use another copy of the inputs (`copies_for_cold_l2`), so that it
+    finds nothing in the L2.
     """
     for i in range(3):
         launch(i)
@@ -43,7 +44,7 @@ def graph_microseconds(launch: Callable[[int], object], launches: int = 24, repl
 
 
 def now() -> torch.cuda.Event:
-    """A moment of the GPU's clock, when it has done all earlier work."""
+    """Record an event of the GPU's clock, after all earlier work."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -1,4 +1,4 @@
-"""The kernel that computes the attention of a step's chunks of prompts."""
+"""Choose the kernel for the attention of a step's prompt chunks."""
 
 import functools
 import warnings
@@ -13,7 +13,7 @@ from minillm.kernels.compat import has_wgmma
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """Choose Hopper's kernel where it takes the chunks, else the general one: see `reference.prefill_attention`."""
+    """Use Hopper's kernel if it supports the chunks, else the general one: see `reference.prefill_attention`."""
     hopper = _hopper_prefill(q.device)
     by = hopper if hopper is not None and hopper.takes(q, pages) else prefill
     return by.prefill_attention(q, pages, cu_seqlens, softmax_scale)
@@ -21,10 +21,10 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
 
 @functools.cache
 def _hopper_prefill(device: torch.device) -> ModuleType | None:
-    """Return `hopper_prefill` on Hopper; a warning says what this Triton lacks."""
+    """Return `hopper_prefill` on Hopper, or None. Warn if this Triton does not support it."""
     if not has_wgmma(device):
         return None
-    try:  # Gluon is experimental: another Triton may lack a part of it
+    try:  # Gluon is experimental: other Triton versions may lack parts of it
         from minillm.kernels.attention import hopper_prefill
     except (ImportError, AttributeError) as error:
         warnings.warn(f"long prompts use the general attention kernel: {error}", stacklevel=2)

@@ -1,20 +1,20 @@
 """Decode attention over a paged KV cache: one query per sequence (PagedAttention, Kwon et al. 2023).
 
-Bytes: contexts * kv_heads * head_dim * 2 elements, each read once, and almost nothing computed per byte: the kernel
-lives at memory speed, and has to keep enough loads in flight.
+Bytes: contexts * kv_heads * head_dim * 2 elements, each read once, with little arithmetic per byte. The kernel is
+memory-bound, and must keep enough loads in flight.
 
 Grid: (kv heads, sequences, splits). A program takes the query heads of one kv head as the rows of one tile (padded to
-16 for the matrix unit) and walks through its part of the context, ``TILE`` tokens at a time, with a running softmax
+16 for the tensor cores) and iterates over its part of the context, ``TILE`` tokens at a time, with a running softmax
 (Milakov & Gimelshein 2018). It looks up the block id of *each token* of a tile, so the tile does not depend on the
-block size. Splits (Flash-Decoding, Dao et al. 2023) fill the chip where there are few sequences; a second kernel merges
-their results. Their number follows from shapes alone, so that a launch can be captured in a CUDA graph; a program whose
-part is empty ends at once. Of a context longer than the window only its end is walked through.
+block size. Splits (Flash-Decoding, Dao et al. 2023) fill the GPU when there are few sequences; a second kernel merges
+their results. Their number depends only on shapes, so that a launch can be captured in a CUDA graph; a program with an
+empty part ends at once. With a window, only the end of a longer context is read.
 
-A cache in 8 bits is read as whole numbers, which the queries' dtype holds exactly for the matrix unit: K's scales
-multiply the scores, and V's the weights of the softmax.
+A cache in 8 bits is read as integers, which the queries' dtype represents exactly for the tensor cores. K's scales
+multiply the scores, and V's scales multiply the softmax weights.
 
-Block ids are widened to 64 bits before they are multiplied. Lanes behind the end of a context read nothing: unused
-slots may hold NaN.
+Block ids are widened to 64 bits before multiplication. Lanes after the end of a context read nothing: unused slots may
+hold NaN.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from minillm.kernels.linear.low_bit.few_tokens import SPAN, FixedScale, HalfActi
 def load_scales(
     scales_ptr, kv_head, blocks, tokens, valid, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
-    """The scales of a tile's tokens in one head. ``blocks`` are the tokens', int64."""
+    """Load the scales of a tile's tokens in one head. ``blocks`` are the tokens' block ids, int64."""
     at = blocks * (slot_stride // HEAD_DIM * BLOCK_SIZE) + (kv_head * BLOCK_SIZE + tokens % BLOCK_SIZE)
     if valid is None:
         scales = tl.load(scales_ptr + at)
@@ -47,7 +47,7 @@ def load_scales(
 
 @triton.jit
 def k_numbers(levels, q):
-    """A cache's whole numbers in q's dtype, which holds them exactly."""
+    """Convert a cache's int8 to q's dtype, which represents them exactly."""
     if INTERPRETED:
         levels = levels.to(tl.float32)
     return levels.to(q.dtype)
@@ -55,7 +55,7 @@ def k_numbers(levels, q):
 
 @triton.jit
 def v_numbers(levels, q):
-    """`k_numbers`, in float16 64 times less: see `share`."""
+    """Convert like `k_numbers`, in float16 divided by 64: see `share`."""
     numbers = k_numbers(levels, q)
     if q.dtype == tl.float16:
         numbers = (numbers * 0.015625).to(tl.float16)
@@ -64,9 +64,10 @@ def v_numbers(levels, q):
 
 @triton.jit
 def share(weights, scales, q):
-    """Weights of the softmax times V's scales, to multiply `v_numbers` by.
+    """Multiply softmax weights by V's scales, for a matmul with `v_numbers`.
 
-    In float16 64 times more: so small values of V keep their digits, and the largest ones do not overflow.
+    In float16 the product is multiplied by 64, so that small values of V keep their digits and the largest do not
+    overflow.
     """
     if q.dtype == tl.float16:
         scales = scales * 64
@@ -78,7 +79,7 @@ def attend_tile(
     q, k_ptr, v_ptr, k_scales, v_scales, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of tokens into the running softmax of ``q [rows, dims]``; the tokens' scales are given, or None."""
+    """Fold one tile of tokens into the running softmax of ``q [rows, dims]``; the tokens' scales may be None."""
     mask = valid[:, None] & is_dim[None, :]
     offsets = slots[:, None] * slot_stride + dims[None, :]
     k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
@@ -103,7 +104,7 @@ def attend_tile(
 
 @triton.jit
 def _part(context, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """The first token of a part of what is seen of a context, and the one behind its last."""
+    """Return the first token of a part of the visible context, and the token after its last."""
     seen = context
     if WINDOW is not None:
         seen = tl.minimum(context, WINDOW)
@@ -174,7 +175,7 @@ def _lanes_attention_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, WARPS: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """`_paged_attention_kernel` for a cache in 8 bits, by `minillm.kernels.attention.int8_decode`."""
+    """Compute `_paged_attention_kernel` for a cache in 8 bits, with `minillm.kernels.attention.int8_decode`."""
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
@@ -201,9 +202,10 @@ def _merge_splits_kernel(
     HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, SPLITS_TILE: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Weigh a head's partial results by their share of the softmax: one program per (sequence, head).
+    """Merge a head's partial results, weighted by their share of the softmax: one program per (sequence, head).
 
-    With a growth the result is multiplied by it, and written as `HalfActivations.x` by eights, of so many turns.
+    If a growth is given, the result is multiplied by it, and written as `HalfActivations.x` by eights, with
+    ``num_turns`` turns.
     """
     wait_for_inputs(PDL)
     seq = tl.program_id(0).to(tl.int64)
@@ -236,27 +238,27 @@ def _merge_splits_kernel(
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device, least: int = 64) -> int:
-    """The number of parts that each context is cut into: enough programs to fill the chip, by shapes alone.
+    """Return the number of parts of each context: enough programs to fill the GPU, depending only on shapes.
 
-    A part has ``least`` tokens at least.
+    A part has at least ``least`` tokens.
     """
     processors = num_multiprocessors(device) if device.type == "cuda" else 4
     return max(1, min(most_parts(num_seqs, num_kv_heads, processors), -(-max_context // least)))
 
 
 class _Parts(NamedTuple):
-    """Results of parts of contexts, to be merged."""
+    """Results of parts of contexts, before merging."""
 
     numbers: Tensor  # [sequences, parts, heads, head_dim] float32
     lse: Tensor  # [sequences, parts, heads] float32
-    tile: int  # what parts are multiples of, in tokens
+    tile: int  # tokens that parts are multiples of
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
-    """See `reference.paged_attention`; ``num_splits`` are the parts of each context (`num_splits_for`).
+    """Compute `reference.paged_attention`; ``num_splits`` is the number of parts of each context (`num_splits_for`).
 
-    ``q`` may have any strides but the last, K and V are contiguous, block_size is a power of two up to 256. Raises
-    ValueError where a shape or layout is wrong.
+    ``q`` may have any strides except the last, K and V are contiguous, block_size is a power of two up to 256. Raises
+    ValueError for a wrong shape or layout.
     """
     check_inputs(q, pages, q.shape[0])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -271,9 +273,9 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
 
 
 def attended_halves(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScale) -> HalfActivations | None:
-    """`paged_attention`'s result ``[sequences, heads * head_dim]``, as a product of low-bit matrices reads it.
+    """Compute `paged_attention` ``[sequences, heads * head_dim]`` in the layout that low-bit matmuls read.
 
-    None where contexts are in one part, and nothing is merged, or where a product would read behind the last head.
+    Return None if contexts have only one part, so nothing is merged, or if a matmul would read beyond the last head.
     """
     check_inputs(q, pages, q.shape[0])
     num_seqs, num_heads, head_dim = q.shape
@@ -291,7 +293,7 @@ def _num_splits(q: Tensor, pages: Pages) -> int:
 
 
 def _longest(pages: Pages) -> int:
-    """The tokens that a query may see at most."""
+    """Return the maximum number of tokens that a query attends to."""
     longest = pages.tables.shape[1] * pages.k.shape[1]
     return min(longest, pages.window or longest)
 
@@ -304,7 +306,9 @@ def _attend_parts(q: Tensor, pages: Pages, softmax_scale: float, num_splits: int
 
 
 def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Tensor | None = None) -> int:
-    """Write results to ``out``, of parts with their ``lse`` as in `_Parts`. Returns what parts are multiples of."""
+    """Write results to ``out``, of parts with their ``lse`` as in `_Parts`. Return the tokens that parts are multiples
+    of.
+    """
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -339,7 +343,7 @@ def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Ten
 
 
 def _merge(parts: _Parts, pages: Pages, out: Tensor, growth: Tensor | None) -> None:
-    """Write merged results to ``out``: like the queries, or with a ``growth`` as `HalfActivations.x`."""
+    """Write merged results to ``out``: with the queries' shape, or with a ``growth`` as `HalfActivations.x`."""
     num_seqs, num_splits, num_heads, head_dim = parts.numbers.shape
     _merge_splits_kernel[(num_seqs, num_heads)](
         out, growth, parts.numbers, parts.lse, pages.lens, out.shape[1], num_heads, num_splits,
@@ -349,10 +353,10 @@ def _merge(parts: _Parts, pages: Pages, out: Tensor, growth: Tensor | None) -> N
 
 
 def lanes_tiling(part: int) -> tuple[int, int]:
-    """What a part of a context is a multiple of, in tokens, and warps, where a part may have so many tokens.
+    """Return the tokens that parts are multiples of, and the warps, for parts of up to ``part`` tokens.
 
-    A warp has 32 tokens at a time. One warp has no other to merge with; contexts that are short although their tables
-    are wide should not lie in a few programs, where the chip has more.
+    A warp handles 32 tokens at a time. A single warp needs no merge. Contexts that are short for their wide tables
+    should still be spread over enough programs.
     """
     warps = min(4, triton.next_power_of_2(-(-part // TOKENS.value)))
     return TOKENS.value * min(warps, 2), warps
@@ -363,14 +367,14 @@ def _tiling(q: Tensor, pages: Pages) -> tuple[int, int, int]:
 
 
 def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:
-    """(tokens, stages, warps) of a tile; ``element_size`` is of a number of the queries.
+    """Return (tokens, stages, warps) of a tile; ``element_size`` is that of the queries.
 
-    In 8 bits a tile has half the bytes, so it has twice the tokens: 64 x 4,096 tokens of 32/8 heads x 128 take 258 us
-    on an H200, and 320 to 344 in tiles of 64 tokens, as V is read from shared memory byte by byte.
+    In 8 bits a tile has half the bytes, so it gets twice the tokens: 64 x 4,096 tokens of 32/8 heads x 128 take 258 us
+    on an H200; with tiles of 64 tokens they take 320 to 344, because V is read from shared memory byte by byte.
     """
     if in_8_bits and element_size == 2:
         return (128 if dim_tile <= 128 else 32), 3, 4
-    tile = max(16, min(128, 16384 // (dim_tile * element_size)))  # 16 kB of K: no more, or shared memory is full
+    tile = max(16, min(128, 16384 // (dim_tile * element_size)))  # 16 kB of K: more would fill shared memory
     return tile, (3 if dim_tile >= 128 else 2), 4
 
 
@@ -392,4 +396,4 @@ def check_inputs(q: Tensor, pages: Pages, num_seqs: int) -> None:
     if tables.shape[0] != num_seqs or lens.shape != (num_seqs,):
         raise ValueError(f"block_tables and context_lens must have {num_seqs} rows")
     if window is not None and window < 1:
-        raise ValueError(f"a window must hold a token, not {window}")
+        raise ValueError(f"a window must have at least one token, not {window}")

@@ -3,13 +3,13 @@
 The contract is that of `prefill`, which stays the reference and serves everything else. This kernel is written in
 Gluon, Triton's lower-level language: a program has one producer warp and two consumer warp groups (FlashAttention-3,
 Shah et al. 2024). The producer copies K and V page by page into one tile, with one TMA box for each page, so pages may
-lie anywhere in the pool. Consumers compute the scores of one tile while the previous tile's weights are multiplied
-with V.
+be anywhere in the pool. Consumers compute the scores of one tile while the previous tile's weights are multiplied with
+V.
 
 Compute-bound: 4 * queries * visible tokens * heads * head_dim FLOPs. Grid: (heads, tiles of queries over all chunks);
-late tiles, which see most, start first. Tile: 128 queries x 128 tokens, three stages, 224 KiB of shared memory for
-heads of 128. Tiles of tokens go from the diagonal down, so only the first ones, and the last ones of a window, compare
-positions.
+late tiles, which attend to most tokens, start first. Tile: 128 queries x 128 tokens, three stages, 224 KiB of shared
+memory for heads of 128. Tiles of tokens go from the diagonal down, so only the first ones, and the last ones of a
+window, compare positions.
 """
 
 import functools
@@ -39,9 +39,9 @@ ROWS = 128  # queries of a tile, 64 for each consumer
 TILE = 128  # tokens of a tile
 _STAGES = 3
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
-_LEAST_CHUNK = 192  # tokens of a chunk, on average: one tile of queries alone is slower than the general kernel's two
-_LEAST_CONTEXT = 1024  # tokens for which tables have columns: fewer take the GPU less time than the descriptors the CPU
-_HIDDEN = tl.constexpr(-1.0e6)  # a score that no query sees: finite, for a row may meet a tile that it sees nothing of
+_LEAST_CHUNK = 192  # average tokens of a chunk: one tile of queries alone is slower than the general kernel's two
+_LEAST_CONTEXT = 1024  # tokens that tables can hold: below, creating descriptors takes longer than the kernel
+_HIDDEN = tl.constexpr(-1.0e6)  # score of masked tokens: finite, because all tokens of a tile may be masked
 
 # Triton 3.9 renamed both.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -50,13 +50,13 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @gluon.jit
 def _first_tile(begin, number, ROWS: gl.constexpr):
-    """Return the number of the tile with which chunk ``number`` begins; each chunk has room for all of its tiles."""
+    """Return the number of the first tile of chunk ``number``; each chunk has space for all of its tiles."""
     return begin // ROWS + number
 
 
 @gluon.jit
 def _find_chunk(number, cu_seqlens_ptr, num_seqs, ROWS: gl.constexpr, SEQS_TILE: gl.constexpr):
-    """Return the chunk that tile ``number`` belongs to."""
+    """Return the chunk of tile ``number``."""
     if SEQS_TILE == 1:
         return number * 0
     else:
@@ -139,16 +139,16 @@ def _turn(
     mbarrier.wait(v_full.index(before), ((t - 1) // STAGES) & 1)
     sums = warpgroup_mma(weights, v_s.index(before), out, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-    _barrier()  # all four warps have read K before one thread says so
+    _barrier()  # all four warps have read K before one thread signals it
     mbarrier.arrive(k_empty.index(stage), count=1)
     new_weights, maximum, total, correction = _fold(
         scores, maximum, total, positions, (top - t) * TILE, scale_log2e, TILE, WINDOW, S_LAYOUT, MASKED
     )
-    # It has passed already; its branch keeps ptxas from moving the softmax after the wait below.
+    # Always passes at once; its branch keeps ptxas from moving the softmax after the wait below.
     mbarrier.wait(v_full.index(before), ((t - 1) // STAGES) & 1)
     out, weights = warpgroup_mma_wait(
         num_outstanding=0, deps=(sums, weights)
-    )  # until here, weights' registers are read
+    )  # the weights' registers are read until here
     _barrier()
     mbarrier.arrive(v_empty.index(before), count=1)
     out = out * gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, O_LAYOUT)), 1)
@@ -249,7 +249,7 @@ def _prefill_kernel(
         window_tiles = num_tiles * 0
         if WINDOW is not None:
             first = gl.maximum(position - WINDOW + 1, 0) // TILE
-            whole = (gl.maximum(position + ROWS - WINDOW, 0) + TILE - 1) // TILE  # the first tile that all queries see
+            whole = (gl.maximum(position + ROWS - WINDOW, 0) + TILE - 1) // TILE  # first tile visible to all queries
             num_tiles = num_tiles - first
             diagonal_tiles = gl.minimum(diagonal_tiles, num_tiles)
             window_tiles = gl.minimum(gl.maximum(whole - first, 0), num_tiles - diagonal_tiles)
@@ -292,7 +292,7 @@ def _prefill_kernel(
 
 
 def takes(q: Tensor, pages: Pages) -> bool:
-    """Return whether this kernel computes these chunks, and faster than `prefill`.
+    """Return whether this kernel supports these chunks, and is faster than `prefill`.
 
     It needs 16 bits, heads of 64 or 128, blocks of 16 or more, compute capability 9.0, and long chunks.
     """
@@ -304,7 +304,7 @@ def takes(q: Tensor, pages: Pages) -> bool:
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """See `reference.prefill_attention`; arguments that `takes` accepts, else ValueError or wrong results."""
+    """Compute `reference.prefill_attention` for arguments that `takes` accepts, else ValueError or wrong results."""
     check_chunks(q, pages, cu_seqlens)
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
@@ -328,7 +328,7 @@ def _constants(group: int, head_dim: int, block_size: int, num_seqs: int, window
 
 
 def _seqs_tile(num_seqs: int) -> int:
-    """Return 1, 256 or more: few variants, for each takes seconds to compile."""
+    """Return 1, 256 or more: few variants, because each takes seconds to compile."""
     return 1 if num_seqs == 1 else max(256, triton.next_power_of_2(num_seqs))
 
 
@@ -351,7 +351,7 @@ def _is_there(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         return False
     try:
         compile_ahead(device, dtype, head_dim)
-    except Exception as error:  # whatever a compiler of another version raises
+    except Exception as error:  # other compiler versions may raise anything
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(
             f"long prompts use the general attention kernel: Triton {triton.__version__}: {reason}", stacklevel=2

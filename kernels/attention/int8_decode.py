@@ -1,22 +1,22 @@
-"""Attention of a few queries over a cache in 8 bits, by lanes: products of whole numbers, and no number is converted.
+"""Attention of a few queries over a cache in 8 bits, by lanes: int8 matmuls without conversion of K and V.
 
-K and V go from memory to registers as they lie there, and are operands of the matrix unit as they are. So the other
-operands are whole numbers too: queries, and weights of the softmax, as 16 bits of their largest, in two digits of 8
-bits. Two digits of four heads fill the eight columns of an ``mma``, which sums them exactly, in 32 bits. Nothing is in
-shared memory, and no warp waits for another before its part of the context ends.
+K and V go from memory to registers as they are stored, and are direct operands of the tensor cores. The other operands
+are therefore integers as well: queries and softmax weights in 16 bits, relative to their maximum, as two 8-bit digits.
+Two digits of four heads fill the eight columns of an ``mma``, which sums them exactly, in 32 bits. Nothing is in shared
+memory, and no warp waits for another before its part of the context ends.
 
-A tensor has one element for each of the program's threads. A warp walks through the context, 32 tokens at a time, with
-a running softmax of its own. Lane 4r + t has
+A tensor has one element for each of the program's threads. A warp iterates over the context, 32 tokens at a time, with
+its own running softmax. Lane 4r + t has
 
-- of K, tokens 4r to 4r + 3, dimensions 64j + 16t to 64j + 16t + 15: what ``mma`` wants of rows r and r + 8, up to the
-  order of the dimensions, in which the queries are put too;
-- scores, weights and scales of those tokens, for head t: what ``mma`` gives, both digits of a head in one lane;
-- of V, tokens 8t to 8t + 7, a part of the dimensions for each r, transposed by fours: what ``mma`` wants of rows of V
-  transposed. One instruction, ``movmatrix``, brings weights to the lanes that have their tokens of V;
-- of the output, those dimensions, for head t: so a running softmax's correction is at hand.
+- of K, tokens 4r to 4r + 3, dimensions 64j + 16t to 64j + 16t + 15: the operand of ``mma`` for rows r and r + 8, up to
+  the order of the dimensions, which the queries share;
+- scores, weights and scales of those tokens, for head t: the result of ``mma``, both digits of a head in one lane;
+- of V, tokens 8t to 8t + 7, a part of the dimensions for each r, transposed in 4 x 4 tiles: the operand of ``mma`` for
+  rows of V transposed. One instruction, ``movmatrix``, moves weights to the lanes with their tokens of V;
+- of the output, those dimensions, for head t, so that the correction of the running softmax is in the same lane.
 """
 
-# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+# ruff: noqa: RUF005 (Triton cannot unpack tuples)
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,15 +27,15 @@ from minillm.kernels.lanes import by_number, bytes_at, mma, of_eights, power, tu
 from minillm.kernels.linear.low_bit.lanes import fours
 
 TOKENS = tl.constexpr(32)  # of a warp's tile
-HEADS = tl.constexpr(4)  # of an mma: its eight columns are two digits of each
-_Q_LARGEST = tl.constexpr(32639.0)  # 127 * 256 + 127: two digits with signs
-_WEIGHT_LARGEST = tl.constexpr(65535.0)  # two digits without
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a float32 number it leaves no room for fractions
+HEADS = tl.constexpr(4)  # per mma: its eight columns are two digits of each
+_Q_LARGEST = tl.constexpr(32639.0)  # 127 * 256 + 127: two signed digits
+_WEIGHT_LARGEST = tl.constexpr(65535.0)  # two unsigned digits
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a float32 drops the fraction
 
 
 @triton.jit
 def _over_rows(x, WARPS: tl.constexpr, SUM: tl.constexpr = False):
-    """The largest of the lanes 4r + t of all r, or their sum, for each of them."""
+    """Return the maximum over the lanes 4r + t of all r, or their sum, in each of them."""
     x = tl.reshape(x, [WARPS, 8, 4])
     x = tl.sum(x, 1, keep_dims=True) if SUM else tl.max(x, 1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(x, [WARPS, 8, 4]), [WARPS * 32])
@@ -43,7 +43,7 @@ def _over_rows(x, WARPS: tl.constexpr, SUM: tl.constexpr = False):
 
 @triton.jit
 def _columns(words, LANES: tl.constexpr, COUNT: tl.constexpr):
-    """The columns of ``[lanes, 2 or 4]``."""
+    """Split ``[lanes, 2 or 4]`` into its columns."""
     if COUNT == 4:
         return fours(words, LANES)
     else:
@@ -55,7 +55,7 @@ def _columns(words, LANES: tl.constexpr, COUNT: tl.constexpr):
 def load_queries(
     q_ptr, head_stride, TILE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
-    """A lane's `HEAD_DIM` / 4 numbers of four heads' queries, as they lie in memory, by four words; see `digits`."""
+    """Load a lane's `HEAD_DIM` / 4 numbers of four heads' queries, as stored, four words at a time; see `digits`."""
     lanes = tl.arange(0, WARPS * 32)
     head = TILE * HEADS + lanes % 32 // 8  # column r is a digit of head r / 2
     first = (q_ptr + head * head_stride + lanes % 4 * 16).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -69,7 +69,7 @@ def load_queries(
 
 @triton.jit
 def _numbers(word, DTYPE: tl.constexpr):
-    """The two numbers of 16 bits in a word, in float32."""
+    """Convert the two 16-bit numbers in a word to float32."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         low, high = (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
     else:
@@ -80,9 +80,9 @@ def _numbers(word, DTYPE: tl.constexpr):
 
 @triton.jit
 def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
-    """Queries of `load_queries` as ``mma`` wants them, and what a product of head t is to be times.
+    """Convert the result of `load_queries` to operands of ``mma``, and return the factor of head t's products.
 
-    A query is whole numbers up to `_Q_LARGEST` times a scale. What is not finite has NaN as its scale.
+    A query is integers up to `_Q_LARGEST` times a scale. A query with NaN or infinity has NaN as its scale.
     """
     LANES: tl.constexpr = WARPS * 32
     numbers, largest = (), tl.zeros([LANES], tl.float32)
@@ -93,11 +93,11 @@ def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
             numbers = numbers + (low, high)
             largest = tl.maximum(largest, tl.abs(low), propagate_nan=tl.PropagateNan.ALL)
             largest = tl.maximum(largest, tl.abs(high), propagate_nan=tl.PropagateNan.ALL)
-    bits = largest.to(tl.int32, bitcast=True)  # as whole numbers, finite ones come before infinity before NaN
+    bits = largest.to(tl.int32, bitcast=True)  # as integers, finite numbers sort before infinity before NaN
     bits = tl.reshape(tl.max(tl.reshape(bits, [WARPS, 8, 4]), 2, keep_dims=True).broadcast_to([WARPS, 8, 4]), [LANES])
     largest = bits.to(tl.float32, bitcast=True)
     growth = tl.where((largest > 1e-30) & (largest < 1e30), _Q_LARGEST / largest, 0.0)
-    # The higher digit is of the number and a half of the lower one's range.
+    # The upper digit is that of the number plus half the lower digit's range.
     is_higher = tl.arange(0, LANES) % 8 < 4
     whole = tl.where(is_higher, _WHOLE + 128.0, _WHOLE)
     place = tl.where(is_higher, 1, 0)
@@ -114,7 +114,7 @@ def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _block_ids(table_ptr, tokens, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The ids of a lane's COUNT tokens from ``tokens`` on, one for each block; behind the end a block that exists."""
+    """Load the block ids of a lane's COUNT tokens from ``tokens`` on; after the end, that of a valid block."""
     ids = ()
     for i in tl.static_range(0, COUNT, min(COUNT, BLOCK_SIZE)):
         ids = ids + (tl.load(table_ptr + (tokens + i) // BLOCK_SIZE, mask=tokens + i < end, other=0),)
@@ -126,9 +126,9 @@ def _load_rows(
     words_ptr, ids, tokens, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_WORDS: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK_WORDS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A lane's words of COUNT tokens: for each, WORDS of each of its chunks. ``words_ptr`` is the lane's first.
+    """Load a lane's words of COUNT tokens: for each, WORDS of each of its chunks. ``words_ptr`` is the lane's first.
 
-    Of a lane whose first token lies behind the end they are anything.
+    They are arbitrary if the lane's first token is after the end.
     """
     mask = (tokens < end)[:, None]
     rows = ()
@@ -146,7 +146,7 @@ def _load_rows(
 def _load_scales(
     scales_ptr, ids, tokens, end, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """The scales of a lane's four tokens; ``scales_ptr`` is the head's first."""
+    """Load the scales of a lane's four tokens; ``scales_ptr`` is the head's first."""
     if BLOCK_SIZE >= 4:
         at = scales_ptr + ids[0].to(tl.int64) * (KV_HEADS * BLOCK_SIZE) + tokens % BLOCK_SIZE
         return fours(tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=(tokens < end)[:, None]), LANES)
@@ -163,16 +163,16 @@ def attend_lanes(
     loaded, scale_log2e, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, start, end,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of each warp over its tiles of tokens ``begin … end - 1``, of which none before ``start`` is seen.
+    """Compute each warp's softmax over its tiles of tokens ``begin … end - 1``; those before ``start`` are masked.
 
     Args:
-        loaded: of `load_queries`, for each four heads.
-        k_ptr, v_ptr: the layer's caches, as words of 32 bits.
+        loaded: results of `load_queries`, for each four heads.
+        k_ptr, v_ptr: the layer's caches, as 32-bit words.
         begin: a multiple of 8.
 
     Returns:
-        For each four heads: the maxima, and for each lane's tokens the sums; and of all heads, one four behind the
-        other, a lane's outputs, not yet divided.
+        For each four heads, the maxima, and the sums of each lane's tokens; and for all heads, four by four, a lane's
+        outputs, not yet divided.
     """
     LANES: tl.constexpr = WARPS * 32
     TILES: tl.constexpr = len(loaded)
@@ -197,7 +197,7 @@ def attend_lanes(
     v = _load_rows(v_ptr, v_ids, v_tokens, end, 8, BLOCK_SIZE, SLOT, V_CHUNKS, 8 * V_WORDS, V_WORDS)
     k_ids = _block_ids(table_ptr, k_tokens + STEP, end, 4, BLOCK_SIZE)
     v_ids = _block_ids(table_ptr, v_tokens + STEP, end, 8, BLOCK_SIZE)
-    # Queries become digits while the first tile is on its way.
+    # Convert the queries to digits while the first tile loads.
     queries, factors = (), ()
     for tile in tl.static_range(TILES):
         words, factor = digits(loaded[tile], scale_log2e, DTYPE, WARPS)
@@ -243,14 +243,14 @@ def attend_lanes(
         for tile in tl.static_range(TILES):
             scores, largest = (), maxima[tile]
             for i in tl.static_range(4):
-                # A NaN among V's scales comes to light in the sum of the weights.
+                # A NaN among V's scales makes the sum of the weights NaN.
                 scale = (now_k_scales[i] + 0.0 * now_v_scales[i]) * factors[tile]
                 product = products[8 * tile + 2 * i] * 256 + products[8 * tile + 2 * i + 1]
                 score = tl.where(visible[i], tl.cast(product, tl.float32) * scale, float("-inf"))
                 scores = scores + (score,)
                 largest = tl.maximum(largest, score)
             largest = _over_rows(largest, WARPS)
-            anchor = tl.where(largest == float("-inf"), 0.0, largest)  # of a warp that has seen no token
+            anchor = tl.where(largest == float("-inf"), 0.0, largest)  # if the warp has had no visible token
             correction = power(maxima[tile] - anchor)
             total, scaled, most = totals[tile] * correction, (), zeros
             for i in tl.static_range(4):
@@ -275,7 +275,7 @@ def attend_lanes(
             rows = ()
             for i in tl.static_range(8):
                 rows = rows + (_columns(v[i * V_CHUNKS + word // V_WORDS], LANES, V_WORDS)[word % V_WORDS],)
-            # Weights come by pairs of tokens: 8t, 8t + 1, 8t + 4, 8t + 5 in the first word, the others in the second.
+            # Weights are in pairs of tokens: 8t, 8t + 1, 8t + 4, 8t + 5 in the first word, the others in the second.
             first = by_number(rows[0], rows[1], rows[4], rows[5])
             second = by_number(rows[2], rows[3], rows[6], rows[7])
             for tile in tl.static_range(TILES):
@@ -300,7 +300,7 @@ def attend_lanes(
 
 @triton.jit
 def merge_warps(maximum, total, numbers, WARPS: tl.constexpr):
-    """One softmax of four heads from that of all warps, from `attend_lanes`.
+    """Merge the softmax of four heads over all warps, from `attend_lanes`.
 
     Returns:
         Maximum and sum, ``[32]``, and outputs divided by it, ``[32, HEAD_DIM / 8]``, for head t in lane 4r + t.
@@ -330,7 +330,7 @@ def store_heads(
     out_ptr, lse_ptr, head_stride, maximum, divisor, out, TILE: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store four heads' outputs, and with an address for them their log-sum-exps, base 2; addresses are the group's."""
+    """Store four heads' outputs, and their log-sum-exps, base 2, if an address is given; addresses are the group's."""
     lanes = tl.arange(0, 32)
     head = TILE * HEADS + lanes % 4
     numbers = tl.arange(0, HEAD_DIM // 8)
@@ -346,7 +346,7 @@ def store_heads(
 def load_group(
     q_ptr, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
-    """`load_queries` for each four heads of a group; ``q_ptr`` is the first one's."""
+    """Call `load_queries` for each four heads of a group; ``q_ptr`` is the first one's."""
     loaded = ()
     for tile in tl.static_range((GROUP + HEADS - 1) // HEADS):
         loaded = loaded + (load_queries(q_ptr, head_stride, tile, GROUP, HEAD_DIM, WARPS),)
@@ -360,9 +360,10 @@ def attend_group(
     DTYPE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a kv head's query heads over tokens ``start … end - 1``: outputs, and log-sum-exps if wanted.
+    """Compute attention of a kv head's query heads over tokens ``start … end - 1``: outputs, and optionally
+    log-sum-exps.
 
-    ``loaded`` are the queries, of `load_group`, of dtype DTYPE; ``out_ptr`` and ``lse_ptr`` are the first head's.
+    ``loaded`` are the queries, from `load_group`, of dtype DTYPE; ``out_ptr`` and ``lse_ptr`` are the first head's.
     """
     NUMBERS: tl.constexpr = HEAD_DIM // 8
     maxima, totals, outs = attend_lanes(
@@ -377,16 +378,16 @@ def attend_group(
 
 
 def takes(q: Tensor, pages: Pages) -> bool:
-    """Whether the lanes can read a cache: in 8 bits, for queries of 16 bits, on a GPU from 8.0 on."""
+    """Return whether these kernels support a cache: in 8 bits, for queries of 16 bits, on a GPU from 8.0 on."""
     head_dim, group = q.shape[2], q.shape[1] // pages.k.shape[2]
     fits = pages.k_scales is not None and q.element_size() == 2 and head_dim in (64, 128) and group <= 8
-    fits = fits and q.data_ptr() % 4 == 0 and q.stride(0) % 2 == 0 and q.stride(1) % 2 == 0  # read as words
+    fits = fits and q.data_ptr() % 4 == 0 and q.stride(0) % 2 == 0 and q.stride(1) % 2 == 0  # loaded as words
     return fits and has_whole_products(q.device)
 
 
 def registers(group: int) -> int:
-    """The most registers of a thread: four programs of four warps find room, or three where there are two tiles.
+    """Return the register limit per thread: four programs of four warps fit, or three with two tiles.
 
-    Left alone, the compiler takes a few more than that, or, for small heads, so few that loads come late.
+    Without a limit, the compiler uses a few more, or, for small heads, so few that loads are issued late.
     """
     return 128 if group <= HEADS.value else 168

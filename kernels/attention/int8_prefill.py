@@ -1,10 +1,10 @@
-"""Contexts of a cache in 8 bits in 16 bits, one after another, for attention that reads each number many times.
+"""Dequantize contexts of a cache in 8 bits to 16 bits, for attention that reads each number many times.
 
-A chunk of a prompt multiplies a token's K and V by each of its queries: to unpack them for every tile of queries takes
-longer than the products. So they are unpacked once. Bytes: 1 in and 2 out for each number, and the scales.
+A chunk of a prompt multiplies a token's K and V by each of its queries. Dequantizing them for every tile of queries
+takes longer than the matmuls, so they are dequantized once. Bytes: 1 in and 2 out for each number, and the scales.
 
-Grid: (tiles of a context's rows, sequences, K and V). A context lies behind those of the sequences in front of it. One
-that would end beyond the scratch is left out; who reads the scratch finds that out as it is found out here.
+Grid: (tiles of a context's rows, sequences, K and V). Contexts are stored one after another in the order of sequences.
+A context that does not fit into the scratch is left out; the reading kernel computes the same condition.
 """
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 
-_ROWS = 64  # of a program: tokens times kv heads
-_LARGEST_TILE = tl.constexpr(128)  # tokens that attention reads at a time
+_ROWS = 64  # per program: tokens times kv heads
+_LARGEST_TILE = tl.constexpr(128)  # maximum tokens that attention reads at a time
 
 
 @triton.jit
 def staged_begin(lens_ptr, seq, num_seqs, SEQS_TILE: tl.constexpr):
-    """The place in the scratch of the first token of sequence ``seq``."""
+    """Return the index in the scratch of the first token of sequence ``seq``."""
     seqs = tl.arange(0, SEQS_TILE)
     return tl.sum(tl.load(lens_ptr + seqs, mask=(seqs < num_seqs) & (seqs < seq), other=0), 0)
 
@@ -37,7 +37,7 @@ def _stage_kernel(
     first = tl.program_id(0) * ROWS
     if first >= context * KV_HEADS:
         return
-    if WINDOW is not None:  # the first query's first tile begins a tile before its window at the earliest
+    if WINDOW is not None:  # the first query's first tile begins at most one tile before its window
         chunk = tl.load(cu_seqlens_ptr + seq + 1) - tl.load(cu_seqlens_ptr + seq)
         if (first + ROWS) // KV_HEADS < context - chunk - WINDOW - _LARGEST_TILE:
             return
@@ -65,9 +65,10 @@ def _stage_kernel(
 
 
 def stage(pages: Pages, cu_seqlens: Tensor, dtype: torch.dtype, capacity: int) -> tuple[Tensor, Tensor]:
-    """K and V of the contexts in ``dtype``, ``[capacity, kv_heads, head_dim]``, those that fit, one behind another.
+    """Dequantize the contexts that fit to ``dtype``: K and V ``[capacity, kv_heads, head_dim]``, one context after
+    another.
 
-    ``cu_seqlens`` as in `reference.prefill_attention`; tokens that no query's window reaches may be left out.
+    ``cu_seqlens`` is as in `reference.prefill_attention`; tokens outside all queries' windows may be left out.
     """
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -83,5 +84,5 @@ def stage(pages: Pages, cu_seqlens: Tensor, dtype: torch.dtype, capacity: int) -
 
 
 def seqs_tile(num_seqs: int) -> int:
-    """The tile in which a program looks for its sequence."""
+    """Return the tile size with which a program searches its sequence."""
     return max(256, triton.next_power_of_2(num_seqs))

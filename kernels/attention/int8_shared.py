@@ -1,28 +1,28 @@
-"""Attention of many queries over shared tokens in 8 bits: numbers get 16 bits in the registers that `wgmma` reads.
+"""Attention of many queries over shared tokens in 8 bits: int8 is widened to 16 bits in the registers of `wgmma`.
 
-Everything is transposed: scores are K times queries, outputs V times weights. So K and V are the matrix unit's first
-operand, which it takes from registers: they go from memory to registers as they lie there, a tile ahead, and never
-through shared memory. Queries lie in shared memory while an item lasts, and each tile's weights of the softmax pass
-through it. Whole numbers of 8 bits are exact in both types of 16 bits. K has that of the queries, V is in bfloat16; in
-bfloat16 they are times `BFLOAT_UNIT`, for then they are a product of their own bits.
+Everything is transposed: scores are K times queries, outputs V times weights. K and V are thus the tensor cores' first
+operand, which may be in registers. They go from memory to registers as they are stored, a tile ahead, and never through
+shared memory. Queries are in shared memory during an item, and each tile's softmax weights pass through it. int8 is
+exact in both 16-bit types. K has the type of the queries, V is bfloat16. In bfloat16 they are multiplied by
+`BFLOAT_UNIT`, so that they can be computed from their own bits.
 
 Weights are powers of two of scores less an anchor: a query's highest score of the first tile. A running maximum would
-cost all warps a barrier a tile, and bfloat16 needs none: the first tile's may be up to 2^100 times too low or too high.
-Where weights overflow all the same, an item is computed again, with the highest of all scores. Scores have the
-logarithm of V's scale added, so weights are in proportion to what they contribute, however large V is. (A token whose
-scale is 2^126 times smaller than another's of the item loses its weight.)
+cost all warps a barrier per tile. bfloat16 does not need one: the first tile's maximum may be up to 2^100 times too low
+or too high. If weights overflow nevertheless, the item is computed again, with the highest of all scores. The logarithm
+of V's scale is added to scores, so weights are proportional to their contribution, however large V is. (A token with a
+scale 2^126 times smaller than another's of the item loses its weight.)
 
 Lane 4r + t of warp w has, of 64 tokens,
 
-- of K, tokens 16w + r and 16w + r + 8, dimensions 16t to 16t + 15 of each 64: the queries' are put in that order;
-- of V, tokens 2t and 2t + 1 of each 8, four (of 64: two) neighbouring dimensions;
+- of K, tokens 16w + r and 16w + r + 8, dimensions 16t to 16t + 15 of each 64: the queries use the same order;
+- of V, tokens 2t and 2t + 1 of each 8, four (of 64: two) adjacent dimensions;
 - scores, weights and scales of its tokens of K; of the output, its dimensions of V, which it stores itself.
 
-What happens once an item is kept short, for instructions that are seldom used come late: 1,500 of them behind the last
-tile took 4 us.
+Code that runs once per item is kept short, because rarely used instructions are fetched late: 1,500 of them after the
+last tile took 4 us.
 """
 
-# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+# ruff: noqa: RUF005 (Triton cannot unpack tuples)
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,17 +33,17 @@ from minillm.kernels.lanes import BFLOAT_UNIT, brains, halves, logarithm, neighb
 from minillm.kernels.linear.low_bit.lanes import fours
 from minillm.kernels.linear.low_bit.many_tokens import joined, unpacked
 
-TOKENS = tl.constexpr(64)  # of a tile
+TOKENS = tl.constexpr(64)  # per tile
 WARPS = tl.constexpr(4)
-_AHEAD = tl.constexpr(3)  # tiles between the one that goes to registers and the one that is called into the L2
-_LEAST = tl.constexpr(1e-30)  # of V's scales: those of zeros have a logarithm too
+_AHEAD = tl.constexpr(3)  # tiles between the one loaded into registers and the one prefetched into the L2
+_LEAST = tl.constexpr(1e-30)  # minimum of V's scales, so that scales of zeros have a logarithm
 
 
 @triton.jit
 def _k_tile(loaded, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile of K, ``[TOKENS, HEAD_DIM]`` of 16 bits; the order of the dimensions is `_in_order_of_k`'s.
+    """Return a tile of K, ``[TOKENS, HEAD_DIM]`` in 16 bits; `_in_order_of_k` has the same order of dimensions.
 
-    In bfloat16 it is times `BFLOAT_UNIT`.
+    In bfloat16 it is multiplied by `BFLOAT_UNIT`.
     """
     pairs = ()
     for chunk in tl.static_range(HEAD_DIM // 64):
@@ -56,15 +56,15 @@ def _k_tile(loaded, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _in_order_of_k(q, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Queries ``[ROWS, HEAD_DIM]``, transposed, with their dimensions in the order of `_k_tile`'s."""
+    """Transpose queries ``[ROWS, HEAD_DIM]``, with their dimensions in the order of `_k_tile`."""
     q = tl.reshape(q, [ROWS, HEAD_DIM // 64, 4, 8, 2])
     return tl.reshape(tl.permute(q, (1, 3, 2, 4, 0)), [HEAD_DIM, ROWS])
 
 
 @triton.jit
 def _v_tile(loaded, HEAD_DIM: tl.constexpr):
-    """A tile of V, transposed, ``[HEAD_DIM, TOKENS]`` bfloat16; the order of the dimensions is `store_rows`'s."""
-    PARTS: tl.constexpr = HEAD_DIM // 32  # dimensions of a lane
+    """Return a transposed tile of V, ``[HEAD_DIM, TOKENS]`` bfloat16; `store_rows` has the same order of dimensions."""
+    PARTS: tl.constexpr = HEAD_DIM // 32  # dimensions per lane
     pairs = ()
     for part in tl.static_range(PARTS):
         for i in tl.static_range(TOKENS // 8):
@@ -75,7 +75,7 @@ def _v_tile(loaded, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _parts(x, COUNT: tl.constexpr):
-    """The last dimension's elements of ``[…, …, COUNT]``, each as ``[…, …]``, for all x in the same order."""
+    """Split the last dimension of ``[…, …, COUNT]`` into tensors ``[…, …]``, in the same order for all x."""
     if COUNT == 1:
         return (tl.reshape(x, [x.shape[0], x.shape[1]]),)
     else:
@@ -85,7 +85,7 @@ def _parts(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _by_lanes(rows, ROWS: tl.constexpr):
-    """``[ROWS]`` for each lane's rows, ``[lanes, 1, ROWS / 4]``."""
+    """Return ``[ROWS]`` for each lane's rows, ``[lanes, 1, ROWS / 4]``."""
     rows = tl.broadcast_to(tl.reshape(rows, [1, ROWS // 8, 4, 2]), [WARPS * 8, ROWS // 8, 4, 2])
     return tl.reshape(tl.permute(rows, (0, 2, 1, 3)), [WARPS * 32, 1, ROWS // 4])
 
@@ -94,8 +94,8 @@ def _by_lanes(rows, ROWS: tl.constexpr):
 def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Store ``out``, ``[dimensions of _v_tile, ROWS]``, times ``factors [ROWS]``, of `attend_rows`, where ``is_row``.
 
-    ``at [ROWS]`` (int64) are rows of HEAD_DIM numbers from ``ptr`` on. A lane stores its neighbouring dimensions of
-    each of its rows as it has them.
+    ``at [ROWS]`` (int64) are rows of HEAD_DIM numbers from ``ptr`` on. A lane stores the adjacent dimensions that it
+    has of each of its rows.
     """
     LANES: tl.constexpr = WARPS * 32
     PARTS: tl.constexpr = HEAD_DIM // 32
@@ -111,7 +111,7 @@ def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.c
 
 @triton.jit
 def _ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
-    """The ids of the blocks of tokens ``position + at``; of those behind the end, the last one's."""
+    """Load the block ids of tokens ``position + at``; after the end, the last token's."""
     block = position // BLOCK_SIZE
     if BLOCK_SIZE < TOKENS:
         block += at // BLOCK_SIZE
@@ -120,10 +120,10 @@ def _ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _in_blocks(ptr, ids, position, STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Each lane's ``ptr``, its token's place in a block, in the tile at ``position``; strides are a token's, a block's.
+    """Return each lane's address in the tile at ``position``; strides are those of a token and a block.
 
-    A tile begins with a block or lies in one, so a token's place in a block is its place in the tile but for that of
-    the tile.
+    ``ptr`` is the lane's address for its token in a block. A tile begins with a block or is inside one, so a token's
+    offset in its block is its offset in the tile plus the tile's.
     """
     at = ptr + ids.to(tl.int64) * BLOCK_STRIDE
     if BLOCK_SIZE > TOKENS:
@@ -133,7 +133,7 @@ def _in_blocks(ptr, ids, position, STRIDE: tl.constexpr, BLOCK_STRIDE: tl.conste
 
 @triton.jit
 def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """A lane's words of K. Behind the end they are anything."""
+    """Load a lane's words of K. They are arbitrary after the end."""
     at = _in_blocks(k_ptr, ids, position, STRIDE, STRIDE * BLOCK_SIZE, BLOCK_SIZE)
     words = ()
     for chunk in tl.static_range(HEAD_DIM // 64):
@@ -143,7 +143,7 @@ def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constex
 
 @triton.jit
 def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
-    """The ids of a lane's tokens of V, of which ``at`` is the first: one for each block or each two tokens."""
+    """Load the block ids of a lane's tokens of V from ``at`` on: one for each block or each two tokens."""
     ids = ()
     for i in tl.static_range(0, TOKENS, max(8, min(TOKENS, BLOCK_SIZE))):
         for n in tl.static_range(2 if BLOCK_SIZE == 1 else 1):
@@ -156,7 +156,7 @@ def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _load_v(v_ptr, ids, position, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """A lane's numbers of V, a word, or two dimensions, for each token. As `_load_k`."""
+    """Load a lane's numbers of V, a word, or two dimensions, for each token. They are arbitrary after the end."""
     numbers = ()
     for i in tl.static_range(TOKENS // 8):
         for n in tl.static_range(2):
@@ -180,7 +180,7 @@ def _load_keys(
     k_ptr, k_scales_ptr, v_scales_ptr, ids, position, at, end,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A lane's words of K, and the scales of K and V of their tokens."""
+    """Load a lane's words of K, and the scales of K and V of their tokens."""
     k = _load_k(k_ptr, ids, position, HEAD_DIM, BLOCK_SIZE, KV_HEADS * HEAD_DIM // 4)
     k_scales = _load_scales(k_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
     v_scales = _load_scales(v_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
@@ -189,7 +189,7 @@ def _load_keys(
 
 @triton.jit
 def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, SLOT: tl.constexpr):
-    """Call a lane's token and scale, whose places are addresses in bytes, into the L2."""
+    """Prefetch a lane's token and scale, at addresses in bytes, into the L2."""
     token = _in_blocks(tokens_ptr, ids, position, SLOT, SLOT * BLOCK_SIZE, BLOCK_SIZE)
     scale = _in_blocks(scales_ptr, ids, position, 4, 4 * KV_HEADS * BLOCK_SIZE, BLOCK_SIZE)
     call_into_l2(token)
@@ -198,14 +198,16 @@ def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HE
 
 @triton.jit
 def _by_rows(x):
-    """What lanes have of each token of K, as ``[TOKENS, 1, 4, 1]``; scores are ``[TOKENS, ROWS / 8, 4, 2]``."""
+    """Return the lanes' values for each token of K as ``[TOKENS, 1, 4, 1]``; scores are ``[TOKENS, ROWS / 8, 4,
+    2]``.
+    """
     x = tl.permute(tl.reshape(x, [2, WARPS, 8, 4]), (1, 0, 2, 3))
     return tl.reshape(x, [TOKENS, 1, 4, 1])
 
 
 @triton.jit
 def _token_pairs(x):
-    """A lane's two tokens of ``[TOKENS, …]``; each has ``[TOKENS / 2, …]``."""
+    """Split a lane's two tokens of ``[TOKENS, …]`` into two tensors ``[TOKENS / 2, …]``."""
     x = tl.reshape(x, [WARPS, 2, 8, x.shape[1], x.shape[2], x.shape[3]])
     first, second = tl.split(tl.permute(x, (0, 2, 3, 4, 5, 1)))
     shape: tl.constexpr = [TOKENS // 2, first.shape[2], first.shape[3], first.shape[4]]
@@ -214,10 +216,10 @@ def _token_pairs(x):
 
 @triton.jit
 def _scores(k, q, k_scales, v_scales, valid, factor, ROWS: tl.constexpr):
-    """Scores of a tile of K with the logarithm of V's scale added, and the scale's inverse."""
+    """Compute scores of a tile of K plus the logarithm of V's scale, and the scale's inverse."""
     products = finished(dot(k, q, tl.zeros([TOKENS, ROWS], tl.float32)))
     bias = logarithm(tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL))
-    inverse = power(-bias)  # of just what is added, whatever that lacks
+    inverse = power(-bias)  # the exact inverse of the rounded logarithm
     bias = tl.where(valid, bias, float("-inf"))
     return tl.reshape(products, [TOKENS, ROWS // 8, 4, 2]) * _by_rows(k_scales * factor) + _by_rows(bias), inverse
 
@@ -227,7 +229,7 @@ def _first_tile(
     k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, k_at, v_at, begin, end,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """K, V and their scales in the first tile, and the ids of the second's blocks, for K and for V."""
+    """Load K, V and their scales of the first tile, and the block ids of the second, for K and for V."""
     SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
     PARTS: tl.constexpr = HEAD_DIM // 32
     k_ids = _ids(table_ptr, begin, k_at, end, BLOCK_SIZE)
@@ -246,17 +248,18 @@ def attend_rows(
     q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, end, scale_log2e,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of ``q [ROWS, HEAD_DIM]`` over tokens ``begin … end - 1``, at least one, from a block's first on.
+    """Compute attention of ``q [ROWS, HEAD_DIM]`` over tokens ``begin … end - 1``, at least one, from a block's start
+    on.
 
     Returns:
-        Outputs and what they are to be times, for `store_rows`, and log-sum-exps, base 2, ``[ROWS]``, in float32.
+        Outputs and their factors, for `store_rows`, and log-sum-exps, base 2, ``[ROWS]``, in float32.
     """
     SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
     PARTS: tl.constexpr = HEAD_DIM // 32
     lanes = tl.arange(0, TOKENS * 4)
     k_at = lanes // 32 % WARPS * 16 + lanes // (32 * WARPS) * 8 + lanes // 4 % 8
     v_at = tl.arange(0, WARPS * 32) % 4 * 2
-    both = tl.arange(0, TOKENS * 2)  # the tokens of K, then those of V
+    both = tl.arange(0, TOKENS * 2)  # tokens of K, then of V
     far_at, is_v = both % TOKENS, both >= TOKENS
     k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
@@ -313,7 +316,7 @@ def attend_rows(
             out = finished(dot(v_tile, weights, out))
             v_ids = _v_ids(table_ptr, following + TOKENS, v_at, end, BLOCK_SIZE)
             _call(far_tokens, far_scales, far_ids, far, BLOCK_SIZE, KV_HEADS, SLOT)
-        is_wrong = tl.sum(out * 0.0) != 0.0  # NaN, of an infinity or a NaN
+        is_wrong = tl.sum(out * 0.0) != 0.0  # NaN if any is infinite or NaN
         goes_on = is_wrong & (anchor_at == begin)
         if goes_on:
             anchor_at = -1
@@ -337,6 +340,6 @@ def attend_rows(
 
 
 def takes(q: Tensor, pages: Pages) -> bool:
-    """Whether shared tokens can be read this way: in 8 bits, for queries of 16 bits, where there is bfloat16 (8.0)."""
+    """Return whether shared tokens can be read this way: in 8 bits, for queries of 16 bits, with bfloat16 (8.0)."""
     of_16_bits = q.element_size() == 2 and q.shape[2] in (64, 128)
     return pages.k_scales is not None and of_16_bits and has_whole_products(q.device)

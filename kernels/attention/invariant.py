@@ -1,20 +1,20 @@
-"""Attention whose result for a query has the same bits in a step of decoding, in a chunk of any size, and alone.
+"""Batch-invariant attention: a query's result is bitwise the same in decoding, in a chunk of any size, and alone.
 
-A context is cut into segments that lie where its first token says, and segments into tiles of ``TILE`` tokens. A
-segment has a running softmax of its own, over its tiles in their order; segments are joined in their order. Which
-program computes which of them, and for how many queries at a time, is free: only that may depend on the batch. A tile,
-or a segment, that a query does not see changes no bit of its result: weights of zero are added, and sums are multiplied
-by one.
+A context is divided into segments at fixed token positions, and segments into tiles of ``TILE`` tokens. Each segment
+has its own running softmax, over its tiles in order; segments are joined in order. Only the assignment of segments to
+programs, and the number of queries per program, may depend on the batch. A tile or a segment that a query does not
+attend to changes no bit of its result: it adds zero weights, and multiplies sums by one.
 
-The weights' sum is a product with ones, so that the matrix unit adds them in one order whatever the tile's shape.
-Factors and sums are never contracted by the compiler (``enable_fp_fusion``), which might do so in one kernel and not in
-another.
+The sum of the weights is a matmul with ones, so that the tensor cores add them in the same order for any shape of tile.
+The compiler must never contract factors and sums (``enable_fp_fusion``), because it might do so in one kernel and not
+in another.
 
 - ``_decode_kernel``, grid (kv heads, sequences, splits): as in `minillm.kernels.attention.decode`. A split is several
-  segments. Where there is one, its program joins them itself, else ``_join_kernel`` does, grid (sequences, heads).
+  segments. If there is only one split, its program joins them itself, else ``_join_kernel`` does, grid (sequences,
+  heads).
 - ``_prefill_kernel``, grid (heads, tiles of queries over all chunks): as in `minillm.kernels.attention.prefill`.
 
-Bytes and FLOPs are theirs, and 4 bytes for each number of a segment's result, out and in, where there are splits.
+Bytes and FLOPs are those of these kernels, plus 4 bytes for each number of a segment's result, out and in, with splits.
 """
 
 import torch
@@ -35,8 +35,8 @@ from minillm.kernels.compat import (
     wait_for_inputs,
 )
 
-_COLUMNS = tl.constexpr(16)  # of ones: the fewest that the matrix unit takes
-_JOINED = tl.constexpr(4 if INTERPRETED.value else 32)  # segments whose results are asked for at a time
+_COLUMNS = tl.constexpr(16)  # of ones: the minimum of the tensor cores
+_JOINED = tl.constexpr(4 if INTERPRETED.value else 32)  # segments to load results of at a time
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _fold(
     scale_log2e, maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile of tokens into the running softmax of a segment; ``visible``: by which query, or None: by each."""
+    """Fold a tile of tokens into the running softmax of a segment; ``visible`` is the queries' mask, or None."""
     valid = tokens < end
     blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
     slots = blocks * BLOCK_SIZE + tokens % BLOCK_SIZE
@@ -63,7 +63,7 @@ def _fold(
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale_log2e)
     safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     correction = tl.exp2(maximum - safe)[:, None]
-    zeros = tl.zeros_like(scores)  # tl.fma wants operands of one shape
+    zeros = tl.zeros_like(scores)  # tl.fma needs operands of one shape
     weights = tl.exp2(tl.fma(scores, zeros + scale_log2e, zeros - safe[:, None]))
     total = dot(weights.to(v.dtype), tl.full([TILE, _COLUMNS], 1.0, v.dtype), total * correction)
     if v_scales_ptr is not None:
@@ -74,7 +74,7 @@ def _fold(
 
 @triton.jit
 def _weigh(maximum, part_maximum):
-    """The maximum of what is joined and of a part, and the factors of either's sums."""
+    """Return the maximum of the joined segments and a part, and the factors of both sums."""
     new_maximum = tl.maximum(maximum, part_maximum)
     safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     return new_maximum, tl.exp2(maximum - safe), tl.exp2(part_maximum - safe)
@@ -82,15 +82,15 @@ def _weigh(maximum, part_maximum):
 
 @triton.jit
 def _join(maximum, total, out, part_maximum, part_total, part_out):
-    """What is joined of queries ``[rows]`` and the next segment."""
+    """Join the next segment to the joined segments of queries ``[rows]``."""
     maximum, factor, part_factor = _weigh(maximum, part_maximum)
-    total = total * factor + tl.max(part_total, axis=1) * part_factor  # all columns are the same
+    total = total * factor + tl.max(part_total, axis=1) * part_factor  # all columns are equal
     return maximum, total, out * factor[:, None] + part_out * part_factor[:, None]
 
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, DIM_TILE: tl.constexpr):
-    """The running softmax of a segment of which no token is folded in."""
+    """Return the running softmax of an empty segment."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     return maximum, tl.zeros([ROWS, _COLUMNS], tl.float32), tl.zeros([ROWS, DIM_TILE], tl.float32)
 
@@ -100,16 +100,16 @@ def _divided(out, total):
     return out / tl.where(total > 0, total, 1.0)
 
 
-# The first eight segments are two tiles long, for a short context to have several, the others eight.
+# The first eight segments have two tiles, so that a short context has several; the others have eight.
 @triton.jit
 def _segment_of(token, TILE: tl.constexpr):
-    """The number of the segment that a token lies in."""
+    """Return the number of a token's segment."""
     return tl.where(token < 16 * TILE, token // (2 * TILE), 6 + token // (8 * TILE))
 
 
 @triton.jit
 def _begin_of(segment, TILE: tl.constexpr):
-    """The first token of a segment."""
+    """Return the first token of a segment."""
     return tl.where(segment < 8, segment * (2 * TILE), (segment - 6) * (8 * TILE))
 
 
@@ -120,7 +120,7 @@ def _begins_segment(token, TILE: tl.constexpr):
 
 @triton.jit
 def _segments_of(context, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """The first segment that is seen of a context, the one behind the last, and the first token that is seen."""
+    """Return the first visible segment of a context, the one after the last, and the first visible token."""
     seen_begin = 0
     if WINDOW is not None:
         seen_begin = tl.maximum(context - WINDOW, 0)
@@ -234,7 +234,7 @@ def _prefill_kernel(
     maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_TILE], tl.float32)
 
-    # Tokens that every query of the tile sees need no comparison; the rest do.
+    # Tokens that are visible to every query of the tile need no comparison.
     first_position = context - length + tile_number * ROWS
     end = tl.minimum(first_position + ROWS, context)
     start, unmasked_end = 0, (first_position + 1) // TILE * TILE
@@ -269,7 +269,7 @@ def _prefill_kernel(
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
-    """See `reference.paged_attention`, and for the arguments `decode_attention.paged_attention`."""
+    """Compute `reference.paged_attention`, with the arguments of `decode_attention.paged_attention`."""
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -307,7 +307,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """See `reference.prefill_attention`, and for the arguments `chunked_prefill.prefill_attention`."""
+    """Compute `reference.prefill_attention`, with the arguments of `chunked_prefill.prefill_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     num_seqs, block_size, num_kv_heads = lens.shape[0], k_cache.shape[1], k_cache.shape[2]
@@ -329,7 +329,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
 
 
 def tile_of(element_size: int, head_dim: int, device: torch.device) -> int:
-    """The tokens of a tile: of queries of a kind on a kind of GPU always the same, and so few that they find room."""
+    """Return the tokens of a tile: fixed for each dtype, head size and kind of GPU, and small enough to fit."""
     if INTERPRETED.value:
         return 16
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
@@ -338,7 +338,7 @@ def tile_of(element_size: int, head_dim: int, device: torch.device) -> int:
 
 
 def num_segments_of(tokens: int, tile: int) -> int:
-    """The segments of a context of so many tokens: see `_segment_of`."""
+    """Return the number of segments of a context of so many tokens: see `_segment_of`."""
     return -(-tokens // (2 * tile)) if tokens <= 16 * tile else 6 - (-tokens // (8 * tile))
 
 
@@ -346,21 +346,21 @@ def partial_bytes(
     max_num_seqs: int, max_context: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int,
     device: torch.device,
 ) -> int:  # fmt: skip
-    """The most bytes of results of segments, of up to so many sequences: of many sequences none is kept."""
+    """Return the maximum bytes of segment results for up to so many sequences; with many sequences none are kept."""
     segments = num_segments_of(max_context, tile_of(element_size, head_dim, device))
     seqs = [n for n in range(1, max_num_seqs + 1) if num_splits_for(n, num_kv_heads, segments, device, 1) > 1]
     return max(seqs, default=0) * segments * num_heads * (head_dim + 2) * 4
 
 
 def _decode_options(element_size: int, dim_tile: int) -> dict[str, int]:
-    """Launch options of `_decode_kernel`."""
+    """Return launch options of `_decode_kernel`."""
     if element_size == 4 or dim_tile > 128:
         return {"STAGES": 1, "num_warps": 4}
-    return {"STAGES": 2, "num_warps": 4, "maxnreg": 128}  # four programs a multiprocessor
+    return {"STAGES": 2, "num_warps": 4, "maxnreg": 128}  # four programs per multiprocessor
 
 
 def _prefill_options(element_size: int, dim_tile: int) -> tuple[int, dict[str, int]]:
-    """Queries of a program of `_prefill_kernel`, and its launch options."""
+    """Return the queries of a program of `_prefill_kernel`, and its launch options."""
     if INTERPRETED.value:
         return 16, {"STAGES": 1, "num_warps": 4}
     if element_size == 4 or dim_tile > 128:

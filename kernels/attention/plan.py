@@ -1,10 +1,10 @@
-"""The blocks that sequences of a batch share, as a list of work for `minillm.kernels.attention.shared`.
+"""Plan the reads of shared blocks in a batch: a work list for `minillm.kernels.attention.shared`.
 
 Block tables that begin with the same ids are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of
-blocks that some sequences share and no others, and the leaves are the sequences' own tails. `prefix_tree` finds it;
-`plan_attention` cuts its nodes into items of about the same cost, so that few sequences fill the chip as well as many;
-a `WorkList` holds the items on the device, where a captured CUDA graph finds them. The kernels read the ends of the
-tails from the context lengths, so a list stays valid while sequences only grow.
+blocks shared by exactly some sequences, and the leaves are the sequences' own tails. `prefix_tree` builds it.
+`plan_attention` splits its nodes into items of similar cost, so that few sequences fill the GPU as well as many. A
+`WorkList` holds the items on the device, where a captured CUDA graph reads them. The kernels read the ends of the tails
+from the context lengths, so a list stays valid while sequences only grow.
 """
 
 from __future__ import annotations
@@ -17,62 +17,63 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# The words of an item: its number of sequences (0: no work), one of them, the place of the first in the order, the
-# first token, the token behind the last, and the place of its result among those of each of its sequences.
+# The words of an item: its number of sequences (0: no work), one of them, the index of the first in the order, the
+# first token, the token after the last, and the index of its result among the results of each of its sequences.
 ITEM_WORDS = 6
 
-_PROGRAMS = 4  # a multiprocessor, in decode attention; `minillm bench kernels --op paged_attention` measured 1 to 16
-_TAIL_PROGRAMS = 4, 8  # tails, or parts of them, that a multiprocessor should have: short ones, and long ones
+_PROGRAMS = 4  # per multiprocessor, in decode attention; `minillm bench kernels --op paged_attention` measured 1 to 16
+_TAIL_PROGRAMS = 4, 8  # desired tails, or parts of them, per multiprocessor: short ones, and long ones
 _LONG_PART = 256  # tokens
 
 
 def most_parts(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
-    """The most parts of each context in decode attention: enough programs to fill the chip, by shapes alone."""
+    """Return the maximum number of parts of each context in decode attention: enough programs to fill the GPU."""
     return max(1, _PROGRAMS * num_processors // max(1, num_seqs * num_kv_heads))
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How nodes are cut into items, and laid over multiprocessors."""
+    """How nodes are split into items, and assigned to multiprocessors."""
 
     at_a_time: int  # items that share a multiprocessor
-    num_processors: int  # that have items
+    num_processors: int  # with items
     parts: list[int]  # of each node, along its tokens
     longest: int  # tiles of an item
     num_tasks: int  # items, for each kv head
-    num_results: float  # of a sequence, on average
+    num_results: float  # per sequence, on average
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The times that decide whether to read shared blocks once, and how: microseconds, and bytes per microsecond.
+    """Times in microseconds, and rates in bytes per microsecond, that decide whether and how shared blocks are read
+    once.
 
-    It saves reads, most of which would hit the L2. It costs two more launches, results that are written and merged, and
-    a kernel for the tails that is made for short ones. docs/decisions/shared-blocks.md has the figures of an H200.
+    Sharing saves reads, most of which would hit the L2. It costs two more launches, writing and merging results, and a
+    kernel for the tails that is tuned for short ones. docs/decisions/shared-blocks.md has the figures of an H200.
     """
 
     launch: float = 3.0
     spared_rate: float = 7e6
     tail_rate: float = 4.3e6
-    tail_loss: float = 0.15  # share of the time of the tails
-    node_bytes: float = 1e6  # least that a node must save
-    # Of nodes in 8 bits, which can be spread in several ways:
-    tile: float = 1.0  # of an item that has a multiprocessor to itself, but for tails
-    pair_tile: float = 1.45  # of two items that share one, without tails
-    pair: float = 3.0  # more than for one item to begin and to end, and for tails to begin behind them
-    turn: float = 8.0  # for each item behind a program's first
-    result: float = 0.6  # for each result of a sequence to be written and merged
-    processor_rate: float = 4.4e4  # of tails on a multiprocessor that has no nodes
+    tail_loss: float = 0.15  # fraction of the tails' time
+    node_bytes: float = 1e6  # minimum that a node must save
+    # For nodes in 8 bits, which can be spread in several ways:
+    tile: float = 1.0  # of one item alone on a multiprocessor, except for tails
+    pair_tile: float = 1.45  # of two items that share a multiprocessor, without tails
+    pair: float = 3.0  # extra time to start and end two items, and to start tails after them
+    turn: float = 8.0  # for each item after a program's first
+    result: float = 0.6  # to write and merge one result of a sequence
+    processor_rate: float = 4.4e4  # of tails on a multiprocessor without nodes
 
     def worth(self, spared: int, tails: int) -> bool:
-        """Whether to save ``spared`` bytes of reads, beside tails of ``tails`` bytes."""
+        """Return whether saving ``spared`` bytes of reads pays, next to ``tails`` bytes of tails."""
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
 
     def of_spread(self, spread: Spread, tails: int, num_processors: int) -> float:
-        """Microseconds of nodes and ``tails``, in bytes, on a chip.
+        """Estimate the microseconds of nodes and ``tails``, in bytes, on a GPU.
 
-        Where both lie on one multiprocessor they take as long as one after the other. Two items at a time leave no room
-        for tails, which take the other multiprocessors.
+        Items and tails on the same multiprocessor take as long as one after the other. Two items at a time leave no
+        space for tails, which run on the other multiprocessors.
         """
         turns = -(-spread.num_tasks // (spread.at_a_time * spread.num_processors))
         nodes = (turns - 1) * self.turn
@@ -87,28 +88,28 @@ class Costs:
 
 
 MEASURED = Costs()
-FREE = Costs(launch=0, tail_loss=0, node_bytes=0)  # sharing is always worth it
+FREE = Costs(launch=0, tail_loss=0, node_bytes=0)  # sharing always pays
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The properties of a model and a device that determine how attention is cut up."""
+    """The properties of a model and a device that determine how attention is split."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     element_size: int  # bytes of a number of the queries
     num_processors: int
-    row_bytes: int | None = None  # of a token's K or V in one head; None: of numbers of that size
+    row_bytes: int | None = None  # of a token's K or V in one head; None: computed from element_size
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
+        """Query heads per kv head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def token_bytes(self) -> int:
-        """K and V of a token."""
+        """Bytes of K and V of a token."""
         return 2 * self.num_kv_heads * (self.row_bytes or self.head_dim * self.element_size)
 
     @property
@@ -117,20 +118,20 @@ class AttentionShape:
 
     @property
     def tile(self) -> int:
-        """Tokens a tile: 16 kB of K keep memory busy without filling shared memory."""
-        widest = 32 if self.element_size == 4 else 128  # full float32 has no matrix unit: small, or registers overflow
+        """Tokens per tile: 16 kB of K keep memory busy without filling shared memory."""
+        widest = 32 if self.element_size == 4 else 128  # float32 has no tensor cores: larger overflows registers
         return max(16, min(widest, 16384 // (self.dim_tile * self.element_size)))
 
     @property
     def rows(self) -> int:
-        """Rows of a node's tile: at least as many as Hopper's matrix unit takes."""
+        """Rows of a node's tile: at least the minimum of Hopper's tensor cores."""
         return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
 
     def ways(self, num_seqs: int) -> list[tuple[int, int]]:
-        """Items that may share a multiprocessor, and on how many of them.
+        """Return options of (items per multiprocessor, number of multiprocessors).
 
-        In 8 bits an item waits long for itself, and two have time for each other. In 16 bits two at a time are no
-        faster than one after the other. Beside many tails an item takes twice as long.
+        In 8 bits an item is latency-bound, and two can share a multiprocessor. In 16 bits two at a time are no faster
+        than one after the other. Next to many tails an item takes twice as long.
         """
         everywhere = self.num_processors
         one = [(1, everywhere)]
@@ -141,50 +142,50 @@ class AttentionShape:
 
     @property
     def seqs(self) -> int:
-        """Sequences whose queries fit a node's tile."""
+        """Sequences per tile of a node."""
         return self.rows // self.group
 
     def num_parts(self, num_seqs: int) -> int:
-        """The most parts that contexts are cut into in decode attention, where each has enough tokens."""
+        """Return the maximum number of parts of contexts in decode attention, if each has enough tokens."""
         return most_parts(num_seqs, self.num_kv_heads, self.num_processors)
 
     def tail_splits(self, num_seqs: int, tokens: float = 0) -> int:
-        """The number of parts that tails of ``tokens``, on average, are cut into.
+        """Return the number of parts of tails that have ``tokens`` tokens on average.
 
-        A program waits for each of its loads, so a multiprocessor should have several, and twice as many where tails
-        are long. Of short ones so many would cost more to merge than they save.
+        A program waits for each of its loads, so a multiprocessor should have several programs, and twice as many for
+        long tails. For short ones, merging that many parts would cost more than it saves.
         """
         splits, more = (programs * self.num_processors // (num_seqs * self.num_kv_heads) for programs in _TAIL_PROGRAMS)
         return max(1, min(64, more if tokens >= more * _LONG_PART else splits))
 
     def max_items(self, num_seqs: int) -> int:
-        """The most items of a batch."""
+        """Return the maximum number of items of a batch."""
         return num_seqs // 4 + 4 * self.num_processors // self.num_kv_heads + 4
 
     def max_results(self, num_seqs: int) -> int:
-        """The most partial results of all sequences of a batch."""
+        """Return the maximum number of partial results of all sequences of a batch."""
         return 4 * (num_seqs + self.num_processors)
 
 
 @dataclass(frozen=True)
 class WorkList:
-    """A plan on the device, for a batch of n sequences; slices of one buffer that never moves."""
+    """A plan on the device, for a batch of n sequences; slices of one buffer at a fixed address."""
 
-    order: Tensor  # [n] int32, the sequences so that those of a node are neighbours
+    order: Tensor  # [n] int32, the sequences, ordered so that those of a node are adjacent
     tails: Tensor  # [n] int32, in that order: the first token that a sequence reads on its own
     starts: Tensor  # [n + 1] int32, in that order: the start of a sequence's results
-    counts: Tensor  # [2] int32: items, and the multiprocessors that have some where they have two at a time
+    counts: Tensor  # [2] int32: items, and the multiprocessors with two items at a time
     items: Tensor  # [max_items(n), ITEM_WORDS] int32
     shape: AttentionShape
     words: Tensor  # int32, the whole buffer
-    capacity: int  # sequences that it has room for
-    # Known to the host, for launches depend on them:
-    at_a_time: int = 1  # items that a multiprocessor works on
+    capacity: int  # maximum number of sequences
+    # Known to the host, because launches depend on them:
+    at_a_time: int = 1  # items per multiprocessor
     tail_splits: int = 1  # parts of each tail
 
     @classmethod
     def allocate(cls, num_seqs: int, shape: AttentionShape, device: torch.device) -> WorkList:
-        """Room for plans of up to ``num_seqs`` sequences; `fill` it before it is used."""
+        """Allocate memory for plans of up to ``num_seqs`` sequences; `fill` it before use."""
         size = 3 * num_seqs + 3 + shape.max_items(num_seqs) * ITEM_WORDS
         return cls._view(torch.zeros(size, dtype=torch.int32, device=device), num_seqs, num_seqs, shape)
 
@@ -196,17 +197,19 @@ class WorkList:
         return cls(order, tails, starts, counts, items.view(-1, ITEM_WORDS), shape, words, capacity)
 
     def first(self, num_seqs: int) -> WorkList:
-        """The list of a smaller batch, in the same memory."""
+        """Return the list of a smaller batch, in the same memory."""
         smaller = self._view(self.words, self.capacity, num_seqs, self.shape)
         return replace(smaller, at_a_time=self.at_a_time, tail_splits=self.tail_splits)
 
     @property
     def launch(self) -> tuple[int, int]:
-        """The launches that the list needs: a graph holds for lists with the same."""
+        """The launch parameters of the list: a graph is valid for lists with the same ones."""
         return self.at_a_time, self.tail_splits
 
     def fill(self, plan: Plan) -> WorkList:
-        """Send a plan for as many sequences or fewer, in one copy. Returns the list with the plan's `launch`."""
+        """Copy a plan for as many sequences or fewer to the device at once. Return the list with the plan's
+        `launch`.
+        """
         room = [0] * (self.capacity - len(plan.order))
         words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts[:2] + plan.items
         sent = torch.tensor(words, dtype=torch.int32, pin_memory=self.words.is_cuda)
@@ -216,7 +219,7 @@ class WorkList:
 
 @dataclass(frozen=True)
 class Node:
-    """Blocks ``begin … end - 1`` of ``count`` sequences, neighbours from ``first`` on in the tree's order."""
+    """Blocks ``begin … end - 1`` of ``count`` sequences, adjacent from ``first`` on in the tree's order."""
 
     first: int
     count: int
@@ -226,7 +229,7 @@ class Node:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """The runs that sequences share, and where each one's own tail begins."""
+    """The runs of blocks that sequences share, and the beginning of each sequence's own tail."""
 
     order: list[int]  # the sequences
     tails: list[int]  # in that order: the first block of the tail
@@ -235,25 +238,25 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class Plan:
-    """A work list before it is sent: see `WorkList`."""
+    """A work list before it is copied to the device: see `WorkList`."""
 
     order: list[int]
     tails: list[int]
     starts: list[int]
-    counts: list[int]  # items, multiprocessors for them, items that one works on at a time, parts of each tail
+    counts: list[int]  # items, their multiprocessors, items per multiprocessor, parts of each tail
     items: list[int]
 
 
 def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_blocks: int = 1) -> PrefixTree:
-    """The prefix tree of block tables, which hold the ids of each sequence's blocks in logical order.
+    """Return the prefix tree of block tables, which list each sequence's block ids in logical order.
 
     Only the first ``num_full`` blocks of each are full; the others belong to the tail. A run becomes a node if its
-    blocks, times its sequences but one, are at least ``min_blocks``.
+    number of blocks times its number of sequences minus one is at least ``min_blocks``.
     """
     order: list[int] = []
     tails: list[int] = []
     nodes: list[Node] = []
-    # (sequences that agree up to a block, that block, the first block that no node above holds)
+    # (sequences that agree up to a block, that block, the first block that no ancestor node holds)
     stack = [(list(range(len(tables))), 0, 0)] if tables else []
     while stack:
         members, depth, unread = stack.pop()
@@ -263,7 +266,7 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
             continue
         groups: dict[int, list[int]] = {}
         for member in members:
-            # A sequence that ends here is a group of its own: its key is no block's id.
+            # A sequence that ends here is a separate group: its key differs from all block ids.
             key = tables[member][depth] if num_full[member] > depth else -1 - member
             groups.setdefault(key, []).append(member)
         if len(groups) > 1:
@@ -278,9 +281,10 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
 
 
 def _common_blocks(tables: Sequence[Sequence[int]], members: list[int], begin: int, end: int) -> int:
-    """The block, at most ``end``, up to which the members' tables agree from ``begin`` on.
+    """Return the block, at most ``end``, up to which the members' tables agree from ``begin`` on.
 
-    All are compared: where two sequences computed the same tokens at a time, equal blocks may follow different ones.
+    All blocks are compared: if two sequences computed the same tokens at the same time, equal blocks may follow
+    different ones.
     """
     lead = tables[members[0]]
     run = lead[begin:end]
@@ -301,16 +305,16 @@ def plan_attention(
     costs: Costs = MEASURED,
     fixed: Sequence[int] | None = None,
 ) -> Plan | None:
-    """Cut up the attention of a batch; None where its sequences share nothing that is worth it.
+    """Plan the attention of a batch; None if its sequences share nothing that pays.
 
     Args:
-        num_rows: those of the batch, padding behind the sequences included; by default there is none.
-        fixed: how many of each sequence's first blocks may be thought of as shared; by default all full ones.
+        num_rows: rows of the batch, padding after the sequences included; by default there is none.
+        fixed: how many of each sequence's first blocks count as shareable; by default all full ones.
     """
     num_rows = len(tables) if num_rows is None else num_rows
     total = sum(context_lens) * shape.token_bytes
     if not costs.worth(total, 0):
-        return None  # even if all were shared
+        return None  # even if everything were shared
     num_full = [length // block_size for length in context_lens]
     if fixed is not None:
         num_full = [min(pair) for pair in zip(num_full, fixed, strict=True)]
@@ -337,7 +341,7 @@ def _cut(
     if not possible:
         return None
     spread = min(possible, key=lambda each: costs.of_spread(each, tail_bytes, shape.num_processors))
-    results = [0] * len(tree.order)  # of each sequence, from the nodes so far
+    results = [0] * len(tree.order)  # per sequence, from the nodes so far
     items: list[tuple[int, list[int]]] = []
     for node, num_tiles, num_parts in zip(tree.nodes, tiles, spread.parts, strict=True):
         last, end = node.first + node.count, node.end * block_size
@@ -347,7 +351,7 @@ def _cut(
                 words = [min(shape.seqs, last - first), tree.order[first], first, begin, min(begin + step, end)]
                 items.append((min(begin + step, end) - begin, [*words, results[node.first] + part]))
         results[node.first : last] = [results[node.first] + part + 1] * node.count
-    items.sort(key=lambda item: -item[0])  # the longest first, so that none begins when the others end
+    items.sort(key=lambda item: -item[0])  # longest first, so that none starts when the others end
     starts = list(accumulate(results, initial=0))
     padding = num_rows - len(results)
     own = tail_bytes / shape.token_bytes
@@ -363,11 +367,11 @@ def _cut(
 def _spread(
     tree: PrefixTree, tiles: list[int], shape: AttentionShape, num_rows: int, at_a_time: int, num_processors: int
 ) -> Spread | None:
-    """Cut nodes of ``tiles`` each into items, ``at_a_time`` for each multiprocessor; None if they have no room."""
+    """Split nodes of ``tiles`` tiles each into items, ``at_a_time`` per multiprocessor; None if they do not fit."""
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)
-    # A tile costs about as much as a result to merge, so a node of n tiles in parts of t takes t + n / t. Few sequences
-    # have a chip for themselves.
+    # Computing a tile costs about as much as merging a result, so a node of n tiles in parts of t takes t + n / t. With
+    # few sequences, the whole GPU is free for one node.
     longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1
     at_once = at_a_time * num_processors // shape.num_kv_heads
     while True:
@@ -375,7 +379,7 @@ def _spread(
         num_items = sum(map(int.__mul__, parts, chunks))
         num_results = sum(count * node.count for count, node in zip(parts, tree.nodes, strict=True))
         fits = num_items <= shape.max_items(num_rows) and num_results <= shape.max_results(num_rows)
-        # A few items more than the chip works on at a time would double the time. Short ones fill the gaps.
+        # A few more items than run at a time would double the time. Short ones fill the gaps.
         long = sum(p * c for p, c, count in zip(parts, chunks, tiles, strict=True) if 2 * count > longest)
         if fits and (long <= at_once or longest >= deepest):
             break
@@ -388,5 +392,5 @@ def _spread(
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

@@ -1,14 +1,14 @@
-"""Causal attention of chunks of prompts over the paged KV cache (FlashAttention-2, Dao 2023, over block tables).
+"""Causal attention of prompt chunks over the paged KV cache (FlashAttention-2, Dao 2023, over block tables).
 
-The chunk's own K and V are in the cache already, so a chunk of a long prompt, the rest of a prompt whose beginning was
-cached, and a recomputation after a preemption are the same call. Compute-bound from a few hundred tokens on: 4 *
+A chunk's own K and V are already in the cache. A chunk of a long prompt, the rest of a prompt with a cached beginning,
+and a recomputation after a preemption are therefore the same call. Compute-bound from a few hundred tokens on: 4 *
 queries * visible tokens * heads * head_dim FLOPs. Bytes: q and out once, the visible K and V for each tile of queries.
 
-Grid: (heads, tiles of queries over all chunks). The number of tiles follows from shapes alone (at most ``tokens / ROWS
-+ chunks``); each program finds its chunk by counting. Late tiles, which see most, start first, in all heads. Tile:
-``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works. Tokens that all queries
-of a tile see need no mask: only the last tile or two compare positions, and with a window the first ones that any of
-them sees.
+Grid: (heads, tiles of queries over all chunks). The number of tiles depends only on shapes (at most ``tokens / ROWS +
+chunks``); each program finds its chunk by counting. Late tiles, which attend to most tokens, start first, in all heads.
+Tile: ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works. Tokens visible to
+all queries of a tile need no mask: only the last tile or two compare positions, and with a window the first visible
+ones.
 """
 
 import torch
@@ -21,12 +21,14 @@ from minillm.kernels.attention.decode import check_inputs, k_numbers, load_scale
 from minillm.kernels.attention.int8_prefill import seqs_tile, stage, staged_begin
 from minillm.kernels.compat import dot, has_large_shared_memory, has_whole_products
 
-_LEAST_STAGED = 256  # tokens of a chunk, on average, for which unpacking pays
+_LEAST_STAGED = 256  # average tokens of a chunk from which dequantizing first pays
 
 
 @triton.jit
 def find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE: tl.constexpr):
-    """Which chunk tile ``number`` belongs to, and which of its tiles it is; chunk ``num_seqs`` for surplus programs."""
+    """Return the chunk of tile ``number``, and its index among the chunk's tiles; chunk ``num_seqs`` for surplus
+    programs.
+    """
     seqs = tl.arange(0, SEQS_TILE)
     is_seq = seqs < num_seqs
     begins = tl.load(cu_seqlens_ptr + seqs, mask=is_seq, other=0)
@@ -43,8 +45,10 @@ def load_queries(
     q_ptr, begin, length, context, tile_number, head, q_token_stride, q_head_stride,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a chunk's queries of one head: they, their places in the batch and in their sequence, and which are
-    there. The chunk begins at ``begin`` in the batch.
+    """Load a tile of a chunk's queries of one head.
+
+    Return them, their positions in the batch and in their sequence, and the mask of existing ones. The chunk begins at
+    ``begin`` in the batch.
     """
     rows = tile_number * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_TILE)
@@ -60,7 +64,7 @@ def _fold_masked(
     slot_stride, scale_log2e, maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile of tokens into the running softmax of queries that do not all see all of it."""
+    """Fold a tile of tokens into the running softmax of queries, with a mask of visible tokens."""
     valid = seen < end
     if BLOCK_SIZE is None:
         slots = seen.to(tl.int64)
@@ -79,7 +83,7 @@ def _fold_masked(
     if WINDOW is not None:
         visible = visible & (seen[None, :] > positions[:, None] - WINDOW)
     scores = tl.where(visible, scores, float("-inf"))
-    # The maximum is finite as soon as a row has seen a token (its own at the latest); until then it is not used.
+    # The maximum is finite once a row has had a visible token (at the latest its own); until then it is not used.
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     correction = tl.exp2(maximum - safe)
@@ -95,7 +99,7 @@ def _fold_masked(
     return new_maximum, total, out
 
 
-# Not compiled anew for tables of another width, nor for chunks that begin elsewhere in the batch.
+# Avoids recompiling for tables of another width and chunks at other offsets in the batch.
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr", "capacity"])
 def _prefill_attention_kernel(
     out_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
@@ -134,7 +138,7 @@ def _prefill_attention_kernel(
     out = tl.zeros([ROWS, DIM_TILE], tl.float32)
     columns = tl.arange(0, TILE)
 
-    # Tokens that every query of the tile sees need no comparison; the rest do.
+    # Tokens that are visible to every query of the tile need no comparison.
     first_position = context - length + tile_number * ROWS
     unmasked_end = (first_position + 1) // TILE * TILE
     unmasked_begin = 0
@@ -187,9 +191,9 @@ def _prefill_attention_kernel(
 def prefill_attention(
     q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float, *, capacity: int | None = None
 ) -> Tensor:
-    """See `reference.prefill_attention`; arguments as in `decode_attention.paged_attention`, else ValueError.
+    """Compute `reference.prefill_attention`; arguments as in `decode_attention.paged_attention`, else ValueError.
 
-    ``capacity`` is how many tokens of contexts in 8 bits are unpacked at most (`capacity_for`).
+    ``capacity`` is the maximum number of 8-bit context tokens to dequantize first (`capacity_for`).
     """
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, num_kv_heads = pages.lens.shape[0], pages.k.shape[2]
@@ -205,7 +209,7 @@ def prefill_attention(
         k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
         rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs, k_scales is not None)
         if block_size is None:
-            # Triton holds as many stages as it is told to, and one less where it has to look up block ids in front.
+            # Triton keeps num_stages stages, but one less if block ids must be looked up first.
             stages = min(stages, 2)
             tile = tile if has_large_shared_memory(q.device) else min(tile, 64)
         _prefill_attention_kernel[(num_heads, num_tokens // rows + num_seqs)](
@@ -234,9 +238,9 @@ def check_chunks(q: Tensor, pages: Pages, cu_seqlens: Tensor) -> None:
 
 
 def capacity_for(q: Tensor, pages: Pages) -> int:
-    """The tokens of contexts in 8 bits that should be unpacked at most: 0 where it does not pay.
+    """Return the maximum number of 8-bit context tokens to dequantize first: 0 if it does not pay.
 
-    By shapes alone: as many as the longest context that the tables have room for, and as the chunks of the step.
+    It depends only on shapes: the longest context that the tables can hold, and the chunks of the step.
     """
     num_seqs = pages.lens.shape[0]
     takes = pages.k_scales is not None and q.element_size() == 2 and has_whole_products(q.device)
@@ -247,12 +251,12 @@ def capacity_for(q: Tensor, pages: Pages) -> int:
 
 
 def _tiling(dim_tile: int, element_size: int, average_chunk: int, in_8_bits: bool) -> tuple[int, int, int, int]:
-    """(queries, tokens, stages, warps) of a tile."""
-    if element_size == 4:  # no matrix unit for full float32: small tiles, or registers overflow
+    """Return (queries, tokens, stages, warps) of a tile."""
+    if element_size == 4:  # no tensor cores for full float32: larger tiles overflow the registers
         return 32, 32, 1, 4
     if dim_tile > 128:
         return 64, 32, 2, 4
     if average_chunk < 4096:
         return 64, 64, 2, 4
-    # Whole numbers pass through registers on their way to the matrix unit: half the tokens, or they overflow.
+    # int8 passes through registers on the way to the tensor cores: with more tokens they overflow.
     return 128, 64 if in_8_bits else 128, 3, 8

@@ -1,27 +1,26 @@
 """Decode attention over a prefix tree: a block that sequences share is read once for all of them.
 
-A plan (`prefix_plan`) says which blocks are shared. There are two phases (ChunkAttention, Ye et al. 2024) and a merge:
+A plan (`prefix_plan`) lists the shared blocks. There are two phases (ChunkAttention, Ye et al. 2024) and a merge:
 
 1. *Chunk first*: a program takes items of the plan, parts of nodes of the tree, each for one kv head. The queries of
-   the node's sequences, times the query heads of the kv head, are the rows of one tile. The result, an output and a
-   log-sum-exp in float32, goes to a place of its own for each sequence.
+the node's sequences, times the query heads of the kv head, are the rows of one tile. The result, an output and a
+log-sum-exp in float32, is stored separately for each sequence.
 2. *Sequence first*: a program takes a sequence's own tail, or a part of it, for one kv head.
 3. The results of a sequence's nodes and of its tail are merged.
 
-The phases overlap (programmatic dependent launch): the first is busy computing, the second reading. So all programs of
-the first are on the chip at once and go through the items in turns, which lets the second in at its beginning, and no
-tail waits for a node. The plan says where they work (`prefix_plan.AttentionShape.ways`). Either each multiprocessor has
-one, which asks for more than half of its shared memory so that it has no second one and leaves room for tails; or, in 8
-bits, some have two, and the others have tails.
+The phases overlap (programmatic dependent launch): the first is compute-bound, the second memory-bound. All programs of
+the first phase run at the same time and loop over the items, which lets the second start at once, and no tail waits for
+a node. The plan says where they run (`prefix_plan.AttentionShape.ways`). Either each multiprocessor has one program,
+which reserves more than half of its shared memory to exclude a second one and leaves space for tails; or, in 8 bits,
+some have two, and the others have tails.
 
-Grids: (programs), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences and what a plan says
-to the host (`prefix_plan.WorkList.launch`). The rest of the plan lies on the device, so sharing may change from step to
-step under one CUDA graph.
-Tiles: 64 rows (the least that Hopper's matrix unit takes) times 16 kB of K, 16 rows times 16 tokens or 8 kB, and up to
-8 heads.
+Grids: (programs), (kv heads, sequences, splits) and (sequences, heads), from the number of sequences and the plan's
+launch parameters on the host (`prefix_plan.WorkList.launch`). The rest of the plan is on the device, so sharing may
+change from step to step under one CUDA graph. Tiles: 64 rows (the minimum of Hopper's tensor cores) times 16 kB of K,
+16 rows times 16 tokens or 8 kB, and up to 8 heads.
 
-Bytes: each node's blocks once for every 64 rows (from the L2 but for the first time), each tail once, and 8 x head_dim
-for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
+Bytes: each node's blocks once for every 64 rows (from the L2 except for the first time), each tail once, and 8 x
+head_dim for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
 """
 
 import torch
@@ -54,7 +53,7 @@ def _attend(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of ``q [rows, dims]`` over tokens ``begin … end - 1``: maximum, sum, and output not yet divided by it."""
+    """Compute the softmax of ``q [rows, dims]`` over tokens ``begin … end - 1``: maximum, sum, and undivided output."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_TILE], tl.float32)
@@ -70,7 +69,7 @@ def _attend(
             wide = blocks.to(tl.int64)
             k_scales = load_scales(k_scales_ptr, kv_head, wide, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
             v_scales = load_scales(v_scales_ptr, kv_head, wide, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
-        # The next tile's block ids, a tile ahead: else its loads wait for them.
+        # Load the next tile's block ids a tile ahead, or its loads would wait for them.
         blocks = tl.load(table_ptr + (tokens + TILE) // BLOCK_SIZE, mask=tokens + TILE < end, other=0)
         maximum, total, out = attend_tile(
             q, k_ptr, v_ptr, k_scales, v_scales, slots, valid, dims, is_dim, slot_stride, scale_log2e,
@@ -81,10 +80,11 @@ def _attend(
 
 @triton.jit
 def _take_most_shared_memory(ptr, number):
-    """Keep a second program from a multiprocessor: make room for 128 kB, by a product that no ``number`` asks for.
+    """Keep a second program off the multiprocessor: reserve 128 kB by a matmul that never runs (no ``number`` selects
+    it).
 
-    Programs come while those of the kernel in front are still there. Where two find room, they share a multiprocessor
-    for as long as they live, while others have none.
+    Programs start while those of the previous kernel still run. Two that fit on one multiprocessor would share it for
+    as long as they live, while other multiprocessors have none.
     """
     if number < 0:
         numbers = (tl.zeros([512, 128], tl.int32) + number).to(tl.bfloat16)
@@ -95,7 +95,7 @@ def _take_most_shared_memory(ptr, number):
 
 @triton.jit
 def _load_item(items_ptr, order_ptr, starts_ptr, number, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """An item's sequences, one of them, its tokens, and its rows' sequences and results."""
+    """Load an item's sequences, one of them, its tokens, and its rows' sequences and results."""
     item_ptr = items_ptr + number * _ITEM_WORDS
     count = tl.load(item_ptr)
     member = tl.load(item_ptr + 1)
@@ -117,11 +117,11 @@ def _chunk_first_kernel(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, KV_HEADS: tl.constexpr,
     ALONE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The plan was sent before the step, so it is read before the wait.
+    # The plan was copied before the step, so it can be read before the wait.
     num_tasks = tl.load(counts_ptr) * num_kv_heads
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     if PAIRS:
-        # Programs i and i + num_processors share a multiprocessor. Those that work are spread evenly.
+        # Programs i and i + num_processors share a multiprocessor. The active ones are spread evenly.
         num_processors, num_pairs = num_programs // 2, tl.load(counts_ptr + 1)
         place = program % num_processors
         pair = place * num_pairs // num_processors
@@ -177,7 +177,7 @@ def _sequence_first_kernel(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, KV_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # All that is read here was there before the first phase began: that one waits before it lets this in.
+    # Everything read here existed before the first phase, which waits before it lets this kernel start.
     release(PDL)
     kv_head = tl.program_id(0)
     place = tl.program_id(1)
@@ -218,7 +218,7 @@ def _sequence_first_kernel(
         at = result + heads
         tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / divisor[:, None], mask=row_mask)
         tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)
-    # A tail that waited would keep another from its place. One program does, so that this kernel ends behind the first.
+    # A waiting tail would block another's place. Only one program waits, so that this kernel ends after the first.
     last = (kv_head == tl.num_programs(0) - 1) & (place == tl.num_programs(1) - 1) & (split == SPLITS - 1)
     if last:
         wait(PDL)
@@ -243,7 +243,7 @@ def _merge_results_kernel(
     total = tl.zeros([HEADS], tl.float32)
     out = tl.zeros([HEADS, DIM_TILE], tl.float32)
     for start in range(0, num_results, AT_ONCE):
-        for step in tl.static_range(AT_ONCE):  # their loads are under way together
+        for step in tl.static_range(AT_ONCE):  # their loads are in flight together
             number = start + step + tl.zeros([HEADS], tl.int32)
             result = tl.where(number < SPLITS, max_results + place * SPLITS + number, first + number - SPLITS)
             at = result.to(tl.int64) * num_heads + heads
@@ -254,7 +254,7 @@ def _merge_results_kernel(
                 other=0.0, cache_modifier=".cg",
             )  # fmt: skip
             new_maximum = tl.maximum(maximum, lse)
-            anchor = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # of heads without a token so far
+            anchor = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # for heads without a token so far
             correction = tl.exp2(maximum - anchor)
             weight = tl.exp2(lse - anchor)
             total = total * correction + weight
@@ -267,11 +267,11 @@ def _merge_results_kernel(
 
 
 def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
-    """Tokens a tile, stages and warps of the second phase.
+    """Return tokens per tile, stages and warps of the second phase.
 
-    Tails are short, and as many as can be should be under way beside the first phase: so one warp, and 16 tokens. With
-    one query head for each kv head they come in turns, and wider tiles bring each to its end sooner. In float32 a
-    product takes many registers, for want of the matrix unit: so two warps.
+    Tails are short, and as many as possible should run in parallel with the first phase: therefore one warp, and 16
+    tokens. With one query head per kv head they run one after another, and wider tiles end each sooner. In float32 a
+    matmul takes many registers, without tensor cores: therefore two warps.
     """
     warps = 2 if shape.element_size == 4 else 1
     if shape.group > 1:
@@ -280,9 +280,10 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
 
 
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
-    """See `reference.prefix_attention`; arguments as in `decode_attention.paged_attention`, else ValueError.
+    """Compute `reference.prefix_attention`; arguments as in `decode_attention.paged_attention`, else ValueError.
 
-    In a window each sequence reads its own tokens: they begin elsewhere for each, and shared blocks lie in front.
+    With a window each sequence reads its own tokens, because windows begin at different tokens, after the shared
+    blocks.
     """
     if pages.window is not None:
         return paged_attention(q, pages, softmax_scale)
@@ -304,7 +305,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     scale, slot_stride = softmax_scale * 1.4426950408889634, num_kv_heads * head_dim
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)
-    node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the most that fits every GPU's shared memory
+    node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the maximum that fits every GPU's memory
     _chunk_first_kernel[(work.at_a_time * shape.num_processors,)](
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables,
         work.counts, work.items, work.order, work.starts,
@@ -326,7 +327,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
         KV_HEADS=num_kv_heads if by_lanes else None,
         **sizes, num_warps=warps, maxnreg=registers, **options,
     )  # fmt: skip
-    # One warp a head; few heads a program while there are few, for then all should be under way.
+    # One warp per head; with few heads, few per program, so that all run in parallel.
     heads = min(8, triton.next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))
     _merge_results_kernel[(num_seqs, triton.cdiv(num_heads, heads))](
         out, partial, lse, work.order, work.starts, out.stride(0), out.stride(1), num_heads, max_results,

@@ -1,10 +1,10 @@
-"""Whole blocks, K and V of every layer, in one launch: the bytes of copy-on-write and of swapping.
+"""Copy whole blocks, K and V of every layer, in one launch: for copy-on-write and swapping.
 
 ``block_copy`` copies blocks within the pool; ``gather_blocks`` and ``scatter_blocks`` move them to and from a staging
-buffer, on the device or in pinned host memory. Bytes: each block is read once and written once. Memory-bound (over the
-host's link when the staging buffer lies there). Grid: (blocks, 2 * layers, pieces of a block). Tile: 8 kB, 16 bytes a
-thread and load, as 32-bit words for every dtype. Offsets are 64-bit. A pool in 8 bits has a second tensor, of scales,
-and a launch for each.
+buffer, on the device or in pinned host memory. Bytes: each block is read once and written once. Memory-bound
+(PCIe-bound with a staging buffer in host memory). Grid: (blocks, 2 * layers, pieces of a block). Tile: 8 kB, 16 bytes
+per thread and load, as 32-bit words for every dtype. Offsets are 64-bit. A pool in 8 bits has a second tensor, of
+scales, and a launch for each.
 """
 
 import torch
@@ -21,7 +21,7 @@ def _move_blocks_kernel(
     target_plane_stride, source_plane_stride, target_block_stride, source_block_stride, words,
     TARGET_BY_ID: tl.constexpr, SOURCE_BY_ID: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Move block number ``i`` of the list, in plane ``p`` (a layer's K or V), one piece."""
+    """Move one piece of block number ``i`` of the list, in plane ``p`` (a layer's K or V)."""
     number = tl.program_id(0).to(tl.int64)
     plane = tl.program_id(1).to(tl.int64)
     offsets = tl.program_id(2) * TILE + tl.arange(0, TILE)
@@ -36,14 +36,14 @@ def _move_blocks_kernel(
 
 
 def _as_words(tensor: Tensor) -> Tensor:
-    """The same memory as int32, ``[..., words of one block]``."""
+    """View the memory as int32, ``[..., words of one block]``."""
     if not tensor.is_contiguous():
         raise ValueError("pool and staging buffer must be contiguous")
     return tensor.flatten(3).view(torch.int32)
 
 
 def _move(target: Tensor, source: Tensor, target_ids: Tensor | None, source_ids: Tensor | None) -> None:
-    """``target`` and ``source`` as ``[planes, blocks, words]`` views; ids None: in order of the list."""
+    """Move blocks between ``[planes, blocks, words]`` views; ids None: in order of the list."""
     ids = target_ids if target_ids is not None else source_ids
     assert ids is not None
     if not ids.shape[0]:
@@ -64,17 +64,21 @@ def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
 
 
 def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """See `reference.gather_blocks`. Raises ValueError where a shape or layout is wrong."""
+    """Copy blocks to the staging buffer: see `reference.gather_blocks`. Raises ValueError for a wrong shape or
+    layout.
+    """
     _move(_planes_of(staging, kv_cache, block_ids), _as_words(kv_cache).flatten(0, 1), None, block_ids)
 
 
 def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """See `reference.scatter_blocks`. Raises ValueError where a shape or layout is wrong."""
+    """Copy blocks from the staging buffer: see `reference.scatter_blocks`. Raises ValueError for a wrong shape or
+    layout.
+    """
     _move(_as_words(kv_cache).flatten(0, 1), _planes_of(staging, kv_cache, block_ids), block_ids, None)
 
 
 def _planes_of(staging: Tensor, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-    """``[planes, blocks, words]`` of ``staging``, if it fits the pool."""
+    """View ``staging`` as ``[planes, blocks, words]``, after checking that it fits the pool."""
     expected = (*kv_cache.shape[:2], *kv_cache.shape[3:])
     if staging.shape[1:] != expected or staging.shape[0] < block_ids.shape[0] or staging.dtype != kv_cache.dtype:
         raise ValueError(

@@ -1,13 +1,13 @@
-"""Rotary embedding fused with the reshape and write of K and V into their blocks.
+"""Rotary embedding fused with the write of K and V into their blocks.
 
-    x = x / sqrt(mean(x^2) + eps) * weight, per head of q and k     (where the model has such norms)
+    x = x / sqrt(mean(x^2) + eps) * weight, per head of q and k     (if the model has such norms)
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)                  (Su et al. 2021, half-split layout)
 
-q is rotated where it lies; rotated k, and v, go straight to their slots, in 8 bits rounded on the way. Bytes: reads
-(heads + 2 kv_heads) * head_dim elements a token and writes as many (k and v in 8 bits: one byte each). Memory-bound,
-and at decode batch sizes launch-bound: one launch where separate ops make five. Grid: (tokens, groups of q heads + 1);
-the last program of a token does K and V. Tile: heads x head_dim / 2, both halves, so a head's norm needs no read of its
-own, nor a row's largest number. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
+q is rotated in place; rotated k, and v, are written to their slots, quantized in a cache of 8 bits. Bytes: reads (heads
++ 2 kv_heads) * head_dim elements a token and writes as many (k and v in 8 bits: one byte each). Memory-bound, and
+launch-bound at decode batch sizes: one launch replaces five ops. Grid: (tokens, groups of q heads + 1); the last
+program of a token handles K and V. Tile: heads x head_dim / 2, both halves, so neither a head's norm nor a row's
+maximum needs a second read. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
 """
 
 import triton
@@ -22,7 +22,7 @@ _Q_HEADS_PER_PROGRAM = 16
 
 @triton.jit
 def _norm(first, second, weight_ptr, pairs, is_pair, HALF: tl.constexpr, EPS: tl.constexpr):
-    """RMSNorm of heads that lie in two halves ``[heads, HALF]``, rounded as `reference.rms_norm` is."""
+    """Normalize heads in two halves ``[heads, HALF]`` by RMSNorm, with the rounding of `reference.rms_norm`."""
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
     scale = tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
@@ -41,19 +41,19 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _largest(x):
-    """The bits of the largest magnitude of each row: as whole numbers, finite ones come before infinity before NaN."""
+    """Return the bits of each row's largest magnitude: as integers, finite numbers sort before infinity before NaN."""
     return tl.max(tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True), axis=1)
 
 
 @triton.jit
 def _scales(largest):
-    """See `reference.quantise_rows`."""
+    """Return the scales of `reference.quantise_rows`."""
     return tl.where(largest < 0x7F800000, largest.to(tl.float32, bitcast=True) * (1 / 127), float("nan"))
 
 
 @triton.jit
 def _levels(x, scales):
-    """``x`` over its row's scale, to nearest: adding 1.5 * 2^23 leaves no room for fractions. NaN becomes 0."""
+    """Divide ``x`` by its row's scale and round to nearest: adding 1.5 * 2^23 drops the fraction. NaN becomes 0."""
     steps = tl.div_rn(x.to(tl.float32), tl.where(scales > 0, scales, 1.0)[:, None]) + 12582912.0 - 12582912.0
     return tl.where((scales == scales)[:, None], steps, 0.0).to(tl.int8)
 
@@ -63,7 +63,7 @@ def _write_levels(
     out, scales_out, first, second, pairs, in_ptr, mask, is_head, rest, HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
     REST_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store heads in 8 bits: two halves, and what follows them in memory at ``in_ptr``."""
+    """Store heads in 8 bits: two halves, and the rest that follows them in memory at ``in_ptr``."""
     largest = tl.maximum(_largest(first), _largest(second))
     if REST_TILE:
         rest_mask = is_head[:, None] & (rest < HEAD_DIM)[None, :]
@@ -148,7 +148,9 @@ def _rotary_write_kv_kernel(
 def rotary_write_kv(
     q: Tensor, k: Tensor, v: Tensor, places: Places, cache: LayerCache, norms: HeadNorms | None = None
 ) -> None:
-    """See `reference.rotary_write_kv`; any token, head strides. Raises ValueError where a shape or layout is wrong."""
+    """Rotate and write: see `reference.rotary_write_kv`; any token and head strides. Raises ValueError for a wrong
+    shape or layout.
+    """
     cos, sin, slots = places
     k_cache, v_cache, k_scales, v_scales = cache
     tokens, num_heads, head_dim = q.shape

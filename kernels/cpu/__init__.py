@@ -1,4 +1,4 @@
-"""The ops on a CPU: fast functions for the contracts of `minillm.kernels.reference`, else that module's own."""
+"""The ops on a CPU: fast functions for the contracts of `minillm.kernels.reference`, or that module's own."""
 
 from minillm.kernels.cpu.attention import (
     HostPlan,

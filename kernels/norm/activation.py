@@ -1,9 +1,9 @@
-"""SwiGLU's activation on the packed projection.
+"""SwiGLU's activation on the fused projection.
 
     out = silu(gate) * up,   gate, up = the halves of each row      (Shazeer 2020)
 
 Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops move 5. Memory-bound. Grid: (rows, tiles
-of a row). Tile: 2,048 columns of gate and up, 16 bytes a thread and load.
+of a row). Tile: 2,048 columns of gate and up, 16 bytes per thread and load.
 """
 
 import triton
@@ -24,13 +24,13 @@ def _silu_mul_kernel(out_ptr, gate_up_ptr, stride, size, TILE: tl.constexpr, PDL
     gate_ptr = gate_up_ptr + row * stride
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + size + offsets, mask=mask, other=0.0)
-    # Rounded to the input's dtype before the product, as Llama's two ops do.
+    # Rounded to the input's dtype before the multiplication, as in Llama's two ops.
     silu = (gate * tl.sigmoid(gate)).to(up.dtype).to(tl.float32)
     tl.store(out_ptr + row * size + offsets, (silu * up.to(tl.float32)).to(up.dtype), mask=mask)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.silu_mul`; rows may be strided. Raises ValueError where the shape or layout is wrong."""
+    """Compute `reference.silu_mul`; rows may be strided. Raises ValueError for a wrong shape or layout."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"silu_mul takes [rows, 2 * size] with contiguous rows, not {tuple(gate_up.shape)}")
     return silu_mul_into(gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2), gate_up)

@@ -4,7 +4,7 @@
 
 A row is read once, held in registers as float32, reduced and written. Bytes: 2 * rows * hidden elements; torch's
 separate ops move 8. Memory-bound. Grid: (rows). Tile: the whole row, padded to a power of two; the padding reads
-nothing. The cast order is Llama's: normalise in float32, round to the input's dtype, then multiply by the weight.
+nothing. The order of casts is Llama's: normalize in float32, round to the input's dtype, then multiply by the weight.
 """
 
 import torch
@@ -23,7 +23,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, TILE)
     mask = offsets < SIZE
-    # The weight is asked for before the row is needed: 93 % of the copy bandwidth, 90 % when it is loaded last.
+    # Loading the weight before the row reaches 93 % of the copy bandwidth, loading it last 90 %.
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
@@ -32,7 +32,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``[rows, hidden]``, contiguous; rows of ``x`` may be strided. Raises ValueError where an argument is wrong."""
+    """Normalize ``[rows, hidden]``: see `reference.rms_norm`; rows of ``x`` may be strided. Raises ValueError."""
     if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"rms_norm takes [rows, hidden] with contiguous rows, not {tuple(x.shape)} {x.stride()}")
     if weight.shape != x.shape[1:] or weight.dtype != x.dtype or not weight.is_contiguous():

@@ -15,12 +15,8 @@ from minillm.forms import Held
 from minillm.progress import size
 from minillm.weights.shape import Shape
 
-CPU_KEEPS_LOW_BIT = (
-    False  # its matmuls need dequantized weights, so low-bit matrices are dequantized when the model is loaded
-)
-CPU_DEQUANTIZED_SHARE = (
-    0.5  # maximum share of the free memory: low-bit prompts are slower, but other programs need memory
-)
+CPU_KEEPS_LOW_BIT = False  # its matmuls need dequantized weights
+CPU_DEQUANTIZED_SHARE = 0.5  # of the free memory: low-bit prompts are slower, but others need memory
 CPU_POOL_TOKENS, CPU_POOL_SHARE = 32768, 0.5
 CPU_STEP_TOKENS = 512  # about one second for a 135M model
 GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512)

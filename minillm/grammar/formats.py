@@ -30,9 +30,7 @@ _IPV6 = "|".join(
 )
 _LABEL = "@(?:~{0,2}@|~(?:@~|-@)~{0,58}@)?"  # no -- at its third letter, which would introduce Punycode
 _LABEL = _LABEL.replace("~", "[a-zA-Z0-9-]").replace("@", "[a-zA-Z0-9]")
-_FOREIGN = (
-    r"[\u00e0-\u00f6\u00f8-\u00ff\u0430-\u044f\u4e00-\u9fa5\uac00-\ud7a3]{1,15}"  # letters of international names
-)
+_FOREIGN = r"[\u00e0-\u00f6\u00f8-\u00ff\u0430-\u044f\u4e00-\u9fa5\uac00-\ud7a3]{1,15}"  # international letters
 _ANY_LABEL = f"(?:{_LABEL}|{_FOREIGN})"
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
 _WORD = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"

@@ -31,9 +31,7 @@ def follow(
     """
     status = 0
     if threading.current_thread() is threading.main_thread():
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # under torchrun ctrl-c reaches all processes; this one ends with rank 0
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends ctrl-c to all; this one ends with rank 0
     try:
         with memory_errors():
             ranks = Ranks(store, rank, config.tensor_parallel_size, device, host)

@@ -105,10 +105,7 @@ def _weights(model: Llama) -> Iterator[tuple[LinearWeight, Place]]:
     """Yield every linear layer, with the place of its matmul."""
     for layer in model.layers:
         yield layer.qkv, "norm"
-        yield (
-            layer.gate_up,
-            "gated" if len(layer.gate_up.parts) == 1 else "norm",
-        )  # two matrices: gating is a separate kernel
+        yield layer.gate_up, "gated" if len(layer.gate_up.parts) == 1 else "norm"  # two matrices: gating is separate
         yield layer.o, "add"
         yield layer.down, "add"
     yield model.head, "norm"

@@ -17,14 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # synonyms; the first one present counts
 _KEYS_OF = {"assistant": ("tool_calls", *_THOUGHTS), "tool": ("tool_call_id",)}  # in addition to _KEYS
-_EMPTY_KEYS = (
-    "refusal",
-    "audio",
-    "function_call",
-    "annotations",
-    "tool_calls",
-    *_THOUGHTS,
-)  # ignored if empty: answers have them
+_EMPTY_KEYS = ("refusal", "audio", "function_call", "annotations", "tool_calls", *_THOUGHTS)  # ignored if empty
 _MEMORY_BYTES = 512 << 20
 _MAX_CHARACTERS = 16 << 20  # of all messages together
 

@@ -35,9 +35,7 @@ def _removable(step: Step) -> list[Step]:
         return [step, {"type": "Replace", "pattern": {"String": step["prepend"] + CONTINUES}, "content": ""}]
     if kind == "Metaspace" and step.get("prepend_scheme", "always") != "never":
         return [step, _split({"String": step["replacement"] + CONTINUES}, "Removed")]
-    if kind == "ByteLevel" and step.get(
-        "add_prefix_space"
-    ):  # its bytes would hide the mark, so the space is added before it
+    if kind == "ByteLevel" and step.get("add_prefix_space"):  # its bytes would hide the mark: add the space before
         space = _removable({"type": "Metaspace", "replacement": " ", "prepend_scheme": "always", "split": False})
         words = [_split({"Regex": GPT2}, "Isolated")] if step.get("use_regex", True) else []
         return [*space, *words, {**step, "add_prefix_space": False, "use_regex": False}]

@@ -29,7 +29,7 @@ STEPS = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
     "post_processor": "processors",
-}  # plural: the key in a sequence
+}  # key of a sequence
 _PATTERNS = {pattern for split in SPLITS.values() for pattern in split.patterns}
 # Factor by which a step may lengthen a text, in bytes. The factors of Unicode's normalization forms are its own.
 _GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Prepend": 1}

@@ -105,7 +105,5 @@ def json_line(value: object, *, ascii_only: bool = False) -> str:
 def _escapes() -> dict[int, str]:
     import json
 
-    escapes = {
-        code: json.dumps(chr(code))[1:-1] for code in STAND_INS if code > 0x7F
-    }  # JSON itself escapes those below 0x20
+    escapes = {code: json.dumps(chr(code))[1:-1] for code in STAND_INS if code > 0x7F}  # JSON escapes below 0x20
     return {**escapes, 0x7F: "\\u007f"}

@@ -68,9 +68,7 @@ class TokenBytes:
         """Return the bytes of each entry."""
         if self.byte_level:
             with contextlib.suppress(UnicodeEncodeError):
-                joined = (
-                    "".join(entries).translate(_BYTES).encode("latin-1")
-                )  # in one call, because a vocabulary is long
+                joined = "".join(entries).translate(_BYTES).encode("latin-1")  # in one call, for speed
                 return [joined[start:end] for start, end in pairwise(accumulate(map(len, entries), initial=0))]
         return [self(entry) for entry in entries]
 

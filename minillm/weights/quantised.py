@@ -123,10 +123,7 @@ def _bits(values: Values, key: str, known: tuple[int, ...]) -> int:
 def _compressed(values: Values) -> Quantization:
     groups = values.part("config_groups")
     schemes = [groups.part(key) for key in groups.values]
-    for each in (
-        values,
-        *(scheme for scheme in schemes if scheme.has("format")),
-    ):  # mixed-precision has a format per group
+    for each in (values, *(scheme for scheme in schemes if scheme.has("format"))):  # mixed-precision: one per group
         if each.text("format", "unknown") not in _FORMATS:
             raise each.error("format", f"one of {', '.join(_FORMATS)}")
     for key in ("sparsity_config", "transform_config"):

@@ -151,7 +151,7 @@ def test_attention_refuses_what_does_not_fit() -> None:
         ("contiguous", {"k": pool.k.transpose(0, 1)}),
         ("int32", {"tables": pool.tables.long()}),
         ("rows", {"lens": pool.lens[:1]}),
-        ("a token", {"window": 0}),
+        ("one token", {"window": 0}),
         ("needs scales", {"k": pool.k.to(torch.int8)}),
         ("needs scales", {"v_scales": torch.zeros(7, 2, 4)}),
         ("float32", {"k": pool.k.to(torch.int8), "k_scales": randn(7, 4, 2)}),
