@@ -25,11 +25,8 @@ from minillm.text.sandbox import Sandbox, quiet
 _MAX_BYTES = 64 << 20  # of a tokenizer.json; the largest known ones have 33 MB
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 1 << 30, 16  # for a tokenizer in a sandbox, and for each byte of its file
 
-STEPS = {
-    "normalizer": "normalizers",
-    "pre_tokenizer": "pretokenizers",
-    "post_processor": "processors",
-}  # key of a sequence
+# Each step, with its key in a sequence.
+STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
 _PATTERNS = {pattern for split in SPLITS.values() for pattern in split.patterns}
 # Factor by which a step may lengthen a text, in bytes. The factors of Unicode's normalization forms are its own.
 _GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Prepend": 1}
