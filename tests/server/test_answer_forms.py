@@ -11,7 +11,7 @@ import pytest
 from minillm.server.answers import text_logprobs
 from minillm.server.engine_process import Answer
 from minillm.server.forms import ChatForm, TextForm
-from minillm.server.messages import Began, Completion, Ended, Token
+from minillm.server.messages import Began, Completion, Ended, Text, Token
 from minillm.server.parts import PlainReader
 
 
@@ -40,6 +40,22 @@ def test_the_token_itself_is_among_the_most_probable() -> None:
     assert found["top_logprobs"] == [None, {"a": -0.1, "b": -2.5, "c": -4.0}, {"a": -0.1, "b": -2.5}]
     assert found["text_offset"] == [7, 12, 13]
     assert found["token_logprobs"] == [None, -4.0, -0.1]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_log_probabilities_of_a_stream_and_of_the_whole_have_the_same_offsets(echo: bool) -> None:
+    prompt = [Token(5, "so ", b"so ", None), Token(6, "it ", b"it ", -1.0)]
+    tokens = [Token(7, "is", b"is", -0.5), Token(8, "!", b"!", -0.25)]
+    one = answer(Began("x", "so it ", prompt, False, 2))
+    [whole] = TextForm(1, echo, True).whole(0, [Completion(0, "is!", 2, tokens, "stop")], one)
+    streamed = TextForm(1, echo, True)
+    pieces = [piece for piece in [streamed.first(0, 0, one)] if piece is not None]
+    for token in tokens:
+        pieces += streamed.pieces(0, Text("x", 0, token.text, 1, [token]))
+    assert "".join(piece["text"] for piece in pieces) == whole["text"] == ("so it is!" if echo else "is!")
+    for name, values in whole["logprobs"].items():
+        assert [value for piece in pieces for value in piece["logprobs"][name]] == values
+    assert whole["logprobs"]["text_offset"] == ([0, 3, 6, 8] if echo else [0, 2])
 
 
 @pytest.mark.parametrize("ids", [[], [5, 6, 7]])

@@ -71,6 +71,16 @@ def test_top_logprobs_have_their_bounds() -> None:
         assert caught.value.field == "top_logprobs"
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(ChatBody, "max_tokens"), (ChatBody, "max_completion_tokens"), (CompletionBody, "max_tokens")],
+)
+def test_minus_one_is_no_limit_also_where_the_model_has_one(kind: Any, field: str) -> None:
+    for value, expected in ((-1, {}), (7, {"max_tokens": 7})):
+        body = read_body(kind, json.dumps({field: value}).encode())
+        assert body.params({"max_tokens": 99}) == body.params() == expected
+
+
 def test_the_schema_of_a_tool_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "object"}
     for room, fits in ((0, True), (1, True), (-1, False)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import http.server
 import io
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -143,6 +144,18 @@ def test_a_question_that_waits_is_asked_again_unless_it_is_not_wanted(script: An
 )
 def test_a_busy_server_says_when_to_come_again(given: str, seconds: int) -> None:
     assert remote._pause(given) == seconds
+
+
+def test_the_reason_of_a_refusal_is_one_short_line() -> None:
+    for said, shown in ((b"no\x1b[2J\nseat", "no␛[2J seat"), (b"x" * 1_000, "x" * 300)):
+        body = json.dumps({"error": {"message": said.decode()}}).encode()
+        response: Any = SimpleNamespace(read=lambda most, body=body: body, status=429, reason="Busy")
+        reason = remote._reason(response)
+        assert reason.startswith(shown[:290])
+        assert len(reason) <= 300
+    for body in (b"", b"[]", b'{"error": 5}', b"[" * 100_000):
+        response = SimpleNamespace(read=lambda most, body=body: body, status=429, reason="Bu\nsy")
+        assert remote._reason(response) == "429 Bu sy"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,15 @@ def test_keys_are_those_of_the_common_beginning(text: str, cut: int, other: str)
     assert ours[:same] == theirs[:same]
 
 
+@pytest.mark.parametrize(("count", "threads"), [(1, 8), (3, 2), (8, 1), (100, 1)])
+def test_engines_share_the_cores(count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [*replicas._environment(0, count, {"device": "cpu"})][-1] == f"OMP_NUM_THREADS={threads}"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert not any("OMP_NUM_THREADS" in each for each in replicas._environment(0, count, {"device": "cpu"}))
+
+
 def test_pools_of_several_engines_are_told_as_one() -> None:
     found = [
         {"figures": {"used": 3, "free": 1}, "tables": [{"seq_id": 1}, {"seq_id": 2}]},

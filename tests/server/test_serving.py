@@ -6,6 +6,7 @@ import asyncio
 import errno
 import resource
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,14 @@ async def test_other_exceptions_are_told_as_always(monkeypatch: pytest.MonkeyPat
     for context in contexts:
         FewDescriptors()(loop, context)
     assert told == contexts
+
+
+async def test_a_model_goes_by_its_short_name_and_its_whole(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny.gguf").touch()
+    assert serving._names(str(tmp_path / "tiny")) == ("tiny", str(tmp_path / "tiny"))
+    assert serving._names(str(tmp_path / "tiny.gguf")) == ("tiny", str(tmp_path / "tiny.gguf"))
+    assert serving._names("owner/model") == ("owner/model",)
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,14 @@ async def test_a_head_has_so_long_to_come_and_the_time_between_requests_does_not
     assert connection.is_closed, "each piece has come soon, and the whole has not"
 
 
+async def test_a_connection_that_sends_nothing_is_closed() -> None:
+    _protocol, connection = connected(never)
+    await asyncio.sleep(HEADER_SECONDS - 1)
+    assert not connection.is_closed
+    await asyncio.sleep(2)
+    assert connection.is_closed
+
+
 async def never(scope: Any, receive: Any, send: Any) -> None:
     raise AssertionError("no request has come")
 

@@ -17,7 +17,7 @@ from minillm.server.parts import Arguments, Called, Part, Said
 from minillm.server.prepare import with_arguments
 from minillm.server.thoughts import ThoughtReader
 from minillm.server.tool_calls import FORMATS, CallReader, ForcedReader
-from minillm.server.tool_choice import CallForm, Choice, call_form
+from minillm.server.tool_choice import CallForm, Choice, call_form, call_formats
 
 F = '{"name": "f", "arguments": {"a": "} </tool_call> \\" {", "b": [1, {}]}}'
 G = '{"name": "g", "parameters": {}}'
@@ -123,6 +123,21 @@ FORMS = {
     "llama": call_form('{% if tools %}{"name": …, "parameters": {}}<|python_tag|>'),
     "mistral": call_form("{% if tools %}[AVAILABLE_TOOLS][TOOL_CALLS]"),
 }
+
+
+@pytest.mark.parametrize(
+    ("template", "read", "not_read"),
+    [
+        ("{% if tools %}<tool_call>", "<tool_call>", "json"),
+        ("{% if tools %}<function=", "<function=", "json"),
+        ("{% if tools %}[TOOL_CALLS]", "[TOOL_CALLS]", "<tool_call>"),
+        ("{% if tools %}<|python_tag|>", "python", "[TOOL_CALLS]"),
+        ("no tools", "json", "named"),
+    ],
+)
+def test_a_template_tells_the_formats_of_calls(template: str, read: str, not_read: str) -> None:
+    assert read in call_formats(template)
+    assert not_read not in call_formats(template)
 
 
 def test_forms_are_told_apart() -> None:
