@@ -61,7 +61,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if isinstance(report, pytest.TestReport):
             path = report.nodeid.partition("::")[0].split("/")[1:-1]
             sums = folders["/".join(path[:2]) or "."]
-            sums[0] += sum(seconds for name, seconds in report.user_properties if name == "processor seconds")
+            sums[0] += sum(float(str(value)) for name, value in report.user_properties if name == "processor seconds")
             sums[1] += report.duration
             sums[2] += report.when == "call"
     terminalreporter.section("seconds by folder")

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from difflib import unified_diff
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +31,7 @@ import torch
 
 import reached
 from faults import FAULTS, Fault
+from places import changed
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_BEHIND = shutil.ignore_patterns(
@@ -50,16 +52,22 @@ class Verdict:
     seconds: float
 
 
+def seeded(fault: Fault, text: str) -> str:
+    """Return a file's text with a fault."""
+    return changed(text, fault.function, fault.place, fault.new)
+
+
 def problems(fault: Fault) -> list[str]:
     """List the problems of an entry of the table, as lines; none where it fits the code."""
     found = []
     if not (ROOT / fault.file).is_file():
         return [f"{fault.name}: there is no {fault.file}"]
     text = (ROOT / fault.file).read_text(encoding="utf-8")
-    if text.count(fault.old) != 1:
-        found.append(f"{fault.name}: {fault.old!r} is {text.count(fault.old)} times in {fault.file}, not once")
     try:
-        ast.parse(text.replace(fault.old, fault.new))
+        if ast.dump(ast.parse(seeded(fault, text))) == ast.dump(ast.parse(text)):
+            found.append(f"{fault.name}: {fault.file} stays the same")
+    except LookupError as error:
+        found.append(f"{fault.name}: {fault.file}: {error}")
     except SyntaxError as error:
         found.append(f"{fault.name}: {fault.file} would be no Python: {error}")
     for test in fault.tests:
@@ -72,6 +80,13 @@ def problems(fault: Fault) -> list[str]:
     if not fault.tests and not fault.harmless:
         found.append(f"{fault.name}: neither tests nor a reason why it changes nothing")
     return found
+
+
+def difference(fault: Fault) -> list[str]:
+    """List the lines that a fault takes away and adds."""
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    lines = unified_diff(text.splitlines(), seeded(fault, text).splitlines(), n=0, lineterm="")
+    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
 def work_in(tree: Path, tests: Sequence[str], output: Path, notes: Path | None = None) -> NoReturn:
@@ -126,7 +141,7 @@ def run(tree: Path, tests: Sequence[str], timeout: float, notes: Path | None = N
 
 def judge(fault: Fault, tree: Path, timeout: float) -> Verdict:
     """Make a fault in a copy of the tree, run its tests, and take it back."""
-    text = (tree / fault.file).read_text(encoding="utf-8").replace(fault.old, fault.new)
+    text = seeded(fault, (tree / fault.file).read_text(encoding="utf-8"))
     return judge_text(tree, fault.file, text.encode(), fault.tests, timeout)
 
 
@@ -162,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         for fault in chosen:
             print(f"{fault.name:42} {fault.file:36} {fault.harmless or ' '.join(fault.tests)}")
+            print("".join(f"    {line}\n" for line in difference(fault)), end="")
         return 0
     wrong = [line for fault in FAULTS for line in problems(fault)]
     if wrong or not chosen:

@@ -35,7 +35,7 @@ def imported(path: Path) -> frozenset[str]:
             found.add(node.module or "")
             if node.module in ("minillm", *(f"minillm.{package}" for package in PACKAGES)):
                 found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def sources(package: str) -> list[Path]:

@@ -11,6 +11,7 @@ from equivalents import EQUIVALENTS
 from faults import FAULTS
 from mutants import problems
 from mutations import drawn, mutations
+from places import changed
 from reached import Reach
 
 
@@ -64,6 +65,31 @@ def test_edits_elsewhere_do_not_change_a_name() -> None:
     moved = "import os\n\ndef zero():\n    return 1 + 2\n" + SOURCE
     names = {(each.name, each.old, each.new) for each in mutations("a.py", SOURCE.encode())}
     assert names < {(each.name, each.old, each.new) for each in mutations("a.py", moved.encode())}
+
+
+@pytest.mark.parametrize(
+    ("function", "place", "new", "line"),
+    [
+        ("first", "If 0.test", "False", "    if (False):"),
+        ("first", "Compare 0", "$left <= $comparators[0]", "    if (a <= 2) and not b:"),
+        ("first", "Call 1.args[1].elts[0]", "$ + 1", '    self.c = a.get("key", [(1 + 1), 2])'),
+        ("first", "Assign 0", "pass", "    pass"),
+        ("first", "Return 0.value.body", "$func(($args[1], 0))", "    return (min((b, 0))) if a else True"),
+        ("first", "and not b", "", "    if a < 2 :"),
+        ("Second.é", "Return 0.value", "'é' + $", "        return ('é' + '→')"),
+        ("", "Constant 0", "7", "ONE = (7)"),
+    ],
+)
+def test_a_place_is_found_and_changed(function: str, place: str, new: str, line: str) -> None:
+    source = f"ONE = 1\n{SOURCE}\n\nclass Second:\n    def é(self):\n        return '→'\n"
+    lines = changed(source, function, place, new).splitlines()
+    assert [each for each in lines if each not in source.splitlines()] == [line]
+
+
+def test_a_place_that_is_gone_is_named() -> None:
+    for function, place in (("third", "If 0"), ("first", "If 1"), ("first", "If 0.tests"), ("first", "a"), ("", "a b")):
+        with pytest.raises(LookupError):
+            changed(SOURCE, function, place, "pass")
 
 
 def test_the_draw_is_stable_and_its_names_are_unique() -> None:
