@@ -1,1 +1,1 @@
-"""The engine in a process of its own. The chat app talks to it by messages."""
+"""The chat app's engine process. App and engine exchange messages."""

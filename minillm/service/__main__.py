@@ -1,6 +1,6 @@
-"""The engine's process: reads commands from stdin, writes events to stdout, computes in between.
+"""Engine process: read commands from stdin, write events to stdout, run steps in between.
 
-Run as ``python -m minillm.service``. It ends when stdin does, so it never outlives the app.
+Run as ``python -m minillm.service``. The process ends when stdin closes, so it never outlives the app.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from minillm.service.messages import Command, Event, Load, LoadFailed, Loading, 
 if TYPE_CHECKING:
     from minillm.service.conversations import Conversations
 
-_UNREAD = 1 << 20  # bytes of events that the app has not read yet
+_UNREAD = 1 << 20  # bytes of events the app may leave unread
 
 
 def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) -> int:
-    """Load the model that the first command names, then answer until ``None`` comes. Returns an exit code."""
+    """Load the model named by the first command, then handle commands until ``None``. Return the exit code."""
     first = commands.get()
     if not isinstance(first, Load):
         return 0
@@ -67,7 +67,7 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     config = EngineConfig(**chat_options(command.options))
     tell = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
     if (device := choose_device(config)).type == "cpu":
-        known_rate(device)  # the list of models reads it
+        known_rate(device)  # the model list uses this rate
     model_name = best_form(command.model, config, *tell)
     keep_small(device, config)
     engine = load_engine(model_name, config, *tell)
@@ -82,15 +82,15 @@ def _read_commands(commands: queue.Queue[Command | None]) -> None:
         except ValueError as error:
             sys.stderr.write(f"not a command: {error}\n")
     commands.put(None)
-    # The app is gone. A load or a long step must not keep the process, and its memory, alive.
+    # The app has ended. A load or a long step must not keep the process and its memory alive.
     time.sleep(1)
     os._exit(0)
 
 
 def _widen(events: BinaryIO) -> None:
-    """Let the engine go on for seconds in which the app is busy, where the system has pipes for that.
+    """Enlarge the event pipe where the system supports it, so the engine can run for seconds while the app is busy.
 
-    At 64 KiB, their usual size, two seconds of a large pool's pictures would stop it.
+    At the usual 64 KiB, two seconds of cache updates from a large pool would block the engine.
     """
     with contextlib.suppress(ImportError, AttributeError, OSError):
         import fcntl
@@ -99,7 +99,7 @@ def _widen(events: BinaryIO) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the app's to interpret
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the app handles ctrl-c
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # a stray print must not reach the app as an event
     _widen(events)

@@ -1,6 +1,6 @@
-"""The pool for the app: its changes since the last look, found by the cache's own events.
+"""The changes in the block pool since the last report to the app, collected from cache events.
 
-A pool may have 20,000 blocks and change ten times a second: nothing here looks at a block that has not changed.
+A pool may have 20,000 blocks and change ten times a second, so this module never scans unchanged blocks.
 """
 
 import time
@@ -16,44 +16,44 @@ from minillm.engine.engine import Engine
 from minillm.sequence import Sequence
 from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableState, TableView
 
-_WORD_TOKENS, _WORDS = 16, 80  # of a block's tokens, and of their text in characters
-_MOST_LOGGED = 400  # events of one picture; a step of a large batch can make thousands
+_WORD_TOKENS, _WORDS = 16, 80  # tokens decoded per block, and characters kept of their text
+_MOST_LOGGED = 400  # events per report; a step of a large batch can make thousands
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The request that a sequence belongs to, and the number of the completion within it."""
+    """The request and completion that a sequence belongs to."""
 
     request_id: str
     index: int
     state: TableState
     sequence: Sequence
-    shows_words: bool = True  # False: its tokens are not the viewer's to read
+    shows_words: bool = True  # False: the viewer may not read its tokens
 
 
 @dataclass
 class CacheView:
-    """Follows one engine's cache."""
+    """Tracks the block pool of one engine."""
 
     engine: Engine
     began: float = field(default_factory=time.monotonic)
-    shows_all_words: bool = True  # also of blocks that no sequence of a known owner holds
+    shows_all_words: bool = True  # including blocks that no sequence of a known owner holds
     _owners: Mapping[int, Owner] = field(default_factory=dict)  # by seq_id
-    _tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, as they were last sent
-    _cached: set[int] = field(default_factory=set)  # blocks, as they were last sent
+    _tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, as last sent
+    _cached: set[int] = field(default_factory=set)  # blocks, as last sent
     _counts: CacheCounts | None = None
-    _touched: set[int] = field(default_factory=set)  # blocks that events have named since
-    _since: dict[int, float] = field(default_factory=dict)  # block -> when it was taken
+    _touched: set[int] = field(default_factory=set)  # blocks named by events since the last report
+    _since: dict[int, float] = field(default_factory=dict)  # block -> when it was allocated
     _log: list[LogEntry] = field(default_factory=list)
     _num_unlogged: int = 0
-    _words: dict[int, str] = field(default_factory=dict)  # by block, as they were last sent
+    _words: dict[int, str] = field(default_factory=dict)  # by block, as last sent
 
     def __post_init__(self) -> None:
         self.engine.cache.subscribers.append(self._note)
-        self._touched.update(range(self.engine.cache.num_blocks))  # the first picture names all that is cached
+        self._touched.update(range(self.engine.cache.num_blocks))  # the first report names all cached blocks
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop listening to cache events."""
         self.engine.cache.subscribers.remove(self._note)
 
     def _note(self, event: CacheEvent) -> None:
@@ -77,7 +77,7 @@ class CacheView:
         self._log.append(LogEntry(moment, event.kind, event.seq_id, name, blocks, event.parent_id, detail))
 
     def changes(self, owners: Mapping[int, Owner]) -> CacheChanged | None:
-        """The changes since the last call; None where there is none. ``owners`` of the sequences, by ``seq_id``."""
+        """Return the changes since the last call, None if there are none. ``owners`` maps ``seq_id`` to owners."""
         self._owners = owners
         tables, gone = self._table_changes()
         cached, uncached = self._cached_changes()
@@ -90,7 +90,7 @@ class CacheView:
         return CacheChanged(tables, gone, cached, uncached, counts, log, unlogged, self._new_words(tables))
 
     def _new_words(self, changes: list[TableView]) -> dict[int, str]:
-        """The first words of blocks that these tables have gained, and of the one that each was filling."""
+        """Return the first words of the blocks that these tables gained, and of the block each was filling."""
         tokenizer, size, found = self.engine.tokenizer, self.engine.cache.block_size, {}
         for table in changes:
             owner = self._owners.get(table.seq_id)
@@ -124,7 +124,7 @@ class CacheView:
         return changes, [seq_id for seq_id in before if seq_id not in now]
 
     def _cached_changes(self) -> tuple[list[int], list[int]]:
-        """The blocks that are cached now and were not, and those that were and are not."""
+        """Return the blocks that became cached, and the blocks that are no longer cached."""
         cache = self.engine.cache
         cached = {block for block in self._touched if cache.is_cached(block)}
         more, fewer = cached - self._cached, (self._touched - cached) & self._cached
@@ -137,7 +137,7 @@ class CacheView:
         return list(more), list(fewer)
 
     def facts(self, block: int) -> BlockFacts:
-        """The tokens of a block, and its place in the prefix cache."""
+        """Return the tokens of a block and its place in the prefix cache."""
         cache, tokenizer = self.engine.cache, self.engine.tokenizer
         token_ids: list[int] = []
         for seq_id, table in cache.tables.items():
@@ -151,7 +151,7 @@ class CacheView:
             token_ids = list(entry.token_ids)
         before = None if entry is None else entry.before
         if not self.shows_all_words and not isinstance(before, int):
-            before = None  # a salt names its tenant
+            before = None  # a salt identifies its tenant
         return BlockFacts(
             block=block,
             tokens=[str(i) if tokenizer is None else tokenizer.token_text(i) for i in token_ids],

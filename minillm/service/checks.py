@@ -1,7 +1,7 @@
-"""The one place where the app's events are decoded. Behind it they can be relied on, even from a stranger's server.
+"""Decode and check the app's events. All other code can rely on them, even from an untrusted server.
 
-The types in `messages.py` bound every number by itself. Here events are compared with the earlier ones, names and
-errors are made safe for a terminal, and nothing can grow without bound.
+The types in `messages.py` limit each number on its own. This module compares events with earlier ones, makes names and
+errors safe for a terminal, and limits everything that can grow.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from minillm.service import messages
 from minillm.service.messages import CacheChanged, Command, Event, LogEntry, TableView, decode_event
 from minillm.text.safe import clean, clean_line
 
-_MOST_BLOCKS = 1 << 21  # of a pool that the app can draw
-_MOST_TABLES, _MOST_ENTRIES = 1 << 16, 1 << 22  # tables at one time, and blocks in all of them
-_MOST_LOGGED, _MOST_STEPS, _MOST_BEAMS = 10_000, 1_000, 1_000  # of one event
+_MOST_BLOCKS = 1 << 21  # the largest pool the app can draw
+_MOST_TABLES, _MOST_ENTRIES = 1 << 16, 1 << 22  # tables at one time, and their blocks in total
+_MOST_LOGGED, _MOST_STEPS, _MOST_BEAMS = 10_000, 1_000, 1_000  # per event
 _LONGEST_NAME, _LONGEST_ERROR, _LONGEST_WORDS = 200, 2_000, 200  # characters
 _LONGEST_ANSWER = 1 << 25  # characters
 _LARGEST = float(1 << 53)
@@ -24,7 +24,7 @@ _BEFORE_LOADED = messages.Loading | messages.Notice | messages.LoadFailed
 
 @dataclass
 class _Answer:
-    """An answer that the app has asked for: how many texts it has, and their characters so far."""
+    """An answer requested by the app: its number of texts and the characters received so far."""
 
     num_texts: int
     num_chars: int = 0
@@ -37,16 +37,16 @@ class _Table:
 
 
 class EventReader:
-    """Decodes the events of one engine. Tell it every command that the engine gets."""
+    """Decodes one engine's events. `note` must see every command sent to the engine."""
 
     def __init__(self) -> None:
         self._loaded: messages.Loaded | None = None
         self._answers: dict[str, _Answer] = {}  # by request
         self._tables: dict[int, _Table] = {}  # by seq_id
-        self._num_entries = 0  # blocks of all tables
+        self._num_entries = 0  # blocks in all tables
 
     def note(self, command: Command) -> None:
-        """Note the questions, for later events are about them."""
+        """Record a request, so that later events about it can be checked."""
         if isinstance(command, messages.Generate):
             params = command.params
             self._answers[command.request_id] = _Answer(int(params.get("beam_width") or params.get("n") or 1))
@@ -55,7 +55,7 @@ class EventReader:
         """Return the event of a line.
 
         Raises:
-            ValueError: it is no event, or contradicts the events before it.
+            ValueError: the line is no event, or contradicts earlier events.
         """
         event = decode_event(line)
         if self._loaded is None and not isinstance(event, messages.Loaded | _BEFORE_LOADED):
@@ -168,7 +168,7 @@ def _check_length(what: str, items: Collection[object], most: int) -> None:
 
 
 def _check_numbers(numbers: Iterable[float]) -> None:
-    """Of types that `messages.py` does not own."""
+    """Check numbers in types that `messages.py` does not define. Raises ValueError."""
     for number in numbers:
         if not 0 <= number <= _LARGEST:
             raise ValueError("a number out of range")

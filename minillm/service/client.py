@@ -1,4 +1,4 @@
-"""The app's side of the engine's process, on asyncio."""
+"""asyncio client of the engine process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from minillm.service.checks import EventReader
 from minillm.service.messages import Command, Event, encode
 
-# -P: a module of the current directory must not stand in for one of the standard library.
+# -P: a module in the current directory must not shadow one of the standard library.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service")
-_LINE_LIMIT = 64 << 20  # bytes of one event; a picture of a million blocks stays below
+_LINE_LIMIT = 64 << 20  # bytes per event; a report of a million blocks is smaller
 
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A running engine process. Made by `start`; ended by `stop`, or with the app's own end."""
+    """A running engine process, started by `start`. It ends with `stop` or with the app."""
 
     _process: asyncio.subprocess.Process
     log: Path  # the process's stderr
@@ -29,8 +29,8 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, log: Path, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
-        """Start a program that speaks the messages. Its stderr goes to ``log``, not to the app's screen."""
-        # The process looks for minillm where this one has it, then in the user's PYTHONPATH.
+        """Start a program that speaks this protocol. Its stderr goes to ``log`` instead of the app's screen."""
+        # The process imports minillm from where this one did; the user's PYTHONPATH comes after.
         places = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         with log.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
@@ -40,19 +40,19 @@ class EngineProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 limit=_LINE_LIMIT,
-                start_new_session=True,  # signals from the terminal are for the app
+                start_new_session=True,  # terminal signals go to the app only
             )
         return cls(process, log)
 
     def send(self, command: Command) -> None:
-        """Queue a command; one for a process that has ended is dropped."""
+        """Queue a command. Drop it if the process has ended."""
         assert self._process.stdin is not None
         self._reader.note(command)
         if not self._process.stdin.is_closing():
             self._process.stdin.write(encode(command))
 
     async def events(self) -> AsyncIterator[Event]:
-        """Every event until the process ends. Raises ValueError for a line that `EventReader` rejects."""
+        """Yield events until the process ends. Raises ValueError for a line that `EventReader` rejects."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             yield self._reader.read(line)
@@ -60,18 +60,18 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal."""
+        """Return the exit code: None while the process runs, negative for a signal."""
         return self._process.returncode
 
     def last_words(self) -> str:
-        """The last line of the process's log: why it ended, if it crashed."""
+        """Return the last line of the log. After a crash, it names the cause."""
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return lines[-1] if lines else ""
 
     async def stop(self) -> None:
-        """End the process at once, and wait until it is gone."""
+        """Kill the process and wait until it has ended."""
         if self._process.returncode is None:
-            # asyncio's own `kill` would reap a process that has just ended, and its exit code would be lost.
+            # asyncio's own `kill` would reap a process that has just ended and lose its exit code.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()

@@ -1,4 +1,4 @@
-"""Answers to conversations on one engine, and the blocks that stay when an answer ends."""
+"""Conversations on one engine, and the blocks that stay when an answer ends."""
 
 import sys
 import time
@@ -20,31 +20,31 @@ from minillm.service.cache_view import Owner
 from minillm.service.file_pins import FilePins
 from minillm.service.telling import Answer, Teller, by_score
 
-_A_MOMENT = 0.05  # seconds of a slow pace after which commands are heard
+_A_MOMENT = 0.05  # seconds between looks for commands while the engine is slowed down
 
 
 @dataclass
 class Conversations:
-    """Drives one engine for the app: answers to conversations, whose blocks stay so that branches can begin there."""
+    """Runs one engine for the app. An answer's blocks stay after it ends, so that branches can fork from them."""
 
     engine: Engine
     send: Callable[[messages.Event], None]
     answers: dict[str, Answer] = field(default_factory=dict)  # under way, by request
-    kept: dict[str, Answer] = field(default_factory=dict)  # ended, and with blocks that stay
-    others: Callable[[], Mapping[int, Owner]] = dict  # the owners of sequences that are not this app's, by seq_id
-    salt: str | None = None  # of all prompts
+    kept: dict[str, Answer] = field(default_factory=dict)  # ended, with blocks that stay
+    others: Callable[[], Mapping[int, Owner]] = dict  # owners of other clients' sequences, by seq_id
+    salt: str | None = None  # prefix cache salt of all prompts
 
     def __post_init__(self) -> None:
         self._driver = Driver(self.engine)
         self._files = FilePins(self._driver, self.engine.cache)
         self.teller = Teller(self.engine, self.send, self._owners)
-        self._pause = self._next_step = 0.0  # seconds from one step to the next, at least; the time of the next one
-        self._pinning: SequenceGroup | None = None  # a system prompt that is being computed
+        self._pause = self._next_step = 0.0  # minimum seconds between steps; when the next step is due
+        self._pinning: SequenceGroup | None = None  # a system prompt being computed
         self._pinned: Sequence | None = None
         self._closed = False
 
     def handle(self, command: messages.Command) -> None:
-        """Carry out a command; one that cannot be is answered by an event."""
+        """Carry out a command. Report a failure as an event."""
         match command:
             case messages.Generate():
                 try:
@@ -107,7 +107,7 @@ class Conversations:
             answer.num_pinned_tokens = common_length(told, token_ids)
 
     def _fitting(self, num_prompt_tokens: int, params: Params) -> int:
-        """Tokens that each completion can have at most in this pool: a chat cuts answers rather than refuse them."""
+        """Return how many tokens each completion can have in this pool. A chat shortens answers, it rejects none."""
         cache = self.engine.cache
         shared = num_prompt_tokens // cache.block_size
         pinned = self.engine.scheduler.idle.num_pinned_blocks
@@ -115,7 +115,7 @@ class Conversations:
         return blocks * cache.block_size - num_prompt_tokens % cache.block_size
 
     def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:
-        """The kept sequence that has the most tokens in common with a prompt; the pinned system prompt is one."""
+        """Return the kept or pinned sequence that shares the most tokens with a prompt."""
         kept = [answer for answer in self.kept.values() if answer.command.conversation == conversation]
         sequences = [each for answer in kept for each in answer.sequences if each.table is not None]
         pinned = (self._pinned, self._files.pinned.get(conversation))
@@ -123,8 +123,8 @@ class Conversations:
         return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
     def step(self) -> None:
-        """Compute one step, if there is work and the pace allows, and send its results."""
-        if self._pause and self.engine.has_work:  # the first step of a question is due at once
+        """Run one step, if there is work and the pace allows it, and send the results."""
+        if self._pause and self.engine.has_work:  # a question's first step never waits
             wait = self._next_step - time.monotonic()
             time.sleep(max(0.0, min(wait, _A_MOMENT)))
             if wait > _A_MOMENT:
@@ -132,13 +132,13 @@ class Conversations:
             self._next_step = time.monotonic() + self._pause
         try:
             deltas = self.engine.step()
-        except Exception as error:  # the engine has freed the step's blocks, and goes on
+        except Exception as error:  # the engine has freed the step's blocks and continues
             deltas = self.engine.take_undelivered()
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
         self.take(deltas, self.engine.take_finished())
 
     def take(self, deltas: Iterable[Delta], finished: Iterable[RequestOutput]) -> None:
-        """Send the results of a step. Those of requests that are not this app's are left alone."""
+        """Send the results of a step. Ignore other clients' requests."""
         for delta in deltas:
             if (answer := self.answers.get(delta.request_id)) is not None:
                 self.teller.add_delta(answer, delta)
@@ -150,7 +150,7 @@ class Conversations:
                 self._finish(answer, output)
 
     def close(self) -> None:
-        """Let go of everything. Answers under way end at the next step; then `is_idle` is true."""
+        """Release everything. Running answers end at the next step; `is_idle` is true from then on."""
         self._closed = True
         for request_id in (*self.answers, *self.kept):
             self._drop(request_id)
@@ -163,7 +163,7 @@ class Conversations:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of this app is under way."""
+        """Return whether no request of this app is running."""
         return not self.answers and self._pinning is None
 
     def _finish(self, answer: Answer, output: RequestOutput) -> None:
@@ -185,7 +185,7 @@ class Conversations:
             self._release(answer)
 
     def own(self) -> dict[int, Owner]:
-        """The owners of this app's sequences, by seq_id."""
+        """Return the owners of this app's sequences, by seq_id."""
         owners: dict[int, Owner] = {}
         by_state: dict[messages.TableState, dict[str, Answer]] = {"idle": self.kept, "running": self.answers}
         for state, answers in by_state.items():
@@ -213,11 +213,12 @@ class Conversations:
         kept.sequences, kept.places = [best], {best.seq_id: index}
 
     def _keep_those_of_answers(self, answer: Answer) -> None:
-        """Of a search that has ended, keep the beams that its answers come of; each goes by the answer that has most of
-        its tokens, the best one of those.
+        """Keep the beams that a finished search's answers come from, and assign each to one answer.
+
+        A beam is assigned to the answer that shares the most tokens with it, the best answer if several do.
         """
         spared: dict[int, Sequence] = {}
-        most: dict[int, int] = {}  # tokens in common with the answer that a beam goes by
+        most: dict[int, int] = {}  # tokens a beam shares with its answer
         for place, output in enumerate(answer.outputs):
             if answer.sequences:
                 nearest = _nearest_to(output.token_ids, answer.sequences)
@@ -251,13 +252,13 @@ class Conversations:
             self._pinned = None
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
-        # The beginning that all conversations with this system prompt share; it does not depend on the question.
+        # The beginning that all conversations with this system prompt share. It does not depend on the question.
         first = {"role": "system", "content": system}
         one, other = (
             engine.tokenizer.apply_chat_template([first, {"role": "user", "content": question}]) for question in "ab"
         )
         common = common_length(one, other)
-        if not 0 < common < min(len(one), len(other)):  # all of it: the template leaves the question out
+        if not 0 < common < min(len(one), len(other)):  # equal: the template leaves the question out
             return
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         name = f"pin {time.monotonic_ns()}"
@@ -277,5 +278,5 @@ class Conversations:
 
 
 def _nearest_to(token_ids: list[int], sequences: list[Sequence]) -> Sequence:
-    """The sequence that shares most with an answer: a beam that has ended has none of its own by now."""
+    """Return the sequence that shares the most tokens with an answer. A finished beam may have no sequence left."""
     return max(sequences, key=lambda sequence: common_length(sequence.output_token_ids, token_ids))

@@ -1,11 +1,11 @@
-"""The facts of an engine that a client needs to know."""
+"""Facts about an engine that clients need."""
 
 from minillm.engine.engine import Engine
 from minillm.service.messages import Loaded
 
 
 def loaded(engine: Engine, model_name: str, seconds: float) -> Loaded:
-    """The facts of an engine whose model was loaded in so many seconds."""
+    """Return the facts about an engine. ``seconds`` is its loading time."""
     model = engine.runner.model
     return Loaded(
         model=model_name,

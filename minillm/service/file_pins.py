@@ -1,4 +1,4 @@
-"""The beginnings of conversations in which files stand: their blocks stay under any load while they are told."""
+"""Pinned beginnings of conversations with attached files. Their blocks are not evicted while the files are in use."""
 
 from dataclasses import dataclass, field
 
@@ -8,25 +8,25 @@ from minillm.engine.driver import Driver
 from minillm.errors import CapacityError
 from minillm.sequence import Sequence
 
-_MOST = 4  # one conversation pins a fourth of the pool at most
+_MOST = 4  # one conversation pins at most a fourth of the pool
 
 
 @dataclass
 class FilePins:
-    """At most one pinned beginning for each conversation, up to the last file that its model is told of."""
+    """At most one pinned beginning per conversation, up to the last attached file in its prompt."""
 
     driver: Driver
     cache: BlockManager
     pinned: dict[str, Sequence] = field(default_factory=dict)  # by conversation
 
     def begin(self, conversation: str, token_ids: list[int]) -> None:
-        """Let go of a beginning that this prompt, the next one of its conversation, does not have."""
+        """Unpin a conversation's beginning if its next prompt does not start with it."""
         pinned = self.pinned.get(conversation)
         if pinned is not None and token_ids[: len(pinned.token_ids)] != pinned.token_ids:
             self.let_go(conversation)
 
     def keep(self, conversation: str, sequence: Sequence, num_tokens: int) -> None:
-        """Pin the first tokens of an idle sequence, their full blocks; nothing happens where that is too much."""
+        """Pin the full blocks of an idle sequence's first tokens. Does nothing if they are too many."""
         cache, before = self.cache, self.pinned.get(conversation)
         num_blocks = min(num_tokens, sequence.num_computed) // cache.block_size
         had = 0 if before is None else len(before.blocks)
@@ -36,7 +36,7 @@ class FilePins:
         self.let_go(conversation)
         try:
             held.pin(self.driver, pinned)
-        except CapacityError:  # others need the room more
+        except CapacityError:  # others need the memory more
             return
         self.pinned[conversation] = pinned
 

@@ -1,7 +1,7 @@
-"""The chat app and the engine's process speak in these messages: one JSON object a line.
+"""Messages between the chat app and the engine process, one JSON object per line.
 
-Commands go to the engine, events come from it. Nothing here knows a widget, and nothing a tensor. The types bound each
-number by itself; `EventReader` in `checks.py` compares an event with the events before it.
+The app sends commands, the engine sends events. This module imports no widgets and no tensors. The types limit each
+number on its own; `EventReader` in `checks.py` compares an event with earlier ones.
 """
 
 import json
@@ -19,7 +19,7 @@ from minillm.progress import Progress
 SYSTEM_PROMPT, FILES = "system prompt", "files"
 """Owners of pinned tables, which no request owns: the system prompt, and beginnings of conversations with files."""
 
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # a larger number has no exact JSON form everywhere
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # larger numbers have no exact JSON form everywhere
 Size = Annotated[int, Meta(ge=1, le=1 << 53)]
 Index = Annotated[int, Meta(ge=0, le=1 << 20)]
 Amount = Annotated[float, Meta(ge=0, le=1e12)]
@@ -28,23 +28,23 @@ TableState = Literal["running", "idle", "pinned", "swapped"]
 
 
 class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
-    """The name of its class travels with it."""
+    """A message. Its class name is sent with it."""
 
 
 class Command(_Message):
-    """From the app to the engine."""
+    """A message from the app to the engine."""
 
 
 class Event(_Message):
-    """From the engine to the app."""
+    """A message from the engine to the app."""
 
 
 class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A part of an event. It travels as the list of its values: their names would be most of the message."""
+    """A part of an event, sent as a list of its values, because field names would be most of the message."""
 
 
 class Load(Command):
-    """Load a model. The first command of a process, and sent once: another model takes another process."""
+    """Load a model. This is the first command of a process and is sent once: another model needs another process."""
 
     model: str
     options: dict[str, Any] = {}  # of EngineConfig
@@ -53,53 +53,53 @@ class Load(Command):
 class Generate(Command):
     """Answer a conversation.
 
-    The answer's blocks stay until `Drop`, `Forget` or pressure: the next question of the ``conversation`` computes only
-    the tokens that it shares with no answer. So a branch is cheap.
+    The answer's blocks stay until `Drop`, `Forget` or eviction. The conversation's next question computes only the
+    tokens that it shares with no answer, which makes branches cheap.
     """
 
     request_id: str
     conversation: str
     messages: list[dict[str, str]]
     params: dict[str, Any] = {}  # of BeamSearchParams if it has "beam_width", else of SamplingParams
-    continues: bool = False  # go on with the last message, which is the model's own
-    thinks: bool | None = None  # first, where the template has that switch; None: as the template has it
-    room: int = 1  # tokens that must be left for the answer, or the context counts as full
-    num_pinned: int = 0  # of the first messages: their blocks stay under any load while questions begin with them
+    continues: bool = False  # continue the last message, an answer that the model began
+    thinks: bool | None = None  # think before the answer, if the template has that switch; None: the template's default
+    room: int = 1  # tokens that must be left for the answer, else the context counts as full
+    num_pinned: int = 0  # leading messages to pin the blocks of, while prompts begin with them
 
 
 class Abort(Command):
-    request_id: str  # of the answer that ends; its text so far stays
+    request_id: str  # the answer to end; its text so far stays
 
 
 class Keep(Command):
-    """Free the blocks of all candidates of an answer but number ``index``."""
+    """Free the blocks of all candidates of an answer except number ``index``."""
 
     request_id: str
     index: int
 
 
 class Drop(Command):
-    request_id: str  # of the answer whose blocks are freed
+    request_id: str  # the answer to free the blocks of
 
 
 class Forget(Command):
-    conversation: str  # its blocks are freed
+    conversation: str  # the conversation to free the blocks of
 
 
 class Pin(Command):
-    system: str  # prompt that is computed, and stays under any load in place of the one before; empty: none
+    system: str  # prompt to compute and pin, replacing the previous one; empty: none
 
 
 class Pace(Command):
-    steps_per_second: float  # at most, so that people can watch; 0: as many as the machine can
+    steps_per_second: float  # at most, so that people can watch; 0: no limit
 
 
 class Report(Command):
-    every: float  # seconds between two reports of texts, beams and the pool, at least; an answer's ends do not wait
+    every: float  # minimum seconds between reports of text, beams and the pool; the end of an answer is sent at once
 
 
 class Inspect(Command):
-    block: int  # that `BlockFacts` shall describe
+    block: int  # to describe in a `BlockFacts`
 
 
 class Loading(Event):
@@ -107,14 +107,14 @@ class Loading(Event):
 
 
 class Notice(Event):
-    text: str  # a line for the user: which source failed and which one served, say; not cleaned for a terminal
+    text: str  # a line for the user, such as which source failed and which one served; not cleaned for a terminal
 
 
 class Loaded(Event):
     """The model is ready."""
 
     model: str
-    source: str  # it was served by: a directory, the hub, a package
+    source: str  # where it was loaded from: a directory, the hub, a package
     device: str
     dtype: str
     max_model_len: Size
@@ -124,27 +124,27 @@ class Loaded(Event):
     block_bytes: Count
     has_chat_template: bool
     seconds: Amount
-    has_thinking_switch: bool = False  # the template can be told not to have the model think
+    has_thinking_switch: bool = False  # the template can turn thinking off
 
 
 class LoadFailed(Event):
-    """The model cannot be used; the process ends."""
+    """The model cannot be used. The process ends."""
 
     error: str
     exit_code: Index
 
 
 class Reading(Event):
-    """A long prompt is being computed."""
+    """Progress of a long prompt."""
 
     request_id: str
     num_computed_tokens: Count
     num_prompt_tokens: Size
-    seconds_left: Amount | None  # at the rate so far; None before there is one
+    seconds_left: Amount | None  # at the rate so far; None before a rate is known
 
 
 class Started(Event):
-    """A prompt has been computed."""
+    """The prompt has been computed."""
 
     request_id: str
     num_prompt_tokens: Count
@@ -154,7 +154,7 @@ class Started(Event):
 
 
 class TokenChoice(_Record):
-    """A token that was drawn, its log-probability, and the most probable ones, best first. Not cleaned."""
+    """A sampled token, its log-probability, and the most probable tokens, best first. Not cleaned."""
 
     text: str
     logprob: float
@@ -163,17 +163,17 @@ class TokenChoice(_Record):
 
 
 class TextDelta(Event):
-    """More of one completion's text, as the model wrote it: not cleaned for a terminal."""
+    """More of one completion's text, raw model output, not cleaned for a terminal."""
 
     request_id: str
     index: Index
     text: str
     num_tokens: Count
-    tokens: list[TokenChoice] = []  # where the request asked for log-probabilities
+    tokens: list[TokenChoice] = []  # if the request asked for log-probabilities
 
 
 class BeamView(_Record):
-    """A beam as it stands. ``score`` is its log-probability over its length to the power of the length penalty."""
+    """The current state of a beam. ``score`` is its log-probability divided by its length ** length penalty."""
 
     text: str
     score: float
@@ -184,7 +184,7 @@ class BeamView(_Record):
 
 class BeamsChanged(Event):
     request_id: str
-    beams: list[BeamView]  # the best first; sent a few times a second while the search goes on, and when it ends
+    beams: list[BeamView]  # best first; sent a few times a second during the search, and when it ends
 
 
 class Finished(Event):
@@ -196,18 +196,18 @@ class Finished(Event):
     num_output_tokens: Count
     tokens_per_second: Amount
     num_context_tokens: Count  # prompt and completion
-    num_guessed_tokens: Count = 0  # of the completion, those that speculation had guessed
+    num_guessed_tokens: Count = 0  # tokens of the completion that were draft tokens
 
 
 class RequestFailed(Event):
-    """A request was refused or broke; the engine goes on."""
+    """A request was rejected or failed. The engine continues."""
 
     request_id: str
     error: str
 
 
 class ContextFull(Event):
-    """A request was refused: the conversation has outgrown the context, the answer's first token included."""
+    """A request was rejected: the conversation and the answer's first token do not fit the context."""
 
     request_id: str
     num_tokens: Count
@@ -215,19 +215,19 @@ class ContextFull(Event):
 
 
 class TableView(_Record):
-    """One sequence's block table. In a `CacheChanged` its first ``keep`` blocks stay, and ``blocks`` follow them."""
+    """One sequence's block table. In a `CacheChanged`, its first ``keep`` blocks stay and ``blocks`` follow them."""
 
     seq_id: SeqId
-    owner: str  # the request that computes it or keeps it; empty where it is the engine's own
+    owner: str  # the request that computes or keeps it; empty for the engine's own sequences
     index: Index  # of the completion within its request
-    state: TableState  # "swapped": the blocks are those of the host
+    state: TableState  # "swapped": ``blocks`` are blocks in host memory
     num_tokens: Count
     blocks: list[Count]
     keep: Count = 0
 
 
 class CacheCounts(_Record):
-    """Counts of the pool's events since the start, and of the blocks on the host now."""
+    """Counts of pool events since the start, and of the blocks in host memory now."""
 
     num_copies: Count = 0
     num_evictions: Count = 0
@@ -240,7 +240,7 @@ class CacheCounts(_Record):
 
 
 class LogEntry(_Record):
-    """One event of the cache, see `minillm.cache.CacheEvent`, with its time and its meaning in numbers."""
+    """One cache event, see `minillm.cache.CacheEvent`, with its time and a figure about it."""
 
     time: Amount  # seconds since the model was loaded
     kind: str
@@ -248,33 +248,33 @@ class LogEntry(_Record):
     owner: str
     blocks: list[Count]
     parent_id: SeqId | None = None
-    detail: Count = 0  # of a copy, how many others still hold the source; of a hit, the tokens that it saved
+    detail: Count = 0  # of a copy, how many others still hold the source; of a hit, the tokens saved
 
 
 class CacheChanged(Event):
-    """The changes in the pool since the last such event; the first one names all that is not free.
+    """The changes in the pool since the last such event. The first one names everything that is not free.
 
-    A block's state follows from the tables that hold it. One that no table holds is free or cached.
+    A block's state follows from the tables that hold it. A block that no table holds is free or cached.
     """
 
-    tables: list[TableView] = []  # new ones, and those that are other than they were
-    gone: list[SeqId] = []  # sequences without a table now
-    cached: list[Count] = []  # blocks that are cached now
-    uncached: list[Count] = []  # and those that were
+    tables: list[TableView] = []  # new and changed tables
+    gone: list[SeqId] = []  # sequences that no longer have a table
+    cached: list[Count] = []  # blocks that became cached
+    uncached: list[Count] = []  # blocks that are no longer cached
     counts: CacheCounts = msgspec.field(default_factory=CacheCounts)
     log: list[LogEntry] = []
-    num_unlogged: Count = 0  # events that were too many to send
-    words: dict[Count, str] = {}  # the first words of blocks that are held, where they are new; not cleaned
+    num_unlogged: Count = 0  # events not sent because there were too many
+    words: dict[Count, str] = {}  # new first words of blocks that sequences hold; not cleaned
 
 
 class MemoryUse(Event):
-    """Who has the memory of the model's device, in bytes; ``cache`` is the pool, as far as it is there."""
+    """Memory use of the model's device, in bytes. ``cache`` is the part of the pool that is allocated."""
 
     total: Count
     free: Count
     weights: Count
     cache: Count
-    rest: Count  # of the engine's process: room for the steps
+    rest: Count  # of the engine process: activations and workspaces
 
 
 class Stepped(Event):
@@ -282,24 +282,24 @@ class Stepped(Event):
 
 
 class BlockFacts(Event):
-    """The facts of a block that the engine alone knows."""
+    """Facts about a block that only the engine knows."""
 
     block: Count
     tokens: list[str]  # not cleaned
-    node: Count | None  # its number in the prefix cache, if it can be found there
-    before: str  # the number of the node before it, or the salt of a first block
-    age: Amount | None  # seconds since it was taken
+    node: Count | None  # its node number in the prefix cache, None if it is not there
+    before: str  # number of the previous node, or the salt of a first block
+    age: Amount | None  # seconds since it was allocated
 
 
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
-# A line that `encode` made -> its message. ValueError, in one line, where it is none of its kind.
+# Decode a line that `encode` made. Raises ValueError, with a one-line message, for anything else.
 decode_command = msgspec.json.Decoder[Command](reduce(or_, Command.__subclasses__())).decode
 decode_event = msgspec.json.Decoder[Event](reduce(or_, Event.__subclasses__())).decode
 
 
 def encode(message: Command | Event) -> bytes:
-    """One line of JSON. Lone surrogates, which UTF-8 does not have, become U+FFFD."""
+    """Return a message as one line of JSON. Lone surrogates, which UTF-8 cannot encode, become U+FFFD."""
     try:
         return msgspec.json.encode(message) + b"\n"
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Reports the engine's work to the app, at the pace that the app asks for."""
+"""Reports the engine's progress to the app, at the rate that the app asks for."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -12,27 +12,27 @@ from minillm.service import messages
 from minillm.service.cache_view import CacheView, Owner
 from minillm.speculation.guesses import num_accepted
 
-_INTERVAL = 0.1  # seconds between two pictures of the pool, and of the beams, unless `Report` says otherwise
-_MOST_STEPS = 100  # in one message
-_MEMORY_INTERVAL = 2.0  # seconds between two looks at the device's memory
-_IMPOSSIBLE = -1e4  # the least log-probability that is sent: JSON has no infinity
+_INTERVAL = 0.1  # seconds between reports of the pool and the beams, unless `Report` says otherwise
+_MOST_STEPS = 100  # per message
+_MEMORY_INTERVAL = 2.0  # seconds between checks of the device's memory
+_IMPOSSIBLE = -1e4  # the smallest log-probability sent: JSON has no infinity
 
 
 @dataclass
 class Answer:
-    """A request under way, or one that has ended and whose blocks stay."""
+    """A running request, or an ended one with blocks that stay."""
 
     command: messages.Generate
     group: SequenceGroup
     in_reasoning: bool
     started: bool = False  # `Started` is sent
-    sent_at: float = 0.0  # when its beams were, or how far its prompt is
-    first_read: tuple[float, int] | None = None  # when part of its prompt was computed, and how many tokens
-    stays: bool = True  # its blocks do, when it ends
-    num_pinned_tokens: int = 0  # of its prompt, with the files that stand in it
-    sequences: list[Sequence] = field(default_factory=list)  # that stay: idle, one or as many as it has candidates
-    outputs: list[CompletionOutput] = field(default_factory=list)  # of the answer that has ended
-    places: dict[int, int] = field(default_factory=dict)  # by seq_id: which output of a search each sequence goes by
+    sent_at: float = 0.0  # when its beams or its prompt's progress were last sent
+    first_read: tuple[float, int] | None = None  # time and tokens computed, first seen
+    stays: bool = True  # keep its blocks when it ends
+    num_pinned_tokens: int = 0  # leading tokens of its prompt, up to the last attached file
+    sequences: list[Sequence] = field(default_factory=list)  # idle sequences that stay: one, or one per candidate
+    outputs: list[CompletionOutput] = field(default_factory=list)  # of the ended answer
+    places: dict[int, int] = field(default_factory=dict)  # by seq_id: the output a beam is assigned to
 
     @property
     def searches(self) -> bool:
@@ -40,7 +40,7 @@ class Answer:
 
 
 class Teller:
-    """Gathers texts, beams, steps and changes of the pool, and sends them when the last time is long enough ago."""
+    """Collects text, beams, steps and pool changes, and sends them at most once per interval."""
 
     def __init__(
         self, engine: Engine, send: Callable[[messages.Event], None], owners: Callable[[], Mapping[int, Owner]]
@@ -51,14 +51,14 @@ class Teller:
         self._interval, self._text_interval = _INTERVAL, 0.0
         self._last_picture = self._last_text = self._last_memory = 0.0
         self._unsent: dict[tuple[str, int], messages.TextDelta] = {}  # by request and completion
-        self._steps: list[StepReport] = []  # that are not sent yet
+        self._steps: list[StepReport] = []  # not sent yet
         self._last_step = engine.figures.last_step
 
     def set_interval(self, seconds: float) -> None:
         self._interval = self._text_interval = seconds
 
     def add_delta(self, answer: Answer, delta: Delta) -> None:
-        """Take the text that a step added to one completion of a sampled answer."""
+        """Add the text of one step to one completion of a sampled answer."""
         self._send_start(answer)
         sequence = next((each for each in answer.group.sequences if each.index == delta.index), None)
         if sequence is None or answer.searches:
@@ -88,13 +88,13 @@ class Teller:
             self.send(messages.Started(name, group.num_prompt_tokens, cached, waited, answer.in_reasoning))
 
     def send_text(self, request_id: str, index: int) -> None:
-        """Send the text that one completion has gained since the last time."""
+        """Send the text that one completion gained since the last time."""
         text = self._unsent.pop((request_id, index), None)
         if text is not None:
             self.send(text)
 
     def end_step(self, answers: Iterable[Answer]) -> None:
-        """Note the step; send texts, beams, and how far prompts are, unless the last time is too recent."""
+        """Record the step. Send texts, beams and prompt progress unless the last report is too recent."""
         if (step := self._engine.figures.last_step) is not None and step is not self._last_step:
             self._steps.append(step)
             self._last_step = step
@@ -143,13 +143,13 @@ class Teller:
         self.send(messages.BeamsChanged(answer.command.request_id, beams))
 
     def end_beams(self, answer: Answer, output: RequestOutput) -> None:
-        """Send the beams of a search that has ended, and their ends."""
+        """Send the beams of a finished search and their ends."""
         self._send_beams(answer, output)
         for each in output.outputs:
             self._send_end(answer, each.index, each.finish_reason or "abort", len(each.token_ids))
 
     def show_cache(self, *, now: bool = False) -> None:
-        """Send the steps and the changes in the pool, unless the last picture is too recent."""
+        """Send the steps and the pool changes unless the last report is too recent."""
         moment = time.monotonic()
         if now or moment - self._last_picture >= self._interval:
             picture = self.view.changes(self._owners())
@@ -165,15 +165,15 @@ class Teller:
 
 
 def memory_use(engine: Engine) -> messages.MemoryUse:
-    """The memory of the model's device as it is now."""
+    """Return the current memory use of the model's device."""
     model, cache = engine.runner.model, engine.cache
     free, total, own = device_memory(model.device)
     pool = model.local.kv_bytes_per_token(model.kv_element_size) * cache.block_size * cache.num_blocks
-    beside = max(0, own - model.weight_bytes)
-    held = min(pool, beside)  # a CPU's pool takes no memory before it is written
-    return messages.MemoryUse(total, free, min(own, model.weight_bytes), held, beside - held)
+    others = max(0, own - model.weight_bytes)
+    held = min(pool, others)  # a CPU pool takes no memory before it is written
+    return messages.MemoryUse(total, free, min(own, model.weight_bytes), held, others - held)
 
 
 def by_score(output: CompletionOutput) -> float:
-    """Sorts the best beam first."""
+    """Return a sort key that puts the best beam first."""
     return -(output.score or 0.0)
