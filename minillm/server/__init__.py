@@ -1,1 +1,1 @@
-"""A server that speaks OpenAI's protocol: HTTP in one process, the engine in another."""
+"""An OpenAI-compatible server. HTTP and the engine run in separate processes."""

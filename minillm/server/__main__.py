@@ -1,6 +1,6 @@
-"""The engine's process of the server: calls come on stdin, events go to stdout, it computes in between.
+"""Engine process of the server: read calls from stdin, write events to stdout, run steps in between.
 
-Run as ``python -m minillm.server``. It ends when stdin does, so it never outlives the HTTP side.
+Run as ``python -m minillm.server``. The process ends when stdin closes, so it never outlives the HTTP process.
 """
 
 import os
@@ -16,9 +16,9 @@ from minillm.service import messages as chat
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the HTTP side's to interpret
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the HTTP process handles ctrl-c
     events = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # a stray print must not reach the other side as an event
+    os.dup2(2, 1)  # a stray print must not reach the HTTP process as an event
     lock = threading.Lock()
 
     def send(event: messages.Event) -> None:
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
-    """Load the model, then answer until stdin ends."""
+    """Load the model and serve calls until stdin ends."""
     began = time.monotonic()
     from minillm.config import EngineConfig
     from minillm.engine.driver import Driver

@@ -1,10 +1,10 @@
-"""Who may come in: an ASGI layer before all routes. Closed by default.
+"""Access control: an ASGI layer in front of all routes. Closed by default.
 
-- Host must be a name of this server, so that no web page reaches it through a name of its own (DNS rebinding).
-- With keys, every route but /health and /version needs one; they are compared in constant time. The tenant is the
-  owner of the key that was verified; without keys it is the client's address.
-- No other origin is allowed to read answers, unless it is named.
-- Bodies are bounded in size and in time, and large ones that arrive at once in their sum for each tenant.
+- Host must be one of this server's names, so that no web page can reach it by DNS rebinding.
+- If there are keys, every route but /health and /version needs one. Keys are compared in constant time. The tenant is
+  the owner of the verified key, or the client's address if there are no keys.
+- Other origins may not read answers unless they are listed.
+- Bodies are limited in size and time. The total of one tenant's large bodies in transit is limited as well.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _OPEN = ("/health", "/version")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _SINGLE = ("host", "authorization", "content-type", "origin", "content-length", "transfer-encoding")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
-_MOST_OF_BODIES = 16 << 20  # bytes of one tenant's large bodies that arrive at once
+_MOST_OF_BODIES = 16 << 20  # bytes of one tenant's large bodies in transit
 
 
 @dataclass(frozen=True)
 class AccessRules:
     """Attributes:
-    keys: name by key; empty: all may come in.
-    hosts: names and addresses that a Host header may have, without port; empty: any.
-    origins: those of web pages that may read answers.
-    max_body: bytes.
-    body_seconds: a body must have come by then.
+    keys: name by key; if empty, every client is allowed.
+    hosts: names and addresses allowed in the Host header, without port; if empty, any.
+    origins: origins of web pages that may read answers.
+    max_body: largest body in bytes.
+    body_seconds: seconds a body may take to arrive.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class AccessRules:
     body_seconds: float = 60.0
 
     def tenant_of(self, given: str) -> str | None:
-        """The name of the key's owner; None for a key that is none of ours. Takes as long for any key."""
+        """Return the name of the key's owner, None for an unknown key. Takes equally long for every key."""
         found = None
         for key, name in self.keys.items():
             if hmac.compare_digest(_digest(key), _digest(given)):
@@ -61,16 +61,16 @@ def _digest(key: str) -> bytes:
 
 
 class BodyMemory:
-    """Memory for bodies that arrive in several pieces: each tenant has ``most`` bytes, and more of its bodies wait."""
+    """Memory for bodies that arrive in several pieces. Each tenant has ``most`` bytes; further bodies of its wait."""
 
     def __init__(self, most: int = _MOST_OF_BODIES) -> None:
         self._most = most
         self._used: Counter[str] = Counter()  # bytes by tenant
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}  # by tenant, the oldest first
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}  # by tenant, oldest first
 
     @asynccontextmanager
     async def take(self, tenant: str, size: int) -> AsyncIterator[None]:
-        """Wait for ``size`` bytes and free them afterwards."""
+        """Wait for ``size`` bytes and free them at exit."""
         size = min(size, self._most)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append((size, turn))
@@ -84,7 +84,7 @@ class BodyMemory:
             self._admit(tenant)
 
     def _admit(self, tenant: str) -> None:
-        """Let the oldest bodies in that fit."""
+        """Admit the oldest bodies that fit."""
         waiting = self._waiting.get(tenant, deque())
         while waiting and (waiting[0][1].done() or self._used[tenant] + waiting[0][0] <= self._most):
             size, turn = waiting.popleft()
@@ -99,7 +99,7 @@ class BodyMemory:
 
 @dataclass(frozen=True)
 class Access:
-    """Lets requests in that keep to the rules; ``scope["state"]`` gets their ``tenant`` and their whole ``body``."""
+    """Admits requests that follow the rules. ``scope["state"]`` gets their ``tenant`` and complete ``body``."""
 
     app: ASGIApp
     rules: AccessRules
@@ -149,12 +149,12 @@ class Access:
             if names.count(name.encode()) > 1:
                 return 400, f"more than one {name} header; send one"
         if rules.hosts and _hostname(headers.get("host", "")) not in rules.hosts:
-            return 403, "this server does not go by that name: Host must be one of its own (see --allowed-host)"
+            return 403, "unknown Host header: use one of this server's names, or allow more by --allowed-host"
         if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
-            return 501, "transfer-encoding must be chunked; send the body as it is"
+            return 501, "transfer-encoding must be chunked; send the body without other encodings"
         if scope["path"] in _OPEN or scope["method"] == "OPTIONS" or tenant is not None:
             return None
-        return 401, "this server wants an API key: Authorization: Bearer KEY"
+        return 401, "this server requires an API key: send Authorization: Bearer KEY"
 
     async def _read(self, headers: Mapping[str, str], receive: Receive, tenant: str) -> bytes | tuple[int, str]:
         """Return the body, or status and message of a rejection."""
@@ -163,7 +163,7 @@ class Access:
         if size > limit:
             return 413, f"the body is larger than {limit} bytes"
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a web page could send other kinds without asking first
+        if kind != "application/json":  # a web page could send other types without a preflight request
             return 415, "content-type must be application/json"
         try:
             async with asyncio.timeout(self.rules.body_seconds):
@@ -173,7 +173,7 @@ class Access:
                 async with self.memory.take(tenant, size):
                     return await self._read_rest(first, receive)
         except TimeoutError:
-            return 408, f"the body has not come within {self.rules.body_seconds:g} s"
+            return 408, f"the body did not arrive within {self.rules.body_seconds:g} s"
 
     async def _read_rest(self, message: Message, receive: Receive) -> bytes | tuple[int, str]:
         parts, size = [], 0
@@ -183,7 +183,7 @@ class Access:
             if size > self.rules.max_body or not message.get("more_body", False):
                 return self._joined(parts)
             message = await receive()
-        return 400, "the client has gone"
+        return 400, "the client has disconnected"
 
     def _joined(self, parts: Sequence[bytes]) -> bytes | tuple[int, str]:
         body = b"".join(parts)
@@ -192,7 +192,7 @@ class Access:
         )
 
     def _counted(self, scope: Scope, origin: str, send: Send) -> Send:
-        """``send``, which counts the response and names the origin that may read it."""
+        """Wrap ``send`` to count the response and to name the origin that may read it."""
         allowed = [
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-expose-headers", b"retry-after, server-timing"),
@@ -210,7 +210,7 @@ class Access:
         return counted
 
     async def _preflight(self, send: Send, wanted: str) -> None:
-        """Allow an origin what it asks for: OpenAI's clients send a dozen headers of their own."""
+        """Allow an origin all headers that it asks for: OpenAI's clients send a dozen of their own."""
         headers = [
             (b"access-control-allow-methods", b"GET, POST, DELETE"),
             (b"access-control-allow-headers", (wanted or "authorization, content-type").encode("latin-1")),

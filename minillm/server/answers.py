@@ -1,4 +1,4 @@
-"""Answers in OpenAI's forms, as data for JSON."""
+"""Answers in OpenAI's format, as data for JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Json = dict[str, Any]
 
 @dataclass
 class Usage:
-    """The tokens of one request, over all its prompts."""
+    """Token usage of one request, over all its prompts."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
 
     def add(self, ended: Ended, num_tokens: int) -> None:
-        """Count an answer that has ended."""
+        """Count a finished answer."""
         self.prompt += ended.num_prompt_tokens
         self.cached += ended.num_cached_tokens
         self.completion += num_tokens
@@ -37,7 +37,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Frame:
-    """The part that all chunks of one response have in common."""
+    """The fields that all chunks of one response share."""
 
     id: str
     model: str
@@ -45,11 +45,11 @@ class Frame:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
-        """Return a response; ``prompt`` are fields that tell of the prompt."""
+        """Return a complete response. ``prompt`` holds the fields about the prompt."""
         return {**self._head(self.kind), "choices": choices, "usage": usage.json(), **prompt}
 
     def chunk(self, choices: list[Json], usage: Usage | None = None, *, has_usage: bool = False) -> Json:
-        """A piece of a stream; ``has_usage`` says that the last one will tell the use of tokens."""
+        """Return a chunk of a stream. With ``has_usage`` all chunks have the field ``usage``, null before the last."""
         kind = f"{self.kind}.chunk" if self.kind.startswith("chat") else self.kind
         tail = {"usage": None if usage is None else usage.json()} if has_usage or usage is not None else {}
         return {**self._head(kind), "choices": choices, **tail}
@@ -59,7 +59,7 @@ class Frame:
 
 
 def extras(each: Completion) -> Json:
-    """Fields of a choice that are ours; only those that it has."""
+    """Return the fields of a choice that OpenAI does not have, as far as they are set."""
     found: Json = {}
     if each.stop_reason is not None:
         found["stop_reason"] = each.stop_reason
@@ -69,7 +69,7 @@ def extras(each: Completion) -> Json:
 
 
 def chat_logprobs(tokens: Sequence[Token]) -> Json:
-    """Log-probabilities as in chat completions."""
+    """Return log-probabilities in the format of chat completions."""
     return {"content": [{**_entry(t.text, t.raw, t.logprob), "top_logprobs": _top(t)} for t in tokens], "refusal": None}
 
 
@@ -82,7 +82,7 @@ def _entry(text: str, raw: bytes, logprob: float | None) -> Json:
 
 
 def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
-    """Log-probabilities as in completions; ``offset`` characters lie before the first token."""
+    """Return log-probabilities in the format of completions. ``offset``: characters before the first token."""
     texts, offsets = [], []
     for token in tokens:
         texts.append(token.text)
@@ -97,14 +97,14 @@ def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
 
 
 def _by_text(token: Token) -> dict[str, float] | None:
-    """Return the most probable tokens in a token's place, and itself; None for the first token of a prompt."""
+    """Return the most probable tokens at a token's position, and the token itself; None for a prompt's first token."""
     if token.logprob is None:
         return None
     return {**{text: value for text, _, value in token.top}, token.text: token.logprob}
 
 
 def prompt_entry(token: Token) -> Json | None:
-    """A prompt's token in ``prompt_logprobs``: itself and the most probable ones; None for the first."""
+    """Return a prompt token's entry in ``prompt_logprobs``: itself and the most probable tokens; None for the first."""
     if token.logprob is None:
         return None
     best = [{"token": text, "logprob": value} for text, _, value in token.top]

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The HTTP routes."""
 
 from __future__ import annotations
 
@@ -39,49 +39,49 @@ from minillm.server.sharing import leaves_some
 from minillm.server.thoughts import ThoughtReader, template_options
 from minillm.server.tool_choice import call_form, call_formats, choice_of, shown_tools
 
-_PING_SECONDS = 15.0  # after which a silent stream of events says that it is alive
+_PING_SECONDS = 15.0  # between pings on a stream of events that has nothing to send
 _MOST_WATCHERS = 32
-_MOST_TOKENS = 1 << 17  # that are decoded at once
-_MOST_UNREAD = 256  # events that wait for a slow watcher, before it loses its stream
+_MOST_TOKENS = 1 << 17  # decoded in one request
+_MOST_UNREAD = 256  # events queued for a slow watcher before it loses its stream
 
 
 class UnknownModel(HTTPException):
-    """A request names a model that is not served here."""
+    """A request names a model that this server does not serve."""
 
 
 @dataclass
 class Service:
-    """All that the routes need."""
+    """Shared state of the routes."""
 
     engine: Engine
     facts: messages.Ready
     names: tuple[str, ...]  # of the model
     seats: Seats
     metrics: Metrics
-    has_keys: bool = False  # then one key's words are not another's to read
-    shared: bool = False  # there are several keys: none may take everything, or find another's prompts in the cache
+    has_keys: bool = False  # one key may not read another's text
+    shared: bool = False  # several keys: none may take everything, or detect another's prompts in the cache
     send_seconds: float = 60.0
     prefixes: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
     sessions: dict[str, Questions] = field(default_factory=dict)
     watchers: Counter[str] = field(default_factory=Counter)  # open streams of events, by tenant
-    closing: asyncio.Event = field(default_factory=asyncio.Event)  # streams without an end have one now
+    closing: asyncio.Event = field(default_factory=asyncio.Event)  # set when streams without an end must end
 
     def forget(self, replica: int) -> None:
-        """Forget what an engine that has ended has kept."""
+        """Forget everything kept by an engine that has ended."""
         self.prefixes = {id: each for id, each in self.prefixes.items() if each.get("replica", 0) != replica}
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModel for a model that is not this one: none is loaded by request."""
+        """Raise UnknownModel for any other model: requests never load one."""
         if name is not None and name not in self.names:
-            raise UnknownModel(404, f"the model {shown(name)} is not served here; {self.names[0]} is")
+            raise UnknownModel(404, f"the model {shown(name)} is not served here; use {self.names[0]}")
 
 
 Handler = tuple[str, str, Callable[[Service, Request], Awaitable[Any]]]  # method, path, and the function
 
 
 def make_app(service: Service, rules: AccessRules) -> ASGIApp:
-    """The application, behind its rules of access."""
+    """Return the application with access control."""
     generating: list[Handler] = [
         ("POST", "/v1/chat/completions", _chat),
         ("POST", "/v1/completions", _completions),
@@ -115,10 +115,10 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
 
 
 class Shortcut:
-    """An ASGI layer with a short way to the routes that generate.
+    """An ASGI layer that leads directly to the generating routes.
 
-    Starlette looks at route after route, and lays several layers around each: all of them are in the way of a first
-    token, and of every chunk behind it.
+    Starlette tries one route after another and wraps each in several layers. They would delay the first token and every
+    chunk after it.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
@@ -172,13 +172,13 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """The methods that the path of a request has."""
+    """Return the methods that the request's path allows."""
     found = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return {method for route in found for method in route.methods or ()}
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return _json(error_json(500, "internal error; the server's log says more"), 500)
+    return _json(error_json(500, "internal error; see the server's log"), 500)
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
@@ -266,9 +266,9 @@ def _generating(
 
 
 def _salt(service: Service, tenant: str, salt: str | None = None, fork: messages.ForkPoint | None = None) -> str | None:
-    """Return the salt of the prefix cache. One key's is not another's: else a key could find out another's prompts.
+    """Return the salt of the prefix cache. Each key has its own, or a key could detect another's prompts.
 
-    A fork without a salt has that of its answer.
+    A fork without a salt uses its answer's salt.
     """
     if salt is None and (fork is not None or not service.shared):
         return None
@@ -405,7 +405,7 @@ async def _cache_events(service: Service, request: Request) -> Response:
 
 
 async def _open_session(service: Service, request: Request) -> Response:
-    """A chat app's stream of events; the first line tells its name and the model's facts."""
+    """Stream events to a chat app. The first lines are the session's name and the model's facts."""
     session, tenant, engine = f"s{secrets.token_hex(8)}", request.state.tenant, service.engine
     reader = tenant if service.has_keys else None
 
@@ -456,7 +456,7 @@ def _listening(
     ping: bytes = b": alive\n\n",
     media_type: str = "text/event-stream",
 ) -> Response:
-    """A stream of the events that the engine sends to ``name``; a listener that does not read loses it."""
+    """Return a stream of the events that the engine sends to ``name``. A listener that does not read loses it."""
     engine, free = service.engine, _MOST_WATCHERS - service.watchers.total()
     if free <= 0 or (service.shared and not leaves_some(service.watchers[tenant], 1, free)):
         raise HTTPException(429, "too many streams of events are open; close one of them, or try again later")

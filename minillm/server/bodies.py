@@ -1,6 +1,6 @@
-"""The bodies of requests. A field that is unknown, or of the wrong type, is an error that names it.
+"""Request bodies. An unknown field or one of the wrong type raises an error that names it.
 
-Fields are OpenAI's (https://platform.openai.com/docs/api-reference), then ours under the names of `minillm.params`.
+The fields are OpenAI's (https://platform.openai.com/docs/api-reference) and our own, named as in `minillm.params`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from minillm.server.messages import Conversation, ForkPoint
 from minillm.text.safe import clean_line
 
 MAX_N = 64
-MAX_PROMPTS = 256  # of one request
-_MOST_SHOWN = 300  # characters of an error: a field's name may be as long as its body
-MAX_ALLOWED = 1 << 18  # different token ids: as many as the largest vocabularies have
-NO_LIMIT = -1  # as ``max_tokens``: as many as the context holds, as in llama.cpp
+MAX_PROMPTS = 256  # per request
+_MOST_SHOWN = 300  # characters of an error: a field name may be as long as the body
+MAX_ALLOWED = 1 << 18  # different token ids: the size of the largest vocabularies
+NO_LIMIT = -1  # as ``max_tokens``: up to the end of the context, as in llama.cpp
 _PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)} - {"grammar"}
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
@@ -32,7 +32,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class BadField(UsageError):
-    """A request's field is wrong; ``field`` is its name, empty where it is the body as a whole."""
+    """A field of the request is wrong. ``field`` is its name, empty if the whole body is wrong."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -41,12 +41,12 @@ class BadField(UsageError):
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # with it, every chunk tells the tokens so far, as vLLM's do
-    include_obfuscation: bool = False  # of no use here: texts are not padded
+    continuous_usage_stats: bool = False  # every chunk reports the tokens so far, as in vLLM
+    include_obfuscation: bool = False  # has no effect: texts are not padded
 
 
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON schema; it is always obeyed, ``strict`` or not."""
+    """A JSON schema. It is always enforced, ``strict`` or not."""
 
     schema: dict[str, Any]
     name: str = ""
@@ -55,14 +55,14 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer."""
+    """The grammar of an answer, as OpenAI writes it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
-    schema: dict[str, Any] | None = None  # with json_object, as llama.cpp and Together have it
+    schema: dict[str, Any] | None = None  # with json_object, as in llama.cpp and Together
 
     def grammar(self) -> dict[str, Any] | None:
-        """Return the parameter ``grammar``; None for any text. Raises BadField."""
+        """Return the parameter ``grammar``, None for any text. Raises BadField."""
         if self.type == "json_schema" and self.json_schema is None:
             raise BadField("response_format: json_schema is missing", "response_format")
         if self.schema is not None and self.type != "json_object":
@@ -74,24 +74,24 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer, as vLLM writes it."""
+    """The grammar of an answer, as vLLM writes it."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    disable_fallback: bool = False  # there is nothing to fall back to
+    disable_fallback: bool = False  # has no effect: there is no fallback
 
     def forms(self) -> dict[str, dict[str, Any]]:
-        """Return the parameter ``grammar`` for each form that is given."""
+        """Return the parameter ``grammar`` for each field that is set."""
         kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
         values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}
         return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}
 
 
 class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
-    """A place in an earlier answer of the same key."""
+    """A position in an earlier answer of the same key."""
 
     id: str
     index: int = 0
@@ -99,7 +99,7 @@ class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both kinds of completions."""
+    """Fields shared by both kinds of completions."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -113,12 +113,12 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None  # a label of the caller's; it changes nothing
+    user: str | None = None  # a label of the caller; has no effect
     metadata: dict[str, str] | None = None  # like ``user``
-    store: bool | None = None  # nothing is stored: only false
+    store: bool | None = None  # only false: nothing is stored
     safety_identifier: str | None = None  # like ``user``
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # there is one here
-    # ours
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # has no effect
+    # our own
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -139,13 +139,13 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    guided_decoding_backend: str | None = None  # vLLM's; there is one here
+    guided_decoding_backend: str | None = None  # vLLM's; has no effect
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None  # SGLang's
     cache_salt: str | None = None
-    prompt_cache_key: str | None = None  # OpenAI's; prefixes are found without it
-    prompt_cache_retention: str | None = None  # and stay as long as there is memory
-    priority: int = 0  # lower is sooner, among requests of one key
+    prompt_cache_key: str | None = None  # OpenAI's; has no effect: prefixes are found without it
+    prompt_cache_retention: str | None = None  # has no effect: prefixes stay as long as there is memory
+    priority: int = 0  # among requests of one key, lower values run first
     return_token_ids: bool = False
     keep: bool = False  # the answer's blocks stay, for `fork_of`
     fork_of: str | ForkOf | None = None
@@ -153,7 +153,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def fork(self) -> ForkPoint | None:
-        """The fork that is asked for, for the engine."""
+        """Return the requested fork for the engine, None without one."""
         of = self.fork_of
         if of is None:
             return None
@@ -161,12 +161,12 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def has_usage(self) -> bool:
-        """Whether a stream ends with the use of tokens."""
+        """Return whether a stream ends with the token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def counts(self) -> bool:
-        """Whether each chunk of such a stream tells the tokens so far."""
+        """Return whether each chunk of a stream reports the token usage so far."""
         return self.has_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
@@ -176,7 +176,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return "json_schema" in form or "json_object" in form
 
     def grammar(self) -> dict[str, Any] | None:
-        """The form that answers must have, for the parameter ``grammar``; raises BadField where there are two."""
+        """Return the parameter ``grammar``, None for any text. Raises BadField if there are two."""
         found = {} if self.structured_outputs is None else self.structured_outputs.forms()
         if self.response_format is not None and (format_ := self.response_format.grammar()) is not None:
             found["response_format"] = format_
@@ -185,11 +185,11 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if (value := getattr(self, name)) is not None:
                 found[name] = {kind: value}
         if len(found) > 1:
-            raise BadField(f"{' and '.join(found)}: an answer has one form; give one", list(found)[1])
+            raise BadField(f"{' and '.join(found)}: an answer follows one grammar; give one", list(found)[1])
         return next(iter(found.values()), None)
 
     def check(self) -> None:
-        """Raise BadField for a value that no request can have."""
+        """Raise BadField for a value that no request may have."""
         if self.store:
             raise BadField("store: this server stores nothing; leave it out", "store")
         if self.stream_options is not None and not self.stream:
@@ -207,21 +207,21 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= 256:
             raise BadField("cache_salt must have 1 to 256 characters", "cache_salt")
         if not -(1 << 31) < self.priority < 1 << 31:
-            raise BadField("priority must be below 2^31 in size", "priority")
+            raise BadField("priority must be above -2^31 and below 2^31", "priority")
 
 
 class CompletionBody(_Generation):
-    """``/v1/completions``."""
+    """The body of ``/v1/completions``."""
 
-    prompt: str | list[int | str | list[int]] | None = None  # one kind in a list
+    prompt: str | list[int | str | list[int]] | None = None  # a list holds one kind
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
 
     def prompts(self) -> list[str | list[int] | None]:
-        """The prompts, at least one; None is an empty one behind a fork."""
-        found: list[Any] = [self.prompt]  # text, ids or none
+        """Return the prompts, at least one. None is an empty prompt after a fork."""
+        found: list[Any] = [self.prompt]  # text, ids or None
         if isinstance(self.prompt, list):
             kinds = set(map(type, self.prompt))
             if len(kinds) > 1:
@@ -239,16 +239,16 @@ class CompletionBody(_Generation):
     def check(self) -> None:
         super().check()
         if self.suffix:
-            raise BadField("suffix: no model here fills gaps; leave it out", "suffix")
+            raise BadField("suffix: infilling is not supported; leave it out", "suffix")
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise BadField(f"best_of {self.best_of} is below n {self.n}", "best_of")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
-            raise BadField("best_of: which answers are best is known at the end only; leave stream out", "best_of")
+            raise BadField("best_of: the best answers are known only at the end; leave stream out", "best_of")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise BadField(f"logprobs must be from 0 to 20, not {self.logprobs}", "logprobs")
 
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """The engine's parameters; ``defaults`` are the model's own for samples."""
+        """Return the engine's parameters. ``defaults`` are the model's own sampling defaults. Raises BadField."""
         values = _given(self, defaults)
         if self.max_tokens is None:
             values.setdefault("max_tokens", max(16, values.get("min_tokens", 0)))
@@ -262,7 +262,7 @@ class CompletionBody(_Generation):
 
 
 class ChatBody(_Generation):
-    """``/v1/chat/completions``."""
+    """The body of ``/v1/chat/completions``."""
 
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
@@ -276,18 +276,18 @@ class ChatBody(_Generation):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # a hint to models of OpenAI's
+    verbosity: Literal["low", "medium", "high"] | None = None  # a hint for OpenAI's own models; has no effect
 
     def conversation(
         self, tools: list[dict[str, Any]] | None = None, options: Mapping[str, Any] = {}
     ) -> Conversation | None:
-        """The conversation for the engine, with ``tools`` and variables for the template; None behind a fork."""
+        """Return the conversation for the engine, with ``tools`` and template variables; None after a fork."""
         if self.messages is None:
             if self.fork_of is None:
                 raise BadField("messages is missing", "messages")
             return None
         if self.fork_of is not None:
-            raise BadField("messages: a fork goes on with the answer itself; leave messages out", "messages")
+            raise BadField("messages: a fork continues the answer itself; leave messages out", "messages")
         return Conversation(
             self.messages, self.add_generation_prompt, self.continue_final_message, tools, dict(options)
         )
@@ -299,10 +299,10 @@ class ChatBody(_Generation):
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
             raise BadField(f"top_logprobs must be from 0 to 20, not {self.top_logprobs}", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise BadField("max_tokens and max_completion_tokens are two names of one thing; give one", "max_tokens")
+            raise BadField("max_tokens and max_completion_tokens mean the same; give one", "max_tokens")
 
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """The engine's parameters; ``defaults`` are the model's own for samples."""
+        """Return the engine's parameters. ``defaults`` are the model's own sampling defaults. Raises BadField."""
         values = _given(self, defaults)
         if self.max_completion_tokens not in (None, NO_LIMIT):
             values["max_tokens"] = self.max_completion_tokens
@@ -311,27 +311,27 @@ class ChatBody(_Generation):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``/tokenize``: a prompt or a conversation."""
+    """The body of ``/tokenize``: a prompt or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None  # with messages
     add_special_tokens: bool = True
-    parse_special: bool = False  # control tokens that the text spells are control tokens
+    parse_special: bool = False  # parse control tokens that are spelled out in the text
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``/detokenize``."""
+    """The body of ``/detokenize``."""
 
     model: str | None = None
     tokens: list[int]
 
 
 class PrefixBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``/v1/prefixes``: a beginning to keep. Messages are taken as the beginning of a conversation."""
+    """The body of ``/v1/prefixes``: a beginning to keep. Messages are the beginning of a conversation."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -340,7 +340,7 @@ class PrefixBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_body(kind: type[Body], data: bytes) -> Body:
-    """The body as its type; raises BadField. A field of null is as good as none."""
+    """Return the body as its type. Raises BadField. A null field counts as absent."""
     try:
         try:
             return msgspec.json.decode(data, type=kind)
@@ -384,18 +384,18 @@ def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """The values, once they are checked; raises BadField."""
+    """Return the values after checking them. Raises BadField."""
     searches = "beam_width" in values
     known = _SEARCH if searches else _SAMPLING
     values = {name: value for name, value in values.items() if value is not None}
     for name in values:
         if name not in known:
-            other = "only without beam_width: a beam search does not draw" if searches else "only with beam_width"
+            other = "only without beam_width: beam search does not sample" if searches else "only with beam_width"
             raise BadField(f"{name}: {other}", name)
     if searches and "n" not in values:
         values["n"] = 1
     try:
-        quick = {name: value for name, value in values.items() if name != "grammar"}  # that takes a process of its own
+        quick = {name: value for name, value in values.items() if name != "grammar"}  # takes another process
         (BeamSearchParams if searches else SamplingParams)(**quick)
     except UsageError as error:
         text = str(error)

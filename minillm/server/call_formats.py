@@ -1,7 +1,7 @@
-"""Parse calls of tools in complete pieces of text: JSON, Python and XML. `minillm.server.tool_calls` finds the pieces.
+"""Parse tool calls in complete pieces of text: JSON, Python and XML. `minillm.server.tool_calls` finds the pieces.
 
-Here ``tools`` are the schemas of the parameters of all tools that may be called, by name. A call is a name and its
-arguments, an object as JSON. A piece of text has either valid calls of known tools only, or none.
+``tools`` maps the name of each tool that may be called to the schema of its parameters. A call is a name and its
+arguments, an object as JSON. A piece of text yields calls only if all of them are valid calls of known tools.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Tools = Mapping[str, Mapping[str, Any]]
 Calls = list[tuple[str, str]]
 _CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
-_NAMES = {"true": True, "false": False, "null": None}  # of JSON, in Python
+_NAMES = {"true": True, "false": False, "null": None}  # of JSON, as names in Python
 _WORDS = {"True": True, "False": False, "None": None}  # of Python, in XML
 
 
 @dataclass
 class Scanner:
-    """Find where a bracket that opens a piece of JSON or Python is closed, in text that comes in pieces."""
+    """Finds the bracket that closes a piece of JSON or Python, in text that arrives in pieces."""
 
     quotes: str = '"'
     _depth: int = 0
-    _quote: str = ""  # of the text that is being read
+    _quote: str = ""  # the open quote, empty outside strings
     _escaped: bool = False
 
     def feed(self, text: str) -> int | None:
-        """Return the number of characters of this piece up to the end; None where it goes on."""
+        """Return the number of characters of this piece up to the end, None if the end is not in it."""
         for position, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -54,10 +54,10 @@ class Scanner:
 
 
 def json_calls(text: str, tools: Tools, *, bare: bool = False) -> Calls:
-    """Return the calls that a text of JSON makes: one object or a list of them.
+    """Return the calls in JSON text: one object or a list of objects.
 
     Args:
-        bare: nothing but its keys distinguishes a call from an answer in JSON, so it has arguments and no other keys.
+        bare: only its keys tell a call from an answer in JSON, so a call must have arguments and no unknown keys.
     """
     try:
         value = parse_strict_json(text)
@@ -85,7 +85,7 @@ def _json_call(value: Any, tools: Tools, bare: bool) -> tuple[str, str] | None:
 
 
 def named_call(name: Any, arguments: str, tools: Tools) -> tuple[str, str] | None:
-    """Return the call of ``name`` with arguments that are JSON, or empty; None where it is no call."""
+    """Return the call of ``name`` with arguments as JSON, or empty; None if it is no valid call."""
     try:
         return _call(name, parse_strict_json(arguments) if arguments.strip() else {}, tools)
     except ValueError:
@@ -97,15 +97,15 @@ def _call(name: Any, arguments: Any, tools: Tools) -> tuple[str, str] | None:
         return None
     try:
         return name, json.dumps(arguments, ensure_ascii=False)
-    except RecursionError:  # at the border of what could be parsed
+    except RecursionError:  # nested nearly as deep as the parser allows
         return None
 
 
 def python_calls(text: str, tools: Tools) -> Calls:
-    """Return the calls in a list as Llama 3.2 and 4 write it: ``[get_weather(town="Bern", days=2)]``."""
+    """Return the calls in a list in the format of Llama 3.2 and 4: ``[get_weather(town="Bern", days=2)]``."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes
+            warnings.simplefilter("ignore")  # warnings about escapes
             tree = ast.parse(text.strip(), mode="eval").body
         elements = tree.elts if isinstance(tree, ast.List) else []
         return _all([_python_call(each, tools) for each in elements])
@@ -123,7 +123,7 @@ def _python_call(node: ast.expr, tools: Tools) -> tuple[str, str] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal that JSON also has; raises ValueError for anything else."""
+    """Return the value of a literal that JSON also has. Raises ValueError for anything else."""
     match node:
         case ast.Constant(str() | bool() | int() | float() | None as value):
             return value
@@ -135,19 +135,19 @@ def _literal(node: ast.expr) -> Any:
             return {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
         case ast.Name(name) if name in _NAMES:
             return _NAMES[name]
-    raise ValueError(f"no literal: {type(node).__name__}")
+    raise ValueError(f"not a literal: {type(node).__name__}")
 
 
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise ValueError("a key is text")
+    raise ValueError("keys must be strings")
 
 
 def xml_call(name: str, body: str, tools: Tools) -> tuple[str, str] | None:
-    """Return the call with parameters as Qwen3-Coder writes them: ``<parameter=town>Bern</parameter>`` for each.
+    """Return the call with parameters in the format of Qwen3-Coder: ``<parameter=town>Bern</parameter>`` for each.
 
-    A value is text where the tool's schema says so, or nothing; else JSON, if it can be.
+    A value is text if the tool's schema says so or has no entry for it. Otherwise it is parsed as JSON if possible.
     """
     if _PARAMETER.sub("", body).strip():
         return None

@@ -1,4 +1,4 @@
-"""Calls of the HTTP side become jobs of the engine's thread. Work that takes long is done in threads beside it."""
+"""Turn calls from the HTTP process into jobs for the engine thread. Slow work runs in other threads."""
 
 import queue
 import sys
@@ -14,36 +14,36 @@ from minillm.server.room import Room
 from minillm.server.sessions import Sessions
 from minillm.server.sharing import SharedThreads
 
-_THREADS = 4  # of which one tenant takes two
-_SHORT = 512  # characters: to encode them takes a quarter of a millisecond, to wake another thread a tenth and more
+_THREADS = 4  # one tenant uses at most two
+_SHORT = 512  # characters: encoding them takes about 0.25 ms; waking another thread takes 0.1 ms and more
 
 
 class CallReader:
     """Reads calls in a thread of its own.
 
     Attributes:
-        jobs: for the engine's thread, in their order; None at the end.
+        jobs: the engine thread's work in order; None marks the end.
     """
 
     def __init__(self, driver: Driver, room: Room, sessions: Sessions, send: Callable[[messages.Event], None]) -> None:
         self.jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._driver, self._room, self._sessions, self._send = driver, room, sessions, send
         self._pool = SharedThreads(_THREADS, "prepare")
-        self._grammars = SharedThreads(_THREADS, "grammar")  # one that takes seconds keeps only its like waiting
+        self._grammars = SharedThreads(_THREADS, "grammar")  # a grammar that takes seconds delays only other grammars
 
     def begin_templates(self) -> None:
-        """Start the chat template's process, which takes a while, before the first conversation comes."""
+        """Start the chat template's process, which takes a while, before the first conversation arrives."""
         first = messages.Conversation([{"role": "user", "content": "hello"}])
-        self._pool.submit("", partial(prompt_ids, self._driver, first))  # where that fails, conversations will say so
+        self._pool.submit("", partial(prompt_ids, self._driver, first))  # conversations report an error here
 
     def read(self, stream: BinaryIO) -> None:
-        """Read until the stream ends."""
+        """Read calls until the stream ends."""
         while (call := messages.read_call(stream)) is not None:
             self.take(call)
         self.jobs.put(None)
 
     def take(self, call: messages.Call) -> None:
-        """Carry out a call, or have it done."""
+        """Carry out a call here, or queue it for a thread or the engine."""
         room, sessions, then = self._room, self._sessions, self.jobs.put
         match call:
             case messages.Complete():
@@ -78,11 +78,11 @@ class CallReader:
                 then(partial(sessions.close, session))
 
     def _is_quick(self, prompt: str | list[int] | messages.Conversation | None) -> bool:
-        """Whether a prompt is better prepared here: the calls behind it hardly wait, and it waits for no thread."""
+        """Return whether to prepare a prompt in this thread: it is fast enough not to delay later calls."""
         if isinstance(prompt, str):
             tokenizer = self._driver.engine.tokenizer
             return len(prompt) <= _SHORT and (tokenizer is None or tokenizer.encodes_here)
-        return prompt is None or isinstance(prompt, list)  # there is nothing to encode
+        return prompt is None or isinstance(prompt, list)  # nothing to encode
 
     def _prepare(self, call: messages.Complete) -> None:
         try:
@@ -90,7 +90,7 @@ class CallReader:
         except MinillmError as error:
             self.jobs.put(partial(self._room.refuse, call.request_id, error))
         except Exception as error:
-            sys.stderr.write(f"not prepared: {type(error).__name__}: {error}\n")
+            sys.stderr.write(f"preparing a prompt failed: {type(error).__name__}: {error}\n")
             self.jobs.put(partial(self._room.refuse, call.request_id, MinillmError("the prompt cannot be read")))
         else:
             self.jobs.put(partial(self._room.add, prepared))
@@ -103,7 +103,7 @@ class CallReader:
         self._answer(call.call_id, work, silent=True)
 
     def _answer(self, call_id: str, work: Callable[[], object], *, silent: bool = False) -> None:
-        """Send the value of ``work``, or why there is none."""
+        """Send the value of ``work``, or its error."""
         try:
             value = work()
         except MinillmError as error:
@@ -130,5 +130,5 @@ class CallReader:
     def _command(self, session: str, command: bytes) -> None:
         try:
             self._sessions.handle(session, command)
-        except Exception as error:  # an app that speaks nonsense must not end the engine of all others
+        except Exception as error:  # nonsense from one app must not stop the engine of all others
             sys.stderr.write(f"command failed: {type(error).__name__}: {error}\n")

@@ -1,4 +1,4 @@
-"""The HTTP side of the engine's process, on asyncio."""
+"""asyncio client of the engine process, for the HTTP process."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from minillm.errors import ContextLengthError, MinillmError, UsageError
 from minillm.server import messages
 from minillm.service import messages as chat
 
-# -P: a module of the current directory must not stand in for one of the standard library.
+# -P: a module in the current directory must not shadow one of the standard library.
 COMMAND = (sys.executable, "-P", "-m", "minillm.server")
 _KEY_VARIABLE = "MINILLM_API_KEY"
 _PING_SECONDS = 2.0
-_SILENT_SECONDS = 10.0  # after which a process that does not answer is in trouble
-_STEP_SECONDS = 120.0  # after which a step is taken for one that hangs: a long one takes a slow CPU some seconds
+_SILENT_SECONDS = 10.0  # without an answer, before a process is reported as not responding
+_STEP_SECONDS = 120.0  # before a step is considered hung; a long step takes some seconds on a slow CPU
 
 
 class EngineDied(MinillmError):
-    """The engine's process has ended, or does not answer."""
+    """The engine process has ended, or does not respond."""
 
 
 @dataclass(eq=False)
 class Answer:
-    """An answer under way: texts as they come, then its end."""
+    """A running answer: texts as they arrive, and its end."""
 
     request_id: str
-    texts: list[messages.Text] = field(default_factory=list)  # that nobody has taken
+    texts: list[messages.Text] = field(default_factory=list)  # not taken yet
     began: messages.Began | None = None
     ended: messages.Ended | messages.Refused | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # set when there is more, or the end
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # set when there is a text, or the end
 
     def take(self) -> list[messages.Text]:
-        """The texts since the last call, those of one completion joined."""
+        """Return the texts since the last call, joined for each completion."""
         texts, self.texts = self.texts, []
         if len(texts) < 2:
             return texts
@@ -55,9 +55,9 @@ class Answer:
 
 
 class EventProtocol(asyncio.Protocol):
-    """Takes the events apart that come through a pipe, and hands each on at once.
+    """Splits the bytes of a pipe into events, and passes each on at once.
 
-    A stream and a task that reads it would cost another turn of the loop between a token and its client.
+    An asyncio stream and a task that reads it would cost another loop iteration between a token and its client.
 
     Attributes:
         over: done when the pipe has ended.
@@ -72,7 +72,7 @@ class EventProtocol(asyncio.Protocol):
         self._data += data
         while len(self._data) >= 4 and len(self._data) >= (end := 4 + int.from_bytes(self._data[:4], "little")):
             body = bytes(self._data[4:end])
-            del self._data[:end]  # first: what goes wrong with an event must not bring it back
+            del self._data[:end]  # before the event is handled, so that one that fails is not read again
             self._take(messages.decode_event(body))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,19 +82,19 @@ class EventProtocol(asyncio.Protocol):
 
 @dataclass
 class EngineProcess:
-    """The engine's process, and all who wait for something from it. Made by `start`."""
+    """The engine process, and everything that waits for it. Created by `start`."""
 
     process: asyncio.subprocess.Process
-    told: Callable[[chat.Event], object] = lambda event: None  # how loading goes on
+    told: Callable[[chat.Event], object] = lambda event: None  # gets the progress of loading
     ready: asyncio.Future[messages.Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answers: dict[str, Answer] = field(default_factory=dict)
     figures: messages.Figures | None = None
-    listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # of pictures and of sessions
-    answered: dict[str, Callable[[str], object]] = field(default_factory=dict)  # told the ends of a session's answers
+    listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # of watchers and sessions, by name
+    answered: dict[str, Callable[[str], object]] = field(default_factory=dict)  # called at the end of answers
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: MinillmError | None = None
     silent_seconds: float = 0.0  # since the process should have answered a `Ping`
-    step_seconds: float = 0.0  # of the step under way, at the last `Ping`
+    step_seconds: float = 0.0  # of the current step, at the last `Ping`
     _results: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -106,10 +106,10 @@ class EngineProcess:
         told: Callable[[chat.Event], object] = lambda event: None,
         command: Sequence[str] = COMMAND,
     ) -> EngineProcess:
-        """Start the process; ``ready`` is done when the model is loaded. Its stderr is this process's."""
+        """Start the process. ``ready`` is done when the model is loaded. Its stderr is this process's stderr."""
         places = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-        environment.pop(_KEY_VARIABLE, None)  # it needs no key
+        environment.pop(_KEY_VARIABLE, None)  # the engine needs no key
         ours, its = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -128,14 +128,14 @@ class EngineProcess:
         return engine
 
     def send(self, call: messages.Call) -> None:
-        """Send a call; one for a process that has ended is dropped. Raises UsageError where it cannot travel."""
+        """Send a call. Drop it if the process has ended. Raises UsageError for a value that cannot be encoded."""
         assert self.process.stdin is not None
         if not self.process.stdin.is_closing():
             self.process.stdin.write(messages.encode(call))
 
     @property
     def trouble(self) -> str:
-        """The reason why the engine takes no requests; empty if it does."""
+        """Return the reason why the engine takes no requests, empty if it does."""
         if self.ended.is_set():
             return str(self.failure or "the engine has ended")
         if self.silent_seconds >= _SILENT_SECONDS:
@@ -145,7 +145,7 @@ class EngineProcess:
         return ""
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Begin a request; ``news`` is set whenever something of it has come.
+        """Start a request. ``news`` is set whenever a part of its answer arrives.
 
         Raises:
             EngineDied: the engine takes no requests.
@@ -157,22 +157,22 @@ class EngineProcess:
         return answer
 
     def leave(self, answer: Answer) -> None:
-        """Forget an answer; a request that has not ended is aborted."""
+        """Forget an answer. Abort its request if it has not ended."""
         if self.answers.pop(answer.request_id, None) is not None and answer.ended is None:
             self.send(messages.Abort(answer.request_id))
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
-        """Return the result of a call, given its id.
+        """Return the result of a call. ``make`` gets the call's id.
 
         Raises:
             EngineDied: the engine takes no requests.
-            UsageError: the engine rejects it.
+            UsageError: the engine rejects the call.
         """
         self._check()
         return await self._ask(make)
 
     def fail(self, why: str) -> None:
-        """End all answers under way with an error."""
+        """End all running answers with an error."""
         for answer in self.answers.values():
             answer.ended = answer.ended or messages.Refused(answer.request_id, why, "gone")
             answer.news.set()
@@ -191,7 +191,7 @@ class EngineProcess:
             self._results.pop(call_id, None)
 
     async def stop(self) -> None:
-        """End the process."""
+        """Stop the process."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -203,7 +203,7 @@ class EngineProcess:
         await self.ended.wait()
 
     async def _watch(self, events: EventProtocol) -> None:
-        """Tell all who wait that the process has ended, once it has."""
+        """Report the end of the process to everything that waits for it."""
         await events.over
         code = await self.process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
@@ -217,9 +217,9 @@ class EngineProcess:
                 future.set_exception(EngineDied(str(self.failure)))
 
     async def _ping(self) -> None:
-        """Note for how long the process does not answer, and how long its step takes.
+        """Track how long the process has not answered, and how long its current step takes.
 
-        Waits are counted, not read from a clock: a server that was suspended itself knows nothing of its engine.
+        Waits are counted instead of read from a clock: if this server itself was suspended, the engine is not to blame.
         """
         with contextlib.suppress(EngineDied):
             while True:

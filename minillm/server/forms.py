@@ -1,4 +1,4 @@
-"""How completions look in chats and in plain completions."""
+"""The formats of completions: chat messages and plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minillm.server.parts import Arguments, Called, Part, Reader, Said, Thought
 
 @dataclass
 class ChatForm:
-    """Messages of an assistant; ``reader`` makes a reader of an answer, told whether it begins with thoughts."""
+    """Formats answers as assistant messages. ``reader`` makes a reader, given whether the answer begins in thoughts."""
 
     has_logprobs: bool
     reader: Callable[[bool], Reader]
@@ -66,7 +66,7 @@ class ChatForm:
 
 
 def _message(parts: list[Part]) -> Json:
-    """The message that parts are together."""
+    """Return the message that the parts form together."""
     said = "".join(part.text for part in parts if isinstance(part, Said))
     message: Json = {"role": "assistant", "content": said, "refusal": None}
     if thought := "".join(part.text for part in parts if isinstance(part, Thought)):
@@ -81,7 +81,7 @@ def _message(parts: list[Part]) -> Json:
 
 
 def _delta(part: Part) -> Json:
-    """What a part adds to a message."""
+    """Return the change to a message that a part makes."""
     match part:
         case Said(text):
             return {"content": text}
@@ -98,15 +98,15 @@ def _call(name: str, function: str) -> Json:
 
 
 def _reason(reason: str | None, has_called: bool) -> str | None:
-    """Why an answer ended: one that calls tools has ended for that, unless it was cut short."""
+    """Return why an answer ended: "tool_calls" if it called tools and was not cut short."""
     return "tool_calls" if has_called and reason == "stop" else reason
 
 
 @dataclass
 class TextForm:
-    """Texts, and their prompts before them where that is asked for."""
+    """Formats answers as texts, preceded by their prompts if requested."""
 
-    n: int  # answers to each prompt; those to the next prompt have the numbers behind
+    n: int  # answers per prompt; answers to the next prompt have the following numbers
     echo: bool
     has_logprobs: bool
     prompt_logprobs: bool = False
@@ -130,7 +130,7 @@ class TextForm:
         return [with_ids(found, text)]
 
     def _logprobs(self, number: int, index: int, tokens: list[Token]) -> Json:
-        """Return the log-probabilities of the next tokens of a stream."""
+        """Return the log-probabilities of a stream's next tokens."""
         offset = self._offsets.get((number, index), 0)
         self._offsets[number, index] = offset + sum(len(token.text) for token in tokens)
         return text_logprobs(tokens, offset)
@@ -162,7 +162,7 @@ class TextForm:
 
 
 def with_ids(choice: Json, of: Text | Completion) -> Json:
-    """The choice, with its token ids where they were asked for."""
+    """Return the choice, with its token ids if they were requested."""
     return {**choice, "token_ids": of.token_ids} if of.token_ids else choice
 
 

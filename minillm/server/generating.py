@@ -1,4 +1,4 @@
-"""A response that is generated: one JSON object, or server-sent events. It ends when its client goes away."""
+"""A generated response: one JSON object, or server-sent events. Generation ends when the client disconnects."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ from minillm.server.seats import Full, Place, Seats, num_seats
 
 CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
 _TICK = 0.001  # seconds
-_HEAD_SECONDS = 0.2  # until a stream's head is sent, once the engine has accepted the request
-_MOST_HEAD_SECONDS = 0.9  # until it is sent in any case: an error after it is an event, no status
-_SILENT_SECONDS = 10.0  # until a comment tells that a stream without news is alive; proxies close after 60 s
+_HEAD_SECONDS = 0.2  # from the engine accepting the request until a stream's head is sent
+_MOST_HEAD_SECONDS = 0.9  # until the head is sent regardless; a later error is an event instead of a status
+_SILENT_SECONDS = 10.0  # until a comment keeps a silent stream alive; proxies close connections after 60 s
 _TYPE_JSON = (b"content-type", b"application/json")
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Form(Protocol):
-    """How the completions of a request look."""
+    """Formats the completions of a request."""
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
-        """The choice that precedes the texts of a stream."""
+        """Return the choice that precedes a stream's texts, or None."""
 
     def pieces(self, number: int, text: Text) -> list[Json]:
-        """The choices of chunks of a stream; none where there is nothing to say yet."""
+        """Return the choices for chunks of a stream, none if there is nothing to send yet."""
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
-        """The choices of a prompt's answer."""
+        """Return the choices of a prompt's answer."""
 
     def prompt(self, answers: Sequence[Answer]) -> Json:
-        """The fields that tell of the prompt of a response as a whole."""
+        """Return the fields about the prompt that the whole response gets."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that has been read: its calls, one for each prompt, and how they are answered."""
+    """A parsed request: its calls, one per prompt, and the format of its answers."""
 
     tenant: str
     calls: Sequence[Complete]
     frame: Frame
     form: Form
     streamed: bool
-    has_usage: bool = False  # the stream ends with the use of tokens
-    counts: bool = False  # each chunk of the stream tells the tokens so far
-    grammar_field: str = ""  # the field of which the grammar was made; errors name it
+    has_usage: bool = False  # the stream ends with the token usage
+    counts: bool = False  # each chunk of the stream has the token usage so far
+    grammar_field: str = ""  # the field that the grammar came from, for errors
     priority: int = 0
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are computed at a time, if there is room."""
+        """Return how many sequences run at a time if memory allows."""
         return sum(num_seats(call.params) for call in self.calls)
 
 
@@ -85,7 +85,7 @@ class Failed(Exception):
 
 
 def error_json(status: int, message: str, field: str = "", code: str | None = None) -> Json:
-    """Return an error in OpenAI's format; without ``code`` it has the one that clients know for ``status``."""
+    """Return an error in OpenAI's format. Without ``code`` it gets the usual code for ``status``."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
@@ -94,37 +94,37 @@ def error_json(status: int, message: str, field: str = "", code: str | None = No
 
 @dataclass
 class Generating:
-    """An ASGI response."""
+    """An ASGI response that generates its content."""
 
     asked: Asked
     engine: Engine
     seats: Seats
     metrics: Metrics
-    send_seconds: float  # that a client has to read what was sent
+    send_seconds: float  # a client may take to read what was sent
     usage: Usage = field(default_factory=Usage)
     _started: bool = False  # the head is sent
     _heading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held to send it
-    _accepted: asyncio.Event = field(default_factory=asyncio.Event)  # the engine has checked all prompts
+    _accepted: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine has checked all prompts
     _sent: float = 0.0  # when the last message was sent
-    _sending: float = math.inf  # when the message was sent that its client has not taken yet
-    _is_left: bool = False  # its client has gone, or takes nothing
+    _sending: float = math.inf  # when the message was sent that the client has not taken yet
+    _is_left: bool = False  # the client disconnected or stopped reading
     _is_over: bool = False
     _looking: asyncio.TimerHandle | None = None
     _keeping: asyncio.Task[None] | None = None
-    _beginning: asyncio.Task[None] | None = None  # of the prompts after the first
-    _places: dict[str, Place] = field(default_factory=dict)  # that are taken, by the call's request
+    _beginning: asyncio.Task[None] | None = None  # starts the prompts after the first
+    _places: dict[str, Place] = field(default_factory=dict)  # held, by the call's request
     _gone: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.current_task()
         assert work is not None
-        # The client is watched from when this waits for the first time: by then the request is on its way.
+        # Watching the client starts when this first waits. By then the request is on its way.
         send = self._noted(send)
         watching = asyncio.get_running_loop().call_soon(self._watch, work, receive, send)
         try:
             await self._work(send)
         except asyncio.CancelledError:
-            if not self._is_left or work.uncancel():  # it is this server that ends
+            if not self._is_left or work.uncancel():  # the server is shutting down
                 raise
             self.metrics.disconnects.inc()
         finally:
@@ -134,7 +134,7 @@ class Generating:
                     each.cancel()
 
     def _watch(self, work: asyncio.Task[Any], receive: Receive, send: Send) -> None:
-        """Leave when the client has gone, or takes nothing any more."""
+        """Watch for a client that disconnects or stops reading."""
         self._look(work)
         if self.asked.streamed:
             self._keeping = asyncio.create_task(self._keep_alive(send))
@@ -142,21 +142,21 @@ class Generating:
         self._gone.add_done_callback(lambda gone: self._leave(work))
 
     def _leave(self, work: asyncio.Task[Any]) -> None:
-        """Stop: nobody reads the response any more."""
+        """Stop, because nobody reads the response any more."""
         if not self._is_over and not self._is_left:
             self._is_left = True
             work.cancel()
 
     def _look(self, work: asyncio.Task[Any]) -> None:
-        """Look now and then whether what was sent has lain there for too long."""
+        """Check at intervals whether the client stopped reading."""
         left = min(0.0, self._sending - time.monotonic()) + self.send_seconds
-        if left < _TICK:  # what rounding leaves is no time to wait for
+        if left < _TICK:  # too short to wait for: a rounding error
             self._leave(work)
         else:
             self._looking = asyncio.get_running_loop().call_later(left, self._look, work)
 
     def _noted(self, send: Send) -> Send:
-        """``send``, with a note of when: a client may leave lie what it gets for so long only."""
+        """Wrap ``send`` to record the time, because a client may delay reading only for ``send_seconds``."""
 
         async def noted(message: Any) -> None:
             self._sending = time.monotonic()
@@ -166,7 +166,7 @@ class Generating:
         return noted
 
     async def _keep_alive(self, send: Send) -> None:
-        """Send a stream's head soon, and a comment whenever nothing else has been sent for a while."""
+        """Send a stream's head soon, and a comment whenever nothing was sent for a while."""
         await asyncio.sleep(_HEAD_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MOST_HEAD_SECONDS - _HEAD_SECONDS):
@@ -176,7 +176,7 @@ class Generating:
             silent = time.monotonic() - self._sent
             if silent < _SILENT_SECONDS - _TICK:
                 await asyncio.sleep(_SILENT_SECONDS - silent)
-            elif self._sending < math.inf:  # the client takes nothing
+            elif self._sending < math.inf:  # the client does not read
                 await asyncio.sleep(_SILENT_SECONDS)
             else:
                 await send(_body(b": alive\n\n", more=True))
@@ -200,7 +200,7 @@ class Generating:
     async def _fail(self, send: Send, failed: Failed) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
-        if self._started:  # the headers are gone: the error is an event, and the stream ends
+        if self._started:  # the headers are sent: report the error as an event and end the stream
             await send(_body(_event(failed.json()), more=False))
         else:
             await send_json(send, failed.status, failed.json(), failed.headers)
@@ -222,14 +222,14 @@ class Generating:
                 self.seats.give_back(place)
 
     async def _begin(self, number: int, answers: list[Answer], news: asyncio.Event) -> None:
-        """Give a prompt to the engine once there are seats for it."""
+        """Send a prompt to the engine once there are seats for it."""
         call, asked = self.asked.calls[number], self.asked
         place = await self.seats.wait(asked.tenant, num_seats(call.params), asked.priority)
         self._places[call.request_id] = place
         answers[number] = self.engine.complete(call, news)
 
     async def _begin_others(self, answers: list[Answer], news: asyncio.Event) -> None:
-        """Give the engine the prompts after the first, one after another: others have their turns in between."""
+        """Send the prompts after the first one by one, so that other requests run in between."""
         try:
             for number in range(1, len(answers)):
                 await self._begin(number, answers, news)
@@ -237,7 +237,7 @@ class Generating:
             news.set()
 
     def _look_at(self, answers: list[Answer]) -> None:
-        """Give back the seats of answers that have ended; raises the error of a prompt that could not begin."""
+        """Free the seats of answers that have ended. Raise the error of a prompt that could not start."""
         for answer in answers:
             if answer.ended is not None and (place := self._places.pop(answer.request_id, None)) is not None:
                 self.seats.give_back(place)
@@ -257,7 +257,7 @@ class Generating:
         await send_json(send, 200, self.asked.frame.whole(choices, self.usage, prompt))
 
     def _end(self, number: int, answer: Answer) -> list[Json]:
-        """The choices of an answer that has ended; its tokens are counted."""
+        """Count the tokens of an answer that has ended and return its choices."""
         ended = answer.ended
         assert isinstance(ended, Ended)
         self._count(answer, sum(each.num_tokens for each in ended.completions))
@@ -321,9 +321,9 @@ class Generating:
         await send(_body(last + b"data: [DONE]\n\n", more=False))
 
     async def _start(self, send: Send, engine_seconds: float = 0.0) -> bytes:
-        """Send a stream's head, unless it is sent. Returns a comment with the timing where the head came before it.
+        """Send a stream's head if it is not sent yet. Return a comment with the timing if the head was sent without it.
 
-        ``engine_seconds`` are those of the engine to the first token, 0 where they are not known.
+        ``engine_seconds`` is the engine's time to the first token, 0 if unknown.
         """
         timing = f"engine;dur={1e3 * engine_seconds:.3f}".encode() if engine_seconds else b""
         async with self._heading:
@@ -336,7 +336,7 @@ class Generating:
 
 
 async def send_json(send: Send, status: int, value: Json, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    """Send a whole response."""
+    """Send a complete response."""
     body = msgspec.json.encode(value)
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [_TYPE_JSON, length, *headers]})
@@ -344,7 +344,7 @@ async def send_json(send: Send, status: int, value: Json, headers: Sequence[tupl
 
 
 async def _until_gone(receive: Receive) -> None:
-    """Return when the client has gone."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -359,7 +359,7 @@ def _raise_refused(answers: Sequence[Answer], grammar_field: str) -> None:
 
 
 def _so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:
-    """The tokens of all prompts that have begun, and those of their completions until now."""
+    """Return the prompt tokens of all prompts that have started, and their completion tokens so far."""
     began = [answer.began for answer in answers if answer.began is not None]
     return Usage(prompt=sum(each.num_prompt_tokens for each in began), completion=sum(counts))
 

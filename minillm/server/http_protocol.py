@@ -1,6 +1,6 @@
-"""uvicorn's protocol with bounds on connections: on heads, trailers, rejected bodies and clients that do not read.
+"""uvicorn's protocol with limits per connection: on heads, trailers, rejected bodies and slow readers.
 
-Rejections before the application are JSON like all others.
+Errors that occur before the application runs are JSON like all others.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from minillm.server.generating import error_json, send_json
 
 HEADER_SECONDS = 20.0
 HEADER_BYTES = 64 << 10  # of a head, and of anything between two pieces of a body or after the last one
-LINGER_SECONDS = 5.0  # for which the rest of a rejected body is read and dropped: the client can read why
+LINGER_SECONDS = 5.0  # to read and drop the rest of a rejected body, so that the client can read the error
 LINGER_BYTES = 16 << 20
-SEND_SECONDS = 60.0  # in which a client must take SEND_BYTES, or all there is
+SEND_SECONDS = 60.0  # for a client to take SEND_BYTES, or all there is
 SEND_BYTES = 60 << 10
 _READ_BYTES = 64 << 10  # at a time
 _PROBE_SECONDS = 0.25
-_BEGIN = b"HTTP/1.1 "  # of every response
+_BEGIN = b"HTTP/1.1 "  # start of every response
 
 
 class JoiningTransport:
-    """A transport that sends the head of a response together with what follows it, if that comes at once.
+    """A transport that sends the head of a response together with the data that follows at once.
 
     Args:
-        end: closes the connection once everything is written; by default the transport does.
+        end: closes the connection once everything is written; default: ``transport.close``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class JoiningTransport:
             self._transport.write(head + data)
 
     def begin(self) -> None:
-        """Send the first bytes of the next response. A client that is gone answers them with a reset."""
+        """Send the first bytes of the next response. A client that is gone replies with a reset."""
         self._has_begun = True
         self._transport.write(_BEGIN)
 
@@ -66,20 +66,20 @@ class JoiningTransport:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection with limits."""
 
-    _late: asyncio.TimerHandle | None = None  # ends a head that does not come
-    _sending: asyncio.TimerHandle | None = None  # looks at a client that does not read
+    _late: asyncio.TimerHandle | None = None  # ends a head that does not arrive
+    _sending: asyncio.TimerHandle | None = None  # checks a client that does not read
     _closing: asyncio.TimerHandle | None = None  # ends a connection that lingers
     _num_framing = 0  # bytes of the head, or since the last piece of a body
-    _num_dropped = 0  # bytes since the connection lingers
+    _num_dropped = 0  # bytes since the connection started to linger
     _in_head = True
     _in_body = False
     _keeps_alive = True
 
     def connection_made(self, transport: Any) -> None:
         self._raw = transport
-        transport.max_size = _READ_BYTES  # of asyncio's transports; others have no such bound
+        transport.max_size = _READ_BYTES  # asyncio's transports have this limit, others have none
         joining: Any = JoiningTransport(transport, self.loop, self._close)
         super().connection_made(joining)
         self._await_head()
@@ -101,11 +101,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._num_framing > HEADER_BYTES:
             self._end()
-        elif self._in_head and self._num_framing and self._late is None:  # a head that has begun, and is not all there
+        elif self._in_head and self._num_framing and self._late is None:  # the head has begun but is incomplete
             self._late = self.loop.call_later(HEADER_SECONDS, self._end)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Finish a complete request: the client may have closed only its sending half."""
+        """Finish a complete request even if the client has closed its sending half."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or self._in_body or self._raw.is_closing():
             return False
@@ -116,16 +116,16 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # trailers are dropped
+        if not self._in_body:  # drop trailers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._head_came()
         if sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES:
-            raise ValueError  # it becomes a 400
+            raise ValueError  # turned into a 400
         super().on_headers_complete()
         self._in_body, self._num_framing = True, 0
-        # A response before the end of its body ends the connection: nobody reads the rest.
+        # A response sent before the end of its body ends the connection, because nobody reads the rest.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
 
     def on_body(self, body: bytes) -> None:
@@ -153,7 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._sending = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no request, and end the connection."""
+        """Reject bytes that are no valid request, and close the connection."""
         large = self._num_framing > HEADER_BYTES
         why = f"headers larger than {HEADER_BYTES} bytes" if large else f"the bytes are not HTTP: {msg}"
         body = msgspec.json.encode(error_json(400, why))
@@ -180,7 +180,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close(self) -> None:
-        """Close the connection once everything is sent; first drop the rest of a body, within bounds.
+        """Close the connection once everything is sent. First drop the rest of a body, within limits.
 
         Unread bytes would reset the connection, and the client would lose the response.
         """
@@ -214,7 +214,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._sending = self.loop.call_later(SEND_SECONDS, self._check_sending, now) if now else None
 
     def _probe(self) -> None:
-        """Look now and then whether the client of a half-closed connection is gone."""
+        """Check at intervals whether the client of a half-closed connection is gone."""
         if self._raw.is_closing() or self.cycle.response_complete:
             return
         if self._raw.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -224,6 +224,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
-    """The answer where there are more connections than any use has."""
+    """Respond when there are too many connections."""
     headers = [(b"retry-after", b"1"), (b"connection", b"close")]
     await send_json(send, 503, error_json(503, "too many connections; try again later"), headers)

@@ -1,6 +1,6 @@
-"""The HTTP side and the engine's process speak in these messages: MessagePack, each behind its length in four bytes.
+"""Messages between the HTTP process and the engine process: MessagePack, each after its length in four bytes.
 
-Calls go to the engine's process, events come from it.
+The HTTP process sends calls, the engine process sends events.
 """
 
 from functools import reduce
@@ -14,33 +14,33 @@ from minillm.service import messages as chat
 
 
 class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
-    """The name of its class travels with it."""
+    """A message. Its class name is sent with it."""
 
 
 class Call(_Message):
-    """From the HTTP side to the engine's process."""
+    """A message from the HTTP process to the engine process."""
 
 
 class Event(_Message):
-    """From the engine's process to the HTTP side."""
+    """A message from the engine process to the HTTP process."""
 
 
 class Record(msgspec.Struct, array_like=True):
-    """A part of a message. It travels as the list of its values."""
+    """A part of a message, sent as a list of its values."""
 
 
 class Conversation(msgspec.Struct):
-    """Messages that the model's template makes a prompt of."""
+    """Messages to render into a prompt with the model's chat template."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
-    template_options: dict[str, Any] = {}  # variables that the template knows, ``enable_thinking``, say
+    template_options: dict[str, Any] = {}  # variables of the template, such as ``enable_thinking``
 
 
 class ForkPoint(Record):
-    """A place in an earlier answer: its request, the completion, and how many of that one's tokens are kept."""
+    """A position in an earlier answer: its request, the completion, and how many of its tokens are kept."""
 
     request_id: str
     index: int = 0
@@ -48,30 +48,30 @@ class ForkPoint(Record):
 
 
 class Load(Call):
-    """Load a model. The first call, and sent once."""
+    """Load a model. This is the first call and is sent once."""
 
     model: str
     options: dict[str, Any] = {}  # of EngineConfig
 
 
 class Complete(Call):
-    """Answer a request.
+    """Complete a prompt.
 
-    The prompt is text, token ids or a conversation; behind a fork it is that which follows the fork, perhaps nothing.
+    The prompt is text, token ids or a conversation. After a fork it continues the answer, and may be empty.
     """
 
     request_id: str
-    tenant: str  # only requests of the same one fork each other's answers
+    tenant: str  # forks may use only answers of the same tenant
     prompt: str | list[int] | Conversation | None
     params: dict[str, Any]  # of BeamSearchParams if it has "beam_width", else of SamplingParams
-    streamed: bool = False  # send `Began` at once, and texts as they come
-    echo: bool = False  # tell the prompt's text in `Began`, before the first text
-    wants_ids: bool = False  # `Began` and texts tell their token ids
-    keep: bool = False  # the blocks stay when it has ended, for forks
+    streamed: bool = False  # send `Began` at once, and texts as they are generated
+    echo: bool = False  # include the prompt's text in `Began`, before the first text
+    wants_ids: bool = False  # include token ids in `Began` and in texts
+    keep: bool = False  # keep the blocks after the end, for forks
     fork: ForkPoint | None = None
     salt: str | None = None
-    schemas: dict[str, Any] = {}  # of arguments, by the name of the tool: the grammar lacks their rules
-    thinks: bool = False  # the grammar has room for thoughts
+    schemas: dict[str, Any] = {}  # of arguments, by tool name; the grammar does not have their rules yet
+    thinks: bool = False  # the grammar allows thoughts before the answer
 
 
 class Abort(Call):
@@ -93,7 +93,7 @@ class Detokenize(Call):
 
 
 class PinPrefix(Call):
-    """Compute a beginning and keep its blocks under any load."""
+    """Compute a prefix and pin its blocks."""
 
     call_id: str
     tenant: str
@@ -107,7 +107,7 @@ class UnpinPrefix(Call):
 
 
 class Ping(Call):
-    """Ask for the seconds that the step under way has taken so far. It is answered outside of steps."""
+    """Ask for the seconds that the current step has taken. Answered without waiting for the step."""
 
     call_id: str
 
@@ -117,10 +117,10 @@ class ReadCache(Call):
 
 
 class Watch(Call):
-    """Send pictures of the pool as it changes."""
+    """Send updates of the pool as it changes."""
 
     watcher: str
-    reader: str | None = None  # the tenant whose words may be shown; None: all
+    reader: str | None = None  # the tenant that may see its own text only; None: sees all
 
 
 class Unwatch(Call):
@@ -128,12 +128,12 @@ class Unwatch(Call):
 
 
 class OpenSession(Call):
-    """A chat app begins to use the engine; see `minillm.service.messages` for its commands and events."""
+    """Open a session for a chat app. Its commands and events are defined in `minillm.service.messages`."""
 
     session: str
     tenant: str
-    reader: str | None = None  # the tenant whose words may be shown; None: all
-    salt: str | None = None  # of all its prompts
+    reader: str | None = None  # the tenant that may see its own text only; None: sees all
+    salt: str | None = None  # prefix cache salt of all its prompts
 
 
 class SessionCommand(Call):
@@ -146,7 +146,7 @@ class CloseSession(Call):
 
 
 class Token(Record):
-    """A token, its log-probability, and the most probable ones in its place, as (text, bytes, log-probability).
+    """A token, its log-probability, and the most probable tokens at its position as (text, bytes, log-probability).
 
     A prompt's first token has no log-probability.
     """
@@ -156,25 +156,25 @@ class Token(Record):
     raw: bytes
     logprob: float | None
     top: list[tuple[str, bytes, float]] = []
-    rank: int = 0  # of a prompt's token among all that could stand there; 0: not known
+    rank: int = 0  # of a prompt token among all tokens at its position; 0: unknown
 
 
 class Text(Record):
-    """The additions of some steps to one completion."""
+    """The text that some steps added to one completion."""
 
     request_id: str
     index: int
     text: str
     num_tokens: int
-    tokens: list[Token] = []  # where log-probabilities are wanted
+    tokens: list[Token] = []  # if log-probabilities are requested
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] = []  # where they are wanted
-    first_seconds: float = 0.0  # of a request's first text: from when the engine had the request to its first token
+    token_ids: list[int] = []  # if requested
+    first_seconds: float = 0.0  # in a request's first text only: the engine's time to first token
 
 
 class Completion(Record):
-    """A whole completion."""
+    """A complete completion."""
 
     index: int
     text: str
@@ -184,7 +184,7 @@ class Completion(Record):
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
     score: float | None = None
-    token_ids: list[int] = []  # where they are wanted
+    token_ids: list[int] = []  # if requested
 
 
 class Ready(Event):
@@ -193,25 +193,25 @@ class Ready(Event):
     facts: chat.Loaded
     max_num_seqs: int
     vocab_size: int
-    defaults: dict[str, Any] = {}  # sampling parameters that the model asks for
+    defaults: dict[str, Any] = {}  # the model's own sampling defaults
     chat_template: str = ""
 
 
 class Telling(Event):
-    """How loading goes on, or why it failed."""
+    """Progress of loading, or the reason for a failure."""
 
     told: chat.Loading | chat.Notice | chat.LoadFailed
 
 
 class Began(Event):
-    """A request is accepted, if it is streamed, wants ids or opens thoughts. With ``echo`` another tells its prompt."""
+    """A request that streams, wants ids or opens thoughts was accepted. With ``echo``, sent again with the prompt."""
 
     request_id: str
     prompt_text: str
     prompt_tokens: list[Token] = []
-    in_reasoning: bool = False  # the template has opened the model's section of thoughts
+    in_reasoning: bool = False  # the template has opened the model's <think> section
     num_prompt_tokens: int = 0
-    prompt_token_ids: list[int] = []  # where they are wanted
+    prompt_token_ids: list[int] = []  # if requested
 
 
 class Stepped(Event):
@@ -219,17 +219,17 @@ class Stepped(Event):
 
 
 class Ended(Event):
-    """A request has ended; ``completions`` are there where no texts were streamed."""
+    """A request has ended. ``completions`` is empty if texts were streamed."""
 
     request_id: str
     num_prompt_tokens: int
     num_cached_tokens: int
     completions: list[Completion] = []
-    in_reasoning: bool = False  # the template has opened the model's section of thoughts
+    in_reasoning: bool = False  # the template has opened the model's <think> section
 
 
 class Refused(Event):
-    """A request was refused or broke; ``kind`` is "usage", "context", "capacity", "internal" or "gone"."""
+    """A request was rejected or failed. ``kind`` is "usage", "context", "capacity", "internal" or "gone"."""
 
     request_id: str
     error: str
@@ -237,12 +237,12 @@ class Refused(Event):
 
 
 class Result(Event):
-    """The result of a call that wants one."""
+    """The result of a call that has a ``call_id``."""
 
     call_id: str
     value: Any = None
     error: str = ""
-    kind: str = "usage"  # of the error, as of `Refused`
+    kind: str = "usage"  # of the error, as in `Refused`
 
 
 class Picture(Event):
@@ -256,10 +256,10 @@ class SessionEvent(Event):
 
 
 class SessionAnswered(Event):
-    """An answer of a session has ended, in whatever way."""
+    """An answer of a session has ended, for any reason."""
 
     session: str
-    request_id: str  # as the app calls it
+    request_id: str  # the app's name for it
 
 
 class Figures(Event):
@@ -284,7 +284,7 @@ decode_event = msgspec.msgpack.Decoder[Event](reduce(or_, Event.__subclasses__()
 
 
 def read_call(stream: BinaryIO) -> Call | None:
-    """The next call of a stream; None at its end."""
+    """Return the next call of a stream, None at its end."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -298,7 +298,7 @@ def kind_of(error: MinillmError) -> str:
 
 
 def encode(message: Call | Event) -> bytes:
-    """The message behind its length; raises UsageError where a value of a stranger's cannot travel."""
+    """Return the message after its length. Raises UsageError for a client's value that cannot be encoded."""
     try:
         body = msgspec.msgpack.encode(message)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, https://prometheus.io/docs/instrumenting/exposition_formats/."""
+"""Metrics for Prometheus, https://prometheus.io/docs/instrumenting/exposition_formats/."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from minillm.server.seats import Seats
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
-# What an engine tells of itself; where there are several, each has the label ``replica``.
+# Metrics of an engine. If there are several engines, each has the label ``replica``.
 _FIGURES: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str], ...] = (
-    (GaugeMetricFamily, "engine_requests_running", "Requests that the engine computes", "num_running"),
-    (GaugeMetricFamily, "engine_requests_waiting", "Requests in the engine's own queue", "num_waiting"),
-    (GaugeMetricFamily, "cache_blocks", "Blocks of the pool", "num_blocks"),
-    (GaugeMetricFamily, "cache_blocks_used", "Blocks that a sequence holds", "used_blocks"),
-    (GaugeMetricFamily, "cache_blocks_cached", "Free blocks that a prompt can still find", "cached_blocks"),
-    (CounterMetricFamily, "engine_steps", "Steps computed", "num_steps"),
-    (CounterMetricFamily, "engine_prefill_tokens", "Tokens of prompts computed", "num_prefill_tokens"),
-    (CounterMetricFamily, "engine_decoded_tokens", "Tokens computed one by one", "num_decoded_tokens"),
-    (CounterMetricFamily, "preemptions", "Requests that had to give way", "num_preemptions"),
-    (CounterMetricFamily, "prefix_hit_tokens", "Prompt tokens found in the cache", "num_hit_tokens"),
+    (GaugeMetricFamily, "engine_requests_running", "Requests running in the engine", "num_running"),
+    (GaugeMetricFamily, "engine_requests_waiting", "Requests waiting in the engine", "num_waiting"),
+    (GaugeMetricFamily, "cache_blocks", "Blocks in the pool", "num_blocks"),
+    (GaugeMetricFamily, "cache_blocks_used", "Blocks held by sequences", "used_blocks"),
+    (GaugeMetricFamily, "cache_blocks_cached", "Free blocks in the prefix cache", "cached_blocks"),
+    (CounterMetricFamily, "engine_steps", "Steps run", "num_steps"),
+    (CounterMetricFamily, "engine_prefill_tokens", "Prompt tokens computed", "num_prefill_tokens"),
+    (CounterMetricFamily, "engine_decoded_tokens", "Tokens decoded", "num_decoded_tokens"),
+    (CounterMetricFamily, "preemptions", "Requests preempted", "num_preemptions"),
+    (CounterMetricFamily, "prefix_hit_tokens", "Prompt tokens found in the prefix cache", "num_hit_tokens"),
     (CounterMetricFamily, "prefix_queried_tokens", "Prompt tokens looked up", "num_looked_up_tokens"),
-    (CounterMetricFamily, "copies_on_write", "Blocks copied because another sequence holds them, too", "num_copies"),
+    (CounterMetricFamily, "copies_on_write", "Blocks copied on write", "num_copies"),
 )
 
 
 class Metrics:
-    """Counts what the server does."""
+    """Metrics of the server, its queue and its engines."""
 
     def __init__(self, seats: Seats, figures: Callable[[], Sequence[Figures | None]]) -> None:
         disable_created_metrics()
         self.registry = registry = CollectorRegistry()
         about = {"registry": registry, "namespace": "minillm"}
         self.requests = Counter("http_requests", "Requests by route and status", ["route", "status"], **about)  # type: ignore[arg-type]
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts that were answered", **about)  # type: ignore[arg-type]
-        self.cached_tokens = Counter("cached_tokens", "Those of them that were in the cache", **about)  # type: ignore[arg-type]
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of answered requests", **about)  # type: ignore[arg-type]
+        self.cached_tokens = Counter("cached_tokens", "Prompt tokens of answered requests that were cached", **about)  # type: ignore[arg-type]
         self.completion_tokens = Counter("completion_tokens", "Tokens generated for clients", **about)  # type: ignore[arg-type]
-        self.disconnects = Counter("disconnects", "Clients that went away before their answer", **about)  # type: ignore[arg-type]
-        self.first_token = Histogram("time_to_first_token_seconds", "Of streams", buckets=_SECONDS, **about)  # type: ignore[arg-type]
-        self.whole = Histogram("request_seconds", "Of requests that were answered", buckets=_SECONDS, **about)  # type: ignore[arg-type]
+        self.disconnects = Counter("disconnects", "Clients that disconnected before their answer ended", **about)  # type: ignore[arg-type]
+        self.first_token = Histogram("time_to_first_token_seconds", "Time to first token", buckets=_SECONDS, **about)  # type: ignore[arg-type]
+        self.whole = Histogram("request_seconds", "Duration of answered requests", buckets=_SECONDS, **about)  # type: ignore[arg-type]
         registry.register(_EngineCollector(seats, figures))
 
     def text(self) -> bytes:
-        """All figures in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
-    """The state of queue and engine, as it was told last."""
+    """Exports the last reported state of queue and engines."""
 
     def __init__(self, seats: Seats, figures: Callable[[], Sequence[Figures | None]]) -> None:
         self._seats, self._figures = seats, figures
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        yield _gauge("requests_queued", "Requests that wait for their turn", len(self._seats.waiting))
-        yield _gauge("seats_taken", "Sequences in the engine's hands", self._seats.num_taken)
+        yield _gauge("requests_queued", "Requests waiting in the server", len(self._seats.waiting))
+        yield _gauge("seats_taken", "Sequences admitted to the engine", self._seats.num_taken)
         replicas = self._figures()
         label = ["replica"] if len(replicas) > 1 else []
         for kind, name, help, field in _FIGURES:

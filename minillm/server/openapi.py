@@ -1,4 +1,4 @@
-"""The OpenAPI document, https://spec.openapis.org/oas/v3.1.0, made from the types of the bodies."""
+"""The OpenAPI document, https://spec.openapis.org/oas/v3.1.0, generated from the types of the bodies."""
 
 from functools import cache
 from typing import Any
@@ -11,21 +11,21 @@ from minillm.server import bodies, openapi_answers
 _ROUTES: tuple[tuple[str, str, str, Any], ...] = (
     ("post", "/v1/chat/completions", "Answer a conversation", bodies.ChatBody),
     ("post", "/v1/completions", "Complete prompts", bodies.CompletionBody),
-    ("get", "/v1/models", "The model that is served", None),
-    ("get", "/v1/models/{name}", "The model that is served", None),
-    ("get", "/health", "Whether the engine runs", None),
-    ("get", "/version", "The version of minillm", None),
-    ("get", "/metrics", "Figures for Prometheus", None),
-    ("post", "/tokenize", "Text or a conversation to token ids", bodies.TokenizeBody),
-    ("post", "/detokenize", "Token ids to text", bodies.DetokenizeBody),
-    ("get", "/v1/prefixes", "The prefixes that are pinned", None),
-    ("post", "/v1/prefixes", "Compute a prefix and keep its blocks", bodies.PrefixBody),
-    ("delete", "/v1/prefixes/{name}", "Let a prefix go", None),
-    ("get", "/v1/cache", "Block tables and figures of the pool", None),
-    ("get", "/v1/cache/events", "The pool's changes as they come", None),
+    ("get", "/v1/models", "List the served model", None),
+    ("get", "/v1/models/{name}", "Describe the served model", None),
+    ("get", "/health", "Check that the engine runs", None),
+    ("get", "/version", "Show the version of minillm", None),
+    ("get", "/metrics", "Export metrics for Prometheus", None),
+    ("post", "/tokenize", "Convert text or a conversation to token ids", bodies.TokenizeBody),
+    ("post", "/detokenize", "Convert token ids to text", bodies.DetokenizeBody),
+    ("get", "/v1/prefixes", "List the pinned prefixes", None),
+    ("post", "/v1/prefixes", "Compute a prefix and pin its blocks", bodies.PrefixBody),
+    ("delete", "/v1/prefixes/{name}", "Unpin a prefix", None),
+    ("get", "/v1/cache", "Show the block tables and figures of the pool", None),
+    ("get", "/v1/cache/events", "Stream the changes in the pool", None),
 )
 _ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 501, 503)
-# The fields of which a body needs one: the types cannot say so.
+# Each body needs one of these fields, which its type cannot express.
 _NEEDED: dict[Any, tuple[str, ...]] = {
     bodies.ChatBody: ("messages", "fork_of"),
     bodies.CompletionBody: ("prompt", "fork_of"),
@@ -36,7 +36,7 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
 
 @cache
 def document() -> dict[str, Any]:
-    """The document as data."""
+    """Return the document as data."""
     kinds = [kind for *_, kind in _ROUTES if kind is not None]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     of_kind = dict(zip(kinds, schemas, strict=True))

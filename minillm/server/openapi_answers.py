@@ -1,4 +1,4 @@
-"""The answers of the routes as JSON schemas, for the OpenAPI document."""
+"""JSON schemas of the responses, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _ref(name: str) -> Json:
 
 
 def _record(*optional: str, **properties: Json) -> Json:
-    """An object; all properties but the ``optional`` ones are there."""
+    """Return the schema of an object. All properties are required except the ``optional`` ones."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required}
 
@@ -34,7 +34,7 @@ def _or_null(schema: Json) -> Json:
 
 _OWN = {"stop_reason": {"type": ["string", "integer"]}, "score": _NUMBER, "cumulative_logprob": _NUMBER}
 
-# The schemas that others refer to.
+# Schemas that others refer to.
 SCHEMAS: dict[str, Json] = {
     "Error": _record(
         error=_record(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT)),
@@ -96,7 +96,7 @@ def _completion(kind: str, choice: str, **more: Json) -> Json:
 
 _TABLE = _record("replica", seq_id=_COUNT, request=_TEXT, index=_COUNT, state=_TEXT, num_tokens=_COUNT, blocks=_IDS)
 
-# Each route's answers: content by type.
+# The content of each route's response, by media type.
 ANSWERS: dict[tuple[str, str], dict[str, Json]] = {
     ("post", "/v1/chat/completions"): {
         "application/json": _completion(

@@ -1,4 +1,4 @@
-"""An answer's text is read as it comes: what is thought and said, which tools are called."""
+"""The parts of an answer's text: content, thoughts and tool calls, read as the text arrives."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Said:
-    """Words for the reader."""
+    """Content of the message."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Thought:
-    """Words of the model to itself."""
+    """The model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Called:
-    """A call begins; its arguments follow."""
+    """Start of a tool call. Its arguments follow."""
 
     index: int  # among the calls of this answer
     id: str
@@ -31,7 +31,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Arguments:
-    """A piece of a call's arguments, which are JSON together."""
+    """A piece of a call's arguments. All pieces together are JSON."""
 
     index: int
     text: str
@@ -41,17 +41,17 @@ Part = Said | Thought | Called | Arguments
 
 
 class Reader(Protocol):
-    """Takes an answer's text in pieces of any size. The parts do not depend on where it was cut, but for their size."""
+    """Reads an answer's text in pieces of any size. Apart from their lengths, the parts do not depend on the pieces."""
 
     def push(self, text: str) -> list[Part]:
-        """More text. Returns the parts that are certain by now."""
+        """Add more text. Return the parts that are certain by now."""
 
     def finish(self) -> list[Part]:
-        """The text is complete. Returns the parts that are left."""
+        """End the text. Return the remaining parts."""
 
 
 class PlainReader:
-    """Reads no more into a text than that it was said."""
+    """Reads all text as content."""
 
     def push(self, text: str) -> list[Part]:
         return [Said(text)] if text else []

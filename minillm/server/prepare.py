@@ -1,6 +1,6 @@
-"""A request of the HTTP side becomes token ids and parameters.
+"""Convert a request from the HTTP process to token ids and parameters.
 
-This runs in threads beside the engine's: a template or a long text must not hold a step up.
+This runs outside the engine thread, so that a template or a long text does not delay a step.
 """
 
 import json
@@ -22,19 +22,19 @@ _NO_THOUGHTS = "\n\n</think>\n\n"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that the engine can take, but for what precedes it where it is a fork."""
+    """A request ready for the engine. A fork still lacks the tokens before it."""
 
     call: Complete
     token_ids: list[int]
     params: Params
     in_reasoning: bool
-    continuation: list[int] | None = None  # a fork's text as it continues other text, where that is not token_ids
+    continuation: list[int] | None = None  # the token ids of a fork's text if it follows other text
 
 
 def prepare(driver: Driver, call: Complete) -> Prepared:
-    """Make the token ids and the parameters of a request; raises MinillmError where it makes no sense."""
+    """Return the token ids and parameters of a request. Raises MinillmError for an invalid request."""
     params = _params(call)
-    driver.engine.requests.grammars.matcher(params)  # the engine's thread finds it compiled
+    driver.engine.requests.grammars.matcher(params)  # compile it now, for the engine thread
     token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, special=call.fork is None)
     continuation = None
     if isinstance(call.prompt, str) and call.fork is not None:
@@ -42,14 +42,14 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
     opened = False
     if isinstance(call.prompt, Conversation):
         opened = driver.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
-        if opened and "grammar" in call.params and not call.thinks:  # it has no room for thoughts
+        if opened and "grammar" in call.params and not call.thinks:  # the grammar allows no thoughts
             token_ids = token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids)
             opened = False
     return Prepared(call, token_ids, params, opened, continuation)
 
 
 def _params(call: Complete) -> Params:
-    """Make the parameters; errors of a grammar of tools name the tool, and show no grammar that no client wrote."""
+    """Return the parameters. Errors in a tool's grammar name the tool and hide the grammar, which no client wrote."""
     values = call.params
     if call.schemas:
         values = {**values, "grammar": {"lark": with_arguments(values["grammar"]["lark"], call.schemas)}}
@@ -61,12 +61,12 @@ def _params(call: Complete) -> Params:
     for name, schema in call.schemas.items():
         with _naming(name):
             Grammar.json(schema)
-    why = "the schemas of all tools together take too much to compile; give fewer tools or simpler schemas"
+    why = "the schemas of all tools take too much memory or time to compile; give fewer tools or simpler schemas"
     raise UsageError(f"grammar: {why}")
 
 
 def with_arguments(lark: str, schemas: Mapping[str, Any]) -> str:
-    """Return a grammar with a rule for the arguments of each tool: ``arguments_0`` and so on."""
+    """Return a grammar with a rule for each tool's arguments: ``arguments_0`` and so on."""
     lines = [lark]
     for number, (name, schema) in enumerate(schemas.items()):
         with _naming(name):
@@ -86,7 +86,7 @@ def _naming(tool: str) -> Iterator[None]:
 
 
 def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, special: bool = True) -> list[int]:
-    """The ids of a prompt; ``special`` says whether text gets the special tokens that begin a text."""
+    """Return the token ids of a prompt. ``special``: add the special tokens that begin a text."""
     if isinstance(prompt, Conversation):
         return driver.tokenizer.apply_chat_template(
             prompt.messages,
@@ -105,7 +105,7 @@ def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, specia
 def token_of(
     tokenizer: Tokenizer | None, token_id: int, logprob: float | None, top: list[tuple[int, float]], rank: int = 0
 ) -> Token:
-    """A token for the HTTP side."""
+    """Return a token for the HTTP process."""
     if tokenizer is None:
         return Token(token_id, str(token_id), b"", logprob, [(str(other), b"", value) for other, value in top], rank)
     text, raw = tokenizer.token_text, tokenizer.token_bytes

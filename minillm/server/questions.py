@@ -1,4 +1,4 @@
-"""The questions of chat apps take seats like all other requests: they wait their turn before they go to the engine."""
+"""Questions of chat apps. Like all other requests, they wait for seats before they go to the engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from minillm.service import messages as chat
 
 @dataclass
 class Questions:
-    """Those of one session.
+    """The questions of one session.
 
     Attributes:
-        tell: takes events that the app shall get, as lines.
+        tell: sends the app an event, encoded as a line.
     """
 
     session: str
@@ -34,19 +34,19 @@ class Questions:
         """Carry out an app's command.
 
         Raises:
-            BadField: it is none.
-            Full: it is a question, and the queue is full. Nothing of it has happened.
+            BadField: the line is no valid command.
+            Full: the command is a question, and the queue is full. It had no effect.
         """
         try:
             command = chat.decode_command(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadField(f"this is no command: {str(error)[:200]}") from None
+            raise BadField(f"not a command: {str(error)[:200]}") from None
         match command:
             case chat.Generate(request_id):
                 self._ask(request_id, command, line)
                 return
             case chat.Abort(request_id) if self._leaves(request_id):
-                self._refuse(request_id, "stopped while it waited for its turn")
+                self._refuse(request_id, "stopped while it waited in the queue")
                 return
             case chat.Drop(request_id):
                 self._leaves(request_id)
@@ -56,12 +56,12 @@ class Questions:
         self.engine.send(messages.SessionCommand(self.session, line))
 
     def end(self, request_id: str) -> None:
-        """Give the seats of an answer back, which has ended in whatever way."""
+        """Free the seats of an answer that has ended for any reason."""
         if (asked := self._asked.get(request_id)) is not None:
             asked.ended.set()
 
     def close(self) -> None:
-        """Leave the queue, and give all seats back."""
+        """Leave the queue and free all seats."""
         for asked in self._asked.values():
             asked.task.cancel()
 
@@ -81,14 +81,14 @@ class Questions:
                 asked.has_seat = True
                 self.engine.send(messages.SessionCommand(self.session, line))
                 await asked.ended.wait()
-        except Full:  # others were quicker since the command came
+        except Full:  # other requests filled the queue first
             self._refuse(request_id, "the server's queue is full; ask again later")
         finally:
             if self._asked.get(request_id) is asked:
                 del self._asked[request_id]
 
     def _leaves(self, request_id: str) -> bool:
-        """Take a question out of the queue. Returns whether it was in it."""
+        """Take a question out of the queue. Return whether it was there."""
         asked = self._asked.get(request_id)
         if asked is None or asked.has_seat:
             return False
@@ -102,10 +102,10 @@ class Questions:
 
 @dataclass(eq=False)
 class _Asked:
-    """A question until its answer has ended."""
+    """A question, until its answer ends."""
 
     conversation: str
-    count: int  # of seats
-    has_seat: bool = False  # it is the engine's
+    count: int  # seats
+    has_seat: bool = False  # it was sent to the engine
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] = field(init=False)

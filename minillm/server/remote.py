@@ -1,7 +1,8 @@
-"""The engine of another machine as a program: ``python -m minillm.server.remote URL``.
+"""Act as the engine process for an engine on another machine: ``python -m minillm.server.remote URL``.
 
-It speaks the messages of `minillm.service` on stdin and stdout, as an engine's process does, so the chat app needs not
-know where its engine is. They travel as ``/v1/session`` of a server. The key, if one is needed, is ``MINILLM_API_KEY``.
+This program speaks the messages of `minillm.service` on stdin and stdout, like a local engine process, so the chat app
+does not know where its engine is. The messages go through the server's ``/v1/session``. If the server requires an API
+key, it is read from ``MINILLM_API_KEY``.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from minillm.service import messages as chat
 from minillm.text.safe import clean_line, parse_json
 
 _CONNECT_SECONDS = 10.0
-_SILENT_SECONDS = 60.0  # a server says at least every 15 seconds that it is alive
-_LONGEST_LINE = 96 << 20  # bytes of one event; the app itself reads shorter ones
+_SILENT_SECONDS = 60.0  # a server sends a ping at least every 15 seconds
+_LONGEST_LINE = 96 << 20  # bytes of one event; the app's own limit is lower
 _LONGEST_REPLY = 1 << 16  # bytes of a reply to a command
-_SESSION = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a name that goes into a path
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,100}")  # safe as part of a path
 
 
 class Busy(MinillmError):
-    """The server has no room now; ``seconds`` later it may have."""
+    """The server is busy. Try again after ``seconds``."""
 
     def __init__(self, message: str, seconds: int) -> None:
         super().__init__(message)
@@ -41,7 +42,7 @@ class Busy(MinillmError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is."""
+    """The address of a server."""
 
     secure: bool
     host: str
@@ -50,7 +51,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """The parts of ``http://host:port``, with or without ``/v1``; raises UsageError where it is none."""
+        """Parse ``http://host:port``, with or without ``/v1``. Raises UsageError for anything else."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -71,7 +72,7 @@ class Address:
         return kind(self.host, self.port, timeout=seconds)
 
     def ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None) -> Any:
-        """The response to a request; raises MinillmError, in one line, for one that is no success."""
+        """Return the response to a request. Raises MinillmError, with a one-line message, unless its status is 200."""
         key = os.environ.get("MINILLM_API_KEY", "")
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         try:
@@ -86,12 +87,12 @@ class Address:
         if response.status == 429:
             raise Busy(f"the server at {self} is busy: {reason}", _pause(again))
         if response.status == 400:
-            raise UsageError(f"the server at {self} refuses: {reason}")
-        raise MinillmError(f"the server at {self} refuses: {reason}")
+            raise UsageError(f"the server at {self} rejects this: {reason}")
+        raise MinillmError(f"the server at {self} rejects this: {reason}")
 
 
 def _pause(retry_after: str) -> int:
-    """Seconds until a busy server is asked again, from 1 to 60."""
+    """Return the seconds before a busy server is asked again, from 1 to 60."""
     return max(1, min(60, int(retry_after[:9]))) if retry_after.isdecimal() else 1
 
 
@@ -103,7 +104,7 @@ def _reason(response: http.client.HTTPResponse) -> str:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the app's to interpret
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the app handles ctrl-c
     if not sys.stdin.buffer.readline():  # `Load`
         return
     app = App(sys.stdout.buffer)
@@ -116,7 +117,7 @@ def main() -> None:
             connection.sock.settimeout(_SILENT_SECONDS)
         session = _session(events.readline(_LONGEST_LINE))
     except (MinillmError, ValueError, http.client.HTTPException, OSError) as error:
-        app.leave(str(error) if isinstance(error, MinillmError) else f"the server at {sys.argv[1]} is not minillm's")
+        app.leave(str(error) if isinstance(error, MinillmError) else f"the server at {sys.argv[1]} runs no minillm")
     commands = Commands(address, session, app)
     threading.Thread(target=commands.read, args=(sys.stdin.buffer,), daemon=True).start()
     threading.Thread(target=commands.run, daemon=True).start()
@@ -132,10 +133,10 @@ def main() -> None:
 
 
 def _session(line: bytes) -> str:
-    """Return the name of the session that a server's first line opens.
+    """Return the session name in a server's first line.
 
     Raises:
-        ValueError: the line opens none.
+        ValueError: the line has no valid session name.
     """
     first = parse_json(line)
     name = first.get("session") if isinstance(first, dict) else None
@@ -145,7 +146,7 @@ def _session(line: bytes) -> str:
 
 
 class App:
-    """The app that started this process, and reads events from ``stream``. Any thread may write."""
+    """The app that started this process. It reads events from ``stream``. Any thread may write."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._lock = stream, threading.Lock()
@@ -159,29 +160,29 @@ class App:
         self.write(chat.encode(event))
 
     def leave(self, reason: str) -> NoReturn:
-        """End this process and tell the app why. A usual exit would abort: a thread waits in stdin."""
+        """Send the app the reason and end this process. A normal exit would abort, because a thread waits on stdin."""
         with contextlib.suppress(OSError):
             self.send(chat.LoadFailed(reason, 1))
         os._exit(1)
 
 
 class Commands:
-    """Brings the app's commands to the server. A question that finds no room there is asked again until it is taken."""
+    """Sends the app's commands to the server. Sends a question again while the server is busy."""
 
     def __init__(self, address: Address, session: str, app: App) -> None:
         self._address, self._path, self._app = address, f"/v1/session/{session}", app
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._later: dict[str, tuple[float, chat.Generate, bytes]] = {}  # questions, by request, and when they are due
+        self._later: dict[str, tuple[float, chat.Generate, bytes]] = {}  # by request: when to send the question again
         self._connection = address.connect(_CONNECT_SECONDS)
 
     def read(self, stream: BinaryIO) -> None:
-        """Take the app's lines until there are no more."""
+        """Queue the app's lines until there are no more."""
         for line in stream:
             self._lines.put(line)
         self._lines.put(None)
 
     def run(self) -> None:
-        """Send commands; the end of the app's lines, or of the server, is the end of this process."""
+        """Send commands. The process ends when the app's lines or the server end."""
         while True:
             due, _, again = min(self._later.values(), key=lambda each: each[0], default=(None, None, None))
             try:
@@ -213,16 +214,16 @@ class Commands:
         except Busy as busy:
             if question is not None:
                 self._later[question.request_id] = (time.monotonic() + busy.seconds, question, line)
-        except UsageError as error:  # this command only; a question's app must not wait for an answer
+        except UsageError as error:  # of this command only; an app must not wait for an answer to it
             if question is not None:
                 self._app.send(chat.RequestFailed(question.request_id, str(error)))
 
     def _post(self, line: bytes) -> None:
-        for attempt in (1, 2):  # the server may have closed a connection that lay idle
+        for attempt in (1, 2):  # the server may have closed an idle connection
             try:
                 reply = self._address.ask(self._connection, "POST", self._path, line)
                 reply.read(_LONGEST_REPLY)
-                if not reply.isclosed():  # there is more of it, which must not be taken for the next reply
+                if not reply.isclosed():  # unread bytes must not be mistaken for the next reply
                     self._connection.close()
                 return
             except (Busy, UsageError):
@@ -230,7 +231,7 @@ class Commands:
             except (MinillmError, http.client.HTTPException, OSError) as error:
                 self._connection.close()
                 if attempt == 2:
-                    silent = MinillmError(f"the server at {self._address} does not reply")
+                    silent = MinillmError(f"the server at {self._address} does not respond")
                     raise error if isinstance(error, MinillmError) else silent from error
 
 

@@ -1,7 +1,7 @@
-"""The engines of one model behind one address, each a process of its own. One that ends is started again.
+"""Several engine processes of one model, served at one address. An engine that ends is restarted.
 
-A request goes where the beginning of its prompt was computed before, unless that engine is much busier than another.
-What refers to something that an engine keeps goes to that engine: forks, pinned prefixes, sessions, watchers.
+A request goes to the engine that computed the beginning of its prompt before, unless that engine is much busier than
+another. Forks, pinned prefixes, sessions and watchers go to the engine that holds what they refer to.
 """
 
 from __future__ import annotations
@@ -23,63 +23,63 @@ from minillm.server.engine_process import COMMAND, Answer, EngineDied, EnginePro
 from minillm.service import messages as chat
 
 MAX_REPLICAS = 64
-_PIECE = 128  # characters, or token ids, of a prompt that are found together
-_MOST_PIECES = 512  # of one prompt that are looked at
-_MOST_PLACES = 1 << 16  # pieces whose engine is remembered
-_MOST_HOMES = 1 << 14  # answers, prefixes, sessions and watchers whose engine is remembered
-_SLACK = 4  # requests that an engine may have beyond twice those of the idlest, and still be preferred
+_PIECE = 128  # characters or token ids of a prompt that share a key
+_MOST_PIECES = 512  # per prompt
+_MOST_PLACES = 1 << 16  # keys that remember their engine
+_MOST_HOMES = 1 << 14  # answers, prefixes, sessions and watchers that remember their engine
+_SLACK = 4  # requests that an engine may have above twice the idlest one's, and still be preferred
 _MOST_RESTARTS = 5  # of an engine in _RESTART_WINDOW seconds
 _RESTART_WINDOW = 600.0
 _TORCHRUNS = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 class Engine(Protocol):
-    """What the routes need of an engine, be it one process or several."""
+    """The engine as the routes see it: one process or several."""
 
     @property
     def ended(self) -> asyncio.Event:
-        """Set when the engine has ended for good."""
+        """Return the event that is set when the engine has ended for good."""
 
     @property
     def serves(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether requests are accepted."""
 
     @property
     def trouble(self) -> str:
-        """The reason why an engine takes none; empty if all do."""
+        """Return why an engine accepts no requests, empty if all do."""
 
     @property
     def listeners(self) -> dict[str, Callable[[Any], object]]:
-        """Who hears events, by the name of watcher or session."""
+        """Return the callbacks that get events, by the name of watcher or session."""
 
     @property
     def answered(self) -> dict[str, Callable[[str], object]]:
-        """Who is told that an answer has ended, by the name of its session."""
+        """Return the callbacks for the end of an answer, by the name of its session."""
 
     def send(self, call: messages.Call) -> None:
         """Send a call that has no result."""
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Begin a request; ``news`` is set whenever something of it has come."""
+        """Start a request. ``news`` is set whenever a part of its answer arrives."""
 
     def leave(self, answer: Answer) -> None:
-        """Forget an answer; a request that has not ended is aborted."""
+        """Forget an answer. Abort its request if it has not ended."""
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
-        """The result of a call, given its id."""
+        """Return the result of a call. ``make`` gets the call's id."""
 
 
 @dataclass
 class Places:
-    """Which engine has computed which beginnings of prompts, the latest ones."""
+    """Remembers which engine computed which beginnings of recent prompts."""
 
     _places: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     def choose(self, keys: list[int], loads: Sequence[float]) -> int:
-        """The engine for a prompt with these keys, the first piece's first; it is remembered.
+        """Return the engine for a prompt with these keys, the first piece's first, and remember it.
 
         Args:
-            loads: requests of each engine; infinity if it takes none.
+            loads: number of requests of each engine; infinity if it accepts none.
         """
         idlest = min(range(len(loads)), key=loads.__getitem__)
         found = next((self._places[key] for key in reversed(keys) if key in self._places), idlest)
@@ -93,7 +93,7 @@ class Places:
 
 
 def keys_of(prompt: Any, salt: str | None) -> list[int]:
-    """A key for each piece of a prompt, which stands for all of the prompt up to there."""
+    """Return a key for each piece of a prompt. It identifies the whole prompt up to the end of the piece."""
     if isinstance(prompt, messages.Conversation):
         head = msgspec.json.encode([prompt.tools, prompt.template_options]).decode()
         prompt = head + "".join(msgspec.json.encode(message).decode() for message in prompt.messages)
@@ -108,11 +108,11 @@ def keys_of(prompt: Any, salt: str | None) -> list[int]:
 
 @dataclass
 class Replicas:
-    """Engines as one. Made by `start`.
+    """Several engines that act as one. Created by `start`.
 
     Attributes:
-        lost: told the number of an engine that has ended; what it kept is gone.
-        ended: set when no engine is left, and none is started again.
+        lost: called with the number of an engine that has ended. Everything it kept is gone.
+        ended: set when no engine is left and none will be restarted.
     """
 
     begin: Callable[[int], Awaitable[EngineProcess]]  # starts an engine, given its number
@@ -124,17 +124,17 @@ class Replicas:
     _places: Places = field(default_factory=Places)
     _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
     _keeping: list[asyncio.Task[None]] = field(default_factory=list)
-    _refusal: str = ""  # why no request is taken any more
+    _refusal: str = ""  # why requests are no longer accepted
 
     @classmethod
     async def start(
         cls, model: str, options: dict[str, Any], told: Callable[[chat.Event], object], count: int
     ) -> Replicas:
-        """Start ``count`` engines; the first one tells how loading goes on."""
+        """Start ``count`` engines. The first one reports the progress of loading."""
 
         async def begin(number: int) -> EngineProcess:
             command = (*_environment(number, count, options), *COMMAND) if count > 1 else COMMAND
-            tells = number == 0 and len(self.engines) == 0  # not when it is started again
+            tells = number == 0 and len(self.engines) == 0  # not after a restart
             engine = await EngineProcess.start(model, options, told if tells else lambda event: None, command)
             engine.listeners, engine.answered = self.listeners, self.answered
             return engine
@@ -145,20 +145,20 @@ class Replicas:
         return self
 
     async def loaded(self) -> messages.Ready:
-        """Return the facts of one engine, with the room of all; engines that end are started again from now on.
+        """Return the facts of one engine, with the capacity of all. From now on, engines that end are restarted.
 
         Raises:
-            MinillmError: one of them cannot be loaded.
+            MinillmError: an engine cannot be loaded.
         """
         found = await asyncio.gather(*(engine.ready for engine in self.engines))
         for number, each in enumerate(found):
             if each.facts.device.split(":")[0] != found[0].facts.device.split(":")[0]:
-                raise MinillmError(f"replica {number} has found no GPU of its own; start fewer replicas")
+                raise MinillmError(f"replica {number} found no GPU of its own; start fewer replicas")
         self._keeping = [asyncio.create_task(self._keep(number)) for number in range(len(self.engines))]
         return msgspec.structs.replace(found[0], max_num_seqs=sum(each.max_num_seqs for each in found))
 
     async def _keep(self, number: int) -> None:
-        """Start an engine again when it has ended, later each time, unless it ends too often."""
+        """Restart an engine that has ended, with growing delays, unless it ends too often."""
         ends: list[float] = []
         while True:
             await self.engines[number].ended.wait()
@@ -166,10 +166,10 @@ class Replicas:
             now = asyncio.get_running_loop().time()
             ends = [*(each for each in ends if now - each < _RESTART_WINDOW), now]
             if len(ends) > _MOST_RESTARTS:
-                self._say(number, "it is not started again")
+                self._say(number, "it ended too often and is not restarted")
                 break
             delay = 2 ** (len(ends) - 1) - 1
-            self._say(number, f"it is started again{f' in {delay} s' if delay else ''}")
+            self._say(number, f"restarting it{f' in {delay} s' if delay else ''}")
             await asyncio.sleep(delay)
             engine = await self.begin(number)
             try:
@@ -180,11 +180,11 @@ class Replicas:
             finally:
                 if self.engines[number] is not engine:
                     await engine.stop()
-        if sum(task.done() for task in self._keeping) == len(self.engines) - 1:  # all but this one
+        if sum(task.done() for task in self._keeping) == len(self.engines) - 1:  # all others
             self.ended.set()
 
     def _lose(self, number: int) -> None:
-        """Forget what an engine that has ended was asked to keep, and end the streams of its events."""
+        """Forget everything kept by an engine that has ended, and end its streams of events."""
         self.lost(number)
         for name in [name for name, home in self._homes.items() if home == number]:
             del self._homes[name]
@@ -197,38 +197,38 @@ class Replicas:
 
     @property
     def failure(self) -> MinillmError:
-        """Why the first engine that has ended did so."""
+        """Return why the first engine that has ended did so."""
         found = next((each.failure for each in self.engines if each.ended.is_set()), None)
         return found or MinillmError("the engine has ended")
 
     @property
     def serves(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether requests are accepted."""
         return not all(each.trouble for each in self.engines)
 
     @property
     def trouble(self) -> str:
-        """The reason why an engine takes no requests; empty if all do."""
+        """Return why an engine accepts no requests, empty if all do."""
         if len(self.engines) == 1:
             return self.engines[0].trouble
         troubles = [(number, each.trouble) for number, each in enumerate(self.engines)]
         return "; ".join(f"replica {number}: {trouble}" for number, trouble in troubles if trouble)
 
     def figures(self) -> list[messages.Figures | None]:
-        """Return the state of each engine, None of one that has told nothing or has ended."""
+        """Return the state of each engine, None for an engine that has ended or not reported yet."""
         return [None if each.ended.is_set() else each.figures for each in self.engines]
 
     def refuse_all(self, why: str) -> None:
-        """End all answers with an error, and take no more requests."""
+        """End all answers with an error, and accept no more requests."""
         self._refusal = why
         for engine in self.engines:
             engine.fail(why)
 
     async def stop(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         for task in self._keeping:
             task.cancel()
-        for engine in self.engines:  # at once: ctrl-c cancels what is awaited below, and they must end all the same
+        for engine in self.engines:  # first, because ctrl-c cancels the await below, and the processes must end anyway
             if engine.process.stdin is not None:
                 engine.process.stdin.close()
         await asyncio.gather(*self._keeping, *(engine.stop() for engine in self.engines), return_exceptions=True)
@@ -241,7 +241,7 @@ class Replicas:
         self.engines[self._homes.get(name, 0)].send(call)
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Begin a request; ``news`` is set whenever something of it has come. Raises EngineDied if none takes it."""
+        """Start a request. ``news`` is set when a part of its answer arrives. Raises EngineDied if it is rejected."""
         if self._refusal:
             raise EngineDied(self._refusal)
         if call.fork is None:
@@ -252,13 +252,13 @@ class Replicas:
         return self.engines[home].complete(call, news)
 
     def leave(self, answer: Answer) -> None:
-        """Forget an answer; a request that has not ended is aborted."""
+        """Forget an answer. Abort its request if it has not ended."""
         for engine in self.engines:
             if answer.request_id in engine.answers:
                 engine.leave(answer)
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
-        """The result of a call, given its id; raises UsageError where the engine refuses it."""
+        """Return the result of a call. ``make`` gets the call's id. Raises UsageError if it is rejected."""
         if len(self.engines) == 1:
             return await self.engines[0].ask(make)
         match make(""):
@@ -274,7 +274,7 @@ class Replicas:
         return await self.engines[self._choose(None, None)].ask(make)
 
     def _choose(self, prompt: Any, salt: str | None) -> int:
-        """Choose among the engines that take requests, or among all if none does."""
+        """Choose among the engines that accept requests, or among all if none does."""
         if len(self.engines) == 1:
             return 0
         loads = [math.inf if engine.trouble else len(engine.answers) for engine in self.engines]
@@ -287,12 +287,12 @@ class Replicas:
 
 
 def _environment(number: int, count: int, options: Mapping[str, Any]) -> Iterator[str]:
-    """The command that gives one engine of ``count`` its own GPUs, or its part of the cores."""
+    """Return the command prefix that gives one of ``count`` engines its own GPUs, or its share of the cores."""
     device, size = options.get("device", "auto"), options.get("tensor_parallel_size", 1)
     if ":" in device:
-        raise UsageError(f"device {device!r}: each replica takes a GPU of its own; say 'cuda'")
+        raise UsageError(f"device {device!r}: each replica uses a GPU of its own; give 'cuda'")
     yield "env"
-    for name in _TORCHRUNS:  # an engine is no rank of those that torchrun has started
+    for name in _TORCHRUNS:  # an engine is no rank of a torchrun launch
         yield from ("-u", name)
     if device == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
@@ -304,7 +304,7 @@ def _environment(number: int, count: int, options: Mapping[str, Any]) -> Iterato
 
 
 def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What several engines say of their pools, as one: figures are added up, tables name their replica."""
+    """Merge the cache states of several engines: add up the figures, and add each table's replica."""
     figures = {name: sum(each["figures"][name] for each in found) for name in found[0]["figures"]}
     tables = [{**table, "replica": number} for number, each in enumerate(found) for table in each["tables"]]
     return {"figures": figures, "tables": tables, "replicas": [each["figures"] for each in found]}

@@ -1,4 +1,4 @@
-"""The requests of the HTTP side on one engine, in the engine's own thread."""
+"""Requests from the HTTP process on one engine, in the engine thread."""
 
 import secrets
 import sys
@@ -21,9 +21,9 @@ from minillm.server.prepare import Prepared, token_of
 from minillm.service.cache_view import CacheView, Owner
 from minillm.service.messages import TableState
 
-_MOST_REMEMBERED = 2_000  # answers that can be forked, the latest
+_MOST_REMEMBERED = 2_000  # latest answers that can be forked
 _MOST_REMEMBERED_TOKENS = 1_000_000
-_MOST_KEPT = 256  # answers whose blocks stay
+_MOST_KEPT = 256  # answers with blocks that stay
 _FIGURES_INTERVAL = 0.5  # seconds
 _PICTURE_INTERVAL = 0.1
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -31,26 +31,26 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 @dataclass(slots=True)
 class Live:
-    """A request under way."""
+    """A running request."""
 
     prepared: Prepared
     group: SequenceGroup
     token_ids: list[int]  # of the prompt
-    has_begun: bool = False  # `Began` is sent, where it is wanted
+    has_begun: bool = False  # `Began` is sent, or not needed
     wants_ids: bool = False
-    is_plain: bool = False  # nothing but texts is streamed: those of a large batch take a tenth of a millisecond a step
-    is_timed: bool = False  # a text has told how long the first token took
+    is_plain: bool = False  # only text is streamed: for a large batch this saves 0.1 ms per step
+    is_timed: bool = False  # a text with the time to first token was sent
 
 
 @dataclass(slots=True)
 class Remembered:
-    """An answer that has ended."""
+    """An answer that has ended and can be forked."""
 
     tenant: str
     prompt_ids: list[int]
     output_ids: list[list[int]]  # by completion
     salt: str | None
-    sequences: list[Sequence]  # whose blocks stay
+    sequences: list[Sequence]  # with blocks that stay
 
 
 @dataclass(slots=True)
@@ -58,16 +58,16 @@ class Pinned:
     tenant: str
     call_id: str
     group: SequenceGroup
-    sequence: Sequence | None = None  # None until it is computed
+    sequence: Sequence | None = None  # None while it is computed
 
 
 @dataclass
 class Room:
-    """Drives an engine for many clients; all methods are called in one thread.
+    """Runs an engine for many clients. All methods are called in one thread.
 
     Attributes:
-        send: takes events for the HTTP side.
-        others: the owners of sequences that belong to no request of this room, by seq_id.
+        send: sends an event to the HTTP process.
+        others: owners of sequences of other requests, by seq_id.
     """
 
     driver: Driver
@@ -76,14 +76,14 @@ class Room:
     live: dict[str, Live] = field(default_factory=dict)
     remembered: OrderedDict[str, Remembered] = field(default_factory=OrderedDict)
     pinned: dict[str, Pinned] = field(default_factory=dict)
-    watchers: dict[str, tuple[CacheView, str | None]] = field(default_factory=dict)  # and their readers
+    watchers: dict[str, tuple[CacheView, str | None]] = field(default_factory=dict)  # with their readers
 
     def __post_init__(self) -> None:
         self.engine = self.driver.engine
-        self.preparing: set[str] = set()  # requests on their way here; another thread adds to it
-        self._gone: set[str] = set()  # those of them that have been aborted
+        self.preparing: set[str] = set()  # requests not added yet; other threads add to it
+        self._gone: set[str] = set()  # requests of ``preparing`` that were aborted
         self._num_remembered_tokens = 0
-        self._step_at = 0.0  # when the step under way began; 0 between steps
+        self._step_at = 0.0  # when the current step started; 0 between steps
         self._figures_at = self._picture_at = 0.0
         self._num_prefilled = self._num_decoded = 0
         self._last_figures: messages.Figures | None = None
@@ -92,7 +92,7 @@ class Room:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def add(self, prepared: Prepared) -> None:
-        """Queue a request; one that is refused is told so."""
+        """Queue a request. Report an error if it is rejected."""
         call = prepared.call
         if not self._arrives(call.request_id):
             return
@@ -125,12 +125,12 @@ class Room:
             yield
         except MinillmError as error:
             self.send(messages.Refused(request_id, str(error), messages.kind_of(error)))
-        except Exception as error:  # a defect of ours ends one request, not all
+        except Exception as error:  # a bug ends one request, not all
             sys.stderr.write(f"request failed: {type(error).__name__}: {error}\n")
-            self.send(messages.Refused(request_id, "internal error; the server's log says more", "internal"))
+            self.send(messages.Refused(request_id, "internal error; see the server's log", "internal"))
 
     def _fitting(self, num_prompt_tokens: int, params: BeamSearchParams | SamplingParams) -> int:
-        """Tokens that each completion can have at most in context and pool, for a request that does not say."""
+        """Return the most tokens per completion that fit context and pool, for a request without ``max_tokens``."""
         cache, pinned = self.engine.cache, self.engine.scheduler.idle.num_pinned_blocks
         shared = num_prompt_tokens // cache.block_size
         blocks = (cache.num_blocks - pinned - shared) // params.num_sequences
@@ -138,19 +138,19 @@ class Room:
         return min(room, self.engine.max_model_len - num_prompt_tokens)
 
     def _forked(self, call: messages.Complete) -> tuple[list[int], Sequence | None, str | None]:
-        """The tokens before a fork, a sequence that holds blocks of them, and the salt that they were found under."""
+        """Return the tokens before a fork, a sequence that holds some of their blocks, and their prefix cache salt."""
         fork = call.fork
         assert fork is not None
         answer = self.remembered.get(fork.request_id)
         if answer is None or answer.tenant != call.tenant:
-            known = f"the latest {_MOST_REMEMBERED} can be forked"
-            raise UsageError(f"fork_of: no answer {shown(fork.request_id)} is known; {known}")
+            known = f"the latest {_MOST_REMEMBERED} answers can be forked"
+            raise UsageError(f"fork_of: unknown answer {shown(fork.request_id)}; {known}")
         if not 0 <= fork.index < len(answer.output_ids):
-            raise UsageError(f"fork_of: the answer has {len(answer.output_ids)} completions, and none {fork.index}")
+            raise UsageError(f"fork_of: no completion {fork.index}; the answer has {len(answer.output_ids)}")
         output = answer.output_ids[fork.index]
         count = len(output) if fork.num_tokens is None else fork.num_tokens
         if not 0 <= count <= len(output):
-            raise UsageError(f"fork_of: the completion has {len(output)} tokens, and {count} of them are asked for")
+            raise UsageError(f"fork_of: num_tokens is {count}, but the completion has {len(output)} tokens")
         self.remembered.move_to_end(fork.request_id)
         kept = [each for each in answer.sequences if each.table is not None]
         before = answer.prompt_ids + output[:count]
@@ -158,20 +158,20 @@ class Room:
         return before, parent, answer.salt if call.salt is None else call.salt
 
     def abort(self, request_id: str) -> None:
-        """End a request, wherever it is; nobody waits for it any more."""
+        """End a request in any state. Nobody waits for it any more."""
         if request_id in self.live:
             self.engine.abort(request_id)
         elif request_id in self.preparing:
             self._gone.add(request_id)
 
     def refuse(self, request_id: str, error: MinillmError) -> None:
-        """Tell that a request could not be prepared."""
+        """Report a request that could not be prepared."""
         if self._arrives(request_id):
             with self._refusing(request_id):
                 raise error
 
     def _arrives(self, request_id: str) -> bool:
-        """Note that a request has been prepared. Returns whether anybody still waits for it."""
+        """Record that a request was prepared. Return False if it was aborted before."""
         self.preparing.discard(request_id)
         gone = request_id in self._gone
         self._gone.discard(request_id)
@@ -181,17 +181,17 @@ class Room:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds that the step under way has taken; 0 between steps. Any thread may ask."""
+        """Return the seconds that the current step has taken, 0 between steps. Any thread may call this."""
         began = self._step_at
         return time.monotonic() - began if began else 0.0
 
     def step(self) -> tuple[list[Delta], list[RequestOutput]]:
-        """Compute one step and send its results. Returns those that belong to others."""
+        """Run one step and send its results. Return the results of other requests."""
         engine = self.engine
         self._step_at = time.monotonic()
         try:
             deltas = engine.step()
-        except Exception as error:  # the engine has freed the step's blocks, and goes on
+        except Exception as error:  # the engine has freed the step's blocks and continues
             deltas = engine.take_undelivered()
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
         finally:
@@ -235,7 +235,7 @@ class Room:
         return strange, outputs
 
     def _begin(self, live: Live) -> None:
-        """Tell the prompt, where it is wanted and not told."""
+        """Send the prompt's data, if it is wanted and not sent yet."""
         if live.has_begun:
             return
         live.has_begun = True
@@ -320,7 +320,7 @@ class Room:
     # --- prefixes -----------------------------------------------------------------------------------------------------
 
     def pin(self, call: messages.PinPrefix, token_ids: list[int]) -> None:
-        """Compute a prefix whose blocks then stay; the result names it."""
+        """Compute a prefix and pin its blocks. The result has its name."""
         name = f"prefix-{secrets.token_hex(8)}"
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         try:
@@ -334,7 +334,7 @@ class Room:
         pin, sequence = self.pinned[name], group.sequences[0]
         try:
             if group.error is not None or sequence.table is None:
-                raise MinillmError(group.error or "the pool has no room for it")
+                raise MinillmError(group.error or "the pool has no memory for it")
             held.pin(self.driver, sequence)
         except MinillmError as error:
             del self.pinned[name]
@@ -345,7 +345,7 @@ class Room:
         self.send(messages.Result(pin.call_id, {"id": name, "num_tokens": count, "num_blocks": len(sequence.blocks)}))
 
     def unpin(self, call: messages.UnpinPrefix) -> None:
-        """Let a prefix go."""
+        """Unpin a prefix."""
         pin = self.pinned.get(call.prefix_id)
         if pin is None or pin.sequence is None:
             self.send(messages.Result(call.call_id, None, f"there is no prefix {shown(call.prefix_id)}"))
@@ -357,7 +357,7 @@ class Room:
     # --- the pool -----------------------------------------------------------------------------------------------------
 
     def owners(self, reader: str | None = None) -> dict[int, Owner]:
-        """The owner of every sequence, by seq_id; only the words of ``reader`` are shown, where there is one."""
+        """Return the owner of every sequence, by seq_id. With ``reader``, only that tenant's text may be shown."""
         found = self.others(reader)
 
         def add(name: str, tenant: str, state: TableState, sequences: list[Sequence]) -> None:
@@ -373,12 +373,12 @@ class Room:
         return found
 
     def watch(self, watcher: str, reader: str | None) -> None:
-        """Send pictures of the pool to a watcher, the first one whole."""
+        """Send a watcher the changes in the pool, starting with its full state."""
         self.watchers[watcher] = (CacheView(self.engine, shows_all_words=reader is None), reader)
         self._show(watcher)
 
     def unwatch(self, watcher: str) -> None:
-        """Send no more pictures."""
+        """Stop sending changes to a watcher."""
         if (watched := self.watchers.pop(watcher, None)) is not None:
             watched[0].close()
 
@@ -389,7 +389,7 @@ class Room:
             self.send(messages.Picture(watcher, changed))
 
     def read_cache(self, call: messages.ReadCache) -> None:
-        """Answer with figures and block tables of this moment."""
+        """Send the current figures and block tables."""
         view = CacheView(self.engine)
         changed = view.changes(self.owners())
         view.close()
@@ -402,7 +402,7 @@ class Room:
         self.send(messages.Result(call.call_id, {"figures": figures, "tables": rows, "cached_blocks": cached}))
 
     def report(self, *, now: bool = False) -> None:
-        """Send figures and pictures, unless the last ones are too recent."""
+        """Send figures and pool changes unless the last ones are too recent."""
         moment = time.monotonic()
         if now or moment - self._picture_at >= _PICTURE_INTERVAL:
             self._picture_at = moment

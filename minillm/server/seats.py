@@ -1,4 +1,4 @@
-"""Who is next: a bounded queue before the engine, fair between tenants, that starves nobody."""
+"""A bounded, fair queue in front of the engine. No tenant starves."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from minillm.server.sharing import leaves_some
 
-_PATIENCE = 10.0  # seconds of waiting that weigh as much as one step of priority, or one seat that a tenant has
-_TIMES = 7  # as many seats as stay free may be one tenant's
+_PATIENCE = 10.0  # seconds of waiting that count as much as one step of priority, or one seat of the tenant
+_TIMES = 7  # a tenant may have this many times the seats that stay free
 
 
 class Full(Exception):
-    """The queue is full; ``retry_after`` is the number of seconds after which there may be room."""
+    """The queue is full. Try again after ``retry_after`` seconds."""
 
     def __init__(self, retry_after: int) -> None:
         super().__init__("the queue is full; try again later")
@@ -25,30 +25,30 @@ class Full(Exception):
 
 
 def num_seats(params: Mapping[str, Any]) -> Any:
-    """The sequences at a time that a prompt's sampling parameters ask for, as they were sent: nothing is checked."""
+    """Return how many sequences a prompt's sampling parameters ask for. The values are not checked."""
     return params.get("beam_width") or params.get("n") or 1
 
 
 @dataclass(eq=False)
 class Place:
-    """A request's place in the queue, and then its seats."""
+    """A request's place in the queue, and later its seats."""
 
     tenant: str
     count: int
     priority: int
-    since: float  # when it came, and then when it got its seats
+    since: float  # when it was queued, and later when it got its seats
     turn: asyncio.Future[None]
-    is_free: bool = False  # the seats are given back
+    is_free: bool = False  # the seats were freed
 
 
 @dataclass
 class Seats:
-    """``total`` sequences are in the engine's hands at a time, and ``most_waiting`` requests wait before it.
+    """Admits at most ``total`` sequences to the engine. At most ``most_waiting`` requests wait.
 
-    Where several tenants share them, none takes all seats or the whole queue: some stay free for others.
-    Next is the request of the tenant with the fewest seats. Among a tenant's requests the one with the lowest
-    ``priority`` is next, then the oldest. Waiting makes up for both, so everybody's turn comes. A request that is next
-    and does not fit yet is not overtaken.
+    If several tenants share the seats, none gets all seats or the whole queue: some stay free for others. The tenant
+    with the fewest seats is served next; among its requests, the one with the lowest ``priority``, then the oldest.
+    Waiting outweighs both in time, so every request is served. A request that is next but does not fit yet is not
+    overtaken.
     """
 
     total: int
@@ -63,7 +63,7 @@ class Seats:
         return self.taken.total()
 
     def check_room(self, tenant: str) -> None:
-        """Raise Full if one more request of this tenant would be told to come again."""
+        """Raise Full if one more request of this tenant must be rejected."""
         free = self.most_waiting - len(self.waiting)
         own = sum(each.tenant == tenant for each in self.waiting) if self.shared else 0
         if free <= 0 or not leaves_some(own, 1, free):
@@ -71,7 +71,7 @@ class Seats:
 
     @asynccontextmanager
     async def take(self, tenant: str, count: int, priority: int = 0) -> AsyncIterator[None]:
-        """Wait for ``count`` seats and give them back afterwards. Raises Full."""
+        """Wait for ``count`` seats and free them at exit. Raises Full."""
         self.check_room(tenant)
         place = await self.wait(tenant, count, priority)
         try:
@@ -80,7 +80,7 @@ class Seats:
             self.give_back(place)
 
     async def wait(self, tenant: str, count: int, priority: int = 0) -> Place:
-        """Wait for ``count`` seats, however long the queue is. They are to be given back."""
+        """Wait for ``count`` seats, however long the queue is. The caller must free them."""
         turn = asyncio.get_running_loop().create_future()
         place = Place(tenant, min(count, self.total), priority, time.monotonic(), turn)
         self.waiting.append(place)
@@ -98,7 +98,7 @@ class Seats:
         return place
 
     def give_back(self, place: Place) -> None:
-        """Give seats back, once."""
+        """Free the seats of a place, once."""
         if place.is_free:
             return
         place.is_free = True
@@ -109,11 +109,11 @@ class Seats:
         self._call()
 
     def retry_after(self) -> int:
-        """Seconds until a queue as long as this has moved on by a request."""
+        """Return the seconds until a queue of the current length has advanced by one request."""
         return max(1, min(60, round(self._mean_seconds * len(self.waiting) / max(1, self.total))))
 
     def _call(self) -> None:
-        """Let those whose turn it is go on."""
+        """Admit the requests that are next and fit."""
         while self.waiting:
             now = time.monotonic()
             able = [each for each in self.waiting if self._leaves_some(each)] if self.shared else self.waiting
@@ -123,7 +123,7 @@ class Seats:
             if self.num_taken + first.count > self.total and not first.turn.done():
                 return
             self.waiting.remove(first)
-            if first.turn.done():  # cancelled, and its task has not run since
+            if first.turn.done():  # cancelled, but its task has not run since
                 continue
             self.taken[first.tenant] += first.count
             first.turn.set_result(None)

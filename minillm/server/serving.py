@@ -1,4 +1,4 @@
-"""Starts the engine's process and serves it over HTTP until a signal comes."""
+"""Start the engine processes and serve them over HTTP until a signal arrives."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from minillm.server.seats import Seats
 from minillm.service import messages as chat
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_OTHER_DESCRIPTORS = 100  # than those of connections
+_OTHER_DESCRIPTORS = 100  # descriptors in addition to connections
 _SAY_SECONDS = 60.0
-_ERROR_SECONDS = 5  # for the last events of answers that have had their time
+_ERROR_SECONDS = 5  # for the last events of answers that ran out of time
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     """Attributes:
-    names: of the model, for clients; by default the model's own name.
-    max_waiting: requests that wait before the engine; more are told to come again.
-    grace_seconds: that running answers have to end when the server is stopped.
-    replicas: engines of the model, each with its own GPU.
+    names: names of the model for clients; default: the model's own name.
+    max_waiting: requests that may wait for the engine; more are rejected with status 429.
+    grace_seconds: time for running answers to end when the server stops.
+    replicas: number of engines, each with its own GPUs.
     """
 
     host: str = "127.0.0.1"
@@ -49,7 +49,7 @@ class ServerConfig:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket at this address, on which nothing listens yet; raises UsageError where that is not to be had."""
+    """Return a socket bound to this address, not listening yet. Raises UsageError if that is impossible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
@@ -62,7 +62,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def allow_descriptors(count: int) -> None:
-    """Let this process open ``count`` descriptors, or as many as the system allows it."""
+    """Raise this process's limit of open descriptors to ``count``, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -71,12 +71,12 @@ def allow_descriptors(count: int) -> None:
 
 
 class FewDescriptors:
-    """Handles a loop's exceptions: that no descriptor is left for a connection is said once a minute, in a line.
+    """An event loop's exception handler that reports a lack of descriptors once a minute, in one line.
 
-    asyncio reports it some thousand times a second, with tracebacks.
+    asyncio would report it thousands of times a second, with tracebacks.
     """
 
-    _next = 0.0  # when it may be said again
+    _next = 0.0  # when it may be reported again
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -94,12 +94,12 @@ async def serve(
     told: Callable[[chat.Event], object],
     opened: Callable[[str, Service], object],
 ) -> None:
-    """Load the model and serve it until SIGINT or SIGTERM; running answers may end then.
+    """Load the model and serve it until SIGINT or SIGTERM. Running answers may then end.
 
     Args:
         options: of EngineConfig.
-        told: is told how loading goes on.
-        opened: is told the server's address when it answers.
+        told: called with the progress of loading.
+        opened: called with the server's address when it accepts requests.
 
     Raises:
         MinillmError: the model cannot be loaded, or the engine has ended.
@@ -138,13 +138,13 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, whose streams that never end by themselves end with it."""
+    """uvicorn's server. Endless streams end when it shuts down."""
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.service = service
         self.opened: Callable[[], object] = lambda: None
-        self.late: Callable[[], object] = lambda: None  # called when running answers have had their time
+        self.late: Callable[[], object] = lambda: None  # called when the grace period is over
         self.grace_seconds = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -164,7 +164,7 @@ async def _end_with_engine(engine: Engine, server: uvicorn.Server) -> None:
 
 
 def _names(model: str) -> tuple[str, ...]:
-    """A model's names for clients: of a file or directory the last part, then the whole."""
+    """Return a model's names for clients: for a file or directory its last part, then the full path."""
     short = Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
     return tuple(dict.fromkeys((short, model)))
 

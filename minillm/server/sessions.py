@@ -1,7 +1,7 @@
-"""Chat apps of other machines on the room's engine: each has conversations of its own in the one pool.
+"""Chat apps on other machines. Each has its own conversations in the shared pool.
 
-An app names its requests as it likes. Here each name gets the session's before it, which is taken away again from the
-events that go to this app; so it knows its own blocks, and sees whose the others are.
+Apps choose their request names. Here each name gets the session's name as a prefix, which is removed from the app's own
+events. So an app recognizes its own blocks and sees the owners of all others.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,22 +18,22 @@ from minillm.service import messages as chat
 from minillm.service.cache_view import Owner
 from minillm.service.conversations import Conversations
 
-_REFUSED = (chat.Load, chat.Pace)  # what one app would do to all others
+_REFUSED = (chat.Load, chat.Pace)  # they would affect all other apps
 
 
 @dataclass
 class Session:
-    """One app."""
+    """One connected app."""
 
     name: str
     tenant: str
     conversations: Conversations
-    asked: set[str] = field(default_factory=set)  # requests whose ends nobody has been told
+    asked: set[str] = field(default_factory=set)  # requests with ends not reported yet
 
 
 @dataclass
 class Sessions:
-    """All apps that use the engine; all methods are called in the engine's thread."""
+    """All connected apps. All methods are called in the engine thread."""
 
     driver: Driver
     room: Room
@@ -42,7 +42,7 @@ class Sessions:
     ending: list[Session] = field(default_factory=list)
 
     def open(self, name: str, tenant: str, reader: str | None, salt: str | None = None) -> None:
-        """Begin a session; its app gets the whole picture of the pool, and the words of ``reader``, or all."""
+        """Open a session. Its app gets the full state of the pool, with the text of ``reader``, or of all tenants."""
 
         def send(event: chat.Event) -> None:
             self.send(messages.SessionEvent(name, chat.encode(_renamed(event, f"{name}/"))))
@@ -69,14 +69,14 @@ class Sessions:
                 self._tell_ends(session)
 
     def close(self, name: str) -> None:
-        """End a session; its answers end at the next step, and its blocks are free then."""
+        """Close a session. Its answers end at the next step, which frees its blocks."""
         session = self.open_ones.pop(name, None)
         if session is not None:
             session.conversations.close()
             self.ending.append(session)
 
     def take(self, deltas: Iterable[Delta], outputs: Iterable[RequestOutput]) -> None:
-        """Give each app the results that are its own."""
+        """Pass each app its own results."""
         deltas, outputs = list(deltas), list(outputs)
         for session in (*self.open_ones.values(), *self.ending):
             session.conversations.take(deltas, outputs)
@@ -84,19 +84,19 @@ class Sessions:
         self.ending = [session for session in self.ending if not session.conversations.is_idle]
 
     def _tell_ends(self, session: Session) -> None:
-        """Tell the HTTP side which answers have ended, or have not begun at all."""
+        """Report the answers that have ended, or never started, to the HTTP process."""
         if session.asked:
             for name in session.asked - session.conversations.answers.keys():
                 session.asked.discard(name)
                 self.send(messages.SessionAnswered(session.name, name.removeprefix(f"{session.name}/")))
 
     def report(self, *, now: bool = False) -> None:
-        """Send the apps pictures of the pool, at the pace that each wants."""
+        """Send each app the changes in the pool, at the rate it asked for."""
         for session in self.open_ones.values():
             session.conversations.teller.show_cache(now=now)
 
     def owners(self, reader: str | None) -> dict[int, Owner]:
-        """The owners of all sequences of all sessions; only the words of ``reader`` are shown, where there is one."""
+        """Return the owners of all sessions' sequences. With ``reader``, only that tenant's text may be shown."""
         found: dict[int, Owner] = {}
         for session in (*self.open_ones.values(), *self.ending):
             shows = reader in (None, session.tenant)
@@ -106,7 +106,7 @@ class Sessions:
 
 
 def _renamed(event: chat.Event, prefix: str) -> chat.Event:
-    """The event under the names that the app has given its requests."""
+    """Return the event with the app's own request names."""
     if hasattr(event, "request_id"):
         return msgspec.structs.replace(event, request_id=event.request_id.removeprefix(prefix))
     if isinstance(event, chat.CacheChanged):

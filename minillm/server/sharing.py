@@ -1,4 +1,4 @@
-"""Tenants share threads, seats and streams so that none can take all of them."""
+"""Fair sharing of threads, seats and streams: no tenant can take all of them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def leaves_some(own: int, count: int, free: int, times: int = 1) -> bool:
-    """Return whether a tenant that has ``own`` of something may take ``count`` of the ``free`` rest.
+    """Return whether a tenant that has ``own`` items may take ``count`` of the ``free`` ones.
 
-    It may have ``times`` as much as then stays free, so later tenants always find some (dynamic thresholds, Choudhury
-    and Hahne 1998). A tenant that has nothing may take anything.
+    A tenant may have at most ``times`` the number that then stays free, so later tenants always find some (dynamic
+    thresholds, Choudhury and Hahne 1998). A tenant that has nothing may take anything.
     """
     return not own or own + count <= times * (free - count)
 
 
 class SharedThreads:
-    """Threads for jobs of tenants, none of which takes all threads.
+    """A thread pool that no tenant can fill.
 
-    Next is the oldest job of the tenant that has the fewest running.
+    The oldest job of the tenant with the fewest running jobs is next.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -32,13 +32,13 @@ class SharedThreads:
         self._running: Counter[str] = Counter()
 
     def submit(self, tenant: str, job: Callable[[], object]) -> None:
-        """Run a job in a thread, in its turn."""
+        """Queue a job for a thread."""
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append(job)
         self._pool.submit(self._work)
 
     def shutdown(self) -> None:
-        """Wait for all jobs and end the threads."""
+        """Wait for all jobs and stop the threads."""
         self._pool.shutdown()
 
     def _work(self) -> None:
@@ -46,13 +46,13 @@ class SharedThreads:
             tenant, job = taken
             try:
                 job()
-            except Exception as error:  # a defect ends one job, not the turns of all
+            except Exception as error:  # a bug ends one job, not the thread
                 sys.stderr.write(f"job failed: {type(error).__name__}: {error}\n")
             with self._lock:
                 self._running[tenant] -= 1
 
     def _take(self) -> tuple[str, Callable[[], object]] | None:
-        """Take the next job, and its tenant; None if none may run now. It counts as running."""
+        """Return the next job and its tenant, None if none may run now. Count it as running."""
         with self._lock:
             free = self._count - self._running.total()
             able = [tenant for tenant in self._waiting if leaves_some(self._running[tenant], 1, free)]

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers: ``<think>…</think>`` at the beginning, which the template may have opened."""
+"""A model's thoughts before its answer: ``<think>…</think>`` at the beginning, perhaps opened by the template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class ThoughtReader:
-    """Takes the thoughts from the beginning of an answer; ``inner`` reads what follows them.
+    """Separates the thoughts at the beginning of an answer. ``inner`` reads the text after them.
 
     Args:
         opened: the prompt ends with the opening tag.
@@ -44,9 +44,9 @@ class ThoughtReader:
     def _thinking(self, *, final: bool) -> list[Part]:
         if not self._has_thought:
             self._held = self._held.lstrip()
-        thought, closing, behind = self._held.partition(_CLOSE)
+        thought, closing, after = self._held.partition(_CLOSE)
         if closing:
-            self._held, self._stage = behind, self._gap
+            self._held, self._stage = after, self._gap
             thought = thought.rstrip()
         elif not final:
             kept = next((n for n in range(len(_CLOSE) - 1, 0, -1) if self._held.endswith(_CLOSE[:n])), 0)
@@ -57,7 +57,7 @@ class ThoughtReader:
         return [*parts, *self._gap(final=final)] if closing else parts
 
     def _gap(self, *, final: bool) -> list[Part]:
-        """The space between thoughts and answer belongs to neither."""
+        """Skip the space between thoughts and answer, which belongs to neither."""
         self._held = self._held.lstrip()
         if not self._held:
             return []
@@ -70,17 +70,17 @@ class ThoughtReader:
 
 
 def template_options(body: ChatBody, *, has_switch: bool) -> dict[str, Any]:
-    """The variables that a request gives to the chat template; raises BadField.
+    """Return the variables that a request sets for the chat template. Raises BadField.
 
     Args:
-        has_switch: the template knows ``enable_thinking``.
+        has_switch: the template supports ``enable_thinking``.
     """
     found: dict[str, bool] = {}
     for name, value in (body.chat_template_kwargs or {}).items():
         if name != "enable_thinking":
             raise BadField(f"chat_template_kwargs: unknown {name!r}; known: enable_thinking", "chat_template_kwargs")
         if not isinstance(value, bool):
-            raise BadField("chat_template_kwargs: enable_thinking is true or false", "chat_template_kwargs")
+            raise BadField("chat_template_kwargs: enable_thinking must be true or false", "chat_template_kwargs")
         found["chat_template_kwargs"] = value
     if body.reasoning_effort is not None:
         found["reasoning_effort"] = body.reasoning_effort != "none"
@@ -88,9 +88,9 @@ def template_options(body: ChatBody, *, has_switch: bool) -> dict[str, Any]:
         return {}
     first = next(iter(found))
     if len(set(found.values())) > 1:
-        raise BadField("reasoning_effort: chat_template_kwargs say the opposite; leave one out", "reasoning_effort")
+        raise BadField("reasoning_effort: contradicts chat_template_kwargs; leave one out", "reasoning_effort")
     if not has_switch:
-        raise BadField(f"{first}: this model's chat template has no switch for thinking; leave it out", first)
+        raise BadField(f"{first}: this model's chat template cannot turn thinking on or off; leave it out", first)
     if body.messages is None:
-        raise BadField(f"{first}: a fork goes on with the answer itself; leave it out", first)
+        raise BadField(f"{first}: a fork continues the answer itself; leave it out", first)
     return {"enable_thinking": found[first]}

@@ -1,16 +1,16 @@
-"""Find calls of tools in the text of an answer, which comes in pieces.
+"""Find tool calls in the text of an answer, which arrives in pieces.
 
 Models write them in one of these formats:
 
-- Hermes, and so Qwen, SmolLM2 and what we tell to models without a format of their own:
-  ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with one call or several, or a list of them
+- Hermes, used by Qwen, SmolLM2 and models without a format of their own:
+  ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with one call, several, or a list of them
 - Qwen3-Coder: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``
 - Llama 3.1: ``<function=name>{…}</function>``
 - Llama 3: the whole answer is ``{"name": …, "parameters": {…}}``, perhaps after ``<|python_tag|>``
 - Llama 3.2 and 4: the whole answer is ``[name(key="value")]``
 - Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}]`` or ``[TOOL_CALLS]name[ARGS]{…}``. The markers are control
   tokens in most tokenizers, so they have no text.
-- any of the JSON and Python as the first code block of an answer
+- any of the JSON and Python formats as the first code block of an answer
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from minillm.server.parts import Arguments, Called, Part, Said
 
 _TAG, _CLOSE, _FUNCTION, _MISTRAL, _FENCE = "<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]", "```"
 _PYTHON_TAG = "<|python_tag|>"
-# The formats that a reader can be told to read, by what they begin with. Without a tag: JSON, Python, and Mistral's
+# Formats that a reader can be limited to, by their first characters. Formats without a tag: JSON, Python, and Mistral's
 # names where its markers have no text.
 UNTAGGED = ("json", "python")
 FORMATS = frozenset((_TAG, _FUNCTION, _MISTRAL, _FENCE, *UNTAGGED))
 NAMED = "named"
-# What an answer that is a call as a whole begins with, without its spaces.
+# Beginnings of an answer that is a call as a whole, without spaces.
 _BARE = tuple(f"{bracket}{{{key}" for bracket in ("", "[") for key in ('"name":', '"type":"function"'))
-_BETWEEN = " \t\r\n;,"  # calls
+_BETWEEN = " \t\r\n;,"  # between calls
 _FENCED = re.compile(r"```[\w-]{0,16}[ \t\r]*\n")
 _FENCE_BEGUN = re.compile(r"`{1,3}|```[\w-]{0,16}[ \t\r]*")
 _PYTHON = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
@@ -42,17 +42,17 @@ _TO_ARGUMENTS_BEGUN = re.compile(r"\s*(?:\[[\w\[\]\s]{0,80})?")
 _FUNCTION_HEAD = re.compile(r"([^>\s<]{1,64})>\s*")
 _FUNCTION_BEGUN = re.compile(r"[^>\s<]{0,64}")
 _FUNCTION_CLOSE = "</function>"
-_MOST_BLANKS = 1000  # characters between two calls, or the ends of a parameter and of its function
-_BODIES = ("{", "<parameter=", _FUNCTION_CLOSE)  # beginnings of what a function's tag has in it
+_MOST_BLANKS = 1000  # characters between two calls, or between the end of a parameter and of its function
+_BODIES = ("{", "<parameter=", _FUNCTION_CLOSE)  # text that may follow a function's tag
 
 
 class CallReader:
-    """Finds the calls in an answer that is free to have any. All but valid calls of known tools is text.
+    """Finds the calls in an answer that may have any. All other text is content.
 
     Args:
-        tools: the schemas of the parameters of the tools that may be called, by name.
-        most: calls; those beyond are dropped.
-        formats: that are read, of `FORMATS` and `NAMED`.
+        tools: schemas of the parameters of the tools that may be called, by name.
+        most: maximum number of calls; later ones are dropped.
+        formats: formats to look for, of `FORMATS` and `NAMED`.
     """
 
     def __init__(self, tools: Tools, most: int, formats: Collection[str] = FORMATS) -> None:
@@ -60,20 +60,20 @@ class CallReader:
         self._tags = [each for each in (_TAG, _FUNCTION, _MISTRAL) if each in formats]
         self._stage = self._start
         self._held = ""  # text that is not read yet
-        self._blanks: list[str] = []  # white space after it: said at the earliest with what follows
-        self._opening = ""  # the text of a call before the piece that is being read
-        self._tag = ""  # that the call is in; empty: the answer began with it
-        self._closers: list[str] = []  # texts that may follow the piece
-        self._name = ""  # of the tool, where the piece has only its arguments
+        self._blanks: list[str] = []  # white space after it, which is content only if text follows
+        self._opening = ""  # the text of a call before the current piece
+        self._tag = ""  # of the current call; empty: the call began the answer
+        self._closers: list[str] = []  # texts that may follow the current piece
+        self._name = ""  # of the tool, if the current piece is only its arguments
         self._parse: Callable[[str], Calls] = self._json_calls
         self._scanner, self._num_scanned = Scanner(), 0
         self._count = 0  # of calls
-        self._space: list[str] = []  # that was said, unless a call follows
+        self._space: list[str] = []  # content, unless a call follows
         self._has_said = self._after_call = False
 
     def push(self, text: str) -> list[Part]:
         self._blanks.append(text)
-        return [] if text.isspace() else self._read(final=False)  # a model may say nothing but blanks for very long
+        return [] if text.isspace() else self._read(final=False)  # a model may generate white space for very long
 
     def finish(self) -> list[Part]:
         parts = self._read(final=True)
@@ -89,10 +89,10 @@ class CallReader:
             pass
         return parts
 
-    # Each stage returns whether another one may go on with what is held.
+    # Each stage returns whether another stage can continue with the held text.
 
     def _start(self, parts: list[Part], final: bool) -> bool:
-        """Look whether the answer consists of calls; nothing but calls has been said yet."""
+        """Check whether the answer consists of calls. So far it has no other content."""
         rest = self._held.lstrip()
         self._say(parts, self._held[: len(self._held) - len(rest)])
         self._held, self._tag, self._opening, self._closers = rest, "", "", []
@@ -122,7 +122,7 @@ class CallReader:
         return self._held.find(tag), tag
 
     def _item(self, parts: list[Part], final: bool) -> bool:
-        """Look which kind of call begins here, if any."""
+        """Check which kind of call begins here, if any."""
         self._open(len(self._held) - len(self._held.lstrip()))
         kind = self._kind()
         if kind is None and not final:
@@ -144,7 +144,7 @@ class CallReader:
         return True
 
     def _kind(self) -> str | None:
-        """Return the kind of call that begins here; empty: none can; None: not known yet."""
+        """Return the kind of call that begins here, empty if none can, None if it is not known yet."""
         held, formats = self._held, self._formats
         if not held:
             return None
@@ -161,7 +161,7 @@ class CallReader:
         return ""
 
     def _bracket_kind(self) -> str | None:
-        """Return json, python, neither or not known yet, as `_kind` does."""
+        """Return "json", "python", empty or None, as `_kind` does."""
         held, is_tagged = self._held, bool(self._tag)
         fenced = bool(self._closers)
         unknown = False
@@ -181,7 +181,7 @@ class CallReader:
         return None if unknown else ""
 
     def _function(self, parts: list[Part], final: bool) -> bool:
-        """Read a tool's name after ``<function=``, and whether JSON or parameters follow."""
+        """Read a tool's name after ``<function=``, and check whether JSON or parameters follow."""
         head = _FUNCTION_HEAD.match(self._held)
         body = "" if head is None else self._held[head.end() :]
         if head is None:
@@ -204,7 +204,7 @@ class CallReader:
         return True
 
     def _named(self, parts: list[Part], final: bool) -> bool:
-        """Look for arguments after a tool's name, in Mistral's format."""
+        """Check for arguments after a tool's name, in Mistral's format."""
         if found := _TO_ARGUMENTS.match(self._held):
             self._open(found.end())
             self._begin(self._arguments)
@@ -227,12 +227,12 @@ class CallReader:
     def _xml(self, parts: list[Part], final: bool) -> bool:
         end = self._held.find(_FUNCTION_CLOSE, self._num_scanned)
         while end > 0 and not self._held[max(0, end - _MOST_BLANKS) : end].rstrip().endswith("</parameter>"):
-            end = self._held.find(_FUNCTION_CLOSE, end + 1)  # that one was part of a value
+            end = self._held.find(_FUNCTION_CLOSE, end + 1)  # this one was part of a value
         self._num_scanned = max(0, len(self._held) - len(_FUNCTION_CLOSE))
         return self._piece(parts, end + len(_FUNCTION_CLOSE) if end >= 0 else None, final)
 
     def _piece(self, parts: list[Part], end: int | None, final: bool) -> bool:
-        """Parse the piece that is being read, which ends at ``end``; None: not known yet."""
+        """Parse the current piece, which ends at ``end``, None if the end is not known yet."""
         if end is None and not final:
             return False
         calls = [] if end is None else self._parse(self._held[:end])
@@ -262,7 +262,7 @@ class CallReader:
         return [] if call is None else [call]
 
     def _closing(self, parts: list[Part], final: bool) -> bool:
-        """Read on after a call: its closers, then another call in the same tag, or the end of the tag."""
+        """Continue after a call: read its closing text, then another call in the same tag, or the end of the tag."""
         while True:
             rest = self._held.lstrip(_BETWEEN)
             if len(self._held) - len(rest) > _MOST_BLANKS:
@@ -293,11 +293,11 @@ class CallReader:
         return rest[:1] in ("{", "[") if self._closers else self._tag == _TAG and rest.startswith(("{", "[", _FUNCTION))
 
     def _open(self, count: int) -> None:
-        """Take characters as the opening of a call."""
+        """Move characters to the opening of a call."""
         self._opening, self._held = self._opening + self._held[:count], self._held[count:]
 
     def _give_up(self, parts: list[Part]) -> None:
-        """Take the opening as text, and look through the rest again."""
+        """Treat the opening as content and search the rest again."""
         self._say(parts, self._opening)
         self._opening, self._stage = "", self._text
 
@@ -318,13 +318,13 @@ class CallReader:
 
 
 class ForcedReader:
-    """Reads an answer that consists of calls, as a grammar of `minillm.server.tool_choice` has it: piece by piece."""
+    """Reads an answer that a grammar of `minillm.server.tool_choice` restricts to calls, piece by piece."""
 
     _HEAD = re.compile(r'[^{]*\{"name": "([^"\\]+)", "(?:arguments|parameters)": ')
 
     def __init__(self) -> None:
         self._held = ""
-        self._scanner: Scanner | None = None  # of the arguments that are being read
+        self._scanner: Scanner | None = None  # of the current arguments
         self._count = 0
 
     def push(self, text: str) -> list[Part]:
@@ -352,10 +352,10 @@ class ForcedReader:
 
 
 def call_id() -> str:
-    """An id of nine letters and digits: Mistral's templates take no other."""
+    """Return an id of nine letters and digits, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many of the last characters of ``text`` may be the beginning of ``tag``."""
+    """Return how many of the last characters of ``text`` may begin ``tag``."""
     return next((count for count in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:count])), 0)

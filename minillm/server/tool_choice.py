@@ -1,4 +1,4 @@
-"""Which tools an answer may call, and the grammar of one that must."""
+"""The tools that an answer may call, and the grammar of an answer that must call one."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from minillm.server.parts import PlainReader, Reader
 from minillm.server.tool_calls import FORMATS, NAMED, CallReader, ForcedReader
 from minillm.text.tools import knows_tools, plain_tools
 
-_MOST_CALLS = 16  # of one answer
+_MOST_CALLS = 16  # per answer
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes calls down.
+    """A model's format for calls.
 
     Attributes:
-        around: the text before the first call, between two calls and behind the last one.
+        around: the text before the first call, between two calls, and after the last one.
         arguments: the key of the arguments.
-        has_many: it can call several tools at once.
-        tag: that each call begins with; empty: the answer as a whole is one call, or all of them.
+        has_many: the model can call several tools at once.
+        tag: the text that begins each call; empty: the whole answer is one call, or a list of calls.
     """
 
     around: tuple[str, str, str]
@@ -34,19 +34,19 @@ class CallForm:
 
     @property
     def formats(self) -> frozenset[str]:
-        """Return the formats of a `CallReader` that reads calls in this form only."""
+        """Return the formats of a `CallReader` that accepts only this form."""
         return frozenset((self.tag or "json",))
 
 
 _ANY = {"type": "object"}
-_UNTAGGED = r"[{\[]|<\|python_tag\|>|<think>"  # may be followed by calls
+_UNTAGGED = r"[{\[]|<\|python_tag\|>|<think>"  # calls may follow
 _HERMES = CallForm(("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"), tag="<tool_call>")
 _LLAMA = CallForm(("", "", ""), "parameters", has_many=False)
 _MISTRAL = CallForm(("[", ", ", "]"))
 
 
 def call_form(template: str) -> CallForm:
-    """The form that a model with this chat template knows best."""
+    """Return the form that suits a model with this chat template best."""
     if knows_tools(template) and "<tool_call>" not in template:
         if "[TOOL_CALLS]" in template:
             return _MISTRAL
@@ -62,7 +62,7 @@ def _is_llamas(template: str) -> bool:
 def call_formats(template: str) -> frozenset[str]:
     """Return the formats in which a model with this chat template may write calls, for `CallReader`.
 
-    Where the template shows a tag, JSON without the tag is an answer.
+    If the template has a tag, JSON without the tag is content.
     """
     if knows_tools(template):
         if "<tool_call>" in template or "<function=" in template:
@@ -79,11 +79,11 @@ class Choice:
     """The tools of a request.
 
     Attributes:
-        tools: that the model is shown.
-        required: those of them of which one must be called; empty: none need be.
-        most: calls that the answer may have.
-        strict: names of tools whose arguments follow the schema wherever they are called.
-        has_schema: the answer is JSON of a schema, so it has no calls, whatever it looks like.
+        tools: tools shown to the model.
+        required: tools of which the answer must call one; empty: it need not call any.
+        most: maximum number of calls in the answer.
+        strict: names of tools with arguments that must always follow the schema.
+        has_schema: the answer follows a JSON schema, so it has no calls even if it looks like one.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -93,7 +93,7 @@ class Choice:
     has_schema: bool = False
 
     def reader(self, form: CallForm, formats: Collection[str]) -> Reader:
-        """Return a reader of an answer, for a model that writes calls in ``formats``, ``form`` above all."""
+        """Return a reader for an answer of a model that writes calls in ``formats``, ``form`` above all."""
         if self.required:
             return ForcedReader()
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
@@ -103,7 +103,7 @@ class Choice:
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the schemas that arguments must follow, by the name of the tool; none where answers are free."""
+        """Return the schemas that arguments must follow, by tool name; empty if answers are unrestricted."""
         if self.has_schema or not (self.required or self.strict):
             return {}
         functions = [tool["function"] for tool in self.required or self.tools]
@@ -111,7 +111,7 @@ class Choice:
         return {each["name"]: _schema(each["parameters"]) if each["name"] in enforced else _ANY for each in functions}
 
     def grammar(self, form: CallForm) -> dict[str, Any]:
-        """Return the parameter ``grammar`` for `schemas`, without the rules ``arguments_0`` and so on of each."""
+        """Return the parameter ``grammar`` for `schemas`. The caller adds the rules ``arguments_0`` and so on."""
         lines = _answer(form, self.most) if not self.required else [f"start: {_calls(form, self.most)}"]
         lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(self.schemas)))}")
         for number, name in enumerate(self.schemas):
@@ -122,25 +122,25 @@ class Choice:
 
 def _calls(form: CallForm, most: int) -> str:
     """Return the grammar of an answer that consists of calls."""
-    before, between, behind = map(json.dumps, form.around)
+    before, between, after = map(json.dumps, form.around)
     calls = "call"
     if form.has_many and most > 1:
         calls += f" ({between} call){{0,{most - 1}}}"
-    # The notation has no empty strings.
-    return " ".join([*([before] if form.around[0] else ()), calls, *([behind] if form.around[2] else ())])
+    # Lark has no empty strings.
+    return " ".join([*([before] if form.around[0] else ()), calls, *([after] if form.around[2] else ())])
 
 
 def _answer(form: CallForm, most: int) -> list[str]:
-    """Return the grammar of an answer that may have calls; a reader of the form's formats finds no other calls."""
-    if form.tag:  # text, in which each tag begins a call
-        before, behind = json.dumps(form.around[0].removeprefix(form.tag)), json.dumps(form.around[2])
+    """Return the grammar of an answer that may have calls. A reader of the form's formats finds no others in it."""
+    if form.tag:  # text in which each tag begins a call
+        before, after = json.dumps(form.around[0].removeprefix(form.tag)), json.dumps(form.around[2])
         text = f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{form.tag}(.|\\n)*/"
-        return [f"start: (words {before} call {behind}){{0,{most}}} TEXT?", f"words[lazy]: /(.|\\n)*{form.tag}/", text]
+        return [f"start: (words {before} call {after}){{0,{most}}} TEXT?", f"words[lazy]: /(.|\\n)*{form.tag}/", text]
     return [f"start: {_calls(form, most)} | TEXT?", f"TEXT: /(.|\\n)+/ & ~/\\s*({_UNTAGGED})(.|\\n)*/"]
 
 
 def _schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of arguments: an object, without properties that are not listed, unless it allows them."""
+    """Return the schema of arguments: an object, without unlisted properties unless the tool's schema allows them."""
     schema = {"type": "object", **parameters}
     if not {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys():
         schema["additionalProperties"] = False
@@ -148,7 +148,7 @@ def _schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """A request's tools, checked; None where it has none. Raises BadField."""
+    """Return a request's tools after checking them, None if it has none. Raises BadField."""
     try:
         return plain_tools(tools or []) or None
     except UsageError as error:
@@ -156,11 +156,11 @@ def shown_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
 
 
 def choice_of(body: ChatBody) -> Choice:
-    """The tools of a request; raises BadField, which names the field."""
+    """Return the tools of a request. Raises BadField."""
     tools = tuple(shown_tools(body.tools) or ())
     wanted = body.tool_choice
     if tools and body.fork_of is not None:
-        raise BadField("tools: a fork goes on with the answer itself; leave tools out", "tools")
+        raise BadField("tools: a fork continues the answer itself; leave tools out", "tools")
     most = 1 if body.parallel_tool_calls is False else _MOST_CALLS
     if wanted == "none" or (not tools and wanted in (None, "auto")):
         return Choice()
@@ -169,21 +169,21 @@ def choice_of(body: ChatBody) -> Choice:
     if wanted in (None, "auto"):
         strict = frozenset(name for name in map(_strict_name, body.tools or ()) if name)
         if strict and body.grammar() is not None and not body.has_schema:
-            raise BadField("tools: a strict call has its tool's form; leave the other form or strict out", "tools")
+            raise BadField("tools: a strict tool has its own grammar; leave the other grammar or strict out", "tools")
         return Choice(tools, most=most, strict=strict, has_schema=body.has_schema)
     if body.grammar() is not None:
-        raise BadField("tool_choice: a call has its tool's form; leave the other form out", "tool_choice")
+        raise BadField("tool_choice: a tool call has its own grammar; leave the other grammar out", "tool_choice")
     if wanted == "required":
         return Choice(tools, tools, most)
     name = _named(wanted)
     named = tuple(tool for tool in tools if tool["function"]["name"] == name)
     if not named:
-        raise BadField(f"tool_choice: there is no tool {name!r}; its name must be one of tools", "tool_choice")
+        raise BadField(f"tool_choice: there is no tool {name!r}; use a name from tools", "tool_choice")
     return Choice(tools, named, 1)
 
 
 def _strict_name(tool: dict[str, Any]) -> str:
-    """Return the name of a checked tool where it is strict."""
+    """Return the name of a checked tool, empty unless it is strict."""
     return str(tool["function"]["name"]) if tool["function"].get("strict") else ""
 
 

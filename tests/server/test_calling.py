@@ -229,7 +229,7 @@ def test_tools_are_part_of_the_prompt(client: openai.OpenAI, server: Server) -> 
         ({"tool_choice": {"type": "function", "function": {"name": "w"}}}, "tool_choice", "there is no tool 'w'"),
         ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", "must be none"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "there are no tools"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "other form"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "other grammar"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
             "type": "object", "properties": {"a": {"type": "nothing"}}}}}]}, "tools", "tools: f: the JSON schema"),
         ({"tool_choice": "required", "tools": [*TOOLS, tool("bad", NOTHING)]}, "tools", "tools: bad: the JSON schema"),

@@ -61,10 +61,10 @@ def test_a_fork_with_more_text_and_a_fork_of_a_chat(server: Server) -> None:
 @pytest.mark.parametrize(
     ("fork", "words"),
     [
-        ("nothing", "no answer 'nothing'"),
-        ({"id": "ID", "index": 7}, "and none 7"),
-        ({"id": "ID", "num_tokens": 99}, "99 of them are asked for"),
-        ({"id": "ID", "num_tokens": -1}, "-1 of them"),
+        ("nothing", "unknown answer 'nothing'"),
+        ({"id": "ID", "index": 7}, "no completion 7"),
+        ({"id": "ID", "num_tokens": 99}, "num_tokens is 99"),
+        ({"id": "ID", "num_tokens": -1}, "num_tokens is -1"),
     ],
 )
 def test_a_fork_of_nothing_is_refused(server: Server, fork: Any, words: str) -> None:

@@ -197,7 +197,7 @@ def test_a_server_without_sessions_is_not_minillms(first: bytes) -> None:
     with stranger(first) as url, bridge(url) as app:
         failed = app.wait_for(chat.LoadFailed)[0]
         assert isinstance(failed, chat.LoadFailed)
-        assert failed.error == f"the server at {url} is not minillm's"
+        assert failed.error == f"the server at {url} runs no minillm"
         assert app.process.wait(30) == 1
 
 
@@ -369,4 +369,4 @@ def test_commands_that_are_none_are_refused(server: Server) -> None:
         for line in (b"nonsense", b'{"message": "Fly"}', b"\xff"):
             answer = post(line)
             assert answer.status_code == 400
-            assert "no command" in answer.json()["error"]["message"]
+            assert "not a command" in answer.json()["error"]["message"]

@@ -94,11 +94,11 @@ def test_any_object_in_the_form_of_vllm(server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "one form"),
-        ({"structured_outputs": {"regex": "a"}, "regex": "a"}, "one form"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "one grammar"),
+        ({"structured_outputs": {"regex": "a"}, "regex": "a"}, "one grammar"),
         ({"response_format": {"type": "text", "schema": SCHEMA}}, "json_object"),
         ({"guided_regex": "("}, "regex"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "one form"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "one grammar"),
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "JSON schema"),
