@@ -1,1 +1,1 @@
-"""The memory view: the engine's pool of blocks as data, and its pictures."""
+"""The memory panel: the engine's block pool as data, and six views of it."""

@@ -1,4 +1,4 @@
-"""The memory over time: the share of each kind, the savings by paging and sharing, and the help of the cache."""
+"""The memory over time: the share of each kind of block, savings by paging and sharing, and cache hits."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -9,8 +9,8 @@ from minillm.ui.memory.line_view import LineView, Parts
 from minillm.ui.memory.pool import Memory, Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
 
-_SIDE_BY_SIDE = 76  # cells: from here on the two halves stand beside each other
-_LEAST_DRAWN = 16  # blocks of the chart
+_SIDE_BY_SIDE = 76  # cells from which the two halves are side by side
+_LEAST_DRAWN = 16  # blocks in the chart
 _ROOMY_HALF = 42
 _LEAST_CHART = 4  # lines
 _CHART = (
@@ -23,7 +23,7 @@ _CHART = (
 
 
 class MemoryFigures(LineView):
-    """Two halves of figures, and where there is room for it, a chart of the whole pool below them."""
+    """Shows two halves of figures, and a chart of the whole pool below if there is space."""
 
     COMPONENT_CLASSES = {"label", "figure", "used", "shared", "cached", "free", "waste", "without"}  # noqa: RUF012
 
@@ -45,7 +45,7 @@ class MemoryFigures(LineView):
 
 
 def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
-    """All lines for a room of ``width`` and ``height`` cells."""
+    """Return all lines for a size of ``width`` and ``height`` cells."""
     lines = _gauge(pool.use, width) if pool.use is not None else []
     if width >= _SIDE_BY_SIDE:
         half = (width - 4) // 2
@@ -64,7 +64,7 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _gauge(use: MemoryUse, width: int) -> list[Parts]:
-    """The device's memory: a bar, and in words the model's part, the cache's, and that of all other programs."""
+    """Return the device's memory as a bar, and in words: the model's part, the cache's, and other programs'."""
     others = max(0, use.total - use.free - use.weights - use.cache - use.rest)
     kinds = [
         ("weights", use.weights, "used", "█"),
@@ -86,7 +86,7 @@ def _gauge(use: MemoryUse, width: int) -> list[Parts]:
 
 
 def _wrapped(parts: Parts, width: int) -> list[Parts]:
-    """Lines of at most ``width`` cells; a part is not cut, and its mark and name stay with it."""
+    """Return lines of at most ``width`` cells. Parts are not cut, and stay with their mark and name."""
     lines: list[Parts] = [[]]
     groups = [parts[:1], *(parts[i : i + 3] for i in range(1, len(parts), 3))]
     for group in groups:
@@ -97,7 +97,7 @@ def _wrapped(parts: Parts, width: int) -> list[Parts]:
 
 
 def _shares(pool: Pool, width: int) -> list[Parts]:
-    """Tokens and bytes of each kind of block now, and how they came to that, all drawn to one scale."""
+    """Return lines with tokens and bytes of each kind of block now, and over time on one scale."""
     slot_bytes = pool.block_bytes / pool.block_size
     history = list(pool.history) or [pool.figures]
     room = max(4, width - 28)
@@ -123,12 +123,12 @@ def _held(pool: Pool, figures: PoolFigures) -> int:
 
 
 def _savings(pool: Pool, width: int) -> list[Parts]:
-    """The memory that the sequences take, and that they would take without sharing or paging."""
+    """Return the memory that the sequences take, and would take without sharing or paging."""
     slot_bytes = pool.block_bytes / pool.block_size
     on_device = sum(1 for table in pool.tables.values() if table.state != "swapped")
     without, label = ("without", 15) if width >= _ROOMY_HALF else ("no", 10)
     rows = [
-        ("as it is", pool.used_blocks * pool.block_size, "used"),
+        ("in use", pool.used_blocks * pool.block_size, "used"),
         (f"{without} sharing", pool.figures.logical_blocks * pool.block_size, "shared"),
         (f"{without} paging", on_device * pool.max_model_len, "without"),
     ]
@@ -142,7 +142,7 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
 
 
 def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
-    """The counts since the start; ``spread`` over more lines."""
+    """Return the counts since the start. ``spread``: use more lines."""
     counts = pool.counts
     looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
@@ -154,7 +154,7 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
             ("preempted", counts.num_preemptions),
             ("swapped out", counts.num_swapped_out),
             ("swapped in", counts.num_swapped_in),
-            ("on the host", counts.host_blocks_used),
+            ("on the CPU", counts.host_blocks_used),
         ]
         cells = [[(f"{name:<15} ", "label"), (f"{count(number):<5}", "figure")] for name, number in pairs]
         return [hit_rate, *([*one, *two] for one, two in zip(cells[::2], cells[1::2], strict=True))]
@@ -163,7 +163,7 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
     return [
         hit_rate,
         [*happened, *_named("preempted", counts.num_preemptions)],
-        [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the host", counts.host_blocks_used)],
+        [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the CPU", counts.host_blocks_used)],
     ]
 
 
@@ -172,13 +172,14 @@ def _named(name: str, number: int) -> Parts:
 
 
 def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
-    """The pool over time: a column is a moment, and each kind takes its share of it, named by its letter. Of a pool
-    that is hardly filled the lower part is drawn, larger.
+    """Return a chart of the pool over time: a column per moment, divided among the kinds, each shown by its letter.
+
+    If the pool is nearly empty, only its lower part is drawn, enlarged.
     """
     history = list(pool.history)[-width:] or [pool.figures]
     most = max(pool.num_blocks - figures.free_blocks for figures in history)
     top = min(pool.num_blocks, max(_LEAST_DRAWN, 1 << most.bit_length()))
-    part = [[(f"drawn to {count(top)} of {count(pool.num_blocks)} blocks", "label")]] if top < pool.num_blocks else []
+    part = [[(f"showing {count(top)} of {count(pool.num_blocks)} blocks", "label")]] if top < pool.num_blocks else []
     height -= len(part)
     columns = [_column(pool, figures, height - 1, top) for figures in history]
     blank = width - len(columns)
@@ -199,8 +200,9 @@ def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _column(pool: Pool, figures: PoolFigures, height: int, top: int) -> Sequence[int]:
-    """Which kind stands in each cell, from below, where all cells stand for ``top`` blocks. What is used gets a cell,
-    however little it is.
+    """Return the kind of each cell, from below, for a column that stands for ``top`` blocks.
+
+    Used blocks get a cell, however few they are.
     """
     held, size_ = _held(pool, figures), pool.block_size
     waste = max(0, held * size_ - figures.used_slots) / size_

@@ -1,4 +1,4 @@
-"""Many lines about the memory, each made when it is seen: no widget per line, no list of the lines out of sight."""
+"""Many lines about the memory, each made when it is visible: no widget per line, no list of hidden lines."""
 
 from dataclasses import dataclass
 
@@ -14,24 +14,25 @@ from minillm.ui.memory.pool import Memory
 from minillm.ui.textual_internals import SteadyScrollView
 
 Parts = list[tuple[str, str]]
-"""A line: texts, each with its component class. " cursor" behind the class adds the style of that one."""
+"""A line: texts with their component classes. " cursor" after the class adds the style of the cursor."""
 
 
 @dataclass
 class BlockChosen(Message):
-    """The reader is at a block now, or at none. It is one of the host's if ``table`` holds it there."""
+    """The reader selected a block, or none. It is in host memory if ``table`` is set."""
 
     block: int | None
     table: TableView | None = None
 
 
 class FactsChanged(Message):
-    """A key has changed the way that a list is shown: the lines of facts around it are out of date."""
+    """A key changed how a list is shown, so the lines of facts around it must be redrawn."""
 
 
 class LineView(SteadyScrollView, can_focus=True):
-    """Lines that a subclass draws in `line`. With ``follows``, the last one stays in view unless the reader has
-    scrolled up.
+    """Lines drawn by a subclass in `line`.
+
+    With ``follows``, the last line stays visible unless the reader has scrolled up.
     """
 
     follows = False
@@ -42,30 +43,30 @@ class LineView(SteadyScrollView, can_focus=True):
         self._at_end = True
         self._base: Style | None = None
         self._styles: dict[str, Style] = {}  # by component class
-        self._drawn: dict[int, Parts] = {}  # each line of the screen
+        self._drawn: dict[int, Parts] = {}  # by line of the screen
 
     def begin_anew(self) -> None:
-        """There is another pool, or none."""
+        """Reset the view for another pool, or none."""
         self.set_lines(0)
 
     def catch_up(self) -> None:
-        """Show the memory as it stands now."""
+        """Show the current state of the memory."""
         raise NotImplementedError
 
     def line(self, row: int, width: int) -> Parts:
-        """The texts of line ``row``; the part beyond ``width`` cells is cut."""
+        """Return the texts of line ``row``. Text beyond ``width`` cells is cut."""
         raise NotImplementedError
 
     def headline(self, width: int, height: int) -> Content:
-        """The facts above the lines, for a room of so many cells."""
+        """Return the facts above the lines, for a size in cells."""
         return Content("")
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
-        """There are ``num_lines`` now, after the first ``dropped`` ones have gone."""
+        """Set the number of lines to ``num_lines``, after the first ``dropped`` ones were removed."""
         size = Size(0, num_lines)
         if size != self.virtual_size:
             if self.has_scrollbar_for(num_lines):
-                # Nothing moves: a layout of the whole screen would be for the scrollbar's length alone.
+                # Nothing moves, so only the scrollbar's length changes. No layout of the whole screen is needed.
                 self.set_reactive(LineView.virtual_size, size)
                 if self.show_vertical_scrollbar:
                     self.vertical_scrollbar.window_virtual_size = num_lines
@@ -78,7 +79,7 @@ class LineView(SteadyScrollView, can_focus=True):
         self.refresh_changed()
 
     def refresh_changed(self) -> None:
-        """Draw the lines in view that differ from the screen: making a line costs far less than drawing it."""
+        """Draw the visible lines that differ from the screen. Making a line costs far less than drawing it."""
         width, height = self.scrollable_content_region.width, self.size.height
         changed = [y for y in range(height) if self._line_at(y, width) != self._drawn.get(y)]
         if len(changed) > height // 2:
@@ -87,7 +88,7 @@ class LineView(SteadyScrollView, can_focus=True):
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
     def show_line(self, row: int, *, centred: bool = False) -> None:
-        """Bring a line into view, in the middle or just so."""
+        """Scroll a line into view, to the middle or as little as possible."""
         top, height = self.scroll_offset.y, self.size.height
         if height and not top <= row < top + height:
             nearest = row if row < top else row - height + 1
@@ -107,7 +108,7 @@ class LineView(SteadyScrollView, can_focus=True):
         self._styles.clear()
 
     def _style(self, name: str) -> Style:
-        """That of a component class. Textual's own cache takes several times as long."""
+        """Return the style of a component class. Textual's own cache takes several times as long."""
         style = self._styles.get(name)
         if style is None:
             kind, _, cursor = name.partition(" ")
@@ -121,7 +122,7 @@ class LineView(SteadyScrollView, can_focus=True):
         width = self.scrollable_content_region.width
         parts = self._drawn[y] = self._line_at(y, width)
         if self._base is None:
-            self._base = self.rich_style  # a property of Textual that walks the tree at each call
+            self._base = self.rich_style  # a Textual property that walks the tree at each call
         segments = [Segment(text, self._style(name)) for text, name in parts]
         return Strip(segments).adjust_cell_length(width, self._base)
 

@@ -1,4 +1,4 @@
-"""The events of the cache and the steps of the engine, one a line, the newest at the bottom."""
+"""Logs of cache events and engine steps, one per line, newest last."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
@@ -28,32 +28,32 @@ _KIND_NAMES = {kind for kinds in KINDS.values() for kind in kinds}
 _TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in"}
 _SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in"}
 _WORDS = {
-    "allocate": ("{name} takes {number}: {where}", "{name} +{where}"),
+    "allocate": ("{name} allocates {number}: {where}", "{name} +{where}"),
     "fork": ("{name} shares {number} with {parent}: {where}", "{name} of {parent}"),
     "copy": ("{ends}  {name} writes to a block that {others}", "{ends} {name}, {detail} share"),
-    "free": ("{name} gives up {number}: {where}", "{name} −{where}"),
+    "free": ("{name} frees {number}: {where}", "{name} −{where}"),
     "cut": ("{name} drops wrong draft tokens and frees {number}: {where}", "{name} −{where}"),
     "hit": ("saved {tokens} (blocks {where}) for {name}", "saved {tokens}, {name}"),
-    "evict": ("a cached block makes room: {where}", "cached {where}"),
-    "preempt": ("{name} makes room with {number}, and waits: {where}", "{name} waits: {number}"),
-    "swap_out": ("{name} left {number} for the host: {where}", "{name}, {number}"),
-    "swap_in": ("{name} is back from the host, in {number}: {where}", "{name}, {number}"),
+    "evict": ("a cached block is evicted: {where}", "cached {where}"),
+    "preempt": ("{name} is preempted and frees {number}: {where}", "{name} waits: {number}"),
+    "swap_out": ("{name} swaps out {number} to the CPU: {where}", "{name}, {number}"),
+    "swap_in": ("{name} swaps in {number} from the CPU: {where}", "{name}, {number}"),
 }  # for a wide log, and for a narrow one
 _MOST_LINES = 10_000
-_SPARE = 1_000  # lines that may be too many before they are thrown away at once
+_SPARE = 1_000  # lines above the limit before all of them are removed at once
 _MOST_SPANS = 3
-_ROOMY = 70  # cells: below, the short wording
+_ROOMY = 70  # cells below which the short wording is used
 _MOST_NAMES = 20_000
 _NEAR = 16  # events
 STEP_HEADING = "  step prefill decode     ms "
-_WINDOW = 5.0  # seconds of work that the rates are taken over
-_COMPARED = 60  # steps, of which the longest one fills its bar
+_WINDOW = 5.0  # seconds of work that the rates average over
+_COMPARED = 60  # steps; the longest of them fills its bar
 _LEAST_BAR = 2
 _LONGEST_BAR = 40
 
 
 class EventLog(LineView):
-    """Follows the newest event unless the reader has scrolled up. Space holds it still; a kind's letter hides it."""
+    """Shows the newest event unless the reader has scrolled up. Space pauses it; a kind's letter hides that kind."""
 
     COMPONENT_CLASSES = {*_KIND_NAMES, "time", "text"}  # noqa: RUF012
 
@@ -63,7 +63,7 @@ class EventLog(LineView):
         super().__init__(memory)
         self.paused = False
         self.hidden: set[str] = set()  # keys of `KINDS`
-        self._last: LogEntry | None = None  # the newest one that has been looked at
+        self._last: LogEntry | None = None  # the newest one seen
         self._entries: list[LogEntry] = []
         self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; outlives the sequence
 
@@ -73,7 +73,7 @@ class EventLog(LineView):
         super().begin_anew()
 
     def learn_owners(self) -> None:
-        """Remember whose the sequences are: a later event may name one that is gone by then."""
+        """Remember the owners of sequences, because later events may name sequences that are gone by then."""
         for table in self.memory.tables:
             if table.owner:
                 self._owners[table.seq_id] = (table.owner, table.index)
@@ -81,7 +81,7 @@ class EventLog(LineView):
             del self._owners[next(iter(self._owners))]
 
     def catch_up(self) -> None:
-        """Show the events that came since the last time, unless it is paused."""
+        """Show the new events, unless paused."""
         fresh = [] if self.paused else self._fresh()
         if fresh:
             self._last, wanted = fresh[0], self._wanted()
@@ -92,7 +92,7 @@ class EventLog(LineView):
             self.set_lines(len(self._entries), dropped)
 
     def _add(self, entry: LogEntry, wanted: set[str]) -> None:
-        """List an event. Blocks that wrong draft tokens took and gave back at once are no news: neither is listed."""
+        """List an event. If wrong draft tokens allocated blocks that were freed at once, list neither event."""
         if entry.kind == "cut":
             for at in range(len(self._entries) - 1, max(-1, len(self._entries) - 1 - _NEAR), -1):
                 taken = self._entries[at]
@@ -122,7 +122,7 @@ class EventLog(LineView):
             self.hidden ^= {key}
             self._filter()
         elif key == "/":
-            # All of them again; if none is hidden, none is left, to pick from there.
+            # Show all kinds; if none is hidden, hide all, to start a selection.
             self.hidden = set() if self.hidden else set(KINDS)
             self._filter()
         else:
@@ -132,7 +132,7 @@ class EventLog(LineView):
         self.post_message(FactsChanged())
 
     def _filter(self) -> None:
-        """Choose anew from the events that have been looked at: a log that is held still stays so."""
+        """Filter the events seen so far again. A paused log stays paused."""
         if self.memory.pool is not None:
             wanted, log = self._wanted(), list(self.memory.pool.log)
             looked_at = log[: len(log) - len(self._fresh())]
@@ -170,17 +170,17 @@ class EventLog(LineView):
         return text
 
     def legend(self, width: int, height: int) -> Content:
-        """The letters of the kinds: ● shown, ○ hidden."""
+        """Return the letters of the kinds: ● shown, ○ hidden."""
         items = [
             Content.styled(f"{'○' if key in self.hidden else '●'}{key} {kinds[0].split('_')[0]}", "$dim")
             for key, kinds in KINDS.items()
         ]
-        items.append(Content.styled(f"space {'goes on' if self.paused else 'pauses'}", "$dim"))
+        items.append(Content.styled(f"space {'resumes' if self.paused else 'pauses'}", "$dim"))
         return flow(items, width, height)
 
 
 def event_words(entry: LogEntry, name_of: Callable[[int, str], str], *, short: bool = False) -> str:
-    """An event in words; ``name_of`` names a sequence by its id, or else by its owner."""
+    """Return an event in words. ``name_of`` names a sequence by its id, or else by its owner."""
     words = {
         "name": name_of(entry.seq_id, entry.owner),
         "parent": "another" if entry.parent_id is None else name_of(entry.parent_id, ""),
@@ -195,8 +195,9 @@ def event_words(entry: LogEntry, name_of: Callable[[int, str], str], *, short: b
 
 
 class StepList(LineView):
-    """Number, prefilled tokens (and chunks), decodes, milliseconds, and their split: ▒ the host's own, █ the device.
-    ``!`` counts the groups that were preempted, ``↓`` and ``↑`` the blocks that were swapped out and in.
+    """Lists steps: number, prefilled tokens (and chunks), decodes, milliseconds, split into ▒ host and █ device.
+
+    ``!`` counts preempted groups, ``↓`` and ``↑`` count blocks swapped out and in.
     """
 
     COMPONENT_CLASSES = {"number", "prefill", "decode", "time", "host", "device", "trouble"}  # noqa: RUF012
@@ -205,7 +206,7 @@ class StepList(LineView):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
-        self._first = 0  # number of the first step that is listed
+        self._first = 0  # number of the first step listed
 
     def catch_up(self) -> None:
         first = self._steps[0].number if self._steps else 0
@@ -234,11 +235,11 @@ class StepList(LineView):
         ]
 
     def _longest(self) -> float:
-        """Seconds of the longest of the last steps: to this scale all are drawn, so that a slow one stands out."""
+        """Return the seconds of the longest recent step. All bars use this scale, so that a slow step stands out."""
         return max((step.seconds for step in islice(reversed(self._steps), _COMPARED)), default=0.0)
 
     def headline(self, width: int, height: int) -> Content:
-        """Rates over the last seconds of work, on one line of ``width`` cells or on two."""
+        """Return the rates over the last seconds of work, on one line of ``width`` cells or on two."""
         steps: list[StepReport] = []
         seconds = 0.0
         for step in reversed(self._steps):
@@ -258,7 +259,7 @@ class StepList(LineView):
 
 
 def split_bar(step: StepReport, width: int, longest: float) -> tuple[str, str]:
-    """The step's time as a bar in two parts, the host's own and the device's; ``longest`` seconds fill the width."""
+    """Return a step's time as a bar in two parts, host and device. ``longest`` seconds fill the width."""
     if step.seconds <= 0:
         return "", ""
     length = max(1, round(width * min(1.0, step.seconds / longest)))

@@ -1,4 +1,4 @@
-"""The live panel: six views of the cache's memory, of which one is shown."""
+"""The memory panel: six live views of the cache, one of them visible."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ from minillm.ui.memory.tables import HEADING, BlockTableView
 from minillm.ui.numbers import duration, plural
 
 _VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
-_SETTLED = 0.08  # seconds: a block that the cursor only passes over is not asked for
+_SETTLED = 0.08  # seconds that the cursor must stay on a block before its facts are requested
 
 
 class MemoryView(Vertical):
-    """A view of the memory in a box, empty until it is filled."""
+    """A view of the memory in a box, empty until `fill`."""
 
     def __init__(self, name: str, title: str, parts: Callable[[], list[Widget]], keys: str = "") -> None:
         super().__init__(id=f"view-{name}", classes="view box")
@@ -40,7 +40,7 @@ class MemoryView(Vertical):
         self._parts = parts
 
     async def fill(self) -> None:
-        """Make the widgets. Where the view is not seen on the first screen, that waits."""
+        """Create the widgets. This is delayed for views that the first screen does not show."""
         await self.mount_all(self._parts())
 
     def begin_anew(self) -> None:
@@ -61,7 +61,7 @@ class MemoryView(Vertical):
 
 
 class PoolView(MemoryView):
-    """Every block, and beside the map the current block table, or the block that the reader is at."""
+    """Shows every block as a map, with the current block table or the selected block next to it."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__("pool", "", list)
@@ -77,13 +77,13 @@ class PoolView(MemoryView):
         yield _box("block", "block", self._block_facts)
 
     def blocks_changed(self, blocks: Iterable[int]) -> None:
-        """Draw only the rows of these blocks anew: nothing else was missed."""
+        """Redraw only the rows of these blocks, because nothing else changed."""
         self._map.blocks_changed(blocks)
         self._table.catch_up()
         self.update_facts()
 
     def on_facts_changed(self) -> None:
-        # Not with every change of the pool: a new subtitle draws the whole box anew.
+        # Not with every change of the pool, because a new subtitle redraws the whole box.
         self.query_one("#pool").border_subtitle = "c: by state" if self._map.by_sequence else "c: by sequence"
         super().on_facts_changed()
 
@@ -102,7 +102,7 @@ def _line(name: str, text: str) -> Drawn:
 
 
 def _legend(text: str) -> Drawn:
-    """A view's words, explained at its foot."""
+    """Return a legend for the foot of a view."""
     return Drawn(lambda width, height: Content(text), classes="legend")
 
 
@@ -111,18 +111,18 @@ def _block_facts(name: str, memory: Memory) -> Drawn:
 
 
 def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
-    """The views by name. ``log`` is there from the start, for it learns names."""
+    """Return the views by name. ``log`` exists from the start, because it must learn names."""
 
     def headed(name: str, lines: LineView, *others: Widget) -> list[Widget]:
         return [Drawn(lines.headline, id=f"{name}-facts"), *others, lines]
 
     def tables() -> list[Widget]:
         facts = _block_facts("tables-block", memory)
-        words = "×3: three sequences read the block · run: blocks side by side in the pool"
+        words = "×3: three sequences share the block · run: adjacent blocks in the pool"
         return [*headed("tables", BlockTableView(memory, headers=True)), facts, _legend(words)]
 
     def events() -> list[Widget]:
-        words = "hit: found in the cache · evict: dropped from it · preempt: waits for free blocks"
+        words = "hit: found in the cache · evict: removed from it · preempt: waits for free blocks"
         return [*headed("events", log), Drawn(log.legend, id="events-legend"), _legend(words)]
 
     def strands() -> list[Widget]:
@@ -130,11 +130,11 @@ def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
         return [*headed("strands", Strands(memory)), whole, _legend(LEGEND)]
 
     def steps() -> list[Widget]:
-        words = "▒ host: scheduling · █ device: computing · ! preempted · ↓ ↑ swapped out and in"
+        words = "▒ host: scheduling · █ device: computing · ! preempted · ↓ ↑ swapped out, in"
         return [*headed("steps", StepList(memory), _line("steps-heading", STEP_HEADING)), _legend(words)]
 
     def figures() -> list[Widget]:
-        words = "waste: empty slots · cached: free to take, found again by a prompt that begins alike"
+        words = "waste: empty slots · cached: free, but reusable by a prompt that begins alike"
         return [MemoryFigures(memory), _legend(words)]
 
     return {
@@ -148,7 +148,7 @@ def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
 
 
 def block_facts(memory: Memory) -> Content:
-    """The block that the reader is at: state, fill, owners, place in the prefix cache, age, and its tokens as text."""
+    """Return the facts of the selected block: state, fill, owners, place in the prefix cache, age, and its tokens."""
     block, pool, facts = memory.block, memory.pool, memory.facts
     if block is None or pool is None:
         return Content("")
@@ -171,13 +171,13 @@ def block_facts(memory: Memory) -> Content:
     if facts.tokens:
         lines.append(Content.assemble(("tokens  ", "$dim"), token_text(facts.tokens)))
     if facts.node is not None:
-        after = f" after {clean_line(facts.before, 40)}" if facts.before else ", a first one"
+        after = f" after {clean_line(facts.before, 40)}" if facts.before else ", the first block"
         lines.append(_fact("hash", f"node {facts.node}{after}"))
     return Content("\n").join(lines)
 
 
 def token_text(tokens: list[str]) -> Content:
-    """Tokens one after another, with a thin rule where one ends; invisible characters have a sign."""
+    """Return tokens as text, with a thin rule after each and symbols for invisible characters."""
     rule = ("│", "$frame")
     return Content.assemble(*(part for token in tokens for part in (clean(token).translate(_VISIBLE), rule)))
 
@@ -187,13 +187,13 @@ def _fact(name: str, text: str) -> Content:
 
 
 class MemoryPanel(Vertical):
-    """Only the view that is shown is kept up to date; the others catch up when they are opened."""
+    """The memory panel. Only the visible view is kept up to date; the others catch up when opened."""
 
     view: reactive[str] = reactive("strands", init=False)
 
     @dataclass
     class Dragged(Message):
-        """The mouse has the left edge, at column ``x`` of the screen."""
+        """The mouse drags the left edge to column ``x`` of the screen."""
 
         x: int
 
@@ -202,10 +202,10 @@ class MemoryPanel(Vertical):
         self._memory = Memory()
         self._log = EventLog(self._memory)
         self._views = memory_views(self._memory, self._log)
-        # Views that the first screen does not show. (The pool's is made at once: its parts know where they lie.)
+        # Views that the first screen does not show. The pool view is made at once, because its parts need their layout.
         self._empty = [name for name in self._views if name not in ("pool", "strands")]
         self._stale: set[str] = set()
-        self._changed: set[int] = set()  # blocks that look other than they are drawn
+        self._changed: set[int] = set()  # blocks that changed since they were drawn
         self._inspect_timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
@@ -218,7 +218,7 @@ class MemoryPanel(Vertical):
         self.call_after_refresh(self._fill_views)
 
     async def _fill_views(self) -> None:
-        """Fill the views that the first screen does not show: they would delay it by a tenth."""
+        """Create the views that the first screen does not show. They would delay it by a tenth."""
         for name in self._empty:
             await self._views[name].fill()
         self._empty = []
@@ -226,7 +226,7 @@ class MemoryPanel(Vertical):
 
     def show_pool(self, pool: Pool | None) -> None:
         self._memory.pool = pool
-        self._changed.clear()  # blocks of the pool before, which may be more
+        self._changed.clear()  # of the previous pool, which may have had more blocks
         self._choose(None)
         for view in self._views.values():
             view.begin_anew()
@@ -234,7 +234,7 @@ class MemoryPanel(Vertical):
         self._catch_up()
 
     def take(self, event: CacheChanged | Stepped | MemoryUse) -> None:
-        """Take an event of the engine over; `show_news` shows it."""
+        """Apply an event of the engine. `show_news` shows it."""
         pool = self._memory.pool
         if pool is None:
             return
@@ -253,8 +253,9 @@ class MemoryPanel(Vertical):
         origin: tuple[str, int] | None = None,
         num_beams: int = 0,
     ) -> None:
-        """Show the changes since the last time. ``current``: the request whose tables come first; ``origin`` and
-        ``num_beams``: see `Memory`.
+        """Show the changes since the last call.
+
+        ``current``: the request with the tables that come first. ``origin`` and ``num_beams``: see `Memory`.
         """
         memory, blocks = self._memory, self._changed
         if memory.pool is None:
@@ -273,7 +274,7 @@ class MemoryPanel(Vertical):
             self._catch_up()
 
     def show_facts(self, facts: BlockFacts) -> None:
-        """The answer to `Inspect`; one that comes too late is not shown."""
+        """Show the reply to `Inspect`, unless another block is selected by now."""
         self._memory.facts = facts
         self._update_block()
 

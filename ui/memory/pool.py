@@ -1,4 +1,4 @@
-"""The engine's pool of blocks as the app knows it: states of blocks follow from the tables that the engine sends."""
+"""The engine's block pool as the app knows it: block states follow from the tables that the engine sends."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogE
 from minillm.text.safe import clean_line
 from minillm.ui.numbers import count, plural
 
-_MOST_LOGGED = 10_000  # events that the log keeps
+_MOST_LOGGED = 10_000  # events in the log
 _MOST_STEPS = 1_000
 _LONGEST_NAME = 60  # characters
 _MOST_LEFT = 16
 _MOST_PAST = 32
-_HISTORY = 600  # figures over time: a minute at ten a second
+_HISTORY = 600  # samples of the figures: a minute at ten a second
 
 
-COPIED = "❐"  # the mark of a copy on write; DejaVu Sans Mono has it
+COPIED = "❐"  # mark of a copy on write; DejaVu Sans Mono has it
 NUM_COLOURS = 8  # of candidates: in their cards, in their strands, and in the strip of the whole pool
-FREE, CACHED, PINNED, OWNED = range(4)  # what a block is for the strip; from OWNED on, by its owner's colour
+FREE, CACHED, PINNED, OWNED = range(4)  # a block's look in the strip; from OWNED on, by its owner's color
 SHARED = OWNED + NUM_COLOURS
 
 
 class BlockState(Enum):
-    """The state of a block, by its holders. The value is its letter on the map."""
+    """The state of a block by its holders. The value is its letter on the map."""
 
     FREE = "·"
     OWNED = "o"
@@ -43,19 +43,19 @@ class BlockState(Enum):
 
 @dataclass
 class PoolFigures:
-    """The pool at one moment. Blocks unless the name says otherwise."""
+    """The pool at one moment, in blocks unless the name says otherwise."""
 
-    free_blocks: int = 0  # the cached ones are not among them
+    free_blocks: int = 0  # without cached ones
     cached_blocks: int = 0
     shared_blocks: int = 0
     pinned_blocks: int = 0
-    logical_blocks: int = 0  # entries of all tables: so many would the same sequences take without sharing
+    logical_blocks: int = 0  # entries of all tables: the blocks needed without sharing
     used_slots: int = 0  # slots of used blocks that hold a token
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy on write, and when it was heard of."""
+    """A copy on write, and when it was reported."""
 
     source: int
     moment: float
@@ -63,7 +63,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Hit:
-    """How many of a prompt's tokens were there already, and when it was heard of."""
+    """The number of a prompt's tokens that were cached, and when this was reported."""
 
     num_found: int
     num_tokens: int
@@ -72,7 +72,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Left:
-    """A table that is gone, when it was heard of, and the first words of the blocks that nobody holds any more."""
+    """A table that is gone, when this was reported, and the first words of its blocks that were freed."""
 
     table: TableView
     words: list[str]
@@ -89,24 +89,24 @@ class Past:
 
 @dataclass
 class Pool:
-    """Every block's state, the block tables, the latest events, and the latest steps."""
+    """Every block's state, the block tables, and the latest events and steps."""
 
     num_blocks: int
     block_size: int
     block_bytes: int
     num_host_blocks: int = 0
-    max_model_len: int = 0  # slots that a cache without paging would reserve for each sequence
+    max_model_len: int = 0  # slots that a cache without paging would reserve per sequence
     ref_counts: array[int] = field(init=False)
     filled: array[int] = field(init=False)  # slots of each block that hold a token
-    tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, in the order in which they came
+    tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, in order of arrival
     figures: PoolFigures = field(init=False)
     counts: CacheCounts = field(default_factory=CacheCounts)
     log: deque[LogEntry] = field(default_factory=lambda: deque(maxlen=_MOST_LOGGED))
-    num_logged: int = 0  # events ever, those that were not sent included
+    num_logged: int = 0  # all events, including those not sent
     history: deque[PoolFigures] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
-    words: dict[int, str] = field(default_factory=dict)  # the first ones of each block; not cleaned
-    copies: dict[int, Copy] = field(default_factory=dict)  # by the block that was taken
+    words: dict[int, str] = field(default_factory=dict)  # first words of each block; not cleaned
+    copies: dict[int, Copy] = field(default_factory=dict)  # by the new block
     hits: dict[int, Hit] = field(default_factory=dict)  # by seq_id
     left: deque[Left] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
     past: dict[tuple[str, int], Past] = field(default_factory=dict)  # by owner and completion
@@ -119,10 +119,10 @@ class Pool:
         self._states = [BlockState.FREE] * self.num_blocks
         self.looks = bytearray(self.num_blocks)  # `FREE` to `SHARED`
         self._cached: set[int] = set()
-        self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> its number in that table
+        self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> the block's number in that table
 
     def apply(self, event: CacheChanged) -> list[int]:
-        """Take a change over; returns the blocks that look different now."""
+        """Apply a change. Return the blocks that look different now."""
         self._cached.difference_update(event.uncached)
         self._cached.update(event.cached)
         touched, now = {*event.cached, *event.uncached}, time.monotonic()
@@ -157,7 +157,7 @@ class Pool:
         return changed
 
     def _shorten_past(self, lost: set[int], *, incomplete: bool) -> None:
-        """Cut the tables of the past at the first block that has lost their tokens; ``incomplete``: it may be any."""
+        """Cut past tables at the first block that lost their tokens. ``incomplete``: any block may have."""
         if incomplete:
             self.past.clear()
         for past in self.past.values():
@@ -167,7 +167,7 @@ class Pool:
             del self.past[next(iter(self.past))]
 
     def _note_left(self, gone: Iterable[TableView], changes: Iterable[TableView], now: float) -> None:
-        """Note the tables that are gone, but those whose sequence goes on in a table of another number."""
+        """Record the tables that are gone, except those with a sequence that continues in a new table."""
         go_on = {(change.owner, change.index) for change in changes if change.owner}
         noted: set[int] = set()
         for table in gone:
@@ -180,7 +180,7 @@ class Pool:
                 self.left.append(Left(table, [self.words.get(block, "") for block in freed], now))
 
     def _take_table(self, change: TableView) -> Iterable[int]:
-        """Replace a table; returns the blocks that may look different."""
+        """Replace a table. Return the blocks that may look different."""
         before = self.tables.get(change.seq_id)
         kept = [] if before is None else before.blocks[: change.keep]
         table = self.tables[change.seq_id] = structs.replace(change, blocks=kept + change.blocks, keep=0)
@@ -189,12 +189,12 @@ class Pool:
             return touched
         for number in range(change.keep, len(table.blocks)):
             self._holders.setdefault(table.blocks[number], {})[table.seq_id] = number
-        # Of the blocks that stay, those behind the first tokens that both have may be filled otherwise.
+        # Kept blocks after the common tokens of both may be filled differently.
         same = min(before.num_tokens, table.num_tokens) if before is not None and before.state == table.state else 0
         return [*touched, *table.blocks[min(change.keep, same // self.block_size) :]]
 
     def _let_go(self, table: TableView | None, keep: int = 0) -> list[int]:
-        """A table holds only its first ``keep`` blocks from now on; returns the others."""
+        """Remove a table from the holders of its blocks, except the first ``keep``. Return the other blocks."""
         if table is None or table.state == "swapped":
             return []
         for block in table.blocks[keep:]:
@@ -205,7 +205,7 @@ class Pool:
         return table.blocks[keep:]
 
     def _settle(self, block: int, figures: PoolFigures) -> bool:
-        """Find how a block stands now, and bring the figures up to date. False where nothing has changed."""
+        """Update a block's state and the figures. Return False if nothing changed."""
         holders, state, filled, look = self._holders.get(block, {}), BlockState.FREE, 0, FREE
         if holders:
             state, look = (BlockState.SHARED, SHARED) if len(holders) > 1 else (BlockState.OWNED, OWNED)
@@ -240,30 +240,30 @@ class Pool:
         return self._states[block]
 
     def holders(self, block: int) -> list[tuple[TableView, int]]:
-        """The tables that hold a block of the device, each with the block's number in it."""
+        """Return the tables that hold a device block, each with the block's number in it."""
         return [(self.tables[seq_id], number) for seq_id, number in self._holders.get(block, {}).items()]
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that a table holds."""
+        """Return the number of blocks held by tables."""
         return self.num_blocks - self.figures.free_blocks - self.figures.cached_blocks
 
     @property
     def wasted_slots(self) -> int:
-        """Slots of used blocks that hold no token: the tails."""
+        """Return the number of slots of used blocks that hold no token."""
         return self.used_blocks * self.block_size - self.figures.used_slots
 
     @property
     def sharing_ratio(self) -> float:
-        """Logical over physical blocks; 1 where nothing is shared."""
+        """Return logical over physical blocks, 1 if nothing is shared."""
         return self.figures.logical_blocks / self.used_blocks if self.used_blocks else 1.0
 
     def tables_of(self, owner: str) -> list[TableView]:
-        """The tables of one request, by the number of the completion."""
+        """Return the tables of one request, ordered by completion."""
         return sorted((table for table in self.tables.values() if table.owner == owner), key=lambda table: table.index)
 
     def filled_slots(self, table: TableView, index: int) -> int:
-        """Slots of the table's logical block ``index`` that hold one of its tokens."""
+        """Return how many slots of the table's logical block ``index`` hold one of its tokens."""
         return max(0, min(self.block_size, table.num_tokens - index * self.block_size))
 
 
@@ -272,22 +272,22 @@ Names = Callable[[str, int], str]
 
 
 Scores = Callable[[str, int], float | None]
-"""Likewise -> the score of a beam; None for every other sequence."""
+"""(likewise) -> the score of a beam, None for any other sequence."""
 
 
 @dataclass
 class Memory:
-    """The data of the views. ``current``: the request of the last answer, whose tables come first."""
+    """The data of the views. ``current`` is the request of the last answer. Its tables come first."""
 
     pool: Pool | None = None
     names: Names = lambda owner, index: f"{owner} · {index + 1}"
     scores: Scores = lambda owner, index: None
     current: str | None = None
-    num_beams: int = 0  # of the current answer, once its search has ended
-    origin: tuple[str, int] | None = None  # the sequence that computed the current answer, where it has another name
+    num_beams: int = 0  # of the current answer, after its search ended
+    origin: tuple[str, int] | None = None  # the sequence that computed the current answer, if its name differs
     block: int | None = None
-    on_host: TableView | None = None  # the table that holds ``block`` on the host; None: it is the device's
-    facts: BlockFacts | None = None  # the engine's latest answer
+    on_host: TableView | None = None  # the table that holds ``block`` in host memory; None: it is a device block
+    facts: BlockFacts | None = None  # the engine's latest reply
 
     @property
     def current_tables(self) -> list[TableView]:
@@ -295,13 +295,13 @@ class Memory:
 
     @property
     def tables(self) -> list[TableView]:
-        """All tables, those of the current request first."""
+        """Return all tables, those of the current request first."""
         current = self.current_tables
         others = self.pool.tables.values() if self.pool is not None else ()
         return [*current, *(table for table in others if self.current is None or table.owner != self.current)]
 
     def lost_words(self) -> str:
-        """Say how much of the current answer is in memory, where no table holds it; empty where one does."""
+        """Return how much of the current answer is cached if no table holds it, empty if one does."""
         if self.pool is None or self.current is None or self.current_tables:
             return ""
         past = self.pool.past.get(self.origin or (self.current, 0))
@@ -314,9 +314,9 @@ class Memory:
         return f"{name}: {still}, the rest would be read again"
 
     def name(self, owner: str, index: int) -> str:
-        """The name of a sequence for people, in one line without anything that a terminal obeys."""
+        """Return a sequence's name for display: one line, safe for a terminal."""
         return clean_line(self.names(owner, index), _LONGEST_NAME)
 
     def table_name(self, table: TableView) -> str:
-        """The name of a table; one that is the engine's own goes by its number."""
+        """Return the display name of a table. The engine's own tables go by their number."""
         return self.name(table.owner, table.index) if table.owner else f"sequence {table.seq_id}"

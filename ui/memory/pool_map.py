@@ -1,4 +1,4 @@
-"""The pool of blocks, a cell each: thousands of them, drawn a line at a time, redrawn only where they changed."""
+"""A map of the block pool with a cell per block. Only changed lines are redrawn."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from minillm.ui.memory.pool import FREE, NUM_COLOURS, BlockState, Memory, Pool
 from minillm.ui.numbers import count, plural
 
 _GROUP = 8  # blocks between two gaps
-_RISING = "▁▂▃▄▅▆▇"  # how full an owned block is
-_GROWING = "▏▎▍▌▋▊▉"  # and a shared one: another shape, so that it needs no colour
+_RISING = "▁▂▃▄▅▆▇"  # fill levels of an owned block
+_GROWING = "▏▎▍▌▋▊▉"  # fill levels of a shared block, in another shape for use without color
 _CLASSES = {state: state.name.lower() for state in BlockState}
 _LEGEND = (
     ("·", "free", "free"),
@@ -36,15 +36,15 @@ _COMPONENT_CLASSES = {*_CLASSES.values(), *_SEQUENCE_CLASSES, "part-owned", "par
 
 
 class Looks:
-    """The mark of every block of a pool, and the component class of its colour."""
+    """The mark of every block of a pool, and its component class, which sets its color."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.host: dict[int, TableView] = {}  # host block -> the table that waits there
         self._by_state = [("", "")] * pool.num_blocks
-        self._letters: dict[int, int] = {}  # seq_id -> its letter's number, as long as it lives
-        self._colours: dict[int, int] = {}  # letter's number -> its colour's
-        self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + its sequence's letter; 0 where it has none
+        self._letters: dict[int, int] = {}  # seq_id -> the number of its letter, for the sequence's lifetime
+        self._colours: dict[int, int] = {}  # number of the letter -> number of its color
+        self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + its sequence's letter, 0 without a sequence
 
     def find_all(self, *, by_sequence: bool) -> None:
         for block in range(self.pool.num_blocks):
@@ -76,7 +76,7 @@ class Looks:
         self.host = {block: table for table in swapped for block in table.blocks if block in room}
 
     def follow_sequences(self) -> bytearray:
-        """Find the sequence of each block; returns those before. A sequence keeps its letter as long as it lives."""
+        """Find the sequence of each block. Return the previous result. A sequence keeps its letter for its lifetime."""
         pool, before = self.pool, self._sequence_of
         for seq_id in self._letters.keys() - pool.tables.keys():
             del self._letters[seq_id]
@@ -88,7 +88,7 @@ class Looks:
             if table.seq_id not in self._letters:
                 self._letters[table.seq_id] = next(free)
             number = self._letters[table.seq_id]
-            # A candidate wears the colour of its card and its strand.
+            # A candidate has the color of its card and its strand.
             self._colours[number] = table.index if table.owner in of_several else number
             if table.state != "swapped":
                 letter = 1 + self._letters[table.seq_id] % len(ascii_letters)
@@ -97,11 +97,11 @@ class Looks:
         return before
 
     def changed_hands(self, before: bytearray, first: int, end: int) -> bool:
-        """Whether a block from ``first`` to ``end`` is another sequence's: it may look the same by its state."""
+        """Return whether a block from ``first`` to ``end`` changed its sequence. Its state may look the same."""
         return before[first:end] != self._sequence_of[first:end]
 
     def cells(self, first: int, end: int, *, on_host: bool, by_sequence: bool) -> list[tuple[str, str]]:
-        """Marks and classes of the device's or the host's blocks from ``first`` to ``end``."""
+        """Return marks and classes of the device's or the host's blocks from ``first`` to ``end``."""
         if on_host:
             return [self._host_look(self.host.get(block), by_sequence) for block in range(first, end)]
         if by_sequence:
@@ -139,18 +139,18 @@ class Looks:
 
 @dataclass(frozen=True)
 class Grid:
-    """Where each block's cell is. The host's rows follow the device's, behind a heading, and count from 0 again."""
+    """The place of each block's cell. The host's rows come after the device's and a heading, and count from 0."""
 
     num_blocks: int
     per_row: int
-    label_width: int  # cells before the first block, the blank included
+    label_width: int  # cells before the first block, including the space
 
     @property
     def num_rows(self) -> int:
         return -(-self.num_blocks // self.per_row)
 
     def block_at(self, x: int, row: int) -> tuple[int, bool] | None:
-        """The block of a cell, which may not exist, and whether it is one of the host's; None for a gap."""
+        """Return the block of a cell, which may not exist, and whether it is in host memory; None for a gap."""
         group, cell = divmod(x - self.label_width, _GROUP + 1)
         column = group * _GROUP + cell
         if cell == _GROUP or not 0 <= column < self.per_row:
@@ -160,9 +160,10 @@ class Grid:
 
 
 class PoolMap(LineView):
-    """A row is the number of its first block, then its cells; rows of the host's memory follow while it holds any. A
-    free block is a dot; a full one its letter on its colour, or the number of its sharers; a partly filled one a bar in
-    its colour. Coloured by sequence, a block shows its sequence's letter.
+    """Shows rows of blocks, each after the number of its first block. Rows of host memory come last, if it is in use.
+
+    A free block is a dot, a full one its letter on its color, or the number of its sharers. A partly filled block is a
+    bar in its color. Colored by sequence, a block shows its sequence's letter.
     """
 
     COMPONENT_CLASSES = {*_COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012
@@ -173,14 +174,14 @@ class PoolMap(LineView):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
-        self._looks: Looks | None = None  # None while there is no pool
+        self._looks: Looks | None = None  # None without a pool
         self._grid = Grid(0, _GROUP, 0)
         self.by_sequence = False
         self._cursor = 0
-        self._hovered: tuple[int, bool] | None = None  # a block, and whether it is one of the host's
-        self._is_empty = bytearray()  # by row of the device: whether all of its blocks are free
-        self._rows: list[int] = []  # by line: the grid's row, or how many empty ones are folded there, negative
-        self._lines: dict[int, int] = {}  # by row that is shown: its line
+        self._hovered: tuple[int, bool] | None = None  # a block, and whether it is in host memory
+        self._is_empty = bytearray()  # by row of the device: whether all its blocks are free
+        self._rows: list[int] = []  # by line: the grid's row, or minus the number of folded empty rows
+        self._lines: dict[int, int] = {}  # by visible row: its line
 
     def begin_anew(self) -> None:
         self._looks = None if self.memory.pool is None else Looks(self.memory.pool)
@@ -189,11 +190,11 @@ class PoolMap(LineView):
         self.scroll_home(animate=False)
 
     def blocks_changed(self, blocks: Iterable[int]) -> None:
-        """Draw the rows of these blocks again; where none of those in use is in view, bring the last one there."""
+        """Redraw the rows of these blocks. If no used one is visible, scroll to the last one."""
         looks, per_row = self._looks, self._grid.per_row
         if looks is None:
             return
-        rows, used = set(), []  # rows with a change; rows where a block in use changed
+        rows, used = set(), []  # rows with a change; rows with a change of a used block
         for block in blocks:
             looks.find(block)
             rows.add(block // per_row)
@@ -214,7 +215,7 @@ class PoolMap(LineView):
             seen = [row for row in self._rows[top:bottom] if 0 <= row < self._grid.num_rows]
             rows |= {r for r in seen if looks.changed_hands(before, r * per_row, (r + 1) * per_row)}
         self._redraw(rows)
-        # A reader who has moved into the map looks at it alone.
+        # Do not scroll for a reader who has moved into the map.
         in_view = any(top <= self._lines.get(row, -1) < bottom for row in used)
         if used and not in_view and not self.has_focus and self._hovered is None:
             self._show_row(used[-1], centred=True)
@@ -308,7 +309,7 @@ class PoolMap(LineView):
             self._tell_chosen()
 
     def _tell_chosen(self) -> None:
-        """The mouse goes before the cursor, which is only where the keys go to."""
+        """Report the selected block: the one at the mouse, else the one at the cursor."""
         chosen = self._hovered or ((self._cursor, False) if self.has_focus else None)
         if chosen is None or not chosen[1]:
             self.post_message(BlockChosen(None if chosen is None else chosen[0]))
@@ -330,17 +331,18 @@ class PoolMap(LineView):
         num_blocks = looks.pool.num_blocks
         label_width = max(4, len(str(num_blocks - 1))) + 1
         groups = max(1, (self.scrollable_content_region.width - label_width + 1) // (_GROUP + 1))
-        # A power of two of groups: then the row's first block is a round number.
+        # With a power of two of groups, each row begins at a round number.
         grid = self._grid = Grid(num_blocks, _GROUP * (1 << (groups.bit_length() - 1)), label_width)
         self._is_empty = bytearray(self._all_free(row) for row in range(grid.num_rows))
         self._fold()
 
     def _fold(self) -> None:
-        """Choose the rows that are shown. Where there is not space for all, empty neighbors become one line, unless
-        the keyboard is here: then every block can be reached.
+        """Choose the visible rows. If not all fit, adjacent empty rows become one line.
+
+        With the keyboard focus here, all rows are shown, so that every block can be reached.
         """
         host = self._looks.host if self._looks is not None else {}
-        host_rows = 1 + -(-(max(host) + 1) // self._grid.per_row) if host else 0  # the heading included
+        host_rows = 1 + -(-(max(host) + 1) // self._grid.per_row) if host else 0  # including the heading
         num_rows = self._grid.num_rows + host_rows
         self._rows = list(range(num_rows))
         if num_rows > self.size.height and not self.has_focus:
@@ -369,7 +371,7 @@ class PoolMap(LineView):
             cells[self._cursor - first] = mark, f"{kind} cursor"
         for gap in reversed(range(_GROUP, len(cells), _GROUP)):
             cells.insert(gap, (" ", "free"))
-        # Neighbours that look alike are one segment: a row of 128 cells is a handful.
+        # Adjacent cells that look alike share a segment: a row of 128 cells needs only a handful.
         runs = [("".join(mark for mark, _ in run), kind) for kind, run in groupby(cells, key=itemgetter(1))]
         return [(f"{first:>{grid.label_width - 1}} ", "label"), *runs]
 

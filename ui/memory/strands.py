@@ -1,4 +1,4 @@
-"""The strands: the text of every sequence as it lies in blocks, shared text once, parting where the block tables do."""
+"""The strands: each sequence's text in its blocks. Shared text is shown once and parts where the tables do."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from minillm.ui.memory.tree import (
 )
 from minillm.ui.numbers import bar, count, plural
 
-# Seconds for which a copy on write stands out, and a sequence that has gone is named; its words dissolve in fewer.
+# Seconds that a copy on write is highlighted, that an ended sequence is named, and that its words take to dissolve.
 _TORN, _LEFT, _WORDS = 3.0, 5.0, 2.5
-_WHOLE = 1.0  # seconds before they begin to
-_LATE = 4.0  # seconds after which it is too late to show what happened; drawing may wait for 3
-_FRAME = 0.5  # seconds between two looks at all that is shown for a moment
-_ALL = -1  # stands for the numbers of all beams of a search
-_MOST_FADING, _MOST_WORDS = 4, 6  # sequences that have gone whose blocks are drawn, and blocks of each
+_WHOLE = 1.0  # seconds before they begin to dissolve
+_LATE = 4.0  # seconds after which an event is too old to show; drawing may wait for 3
+_FRAME = 0.5  # seconds between checks of temporary lines
+_ALL = -1  # stands for all beams of a search
+_MOST_FADING, _MOST_WORDS = 4, 6  # ended sequences with blocks that are drawn, and blocks of each
 _GUIDE = (
-    ("The model's memory of a text lies in blocks. Here each block is a line, with its first words.", "name"),
-    ("│ a block of one answer, in its colour", "strand-0"),
+    ("The model keeps text in memory in blocks. Here each line is a block, with its first words.", "name"),
+    ("│ a block of one answer, in its color", "strand-0"),
     ("┃ a block that several answers share: it is stored once", "shared"),
-    (f"{COPIED} copied on write: an answer was about to write into a block that others share", "name"),
-    ("✕ gone, and its blocks with it", "fact"),
+    (f"{COPIED} copied on write: an answer had to write to a block that others share", "name"),
+    ("✕ an answer that is gone; its blocks are freed", "fact"),
     ("/tour shows it in a minute.", "name"),
-)  # where no block is held
-LEGEND = f"×3: three read these blocks · own: one reads them · {COPIED} copied on write"
+)  # shown while no block is held
+LEGEND = f"×3: shared by three · own: not shared · {COPIED} copied on write"
 
 
 @dataclass(frozen=True)
 class Fading:
-    """A line about a sequence that has gone: its name and what came back, or one of its blocks."""
+    """A line about an ended sequence: its name and freed memory, or one of its blocks."""
 
     left: Left
     name: str
@@ -59,7 +59,7 @@ class Fading:
 
 
 def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
-    """Those that have gone, once by each name; all beams of a search in one, for they come and go at speed."""
+    """Return the ended sequences once per name, with all beams of a search in one, because they change quickly."""
     found: dict[tuple[str, int, int], Left] = {}
     for left in gone:
         table = left.table
@@ -72,8 +72,9 @@ def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
 
 
 class Strands(LineView):
-    """A line per block with its first words: thick where several sequences share it, in its candidate's colour where
-    one owns it. A strand parts where the tables do; a block that was copied on write is seen to tear.
+    """Shows a line per block with its first words: thick if sequences share it, else in its candidate's color.
+
+    A strand parts where the tables do. A copy on write is highlighted for a moment.
     """
 
     COMPONENT_CLASSES = {  # noqa: RUF012
@@ -85,11 +86,11 @@ class Strands(LineView):
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self._lines: list[StrandLine | Fading | tuple[str, str]] = []
-        self._shown: str | None = None  # the request whose strands were brought into sight last
-        self._most = 0  # blocks of a run that are drawn
-        self._fades = False  # a timer runs until something that is shown for a moment goes
-        self._since: dict[tuple[str, int], float] = {}  # since when something that is shown for a moment has been shown
-        self._names: dict[int, str] = {}  # of sequences, by seq_id: as they were called before they went
+        self._shown: str | None = None  # the request with the strands last scrolled to
+        self._most = 0  # maximum blocks drawn of a run
+        self._fades = False  # a timer runs for temporary lines
+        self._since: dict[tuple[str, int], float] = {}  # when each temporary line was first shown
+        self._names: dict[int, str] = {}  # by seq_id: names of sequences before they ended
 
     def begin_anew(self) -> None:
         self._since.clear()
@@ -118,8 +119,9 @@ class Strands(LineView):
         self._follow_branch()
 
     def _age(self, what: tuple[str, int], heard: float) -> float:
-        """Seconds for which something has been shown that is shown for a moment. They begin when it is drawn first:
-        beside a model that computes on the same cores that may be long after it was heard of.
+        """Return the seconds that a temporary line was shown, counted from its first drawing.
+
+        With a model that computes on the same cores, that may be long after the event was reported.
         """
         now = monotonic()
         return now - self._since.setdefault(what, now if now - heard < _LATE else heard)
@@ -135,7 +137,7 @@ class Strands(LineView):
         return copy is not None and self._is_new(("copy", block), copy.moment, _TORN)
 
     def _lost(self, width: int) -> list[tuple[str, str]]:
-        """Lines about the answer that is read, where it has no strand: all of it, or some of its candidates."""
+        """Return lines about the visible answer if it has no strand, or about candidates without one."""
         words = self.memory.lost_words()
         lines = [(line, "name") for line in wrap(words, max(20, width))] if words else []
         held = {table.index for table in self.memory.current_tables}
@@ -144,7 +146,7 @@ class Strands(LineView):
         return lines + [(f"{name}  ended early: holds no blocks", "fact") for name in without]
 
     def _fading(self, gone: Sequence[Left], room: int) -> list[Fading]:
-        """The lines of sequences that have gone, as many as there is space for: their names, and the words of a few."""
+        """Return as many lines about ended sequences as fit: their names, and the words of a few."""
         all_gone = summed(gone, lambda owner: self.memory.scores(owner, 0) is not None)[:room]
         lines, room = list[Fading](), room - len(all_gone)
         for number, left in enumerate(all_gone):
@@ -160,8 +162,9 @@ class Strands(LineView):
         return lines
 
     def _follow_branch(self) -> None:
-        """Bring the current answer's strands into sight, once for each answer that becomes the current one:
-        the reader may look elsewhere meanwhile. Their beginning matters: the shared trunk, or else the latest fork.
+        """Scroll to the current answer's strands once, when it becomes current; later the reader may scroll elsewhere.
+
+        Their beginning has priority: the shared trunk, or else the latest fork.
         """
         if (current := self.memory.current) == self._shown:
             return
@@ -229,18 +232,18 @@ class Strands(LineView):
             parts.append((f"  {score:.3f}", _colour(table)))
         hit = pool.hits.get(table.seq_id)
         if hit is not None and hit.num_found and self._is_new(("hit", table.seq_id), hit.moment, _LEFT):
-            return [*parts, (f"  {count(hit.num_found)} of {plural(hit.num_tokens, 'token')} were here", "shared")]
+            return [*parts, (f"  {count(hit.num_found)} of {plural(hit.num_tokens, 'token')} were cached", "shared")]
         if table.state != "idle":
             parts.append((f" {table.state}", "swapped" if swapped else "fact"))
         own = 0 if node is None else len(node.blocks)
-        parts.append((f"  {count(own)} {'on the host' if swapped else 'own'}", "swapped" if swapped else "fact"))
+        parts.append((f"  {count(own)} {'on the CPU' if swapped else 'own'}", "swapped" if swapped else "fact"))
         return parts
 
     def _gone(self, line: Fading, width: int) -> Parts:
         pool, left = self.memory.pool, line.left
         assert pool is not None
         if line.words is None:
-            back = f"{size(len(left.words) * pool.block_bytes)} came back"
+            back = f"{size(len(left.words) * pool.block_bytes)} freed"
             return [(f"✕ {line.name}  {back}", "fact")]
         words = _cut(clean_line(line.words.replace("\ufffd", "")), max(4, width - 4))
         age = self._age(("words", left.table.seq_id), left.moment)
@@ -268,14 +271,14 @@ def _headline(text: str, facts: str, width: int) -> Content:
 
 
 def dissolved(text: str, part: float) -> str:
-    """Return the text with about this part of its characters blank; their places are always the same ones."""
+    """Return the text with about this fraction of its characters blank, always at the same places."""
     return "".join(
         " " * cell_len(each) if (number * 61 + 17) % 97 < 97 * part else each for number, each in enumerate(text)
     )
 
 
 def in_order(tables: Iterable[TableView]) -> list[TableView]:
-    """The tables request by request, and the answers of each by their numbers."""
+    """Return the tables grouped by request, the answers of each by number."""
     tables, first = list(tables), dict[str | int, int]()
     for number, table in enumerate(tables):
         first.setdefault(table.owner or table.seq_id, number)
@@ -283,7 +286,7 @@ def in_order(tables: Iterable[TableView]) -> list[TableView]:
 
 
 def _guide(width: int, height: int) -> list[tuple[str, str]]:
-    """Explain the strands in lines of at most so many cells, with blank lines between them where there is space."""
+    """Explain the strands in lines of at most ``width`` cells, with blank lines between them if they fit."""
     lines: list[tuple[str, str]] = []
     for text, kind in _GUIDE:
         indent = "" if text[1] != " " else "  "
@@ -296,7 +299,7 @@ def _colour(table: TableView) -> str:
 
 
 def _cut(text: str, room: int) -> str:
-    """The text in at most so many cells."""
+    """Return the text cut to at most ``room`` cells."""
     if cell_len(text) <= room:
         return text
     while cell_len(text) > room - 1:

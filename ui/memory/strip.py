@@ -1,4 +1,4 @@
-"""The whole pool in a few lines, many blocks to a cell."""
+"""The whole pool in a few lines, with many blocks per cell."""
 
 from itertools import groupby
 from operator import itemgetter
@@ -8,15 +8,16 @@ from textual.content import Content
 from minillm.ui.memory.pool import CACHED, FREE, OWNED, PINNED, SHARED, Memory
 from minillm.ui.numbers import count, plural
 
-_FILLED = "·⡀⣀⣄⣤⣦⣶⣷⣿"  # by the eighths of a cell's blocks that are not free
+_FILLED = "·⡀⣀⣄⣤⣦⣶⣷⣿"  # by eighths of a cell's blocks that are not free
 _OWNERS = ("$primary", "$success", "$warning", "$error", "$strand-4", "$strand-5", "$strand-6", "$strand-7")
 _COLOURS = {FREE: "$frame", CACHED: "$dim", PINNED: "$success", SHARED: "$secondary"}
 _COLOURS.update({OWNED + number: colour for number, colour in enumerate(_OWNERS)})
 
 
 def strip(memory: Memory, width: int, height: int) -> Content:
-    """All blocks in their order, in at most ``height`` lines of ``width`` cells, and below them what a cell is. A cell
-    fills up with the blocks that are not free, and has the colour of the most shared one.
+    """Return all blocks in order, in at most ``height`` lines of ``width`` cells, with the scale below.
+
+    A cell fills up with blocks that are not free, and has the color of the most shared one.
     """
     pool = memory.pool
     if pool is None or height < 2 or not width:

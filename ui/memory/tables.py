@@ -1,4 +1,4 @@
-"""Block tables: as lists, and as a tree of the blocks that several of them share."""
+"""Block tables: as a list for one sequence, or as several lists."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ HEADING = "  logical  physical   filled    ×"
 
 
 class BlockTableView(LineView):
-    """One table or several. The bracket on the left joins blocks that lie side by side in the pool. With several, each
-    has a line of its own above its blocks, and shared blocks name their sharers.
+    """Shows one table or several. The bracket on the left joins blocks that are adjacent in the pool.
+
+    With several, each table has a heading, and shared blocks name their sharers.
     """
 
     COMPONENT_CLASSES = {"run", "index", "block", "owned", "shared", "swapped", "header", "cursor"}  # noqa: RUF012
@@ -35,9 +36,9 @@ class BlockTableView(LineView):
     def __init__(self, memory: Memory, *, headers: bool = False) -> None:
         super().__init__(memory)
         self._headers = headers
-        self.follows = not headers  # one table grows at its end
+        self.follows = not headers  # a single table grows at its end
         self._tables: list[TableView] = []
-        self._starts: list[int] = [0]  # the line of each table's first block or header; then the number of lines
+        self._starts: list[int] = [0]  # the line of each table's heading or first block, then the number of lines
         self._cursor = (-1, 0)  # seq_id, line within its table
         self._tells_tokens = False
 
@@ -58,7 +59,7 @@ class BlockTableView(LineView):
         self._move_to(self._cursor_line() + lines)
 
     def action_jump(self, tables: int) -> None:
-        """To the header of a neighbouring table."""
+        """Go to the heading of an adjacent table."""
         line = self._cursor_line()
         if self._tables and line < self._starts[-1]:
             number = bisect_right(self._starts, line) - 1
@@ -96,7 +97,7 @@ class BlockTableView(LineView):
             self._move_to(line)
 
     def action_tokens(self) -> None:
-        """Tell the tokens of the cursor's block, wherever it goes; or no longer."""
+        """Show or hide the tokens of the block at the cursor."""
         self._tells_tokens = not self._tells_tokens
         if self._tells_tokens:
             self._ask()
@@ -136,7 +137,7 @@ class BlockTableView(LineView):
         swapped = table.state == "swapped"
         holders = [] if swapped else pool.holders(block)
         fill = "swapped" if swapped else "shared" if len(holders) > 1 else "owned"
-        # "index → block" so that it reads without the heading, too.
+        # "index → block", so that it is clear without the heading.
         parts = [
             (f"{_bracket(table.blocks, index)} ", "run"),
             (f"{index:>{4 if self._headers else 5}} → ", "index"),
@@ -145,14 +146,14 @@ class BlockTableView(LineView):
         ]
         if not self._headers or filled < size:
             parts.append((f" {filled:>3}/{size:<3}", "index"))
-        parts.append((" on the host" if swapped else f" ×{len(holders)}", fill))
+        parts.append((" on the CPU" if swapped else f" ×{len(holders)}", fill))
         if self._headers and len(holders) > 1:
             others = [other for other, _ in holders if other.seq_id != table.seq_id]
             parts.append((f" {self._listed(table, others)}", "index"))
         return parts
 
     def _listed(self, table: TableView, others: Sequence[TableView]) -> str:
-        """The others by name, the siblings first; of each request the first one, and how many more."""
+        """Return the names of other tables, siblings first: one name per request, and how many more it has."""
         by_owner: dict[str, list[TableView]] = {table.owner: []}
         for other in others:
             by_owner.setdefault(other.owner or f"sequence {other.seq_id}", []).append(other)
@@ -170,7 +171,7 @@ class BlockTableView(LineView):
             sequences, logical = plural(len(pool.tables), "sequence"), count(pool.figures.logical_blocks)
             return Content(f"{sequences} · {logical} logical in {plural(pool.used_blocks, 'block')}")
         if not self._tables:
-            return Content(self.memory.lost_words() or "the conversation holds no block")
+            return Content(self.memory.lost_words() or "the conversation holds no blocks")
         table, more = self._tables[0], len(self.memory.current_tables) - 1
         name = self.memory.table_name(table) + (f" (F6: {more} more)" if more else "")
         facts = f"{table.state} · {plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"
@@ -182,14 +183,14 @@ class BlockTableView(LineView):
 
 
 def _bracket(blocks: Sequence[int], index: int) -> str:
-    """``╶`` for a block alone, ``┌ │ └`` along a run."""
+    """Return ``╶`` for a block alone, ``┌ │ └`` along a run."""
     above = index > 0 and blocks[index - 1] + 1 == blocks[index]
     below = index + 1 < len(blocks) and blocks[index] + 1 == blocks[index + 1]
     return ("╶", "┌", "└", "│")[2 * above + below]
 
 
 def runs_line(blocks: Sequence[int], width: int) -> str:
-    """All runs in one line: ``0–3 → 12–15, 4 → 90``; the rest is counted."""
+    """Return all runs in one line: ``0–3 → 12–15, 4 → 90``. Runs that do not fit are counted."""
     parts = [f"{span(start, length)} → {span(block, length)}" for start, block, length in contiguous_runs(blocks)]
     line = ""
     for number, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""The tree of block tables: shared blocks once, above the private ones of each sequence, and the lines that show it."""
+"""The tree of block tables, with shared blocks once, above the private ones of each sequence; and its lines."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from minillm.service.messages import TableView
 
 FOLD, HEAD = -1, -2  # lines that are no block
 
-# Shared blocks stand once in the tree, above the private ones of each sequence: it is a radix tree over physical block
-# ids. Forks share blocks from the first one on, so a block is shared along an edge or it is private to a leaf;
-# copy-on-write is where two of them part.
+# The tree is a radix tree over physical block ids. Forks share blocks from the first one on, so a block is either
+# shared along an edge or private to a leaf. Tables part where a block was copied on write.
 
 
 @dataclass
 class BlockNode:
-    """A run of logical blocks that the same sequences hold. ``blocks`` are physical ids, the logical ones from
-    ``start`` on. ``ends`` are the tables that have no block after them: more than one where a fork has not been written
-    to.
+    """A run of logical blocks that the same sequences hold.
+
+    ``blocks`` are the physical ids of the logical blocks from ``start`` on. ``ends`` are the tables without a block
+    after them: several if a fork has not been written to.
     """
 
     start: int
     blocks: list[int]
-    num_tables: int  # that go through here, those that end here included
-    first: int  # the number of the earliest of them, among all tables
+    num_tables: int  # tables that pass through or end here
+    first: int  # the number of the earliest of them among all tables
     ends: list[TableView] = field(default_factory=list)
     children: list[BlockNode] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class TreeLine:
-    """A line of the drawn tree: a node, or one of the tables that end at a shared node (``node`` is None then)."""
+    """A line of the drawn tree: a node, or a table that ends at a shared node (without ``node``)."""
 
     rails: str  # drawn before it: "│  ├─ "
     node: BlockNode | None
-    table: TableView | None  # whose leaf it is
+    table: TableView | None  # the table, if this is a leaf
 
 
 def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
-    """The trees of all tables that hold a block, in the order in which their first tables come. The host's block ids
-    mean other blocks: swapped tables are leaves of their own.
+    """Return the trees of all tables that hold a block, ordered by their first tables.
+
+    Block ids in host memory are not those of the device, so swapped tables are leaves of their own.
     """
     order = {table.seq_id: number for number, table in enumerate(tables)}
-    # Sorted, the tables of every node stand side by side: all of them share the blocks of the first and the last.
+    # After sorting, the tables of each node are adjacent, and all share the common blocks of the first and the last.
     device = sorted((table for table in tables if table.blocks and table.state != "swapped"), key=lambda t: t.blocks)
     top = BlockNode(0, [], len(device), 0)
     waiting = [(top, 0, len(device), 0)]
@@ -73,7 +74,7 @@ def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
 
 
 def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
-    """The trees as lines, parents before children."""
+    """Return the trees as lines, parents before children."""
     lines: list[TreeLine] = []
     waiting: list[tuple[str, str, BlockNode | TableView]] = [("", "", root) for root in reversed(roots)]
     while waiting:
@@ -94,14 +95,14 @@ def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
 
 @dataclass(frozen=True)
 class StrandLine:
-    """A line of the view: a tree line's head, one of its blocks (``place`` in the node), or a fold of several."""
+    """A line of the view: a tree line's heading, one of its blocks (``place`` in the node), or a fold of several."""
 
     tree: TreeLine
     place: int
 
 
 def strand_lines(lines: Sequence[TreeLine], most: int = 6) -> list[StrandLine]:
-    """Each line of the tree with its blocks below it; of many blocks the first and the last ones, ``most`` in all."""
+    """Return each line of the tree with its blocks after it. Of many blocks, only the first and last ``most``."""
     found = []
     for line in lines:
         found.append(StrandLine(line, HEAD))
@@ -110,7 +111,7 @@ def strand_lines(lines: Sequence[TreeLine], most: int = 6) -> list[StrandLine]:
 
 
 def most_that_fit(lines: Sequence[TreeLine], height: int) -> int:
-    """Return the largest ``most`` with which all `strand_lines` fit into so many lines; 0 if none does."""
+    """Return the largest ``most`` with which all `strand_lines` fit in ``height`` lines, 0 if none does."""
     sizes = [num_drawn(line) for line in lines]
     low, high = 0, max(sizes, default=0)
     while low < high:
@@ -123,13 +124,13 @@ def most_that_fit(lines: Sequence[TreeLine], height: int) -> int:
 
 
 def num_drawn(line: TreeLine) -> int:
-    """Return the number of blocks that are drawn below a line's head; those on the host have no words."""
+    """Return the number of blocks drawn below a line's heading. Swapped blocks have no words."""
     swapped = line.table is not None and line.table.state == "swapped"
     return 0 if line.node is None or swapped else len(line.node.blocks)
 
 
 def few(places: list[int], most: int) -> list[int]:
-    """Return the first and the last of many places, ``most`` in all, and a fold between them."""
+    """Return the first and last of many places, ``most`` in total, with a fold between them."""
     if not most or len(places) <= most + 1:
         return places if most else []
     first = max(1, most // 3)
@@ -137,7 +138,7 @@ def few(places: list[int], most: int) -> list[int]:
 
 
 def root_and_fork(lines: Sequence[StrandLine], row: int) -> tuple[int, int]:
-    """Return the rows of the root of the tree that holds line ``row``, and of the node where its strand forks off."""
+    """Return the rows of the root of the tree that contains line ``row``, and of the node where its strand forks."""
     rails = len(lines[row].tree.rails)
     fork = row
     while fork and (lines[fork].place != HEAD or (rails and len(lines[fork].tree.rails) >= rails)):
