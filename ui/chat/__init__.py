@@ -1,1 +1,1 @@
-"""The conversation: its screen, its data, its messages."""
+"""The conversation: its data, its files, its widgets and commands."""

@@ -1,4 +1,4 @@
-"""An answer's life: the requests to the engine, and the effect of the engine's events."""
+"""One answer in progress: requests to the engine, and the effects of its events."""
 
 import time
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings
 
-_LEAST_TIMED = 0.3  # seconds that tell a rate
-_ROOM = 256  # tokens that should be left for an answer, or the oldest turns are dropped
+_LEAST_TIMED = 0.3  # seconds needed to measure a rate
+_ROOM = 256  # tokens that should remain for an answer, else the oldest turns are dropped
 
 
 class Ending(NamedTuple):
-    """The end of an answer: see `Answer.finish_reason`. ``error`` says why it is "lost"."""
+    """The end of an answer, see `Answer.finish_reason`. ``error`` says why it was "lost"."""
 
     reason: str
     error: str = ""
@@ -27,7 +27,7 @@ class Ending(NamedTuple):
 
 @dataclass
 class AnswerRun:
-    """One answer that is being given: `ask` or `go_on`, then `take` until it returns an ending, then `end`."""
+    """An answer in progress: `ask` or `go_on`, then `take` until it returns an ending, then `end`."""
 
     turn: Turn
     conversation: Conversation
@@ -36,18 +36,18 @@ class AnswerRun:
     send: Callable[[messages.Command], None]
     max_model_len: int
     is_stopping: bool = False
-    _superseded: str = ""  # the request whose text this one continues
+    _superseded: str = ""  # the request with the text that this one continues
     _num_before: int = 0  # tokens of that text
-    _to_accept: tuple[int, str] | None = None  # a candidate and its text, once the others have stopped
+    _to_accept: tuple[int, str] | None = None  # a candidate and its text, to accept once the others have stopped
     _first_token_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self._num_dropped = self.conversation.num_dropped  # turns that the model was not told before
+        self._num_dropped = self.conversation.num_dropped  # turns dropped before
         self._began = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Since it was asked for."""
+        """Return the seconds since the request."""
         return time.monotonic() - self._began
 
     @property
@@ -64,7 +64,7 @@ class AnswerRun:
         return None if shown is None else shown.answer_view
 
     def ask(self, room: int = _ROOM) -> None:
-        """Ask for an answer to the conversation; ``room``: tokens that must be left for it."""
+        """Request an answer to the conversation. ``room``: tokens that must remain for it."""
         longest = int(self.settings.sampling.get("max_tokens", room))
         room = max(1, min(room, self.max_model_len // 8, longest))
         self._generate(self.conversation.messages(self.settings.system), self.settings.request_params(), room=room)
@@ -74,7 +74,7 @@ class AnswerRun:
         self._superseded, answer.request_id = answer.request_id, self.conversation.new_request_id()
         self._num_before = answer.num_output_tokens
         answer.finish_reason = answer.time_to_first_token = None
-        # Several answers to choose from would begin with the same text: one goes on.
+        # Several continuations would begin with the same text, so there is only one.
         self._generate(told, self.settings.params_to_continue(), continues=True)
 
     def _generate(self, told: list[dict[str, str]], params: dict[str, Any], **how: Any) -> None:
@@ -86,14 +86,14 @@ class AnswerRun:
         self.send(messages.Generate(request_id, self.conversation.conversation_id, told, params, thinks=thinks, **how))
 
     def stop(self, chosen: int | None = None) -> None:
-        """End it; ``chosen``: the candidate that is to be accepted then."""
+        """Stop the answer. ``chosen``: the candidate to accept then."""
         if chosen is not None:
             self._to_accept = chosen, self.answer.candidates[chosen].text
         self.is_stopping = True
         self.send(messages.Abort(self.answer.request_id))
 
     async def take(self, event: messages.Event) -> Ending | None:
-        """Take an event of this answer; returns the ending that it brings, if any."""
+        """Handle an event of this answer. Return the ending that it causes, if any."""
         match event:
             case messages.Reading():
                 self._read(event)
@@ -130,7 +130,7 @@ class AnswerRun:
         dropped = self.conversation.num_dropped
         if dropped > self._num_dropped:
             oldest = f"the oldest {plural(dropped, 'turn')}"
-            await self.transcript.add_note(f"the context is full: the model is no longer told {oldest}", "warning")
+            await self.transcript.add_note(f"the context is full: the model no longer sees {oldest}", "warning")
 
     def _add(self, event: messages.TextDelta) -> None:
         answer, view = self.answer, self.view
@@ -166,21 +166,21 @@ class AnswerRun:
         return Ending("abort" if "abort" in reasons else "stop") if all(reasons) else None
 
     def _make_room(self, event: messages.ContextFull) -> Ending | None:
-        """Go on without the oldest turns. It is an error only where the last question alone does not fit."""
+        """Continue without the oldest turns. End with an error only if the last question alone does not fit."""
         if self._superseded:
-            return Ending("lost", "the context is full: this answer cannot go on")
+            return Ending("lost", "the context is full: this answer cannot continue")
         if self.conversation.drop_oldest_half():
             self.ask()
         elif event.num_tokens + 1 < event.max_model_len:
             self.ask(room=1)
         else:
-            size = f"the question has {plural(event.num_tokens, 'token')} with what belongs to it"
+            size = f"the prompt with your question has {plural(event.num_tokens, 'token')}"
             room = f"the context holds {count(event.max_model_len)}"
-            return Ending("lost", f"{size}, and {room}: shorten it, or choose a model with a longer context (F2)")
+            return Ending("lost", f"{size}, but {room}: shorten it, or choose a model with a longer context (F2)")
         return None
 
     async def draw(self, lines_ahead: int) -> None:
-        """Show the text that came since the last time; ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        """Show the text added since the last call. ``lines_ahead``: see `ModelMarkdown.append_text`."""
         view, answer = self.view, self.answer
         elapsed = time.monotonic() - self._first_token_at
         new = answer.num_output_tokens - self._num_before
@@ -190,7 +190,7 @@ class AnswerRun:
             await view.flush(lines_ahead)
 
     async def end(self, reason: str) -> bool:
-        """Close the answer. False where it was cut off before its first word."""
+        """Close the answer. Return False if it ended abnormally before its first word."""
         view, answer = self.view, self.answer
         answer.finish_reason = reason
         if self._superseded:
@@ -204,7 +204,7 @@ class AnswerRun:
 
     @property
     def chosen(self) -> int | None:
-        """The present number of the candidate that `stop` named: beams may have changed places until they stopped."""
+        """Return the current number of the candidate that `stop` named. Beams may have changed places since."""
         if self._to_accept is None:
             return None
         index, text = self._to_accept

@@ -1,4 +1,4 @@
-"""An answer on the screen: its reasoning, folded, its text, which grows, and a line about it."""
+"""An answer on the screen: its folded reasoning, its growing text, and a summary line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def _new_markdown() -> ModelMarkdown:
-    # Its import takes a tenth of the time until the first screen, which needs none.
+    # Importing it takes a tenth of the time until the first screen, which needs none.
     from minillm.ui.chat.markdown import ModelMarkdown
 
     return ModelMarkdown()
 
 
 class ReasoningView(Collapsible):
-    """The model's reasoning before its answer, folded: a click or Enter opens it."""
+    """The model's reasoning before its answer, folded. A click or Enter opens it."""
 
     def __init__(self) -> None:
         self._markdown = _new_markdown()
@@ -38,7 +38,7 @@ class ReasoningView(Collapsible):
     async def append_text(self, text: str, lines_ahead: int = 0) -> None:
         await self._markdown.append_text(text, lines_ahead)
         self._num_words += len(text.split())
-        # Only now: a title that has not been mounted yet would keep its first words.
+        # Set after the text, because a title that is not mounted yet would keep its first words.
         self.title = f"reasoning · about {plural(self._num_words, 'word')}"
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class ReasoningView(Collapsible):
 
 
 class AnswerView(Growing, Vertical):
-    """The model's answer, growing, and below it one line about its length, speed and end."""
+    """The model's growing answer, with a line about its length, speed and end below."""
 
     BLANK = True  # see `TurnView`
 
@@ -55,7 +55,7 @@ class AnswerView(Growing, Vertical):
         self.answer = answer
         self._pending: list[str] = [answer.text] if answer.text else []
         self._splitter = ReasoningSplitter(answer.in_reasoning)
-        self._part: ReasoningView | ModelMarkdown | None = None  # the one that grows now
+        self._part: ReasoningView | ModelMarkdown | None = None  # the part that grows now
         self._summary = Static(Content("…"), classes="summary")
         self.block_marks = Gutter(answer)
 
@@ -64,15 +64,15 @@ class AnswerView(Growing, Vertical):
         yield self._summary
 
     async def on_mount(self) -> None:
-        if self._pending:  # it was said before it is shown
+        if self._pending:  # there was text before the view was shown
             await (self.flush() if self.answer.is_open else self.end())
 
     def begin(self, in_reasoning: bool) -> None:
-        """The prompt is computed; ``in_reasoning``: the template has opened the reasoning already."""
+        """Note that the prompt is computed. ``in_reasoning``: the template has already opened the reasoning."""
         self._splitter.inside = in_reasoning
 
     def add(self, text: str) -> None:
-        """More of the answer; it is shown by the next `flush`, so that many tokens cost one layout."""
+        """Add text to the answer. The next `flush` shows it, so that many tokens share one layout."""
         self._pending.append(text)
 
     async def flush(self, lines_ahead: int = 0) -> None:
@@ -84,7 +84,7 @@ class AnswerView(Growing, Vertical):
             self.update_summary()
 
     async def end(self) -> None:
-        """Show the rest: no more will come."""
+        """Show the rest of the answer, which is complete."""
         await self.flush()
         await self._show(self._splitter.finish(), lines_ahead=0)
         if self._part is not None:
@@ -101,13 +101,13 @@ class AnswerView(Growing, Vertical):
                     self._part.end()
                 self._part = ReasoningView() if reasoning else _new_markdown()
                 await self.mount(self._part, before=self._summary)
-            if not self._part.is_attached:  # this view is being removed
+            if not self._part.is_attached:  # this view was removed
                 return
             await self._part.append_text(text, lines_ahead)
 
     def update_summary(self) -> None:
         words = summary(self.answer)
-        # Not below the lines that the text has taken ahead, which would be a hole.
+        # Not below the reserved lines of the text: they would be a hole.
         part = None if isinstance(self._part, ReasoningView) else self._part
         ahead = part.say_below(words) if part is not None and self.answer.is_open else 0
         self.block_marks.num_blank = ahead
@@ -115,7 +115,7 @@ class AnswerView(Growing, Vertical):
 
 
 def reading(answer: Answer) -> str:
-    """How far the prompt is computed, and for how long it will be."""
+    """Return the progress of computing the prompt, and the time left."""
     done, total = answer.num_read_tokens, answer.num_prompt_tokens
     if not total:
         return "reading the prompt …"
@@ -124,7 +124,7 @@ def reading(answer: Answer) -> str:
 
 
 def summary(answer: Answer) -> str:
-    """One line: length, speed, tokens from the cache, and why it ended."""
+    """Return one line: length, speed, cached tokens, and why the answer ended."""
     if answer.time_to_first_token is None and answer.finish_reason is None:
         return reading(answer)
     words = []
@@ -135,11 +135,11 @@ def summary(answer: Answer) -> str:
     if answer.tokens_per_second:
         words.append(f"{answer.tokens_per_second:.1f} tok/s")
     if answer.num_guessed_tokens:
-        words.append(f"{count(answer.num_guessed_tokens)} guessed")
+        words.append(f"{count(answer.num_guessed_tokens)} drafted")
     if answer.time_to_first_token is not None:
         words.append(f"first token {duration(answer.time_to_first_token)}")
     if answer.num_cached_tokens:
         words.append(f"prompt {count(answer.num_prompt_tokens)}, {count(answer.num_cached_tokens)} cached")
     if answer.finish_reason != "stop":
-        words.append({"length": "cut at its longest", "abort": "stopped", "lost": "lost"}[answer.finish_reason])
+        words.append({"length": "cut at the length limit", "abort": "stopped", "lost": "lost"}[answer.finish_reason])
     return " · ".join(words)

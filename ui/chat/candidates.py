@@ -1,4 +1,4 @@
-"""The candidates of an answer on the screen: one card each, to choose from."""
+"""The candidates of an answer on the screen, one card each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from minillm.ui.engine_app import CommandAsked
 from minillm.ui.memory.pool import NUM_COLOURS
 from minillm.ui.numbers import plural
 
-_NARROWEST = 26  # columns of a candidate's card
-_LEAST_COMMON, _MOST_COMMON = 16, 400  # characters with which all candidates begin
+_NARROWEST = 26  # columns of a card
+_LEAST_COMMON, _MOST_COMMON = 16, 400  # characters that all candidates begin with
 
 
 class CandidateCard(VerticalScroll, can_focus=True):
-    """One candidate. Enter or a double click accepts it, Space shows it on the whole screen."""
+    """One candidate. Enter or a double click accepts it, Space shows it in full screen."""
 
     ALLOW_MAXIMIZE = True
     BINDINGS = [*hidden_keys({"enter": "accept", "space": "whole_screen"})]  # noqa: RUF012
@@ -36,17 +36,17 @@ class CandidateCard(VerticalScroll, can_focus=True):
         self.index = index
         self.border_title = str(index + 1)
         self._text = Static(Content("…"))
-        self._candidate, self._num_common = Candidate(), 0  # as they were shown last
+        self._candidate, self._num_common = Candidate(), 0  # as last shown
         self._same_as: int | None = None
 
     def compose(self) -> ComposeResult:
         yield self._text
 
     def on_mount(self) -> None:
-        self.anchor()  # the end is where a text grows
+        self.anchor()  # follow the growing end of the text
 
     def end(self) -> None:
-        """The text grows no more: show its beginning, unless the reader is elsewhere in it."""
+        """Show the beginning of the text, which grows no more, unless the reader has scrolled."""
         if self.is_anchored:
             was_at_end = self.scroll_y >= self.max_scroll_y
             self.anchor(False)
@@ -54,8 +54,9 @@ class CandidateCard(VerticalScroll, can_focus=True):
                 self.scroll_home(animate=False)
 
     def show(self, candidate: Candidate, num_common: int, same_as: int | None = None) -> None:
-        """Show the text without its first ``num_common`` characters, which are shown above all cards; ``same_as``: the
-        number of an earlier candidate with the same text.
+        """Show the text without its first ``num_common`` characters, which are shown above all cards.
+
+        ``same_as``: the number of an earlier candidate with the same text.
         """
         self._candidate, self._num_common, self._same_as = candidate, num_common, same_as
         whole = text_of(candidate)
@@ -64,12 +65,12 @@ class CandidateCard(VerticalScroll, can_focus=True):
             shown = Content.styled(f"the same as {same_as + 1}", "$text-muted")
         elif not num_common:
             shown = Content(text)
-        elif self.is_maximized:  # the line above all cards is not seen
+        elif self.is_maximized:  # the line above all cards is hidden
             shown = Content.assemble((common, "$text-muted"), text)
         else:
             shown = Content(f"… {text}")
         update_in_place(self._text, shown)
-        self.border_title = f"{self.index + 1}{' · Enter accepts it · Esc back' if self.is_maximized else ''}"
+        self.border_title = f"{self.index + 1}{' · Enter accepts · Esc goes back' if self.is_maximized else ''}"
         self.border_subtitle = candidate_facts(candidate, self.size.width)
 
     def on_resize(self) -> None:
@@ -95,14 +96,14 @@ def text_of(candidate: Candidate) -> str:
 
 
 def _same_as(candidates: Sequence[Candidate], texts: Sequence[str], index: int) -> int | None:
-    """Return the number of the first candidate that has ended with the same text as this one; None if there is none."""
+    """Return the number of the first candidate that ended with the same text, None if this one is the first."""
     first = texts.index(texts[index])
     ended = all(candidates[each].finish_reason is not None for each in (first, index))
     return first if first < index and ended and texts[index] else None
 
 
 def num_common(texts: Sequence[str]) -> int:
-    """Characters of whole words with which all texts begin; 0 where it is not worth a line of its own."""
+    """Return how many characters, in whole words, all texts begin with; 0 if too few for a line of their own."""
     if len(texts) < 2:
         return 0
     length = min(common_length(texts[0], each) for each in texts)
@@ -112,20 +113,20 @@ def num_common(texts: Sequence[str]) -> int:
 
 
 def candidate_facts(candidate: Candidate, width: int) -> str:
-    """``score -0.54 · 23 tokens · log p -12.3``: as many of them as a card of so many columns has room for."""
+    """Return ``score -0.54 · 23 tokens · log p -12.3``, as many of these as fit a card of this width."""
     words = [] if candidate.score is None else [f"score {candidate.score:.3f}"]
     words.append(plural(candidate.num_tokens, "token"))
     if candidate.finish_reason is not None:
         words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)
     if candidate.logprob is not None:
         words.append(f"log p {candidate.logprob:.1f}")
-    while len(words) > 1 and sum(len(word) + 3 for word in words) - 3 > width - 2:  # the frame has two on either side
+    while len(words) > 1 and sum(len(word) + 3 for word in words) - 3 > width - 2:  # the frame takes two columns
         words.pop()
     return " · ".join(words)
 
 
 class CandidatesView(Vertical):
-    """The candidates of an answer, in columns where there is room, and below them how it goes."""
+    """The candidates of an answer, in columns if there is space, with their state below."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class CandidatesView(Vertical):
 
     @property
     def focused_index(self) -> int:
-        """The number of the card that has the keyboard; of the first where none has."""
+        """Return the number of the focused card, 0 if none is focused."""
         return next((card.index for card in self._cards if card.has_focus), 0)
 
     async def on_mount(self) -> None:
@@ -154,7 +155,7 @@ class CandidatesView(Vertical):
     def on_resize(self, event: events.Resize) -> None:
         columns = max(1, min(len(self._cards), event.size.width // _NARROWEST))
         self.query_one(Grid).styles.grid_size_columns = columns
-        self._cards[-1].styles.column_span = columns - (len(self._cards) - 1) % columns  # no hole at the end
+        self._cards[-1].styles.column_span = columns - (len(self._cards) - 1) % columns  # fill the last row
 
     async def end(self) -> None:
         await self.flush()
@@ -162,7 +163,7 @@ class CandidatesView(Vertical):
             card.end()
 
     async def flush(self, lines_ahead: int = 0) -> None:
-        """Show the candidates as they stand now."""
+        """Show the current state of the candidates."""
         candidates = self.answer.candidates
         texts = [text_of(each) for each in candidates]
         same_as = [_same_as(candidates, texts, index) for index in range(len(texts))]
@@ -171,7 +172,7 @@ class CandidatesView(Vertical):
         if common:
             whole = texts[0][:common].rstrip()
             shown = whole if len(whole) <= _MOST_COMMON else "… " + whole[-_MOST_COMMON:]
-            update_in_place(self._common, Content(f"all begin: {shown}"))
+            update_in_place(self._common, Content(f"all begin with: {shown}"))
         for card, candidate, same in zip(self._cards, candidates, same_as, strict=False):
             card.show(candidate, common, same)
         self.update_summary()
@@ -182,9 +183,9 @@ class CandidatesView(Vertical):
         if answer.time_to_first_token is None and answer.is_open:
             text = summary(answer)
         elif not answer.is_open:
-            text = f"1 … {last}, double click or Tab, Enter: accept · Space: whole screen"
-        elif done == len(self._cards):  # a beam search may go on, see `BeamSearchParams.early_stopping`
-            text = f"searching for better ones · 1 … {last} accepts one and ends the search"
+            text = f"1 … {last}, double click or Tab, Enter: accept · Space: full screen"
+        elif done == len(self._cards):  # beam search may continue, see `BeamSearchParams.early_stopping`
+            text = f"searching for better answers · 1 … {last} accepts one and ends the search"
         else:
             text = f"{done} of {len(self._cards)} have ended · 1 … {last} accepts one and stops the others"
         update_in_place(self._summary, Content(text))

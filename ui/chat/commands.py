@@ -1,4 +1,4 @@
-"""The slash commands, each below its declaration. `Talk` changes the conversation; `EngineApp` has all else."""
+"""The slash commands, each after its declaration. `Talk` changes the conversation; `EngineApp` does the rest."""
 
 import os
 import re
@@ -21,6 +21,7 @@ from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
 from minillm.ui.kept import BUILT_IN
+from minillm.ui.numbers import plural
 from minillm.ui.settings import settings_summary, with_param
 
 COMMANDS = CommandTable()
@@ -28,7 +29,7 @@ command = COMMANDS.command
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 
-@command("help", "what works here; all keys and commands", "f1", label="Help", scope="everywhere")
+@command("help", "keys that work here; all keys and commands", "f1", label="Help", scope="everywhere")
 async def show_help(talk: Talk, _: str) -> None:
     from minillm.ui.help import HelpScreen, keys_here
     from minillm.ui.keymap import bound_keys, named_bindings
@@ -38,7 +39,7 @@ async def show_help(talk: Talk, _: str) -> None:
         talk.app.push_screen(HelpScreen(COMMANDS, keys_here(talk.app.screen), keys))
 
 
-@command("new", "begin a new conversation; the old one is kept on disk", "ctrl+n", label="New", also=("clear", "reset"))
+@command("new", "start a new conversation; the old one is saved", "ctrl+n", label="New", also=("clear", "reset"))
 async def begin_anew(talk: Talk, _: str) -> None:
     talk.save()
     await talk.open_conversation(Conversation())
@@ -73,23 +74,23 @@ async def find(talk: Talk, words: str) -> None:
     talk.search.open(words)
 
 
-@command("title", "name the conversation, for the list of Ctrl+O", argument="TEXT", also=("rename",))
+@command("title", "name the conversation for the Ctrl+O list", argument="TEXT", also=("rename",))
 async def name_conversation(talk: Talk, text: str) -> None:
     talk.conversation.title = text
     talk.save()
-    talk.notify(f"this conversation is called “{talk.conversation.shown_title}”")
+    talk.notify(f"conversation named “{talk.conversation.shown_title}”")
 
 
-@command("compact", "sum the older half up, for the model to have room again; undo", argument="[undo]")
+@command("compact", "summarize the older half to free context; or undo that", argument="[undo]")
 async def compact(talk: Talk, what: str) -> None:
     _check_idle(talk)
     if what == "undo":
         undo_summary(talk.conversation)
         talk.save()
         talk.refresh_status()
-        talk.notify("the model is told the whole conversation again")
+        talk.notify("the model sees the whole conversation again")
     elif what:
-        raise UsageError(f"/compact has no {what!r}; it may be /compact or /compact undo")
+        raise UsageError(f"use /compact or /compact undo, not {what!r}")
     elif talk.can_ask():
         await talk.accept_best()
         talk.compaction = Compaction.begin(talk.conversation, talk.app.settings.system, talk.send)
@@ -105,16 +106,16 @@ async def write_to_file(talk: Talk, name: str) -> None:
 
 def _check_idle(talk: Talk) -> None:
     if talk.run is not None:
-        raise UsageError("an answer is being given; Escape stops it")
+        raise UsageError("an answer is being generated; Escape stops it")
     if talk.compaction is not None:
-        raise UsageError("the conversation is being summed up; Escape stops that")
+        raise UsageError("the conversation is being summarized; Escape stops it")
 
 
 def _turn(talk: Talk) -> Turn:
-    """The selected turn, or the last one."""
+    """Return the selected turn, or the last one."""
     turn = talk.transcript.selected or talk.conversation.leaf
     if turn is None:
-        raise UsageError("nothing has been said yet")
+        raise UsageError("there is no question yet")
     return turn
 
 
@@ -128,7 +129,7 @@ async def edit(talk: Talk, _: str) -> None:
     talk.prompt.focus()
 
 
-@command("regenerate", "another answer to the selected question, as a branch", "alt+r", also=("retry",))
+@command("regenerate", "get another answer to the selected question, as a branch", "alt+r", also=("retry",))
 async def regenerate(talk: Talk, _: str) -> None:
     turn = _turn(talk)
     if talk.can_ask():
@@ -137,11 +138,11 @@ async def regenerate(talk: Talk, _: str) -> None:
         await talk.request_answer()
 
 
-@command("continue", "go on with the last answer", "alt+c")
+@command("continue", "continue the last answer", "alt+c")
 async def go_on(talk: Talk, _: str) -> None:
     leaf = talk.conversation.leaf
     if leaf is None:
-        raise UsageError("nothing has been said yet")
+        raise UsageError("there is no question yet")
     if talk.can_ask():
         await talk.accept_best()
         talk.continue_answer(leaf)
@@ -150,13 +151,13 @@ async def go_on(talk: Talk, _: str) -> None:
 _BRANCH_KEYS: dict[str, Any] = {"keys": {"alt+left": "previous", "alt+right": "next"}, "shown_key": "Alt+← →"}
 
 
-@command("branch", "show the next branch here, or the previous one", argument="[next|previous]", **_BRANCH_KEYS)
+@command("branch", "show the next or previous branch", argument="[next|previous]", **_BRANCH_KEYS)
 async def switch_branch(talk: Talk, direction: str) -> None:
     _check_idle(talk)
     conversation, turn = talk.conversation, _turn(talk)
     branching = next((t for t in [turn, *conversation.turns[::-1]] if len(conversation.siblings(t)) > 1), None)
     if branching is None:
-        raise UsageError("there is only one branch; Alt+E or Alt+R begins another")
+        raise UsageError("there is only one branch; Alt+E or Alt+R starts another")
     await talk.accept_best()
     chosen = conversation.switch(branching, -1 if direction.startswith("p") else 1)
     await talk.transcript.show_path(conversation)
@@ -165,22 +166,22 @@ async def switch_branch(talk: Talk, direction: str) -> None:
     talk.save()
 
 
-@command("accept", "take candidate N; the others become branches", argument="N", shown_key="1 … 9")
+@command("accept", "accept candidate N; the others become branches", argument="N", shown_key="1 … 9")
 async def accept(talk: Talk, number: str) -> None:
     turn = next((turn for turn in talk.conversation.turns[::-1] if turn.answer.candidates), None)
     if turn is None:
         return
     last = len(turn.answer.candidates)
     if not number.isdigit() or not 1 <= int(number) <= last:
-        raise UsageError(f"the candidates are numbered 1 to {last}")
+        raise UsageError(f"give a candidate's number from 1 to {last}")
     if talk.run is not None and talk.run.turn is turn:
-        talk.run.stop(chosen=int(number) - 1)  # the others first
+        talk.run.stop(chosen=int(number) - 1)  # stop the others first
         talk.refresh_status()
     else:
         await talk.accept(turn, int(number) - 1)
 
 
-@command("undo", "have the candidates to choose from again", "alt+u")
+@command("undo", "undo the choice of a candidate", "alt+u")
 async def undo(talk: Talk, _: str) -> None:
     _check_idle(talk)
     await talk.undo()
@@ -200,18 +201,18 @@ async def copy(talk: Talk, part: str) -> None:
             raise UsageError("the answer has no code block")
         text = blocks[-1]
     talk.app.copy_to_clipboard(text)
-    talk.notify("the code block is copied" if part else "the answer is copied")
+    talk.notify("code block copied" if part else "answer copied")
 
 
-@command("probabilities", "the answer's tokens by probability; Enter goes on from another one", "alt+p")
+@command("probabilities", "show token probabilities; Enter continues from an alternative", "alt+p")
 async def show_probabilities(talk: Talk, _: str) -> None:
     from minillm.ui.dialogs import ProbabilityScreen
 
     turn = _turn(talk)
     if turn.answer.candidates:
-        raise UsageError("choose an answer first: the probabilities are those of one")
+        raise UsageError("choose an answer first")
     if not turn.answer.tokens:
-        raise UsageError("the probabilities of this answer are not known: beams and saved answers have none")
+        raise UsageError("this answer has no probabilities: they are not known for beams and saved answers")
     _ask(talk, ProbabilityScreen(turn.answer.tokens), lambda fork: talk.call_later(talk.fork, turn, fork))
 
 
@@ -220,7 +221,7 @@ def _change(talk: Talk, **changes: Any) -> None:
 
 
 def _ask(talk: Talk, dialog: ModalScreen[Any], act: Callable[[Any], Any]) -> None:
-    """Open a dialog, and act on its result, if it gives one back."""
+    """Open a dialog, and act on its result if there is one."""
 
     def chosen(result: Any) -> None:
         if result is not None:
@@ -247,7 +248,7 @@ async def reload(talk: Talk, _: str) -> None:
     talk.app.load_model()
 
 
-@command("sampling", "temperature, top-p, beams and their like", "f3", label="Sampling")
+@command("sampling", "temperature, top-p, beams and more", "f3", label="Sampling")
 async def choose_sampling(talk: Talk, _: str) -> None:
     from minillm.ui.dialogs import SamplingScreen
 
@@ -258,51 +259,51 @@ async def choose_sampling(talk: Talk, _: str) -> None:
 async def set_parameter(talk: Talk, words: str) -> None:
     name, _, value = words.partition(" ")
     talk.app.settings = with_param(talk.app.settings, name, value.strip())
-    talk.notify(f"{name} is {value.strip() or 'off'}, from the next question on")
+    talk.notify(f"next question: {name} {value.strip() or 'off'}")
 
 
-@command("preset", "sampling by a name: precise, balanced, creative, your own", argument="[save|delete] [NAME]")
+@command("preset", "use a sampling preset: precise, balanced, creative, your own", argument="[save|delete] [NAME]")
 async def use_preset(talk: Talk, words: str) -> None:
     app, (verb, _, name) = talk.app, words.partition(" ")
     if not words:
         talk.notify(f"presets: {', '.join({**BUILT_IN, **app.kept.presets})}")
     elif verb in ("save", "delete"):
         app.keep(app.kept.with_preset(name.strip(), app.settings.sampling if verb == "save" else None))
-        talk.notify(f"the preset {name.strip()} is {verb}d")
+        talk.notify(f"preset {name.strip()} {verb}d")
     else:
         _change(talk, sampling=dict(app.kept.preset(words)), beams={})
-        talk.notify(f"{words}: {settings_summary(app.settings)}, from the next question on")
+        talk.notify(f"next question: {words} ({settings_summary(app.settings)})")
 
 
-@command("think", "have the model think first, or not, where its template has that switch", argument="on|off")
+@command("think", "turn the model's thinking on or off, if its template can", argument="on|off")
 async def choose_thinking(talk: Talk, word: str) -> None:
     if word not in ("on", "off"):
-        raise UsageError(f"/think is on or off, not {word!r}")
+        raise UsageError(f"use /think on or /think off, not {word!r}")
     loaded = talk.engine.loaded
     if loaded is not None and not loaded.has_thinking_switch:
-        raise UsageError("the template of this model has no switch for thinking")
+        raise UsageError("this model's template cannot turn thinking on or off")
     _change(talk, thinks=word == "on")
-    talk.notify(f"thinking is {word}, from the next question on")
+    talk.notify(f"next question: thinking {word}")
 
 
-@command("n", "answers to choose from", argument="N")
+@command("n", "get N answers to choose from", argument="N")
 async def choose_n(talk: Talk, number: str) -> None:
     talk.app.settings = with_param(with_param(talk.app.settings, "beam_width", "1"), "n", number)
-    talk.notify(f"{number} answers to choose from, from the next question on")
+    talk.notify(f"next question: {plural(talk.app.settings.num_candidates, 'answer')}")
 
 
-@command("beams", "beam search with N beams; 1: sample again", argument="N")
+@command("beams", "use beam search with N beams; 1: sample again", argument="N")
 async def choose_beams(talk: Talk, number: str) -> None:
     await set_parameter(talk, f"beam_width {number}")
 
 
-@command("system", "what the model is told first; its blocks are pinned", "f4", argument="[TEXT]", label="System")
+@command("system", "set the system prompt; its blocks are pinned", "f4", argument="[TEXT]", label="System")
 async def choose_system(talk: Talk, text: str) -> None:
     from minillm.ui.dialogs import SystemScreen
 
     if text:
         _change(talk, system=text)
-        talk.notify("the system prompt is changed, from the next question on")
+        talk.notify("next question: new system prompt")
     else:
         _ask(talk, SystemScreen(talk.app.settings.system), lambda system: _change(talk, system=system))
 
@@ -314,12 +315,12 @@ for _view in VIEWS:
         await talk.run_action(f"screen.view({name!r})")
 
 
-@command("theme", "light, dark, or one of Textual's by its name", "ctrl+t", argument="[NAME]", scope="app")
+@command("theme", "use a theme: light, dark, or one of Textual's", "ctrl+t", argument="[NAME]", scope="app")
 async def choose_theme(talk: Talk, name: str) -> None:
     talk.app.set_theme(name)
 
 
-@command("tour", "see a fork and copy on write, in a minute")
+@command("tour", "watch a fork and copy on write, in a minute")
 async def tour(talk: Talk, _: str) -> None:
     from minillm.ui.chat.tour import give_tour
 
@@ -339,14 +340,14 @@ async def write_in_editor(talk: Talk, _: str) -> None:
     talk.prompt.begin(edited(talk.app, talk.prompt.full_text))
 
 
-@command("suspend", "go back to the shell; `fg` brings the chat back", "ctrl+z", scope="everywhere")
+@command("suspend", "return to the shell; `fg` resumes the chat", "ctrl+z", scope="everywhere")
 async def suspend(talk: Talk, _: str) -> None:
     if os.getsid(os.getppid()) != os.getsid(0):
-        raise UsageError("there is no shell to go back to")
+        raise UsageError("there is no shell to return to")
     talk.app.action_suspend_process()
 
 
-@command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere", key_action="app.leave",
+@command("quit", "quit the chat", "ctrl+q", label="Quit", scope="everywhere", key_action="app.leave",
          also=("exit", "bye"))  # fmt: skip
 async def leave(talk: Talk, _: str) -> None:
     talk.app.exit()

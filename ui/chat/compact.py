@@ -1,4 +1,4 @@
-"""``/compact``: the model sums up the older half of a conversation, and is told the summary in place of it."""
+"""``/compact``: the model summarizes the older half of a conversation, and sees the summary instead of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ _COLDNESS = {"temperature": 0.0, "max_tokens": _LONGEST, "repetition_penalty": 1
 
 @dataclass
 class Compaction:
-    """A summary that is being written: `begin`, then `take` until it returns True, then `finish`."""
+    """A summary in progress: `begin`, then `take` until it returns True, then `finish`."""
 
     conversation: Conversation
-    stays: Turn  # the first turn that the model is still told as it was
+    stays: Turn  # the first turn that is not summarized
     request_id: str
     send: Callable[[messages.Command], None]
     text: str = ""
@@ -32,10 +32,10 @@ class Compaction:
 
     @classmethod
     def begin(cls, conversation: Conversation, system: str, send: Callable[[messages.Command], None]) -> "Compaction":
-        """Ask for the summary.
+        """Request the summary.
 
         Raises:
-            UsageError: less than two turns are told.
+            UsageError: the model sees less than two turns.
         """
         stays = second_half(conversation)
         told = [*conversation.messages(system, before=stays), {"role": "user", "content": _REQUEST}]
@@ -49,7 +49,7 @@ class Compaction:
         self.send(messages.Abort(self.request_id))
 
     def take(self, event: messages.Event) -> bool:
-        """Take an event. True where it was the last one of this request."""
+        """Handle an event. Return True if it is the last one of this request."""
         if getattr(event, "request_id", None) != self.request_id:
             return False
         match event:
@@ -62,16 +62,16 @@ class Compaction:
             case messages.RequestFailed():
                 self.error = event.error
             case messages.ContextFull():
-                self.error = f"the older half alone has {count(event.num_tokens)} tokens, and the context holds no more"
+                self.error = f"the older half alone has {count(event.num_tokens)} tokens, too many for the context"
             case _:
                 return False
         return True
 
     def finish(self) -> str:
-        """Put the summary in its place; returns what is to be said about that.
+        """Put the summary in place. Return a message about it.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is no summary.
         """
         self.send(messages.Drop(self.request_id))
         summary = split_reasoning(self.text)[1].strip()
@@ -82,26 +82,26 @@ class Compaction:
         older = turns[: turns.index(self.stays)]
         came_back = older[-1].answer.num_context_tokens - self.num_tokens
         self.stays.summary = summary
-        for turn in turns:  # their blocks begin with what is no longer told
+        for turn in turns:  # their blocks begin with text that the model no longer sees
             self.send(messages.Drop(turn.answer.request_id))
-        told = "the first turn is" if len(older) == 1 else f"the first {len(older)} turns are"
+        told = "the first turn" if len(older) == 1 else f"the first {len(older)} turns"
         self.conversation.shortened = {turns[-1].answer.request_id: came_back}
-        words = f"{told} told to the model as a summary from now on"
+        words = f"the model now sees {told} as a summary"
         if came_back > 0:
-            words += f": about {plural(came_back, 'token')} of the context came back"
-        return f"{words}; /compact undo takes it away again. It says: {summary}"
+            words += f", which frees about {plural(came_back, 'token')}"
+        return f"{words}; /compact undo removes it. Summary: {summary}"
 
 
 def second_half(conversation: Conversation) -> Turn:
-    """The turn with which the newer half of what the model is told begins.
+    """Return the turn that begins the newer half of the turns that the model sees.
 
     Raises:
-        UsageError: there are no two halves.
+        UsageError: there are fewer than two turns.
     """
     told = conversation.turns[conversation.num_untold :]
     lengths = [len(turn.question) + len(turn.answer.text) for turn in told]
     if len(told) < 2:
-        raise UsageError("there is too little to sum up: the last turn always stays")
+        raise UsageError("there is too little to summarize: the last turn always stays")
     at = 1
     while at < len(told) - 1 and 2 * sum(lengths[:at]) < sum(lengths):
         at += 1
@@ -109,10 +109,10 @@ def second_half(conversation: Conversation) -> Turn:
 
 
 def undo(conversation: Conversation) -> None:
-    """Tell the model again what the last summary stands for.
+    """Remove the last summary, so that the model sees its turns again.
 
     Raises:
-        UsageError: there is none in this branch.
+        UsageError: there is no summary in this branch.
     """
     turn = next((turn for turn in reversed(conversation.turns) if turn.summary), None)
     if turn is None:

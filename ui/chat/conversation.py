@@ -1,4 +1,4 @@
-"""A conversation as data: a tree of turns, of which one path is shown. No widget, no engine, no file."""
+"""A conversation as data: a tree of turns with one visible path. No widgets, no engine, no files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_TITLE = 60  # characters
 
 @dataclass
 class Candidate:
-    """One of several answers to choose from. ``score`` and ``logprob`` are a beam's; samples have none."""
+    """One of several answers to choose from. Only beams have ``score`` and ``logprob``."""
 
     text: str = ""
     num_tokens: int = 0
@@ -28,9 +28,10 @@ class Candidate:
 
 @dataclass
 class Answer:
-    """The model's text, not cleaned, and its figures. ``finish_reason`` is None while it goes on. ``finish_reason`` is
-    "stop", "length" or "abort" as the engine has it, or "lost" where the engine's process ended. Times are in seconds.
-    With ``candidates`` the text is that of the accepted one, empty before.
+    """The raw model output of an answer, and its figures. Times are in seconds.
+
+    ``finish_reason`` is None during generation, then the engine's "stop", "length" or "abort", or "lost" if the engine
+    process ended. With ``candidates``, ``text`` is empty until one is accepted.
     """
 
     request_id: str
@@ -39,14 +40,14 @@ class Answer:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    num_guessed_tokens: int = 0  # of these, those that speculation had guessed
+    num_guessed_tokens: int = 0  # output tokens that were draft tokens
     time_to_first_token: float | None = None
     tokens_per_second: float = 0.0
     in_reasoning: bool = False  # the text begins inside the model's <think> section
     tokens: list[TokenChoice] = field(default_factory=list)  # of the text; not saved
     candidates: list[Candidate] = field(default_factory=list)  # to choose from
-    num_read_tokens: int = 0  # of the prompt, while it is computed; not saved
-    reading_left: float | None = None  # seconds until it is, if that is known; not saved
+    num_read_tokens: int = 0  # computed prompt tokens; not saved
+    reading_left: float | None = None  # seconds until the prompt is computed, if known; not saved
 
     @property
     def num_context_tokens(self) -> int:
@@ -55,7 +56,7 @@ class Answer:
 
     @property
     def num_known_tokens(self) -> int:
-        """Of the context, those that are computed."""
+        """Return how many tokens of the context are computed."""
         return self.num_read_tokens if self.time_to_first_token is None else self.num_context_tokens
 
     @property
@@ -63,7 +64,7 @@ class Answer:
         return self.finish_reason is None
 
     def take(self, chosen: Candidate) -> None:
-        """Take a candidate for the answer."""
+        """Use a candidate as the answer."""
         self.text, self.tokens, self.num_output_tokens = chosen.text, chosen.tokens, chosen.num_tokens
         self.finish_reason = chosen.finish_reason or self.finish_reason
         self.candidates = []
@@ -71,19 +72,19 @@ class Answer:
 
 @dataclass(eq=False)
 class Turn:
-    """A question and its answer; ``children`` are the turns that go on from there, the branches."""
+    """A question and its answer. ``children`` are the turns that follow; several are branches."""
 
     question: str
     answer: Answer
     parent: Turn | None = None
     children: list[Turn] = field(default_factory=list)
-    summary: str = ""  # that the model is told in place of all turns before this one
+    summary: str = ""  # shown to the model instead of all turns before this one
 
 
 class Fork(NamedTuple):
-    """Another way for an answer to go on."""
+    """Another continuation of an answer."""
 
-    tokens: list[TokenChoice]  # that stay, and the one that was chosen instead of the next
+    tokens: list[TokenChoice]  # the kept tokens, and the one chosen instead of the next
 
     @property
     def text(self) -> str:
@@ -92,15 +93,15 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate that was accepted, and all that it takes to undo it."""
+    """The choice of a candidate, with the data needed to undo it."""
 
     turn: Turn
     before: Answer  # with all candidates
-    others: list[Turn]  # the branches that the others became
+    others: list[Turn]  # the branches made of the other candidates
 
 
 def shown_title(title: str, question: str) -> str:
-    """A title, or the first words of a first question in its place; clean, on one line."""
+    """Return a title, or the first words of a first question if it is empty, clean and on one line."""
     words = clean_line(title.strip() or question.strip().partition("\n\n")[0], 10 * LONGEST_TITLE)
     if len(words) <= LONGEST_TITLE:
         return words
@@ -115,15 +116,15 @@ class Conversation:
     system: str = ""
     model: str = ""
     began: float = field(default_factory=time.time)
-    first: list[Turn] = field(default_factory=list)  # those without a parent
-    leaf: Turn | None = None  # the last turn that is shown
-    num_dropped: int = 0  # oldest turns of the path that the model is no longer told
-    title: str = ""  # that the user gave it; not cleaned for a terminal
-    origins: dict[str, tuple[str, int]] = field(default_factory=dict)  # branch -> the candidate that it was; not saved
-    shortened: dict[str, int] = field(default_factory=dict)  # request -> tokens that a summary has taken away since
-    is_trial: bool = False  # saved only once the user goes on from its first answer
-    copy_id: str = ""  # of its file, where another program has changed the one under ``conversation_id``
-    file_version: tuple[int, ...] | None = None  # of its file, when it was read or written last
+    first: list[Turn] = field(default_factory=list)  # turns without a parent
+    leaf: Turn | None = None  # the last visible turn
+    num_dropped: int = 0  # oldest turns of the path that the model no longer sees
+    title: str = ""  # given by the user; not cleaned for a terminal
+    origins: dict[str, tuple[str, int]] = field(default_factory=dict)  # branch -> the candidate it was; not saved
+    shortened: dict[str, int] = field(default_factory=dict)  # request -> tokens removed by a later summary
+    is_trial: bool = False  # saved only once the user continues after its first answer
+    copy_id: str = ""  # of its file, if another program changed the one under ``conversation_id``
+    file_version: tuple[int, ...] | None = None  # of its file, when last read or written
 
     @property
     def file_id(self) -> str:
@@ -131,7 +132,7 @@ class Conversation:
 
     @property
     def is_worth_saving(self) -> bool:
-        """Whether the user has asked something, and gone on from a trial."""
+        """Return whether there is a question, and a trial was continued by the user."""
         asked = self.first[0].question if self.first else ""
         return bool(self.first) and (
             not self.is_trial or any(turn.children or turn.question != asked for turn in self.first)
@@ -139,7 +140,7 @@ class Conversation:
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens of the context up to the last answer, as far as it is computed; a summary may have made it shorter."""
+        """Return the computed tokens of the context up to the last answer, less the tokens that a summary removed."""
         if self.leaf is None:
             return 0
         answer = self.leaf.answer
@@ -147,7 +148,7 @@ class Conversation:
 
     @property
     def shown_title(self) -> str:
-        """Its title, or the first words of its first question; clean. Empty where nothing has been asked."""
+        """Return the title, or the first words of the first question, clean. Empty without a question."""
         return shown_title(self.title, self.first[0].question if self.first else "")
 
     @property
@@ -160,7 +161,7 @@ class Conversation:
         return path[::-1]
 
     def all_turns(self) -> Iterator[Turn]:
-        """Every turn, each before its children."""
+        """Yield every turn, each before its children."""
         stack = self.first[::-1]
         while stack:
             turn = stack.pop()
@@ -168,11 +169,11 @@ class Conversation:
             stack += turn.children[::-1]
 
     def siblings(self, turn: Turn) -> list[Turn]:
-        """The branches at this place, ``turn`` among them."""
+        """Return the branches at this place, including ``turn``."""
         return self.first if turn.parent is None else turn.parent.children
 
     def switch(self, turn: Turn, step: int) -> Turn:
-        """Show the next (``step`` 1) or previous (-1) branch at the place of ``turn``, down to its latest turn."""
+        """Show the next (``step`` 1) or previous (-1) branch at the place of ``turn``, up to its latest turn."""
         siblings = self.siblings(turn)
         chosen = siblings[(siblings.index(turn) + step) % len(siblings)]
         self.leaf = chosen
@@ -182,7 +183,7 @@ class Conversation:
         return chosen
 
     def ask(self, question: str, instead_of: Turn | None = None) -> Answer:
-        """Add a turn after the last one, or as a branch beside ``instead_of``; returns its answer, still empty."""
+        """Add a turn after the last one, or as a branch next to ``instead_of``. Return its empty answer."""
         parent = self.leaf if instead_of is None else instead_of.parent
         turn = Turn(question, Answer(self.new_request_id()), parent)
         self.siblings(turn).append(turn)
@@ -190,7 +191,7 @@ class Conversation:
         return turn.answer
 
     def accept(self, turn: Turn, index: int) -> Choice:
-        """Take a candidate for the answer; each of the others that says something becomes a branch beside it."""
+        """Use a candidate as the answer. Each other one that has text becomes a branch next to it."""
         before, siblings = replace(turn.answer), self.siblings(turn)
         turns = []
         for number, candidate in enumerate(before.candidates):
@@ -207,7 +208,7 @@ class Conversation:
         return Choice(turn, before, [each for each in turns if each is not turn])
 
     def fork(self, turn: Turn, fork: Fork) -> Turn:
-        """Add a branch beside a turn, whose answer is the beginning of one and is to be continued."""
+        """Add a branch next to a turn, with an answer that begins with the fork's tokens and is to be continued."""
         answer = Answer(self.new_request_id(), fork.text, "abort", in_reasoning=turn.answer.in_reasoning)
         answer.tokens, answer.num_output_tokens = fork.tokens, len(fork.tokens)
         self.leaf = Turn(turn.question, answer, turn.parent)
@@ -216,7 +217,7 @@ class Conversation:
         return self.leaf
 
     def undo(self, choice: Choice) -> bool:
-        """Have all candidates to choose from again; False where something was said after one of them since."""
+        """Restore all candidates of a choice. Return False if one of them has turns after it by now."""
         turn, siblings = choice.turn, self.siblings(choice.turn)
         if any(each.children or each not in siblings for each in (turn, *choice.others)):
             return False
@@ -229,7 +230,7 @@ class Conversation:
         return f"{self.conversation_id}-{uuid.uuid4().hex[:8]}"
 
     def withdraw(self) -> str:
-        """Take the last turn back; returns its question."""
+        """Remove the last turn. Return its question."""
         turn = self.leaf
         assert turn is not None
         siblings = self.siblings(turn)
@@ -241,18 +242,19 @@ class Conversation:
 
     @property
     def num_answers(self) -> int:
-        """Turns of the path whose answers have ended."""
+        """Return how many turns of the path have ended answers."""
         return sum(not turn.answer.is_open for turn in self.turns)
 
     @property
     def num_untold(self) -> int:
-        """Turns of the path that the model is not told as they were: dropped ones, and those that are summed up."""
+        """Return how many turns of the path the model does not see: they were dropped or summarized."""
         summed_up = [number for number, turn in enumerate(self.turns) if turn.summary]
         return max([self.num_dropped, *summed_up])
 
     def messages(self, system: str = "", before: Turn | None = None) -> list[dict[str, str]]:
-        """The messages for the engine: roles alternate, and the open answer is the one that it is asked for.
-        ``before``: the first turn that is left out, with all after it.
+        """Return the messages for the engine. Roles alternate; the open answer is the requested one.
+
+        ``before``: the first turn to leave out, with all later ones.
         """
         messages = [{"role": "system", "content": system}] if system else []
         turns = self.turns[self.num_untold :]
@@ -266,9 +268,10 @@ class Conversation:
         return messages
 
     def drop_oldest_half(self) -> bool:
-        """Tell the model about half as much from now on; False where only the last question is left.
+        """Drop about half of what the model sees. Return False if only the last question is left.
 
-        So the next questions begin alike, and find their blocks: with one turn less for each, none would.
+        After that, the next prompts begin alike and find their blocks. Dropping one turn per question would prevent
+        that.
         """
         self.num_dropped = self.num_untold
         lengths = [len(turn.question) + len(turn.answer.text) for turn in self.turns[self.num_dropped :]]
@@ -282,7 +285,7 @@ class Conversation:
                 return True
 
     def name_of(self, request_id: str) -> str | None:
-        """``turn 2``, or ``turn 2 · answer 3`` for its third branch; None for a request of another conversation."""
+        """Return ``turn 2``, or ``turn 2 · answer 3`` for its third branch; None for another conversation's request."""
         if not request_id.startswith(self.conversation_id):
             return None
         depths: dict[int, int] = {}

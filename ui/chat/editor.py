@@ -1,4 +1,4 @@
-"""A text in the user's own editor, while the app waits."""
+"""Edit a text in the user's own editor while the app waits."""
 
 import os
 import shlex
@@ -15,7 +15,7 @@ def edited(app: QuietApp, text: str) -> str:
     """Return a text as the user left it in ``$VISUAL``, ``$EDITOR`` or vi.
 
     Raises:
-        UsageError: the editor cannot be started, or failed; or the app has no terminal to give it.
+        UsageError: the editor cannot be started or failed, or the app has no terminal for it.
     """
     if not app.can_suspend:
         raise UsageError("there is no terminal for an editor")
@@ -23,15 +23,15 @@ def edited(app: QuietApp, text: str) -> str:
     with tempfile.TemporaryDirectory(prefix="minillm-") as folder:
         path = Path(folder, "question.md")
         path.write_text(text, encoding="utf-8", errors="replace")
-        before = signal.signal(signal.SIGINT, lambda *_: None)  # ctrl+c is the editor's
+        before = signal.signal(signal.SIGINT, lambda *_: None)  # the editor handles ctrl+c
         try:
             with app.suspend():
                 code = subprocess.run([*shlex.split(command), str(path)], check=False).returncode
             written = path.read_bytes().decode("utf-8", "replace")
         except (OSError, ValueError) as error:
-            raise UsageError(f"{command} cannot be run: {error}; EDITOR names another editor") from None
+            raise UsageError(f"{command} cannot be run: {error}; set EDITOR to another editor") from None
         finally:
             signal.signal(signal.SIGINT, before)
     if code:
-        raise UsageError(f"{command} ended with code {code}: the text stays as it was")
+        raise UsageError(f"{command} ended with code {code}: your text is unchanged")
     return written.rstrip("\n")

@@ -1,4 +1,4 @@
-"""How the talk tells the engine's state: in notes between the turns, and in the status bar."""
+"""The engine's state in words: notes between the turns, and the status bar."""
 
 from minillm.ui.bars import Status
 from minillm.ui.chat.answer_run import AnswerRun
@@ -10,17 +10,17 @@ from minillm.ui.numbers import duration
 _ADVICE = {
     "failed": (" (F2 chooses a model, /reload tries again)", "error"),
     "crashed": (" (/reload restarts it; the conversation is kept)", "error"),
-    "off": ("loading was cancelled (/reload loads again, F2 chooses a model)", "warning"),
-}  # the rest of a note that begins with the error, and its kind, by the engine's phase
+    "off": ("loading was canceled (/reload loads again, F2 chooses a model)", "warning"),
+}  # by the engine's phase: the rest of a note that begins with the error, and its kind
 
 
 def notes_of(engine: EngineState) -> list[tuple[str, str]]:
-    """The notes that belong to a phase which the engine has come to: text and kind of each, see `Note`."""
+    """Return the text and kind of each note about the engine's new phase, see `Note`."""
     if (loaded := engine.loaded) is not None:
         source = f" from {loaded.source}" if loaded.source else ""
         notes = [(f"{loaded.model}{source}, ready in {duration(loaded.seconds)}", "info")]
         if not loaded.has_chat_template:
-            notes.append(("this model has no chat template, so it cannot chat (F2: another)", "warning"))
+            notes.append(("this model has no chat template, so it cannot chat (F2: choose another)", "warning"))
         return notes
     if engine.phase in _ADVICE:
         advice, kind = _ADVICE[engine.phase]
@@ -33,10 +33,10 @@ def notes_of(engine: EngineState) -> list[tuple[str, str]]:
 def status_of(
     engine: EngineState, run: AnswerRun | None, conversation: Conversation, pool: Pool | None, *, sums_up: bool
 ) -> Status:
-    """What the status bar shows; ``run`` is the answer that is being given, ``sums_up`` whether a summary is."""
+    """Return the status bar's content. ``run`` is the answer in progress; ``sums_up``: a summary is in progress."""
     answer = conversation.leaf.answer if conversation.leaf is not None else Answer("")
     return Status(
-        activity="summing up" if sums_up else _activity(engine, run, answer, pool),
+        activity="summarizing" if sums_up else _activity(engine, run, answer, pool),
         tokens_per_second=answer.tokens_per_second,
         time_to_first_token=answer.time_to_first_token,
         context_used=conversation.num_known_tokens,
@@ -52,7 +52,7 @@ def _activity(engine: EngineState, run: AnswerRun | None, answer: Answer, pool: 
     if run is None:
         tables = pool.tables.values() if pool is not None else ()
         others_run = any(each.state == "running" and each.owner not in ("", answer.request_id) for each in tables)
-        return "others run" if others_run else "ready"
+        return "others running" if others_run else "ready"
     if run.is_stopping:
         return "stopping"
     return "reading" if answer.time_to_first_token is None else "generating"

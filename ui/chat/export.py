@@ -1,4 +1,4 @@
-"""A conversation as a file for people and other programs."""
+"""Export of a conversation to a file, for people and other programs."""
 
 import json
 from contextlib import suppress
@@ -28,10 +28,10 @@ def to_json(conversation: Conversation) -> str:
 
 
 def export(conversation: Conversation, target: Path) -> Path:
-    """Write a conversation to a file: ``.json`` as JSON, else as Markdown. An existing file is not touched.
+    """Write a conversation to a file: ``.json`` as JSON, else as Markdown. Existing files are not changed.
 
     Raises:
-        MinillmError: the file exists, cannot be written, or has the ending of another format.
+        MinillmError: the file exists, cannot be written, or has the extension of another format.
     """
     if target.suffix.lower() not in ("", ".json", ".md", ".markdown", ".txt"):
         raise UsageError(f"/export writes .md, .txt or .json, not {target.suffix}")
@@ -48,6 +48,6 @@ def export(conversation: Conversation, target: Path) -> Path:
             file.write(text)
     except OSError as error:
         with suppress(OSError):
-            target.unlink()  # half a file
+            target.unlink()  # an incomplete file
         raise MinillmError(f"{target} cannot be written: {error}") from None
     return target

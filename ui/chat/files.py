@@ -1,4 +1,4 @@
-"""``@file`` in a question: names of files, found by some of their letters or by their path, and their text."""
+"""``@file`` in a question: find files by letters or by path, and add their text."""
 
 import itertools
 import os
@@ -16,8 +16,8 @@ from minillm.text.safe import clean_line
 from minillm.ui.numbers import plural
 
 LONGEST_FILE = 64 << 10  # bytes of text in a question
-_MOST_FILES, _LONGEST_WALK = 20_000, 0.3  # that are offered; seconds for looking
-_SKIPPED = {"node_modules", "__pycache__", "venv", "target", "dist", "build"}  # folders nobody means
+_MOST_FILES, _LONGEST_WALK = 20_000, 0.3  # files offered; seconds to search
+_SKIPPED = {"node_modules", "__pycache__", "venv", "target", "dist", "build"}  # folders that are never meant
 _MENTION = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|'([^'\n]+)'|((?:\\[^\n]|\S)+))""")
 _FENCE = re.compile(r"^`{3,}([^`\n]+)$", re.MULTILINE)
 _FENCED = re.compile(r"^(`{3,})([^`\n]+)\n(.*?)\n?^\1$", re.MULTILINE | re.DOTALL)
@@ -29,11 +29,11 @@ _DECORATOR = re.compile(
     r"^[ \t]*@\S.*\n(?=\s*(?:@|(?:async|def|class|function|export|public|private|protected|static)\b))", re.MULTILINE
 )
 _BEGUN = re.compile(r'(?<!\S)@(?:"([^"\n]*)|([^"\s]*))$')
-_TRAILING = ",.;:!?)]}'"  # of a sentence, not of a name
+_TRAILING = ",.;:!?)]}'"  # punctuation of the sentence, not part of a name
 
 
 def files_below(folder: Path) -> list[str]:
-    """Names of files, relative to ``folder``, those of upper folders first; hidden ones are left out."""
+    """Return names of files relative to ``folder``, upper folders first, without hidden files."""
     found: list[str] = []
     folders, end = [""], time.monotonic() + _LONGEST_WALK
     while folders and len(found) < _MOST_FILES and time.monotonic() < end:
@@ -55,12 +55,12 @@ def files_below(folder: Path) -> list[str]:
 
 
 def is_path(letters: str) -> bool:
-    """Whether what is typed of a name begins as a path out of the folder does: ``/``, ``~/``, ``./``, ``../``."""
+    """Return whether typed letters begin a path outside the folder: ``/``, ``~/``, ``./`` or ``../``."""
     return letters.startswith(("/", "./", "../")) or (letters.startswith("~") and "/" in letters)
 
 
 def paths_begun(letters: str, folder: Path) -> list[str]:
-    """The paths that begin so, sorted, folders with a slash behind them; hidden ones where a dot is typed."""
+    """Return the paths that begin with these letters, sorted, folders with a final slash; hidden ones after a dot."""
     head, _, begun = letters.rpartition("/")
     try:
         entries = list(itertools.islice(os.scandir(folder / expanded(f"{head}/", "@")), _MOST_FILES))
@@ -71,7 +71,7 @@ def paths_begun(letters: str, folder: Path) -> list[str]:
 
 
 def best_matches(names: Sequence[str], letters: str, most: int) -> list[str]:
-    """The names that have these letters in this order, the closest first."""
+    """Return the names that contain these letters in this order, best match first."""
     scored = [
         (score, len(name), name) for name in names if (score := _score(name.lower(), letters.lower())) is not None
     ]
@@ -79,7 +79,7 @@ def best_matches(names: Sequence[str], letters: str, most: int) -> list[str]:
 
 
 def _score(name: str, letters: str) -> int | None:
-    """The gaps between the letters in a name, 0 where they are one piece of its last part; None where one lacks."""
+    """Return the gaps between the letters in a name, 0 if its last part contains them; None if a letter is missing."""
     if letters in os.path.basename(name):
         return 0
     if letters in name:
@@ -95,21 +95,22 @@ def _score(name: str, letters: str) -> int | None:
 
 
 def begun_mention(line: str) -> tuple[int, str] | None:
-    """Where an ``@name`` begins that a line ends with, and the letters that are typed of it."""
+    """Return where an ``@name`` at the end of a line begins, and its letters so far. None without one."""
     found = _BEGUN.search(line)
     return None if found is None else (found.start(), found.group(1) or found.group(2) or "")
 
 
 def mention(name: str) -> str:
-    """How a question names a file."""
+    """Return the notation of a file's name in a question."""
     if '"' in name:
         return "@" + re.sub(r"""([\s"'\\])""", r"\\\1", name)
     return f'@"{name}"' if re.search(r"[\s'\\]", name) else f"@{name}"
 
 
 def dropped_files(text: str) -> str:
-    """How a question names files that were dropped on the terminal: it pastes their paths, quoted, with backslashes or
-    as URLs. Empty where the text is something else.
+    """Return the notation of files dropped on the terminal, which pastes their paths quoted, escaped or as URLs.
+
+    Empty if the text is anything else.
     """
     if len(text) > _LONGEST_DROP or not text.lstrip().startswith(("/", "'/", '"/', "file:///")):
         return ""
@@ -124,12 +125,13 @@ def dropped_files(text: str) -> str:
 
 
 def with_files(question: str, folder: Path) -> str:
-    """The question, and behind it the text of every file that it names, each in a fence with its name.
+    """Return the question, followed by the text of every file that it names, each in a fence with its name.
 
-    A quoted path or a URL of a file names it like an ``@``. A file whose fence stands there already is not added again.
+    A quoted path or a file URL names a file just like ``@``. A file with an existing fence is not added again.
 
     Raises:
-        UsageError: a file is too large, no text, or cannot be read; or a name that can only be a file's is of none.
+        UsageError: a file is too large, not text, or cannot be read; or there is no file with a name that must be a
+            file's.
     """
     if "\n" not in question:
         question = _DROPPED.sub(lambda found: dropped_files(found[0]).strip() or found[0], question)
@@ -142,13 +144,13 @@ def with_files(question: str, folder: Path) -> str:
 
 
 def holds_file(question: str) -> bool:
-    """Whether a file that the question names stands behind it; see `with_files`."""
+    """Return whether the question contains the text of a file that it names, see `with_files`."""
     names = _names_in(question)
     return any(found[1].rstrip(_TRAILING) in names for found in _FENCE.finditer(question))
 
 
 def folded_files(question: str) -> tuple[str, dict[str, str]]:
-    """The question as people are shown it, with a mark for every file that it names, and what each mark stands for."""
+    """Return the question for display, with a mark for every file, and the text that each mark stands for."""
     names, marks = _names_in(question), dict[str, str]()
 
     def folded(found: re.Match[str]) -> str:
@@ -168,7 +170,7 @@ def _names_in(question: str) -> set[str]:
 
 
 def _possible_names(found: re.Match[str]) -> list[str]:
-    """The names that a mention may mean, without a sentence's end or with backslashes taken for blanks, say."""
+    """Return the possible names of a mention: for example without final punctuation, or with unescaped spaces."""
     quoted, apart, bare = found.groups()
     if quoted or apart:
         return [quoted or apart]
@@ -185,7 +187,7 @@ def _mentioned(question: str, folder: Path) -> Iterator[tuple[str, Path]]:
             try:
                 path = folder / expanded(name, "@")
                 is_there = path.exists()
-            except (UsageError, OSError, ValueError):  # no path at all
+            except (UsageError, OSError, ValueError):  # not a path at all
                 continue
             if is_there:
                 yield name, path
@@ -194,24 +196,24 @@ def _mentioned(question: str, folder: Path) -> Iterator[tuple[str, Path]]:
             is_name = _FILE_NAME.fullmatch(names[-1]) and names[-1] not in _FENCE.findall(question)
             if is_name and not _is_code(question, found.start()):
                 shown = clean_line(names[-1], 80)
-                raise UsageError(f"@{shown}: there is no such file; with a blank after the @ it is a word")
+                raise UsageError(f"@{shown}: no such file; put a space after the @ if it is no file")
 
 
 def _is_code(question: str, at: int) -> bool:
-    """Whether a place is in a fence, or a decorator's."""
+    """Return whether a place is in a code fence or in a decorator."""
     spans = [found.span() for pattern in (_FENCES, _DECORATOR) for found in pattern.finditer(question)]
     return any(start <= at < end for start, end in spans)
 
 
 def _text_of(name: str, path: Path) -> str:
     shown = clean_line(name, 80)
-    if not path.is_file():  # a folder; a pipe would be waited for
-        raise UsageError(f"@{shown} is no file; name one in it")
+    if not path.is_file():  # a folder; reading a pipe would block
+        raise UsageError(f"@{shown} is not a file; name a file in it")
     try:
         length = path.stat().st_size
         if length > LONGEST_FILE:
             raise UsageError(
-                f"@{shown} has {size(length)}, and a question takes {size(LONGEST_FILE)}: send a part of it"
+                f"@{shown} has {size(length)}, but a question can hold {size(LONGEST_FILE)}: send a part of it"
             )
         with path.open("rb") as file:
             data = file.read(LONGEST_FILE + 1)
@@ -222,7 +224,7 @@ def _text_of(name: str, path: Path) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise UsageError(f"@{shown} is no text in UTF-8: only text can be sent")
+        raise UsageError(f"@{shown} is not UTF-8 text; only text can be sent")
     return text.replace("\r\n", "\n")
 
 

@@ -1,4 +1,4 @@
-"""Search in a conversation's data: the places where its turns say something, whether they are on the screen or not."""
+"""Search in a conversation's data, whether its turns are mounted or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minillm.ui.chat.turn_view import shown_question
 
 @dataclass(frozen=True)
 class Place:
-    """Something that was found: the place of this number in a turn's texts."""
+    """A match: its number among the matches in a turn's texts."""
 
     turn: Turn
     number: int
@@ -25,12 +25,12 @@ class Place:
 
 @dataclass
 class Finder:
-    """Finds words in turns. It keeps their texts, for those of a long conversation take a moment to make."""
+    """Finds words in turns. Caches their texts, because those of a long conversation take a moment to compute."""
 
     _texts: WeakKeyDictionary[Turn, tuple[object, list[str]]] = field(default_factory=WeakKeyDictionary)
 
     def find(self, turns: Sequence[Turn], words: str) -> list[Place]:
-        """All places of ``words`` in questions and answers, from the top; in any case of letters."""
+        """Return all matches of ``words`` in questions and answers, from the top, ignoring case."""
         if not words:
             return []
         pattern, found = pattern_of(words), []
@@ -49,13 +49,14 @@ class Finder:
 
 
 def pattern_of(words: str) -> re.Pattern[str]:
-    """The words as they stand, in any case of letters."""
+    """Return a pattern for the literal words, ignoring case."""
     return re.compile(re.escape(words), re.IGNORECASE)
 
 
 def texts_of(turn: Turn) -> list[str]:
-    """The texts of a turn as they are on the screen, from the top: without Markdown's marks. Then those of its files,
-    which are folded there.
+    """Return the texts of a turn as displayed, from the top, without Markdown's marks.
+
+    The texts of its files, which are folded on the screen, come last.
     """
     question, candidates = shown_question(turn.question), [text_of(each) for each in turn.answer.candidates]
     files = folded_files(clean(turn.question))[1].values()
@@ -66,7 +67,7 @@ def texts_of(turn: Turn) -> list[str]:
 
 
 def _answer_texts(answer: Answer) -> list[str]:
-    # Its import takes a tenth of the time until the first screen, which needs none.
+    # Importing it takes a tenth of the time until the first screen, which needs none.
     from minillm.ui.chat.markdown import plain_texts
 
     splitter = ReasoningSplitter(answer.in_reasoning)

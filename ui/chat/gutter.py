@@ -1,4 +1,4 @@
-"""The gutter: one column beside an answer that tells whose the blocks are that hold its tokens."""
+"""The gutter: a column next to an answer that shows the state of the blocks that hold its tokens."""
 
 from itertools import groupby
 
@@ -9,29 +9,29 @@ from minillm.ui.drawing import Drawn
 from minillm.ui.memory.pool import NUM_COLOURS, BlockState, Pool
 from minillm.ui.textual_internals import Growing
 
-# The line of a block and its first row: told by shape first, then by the colours that the strands have.
+# The line of a block and its first row, told apart by shape first, then by the colors of the strands.
 _SHARED, _OWN, _FILLING = ("┃", "┣"), ("│", "├"), ("╎", "├")
 _LOOKS = {BlockState.SHARED: _SHARED, BlockState.PINNED: _SHARED, BlockState.CACHED: _SHARED, BlockState.OWNED: _OWN}
 
 
 class Gutter(Growing, Drawn):
-    """One mark for each block of an answer, from its first token's block down; empty where the blocks are gone."""
+    """One mark per block of an answer, from its first token's block down; empty if the blocks are freed."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(lambda width, height: gutter(self.pool, answer, max(1, height - self.num_blank)))
         self.pool: Pool | None = None
-        self.num_blank = 0  # lines below the answer that belong to no block: it has taken them ahead
+        self.num_blank = 0  # reserved lines below the answer, which belong to no block
 
     def show(self, pool: Pool | None) -> None:
-        """Show the blocks as the pool has them now."""
+        """Show the current state of the blocks in the pool."""
         self.pool = pool
         self.update()
 
 
 def gutter(pool: Pool | None, answer: Answer, height: int) -> Content:
-    """A column of ``height`` rows: each block has its share of them, and where there are more blocks, a row has one.
+    """Return a column of ``height`` rows. Each block gets an equal share; if there are more blocks, each row shows one.
 
-    A thick line is a block that is shared, or was found; a thin one is the answer's own; a dashed one is being filled.
+    A thick line is a shared or cached block, a thin one is the answer's own, a dashed one is being filled.
     """
     tables = pool.tables_of(answer.request_id) if pool is not None else []
     if pool is None or not tables or tables[0].state == "swapped" or answer.time_to_first_token is None:

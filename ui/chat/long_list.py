@@ -1,4 +1,4 @@
-"""A list of any length, scrolling, of which only the part near the screen is mounted."""
+"""A scrolling list of any length that mounts only the part near the screen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Blank(Widget):
-    """The room of items that are not mounted."""
+    """Blank space in place of items that are not mounted."""
 
     BLANK = True  # see `TurnView`
 
@@ -31,23 +31,23 @@ class Blank(Widget):
 
 
 class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
-    """Items in order, each with a view while it is mounted. Subclasses say what the views are.
+    """Items in order, each with a view while it is mounted. Subclasses create the views.
 
-    The items near the screen are mounted, a part of the list without a gap; `window` says which. Above and below them
-    is blank room, as high as the others are, or will be about. All that changes the part holds a lock, for it takes
-    several messages, and the reader can ask for it at any time.
+    The mounted items are a part of the list without a gap, near the screen; `window` chooses it. Above and below is
+    blank space with the known or estimated height of the other items. Every change of the part holds a lock, because it
+    takes several messages, and scrolling can trigger one at any time.
     """
 
     BLANK = True  # see `TurnView`
 
     shown: var[range] = var(range(0))
-    """The part of the list that is mounted."""
+    """The mounted part of the list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.items: list[Item] = []
-        self.views: list[Widget] = []  # of the items that are mounted
-        self._heights: dict[Item, int] = {}  # of those that were, at this width
+        self.views: list[Widget] = []  # of the mounted items
+        self._heights: dict[Item, int] = {}  # measured heights at this width
         self._above, self._below = Blank(), Blank()
         self._changing = asyncio.Lock()
         self._follows = False  # a change of the mounted part is due
@@ -57,20 +57,20 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         yield self._below
 
     def view_for(self, item: Item) -> Widget:
-        """Make the view of an item."""
+        """Create the view of an item."""
         raise NotImplementedError
 
     def lines_for(self, item: Item, width: int) -> int:
-        """About how many lines an item takes that was not mounted yet, on so many columns."""
+        """Estimate the lines of an item that was not mounted yet, for a width in columns."""
         raise NotImplementedError
 
     def grows(self, item: Item) -> bool:
-        """Whether an item's view must stay, for it is told more."""
+        """Return whether an item's view must stay mounted because the item grows."""
         raise NotImplementedError
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that belongs to the screen is mounted and has its place."""
+        """Return whether everything near the screen is mounted and laid out."""
         return not (self._follows or self._changing.locked() or self.place is not None)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
@@ -80,7 +80,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
         """See `Widget.arrange`."""
         if self.is_held_at_end and self.shown.stop < len(self.items):
-            self.call_after_refresh(self._follow)  # nothing else tells that this layout scrolls
+            self.call_after_refresh(self._follow)  # nothing else reports that this layout scrolls
         if self.waits_for_layout:
             self.call_after_refresh(self._settle)
         return super().arrange(size, optimal)
@@ -90,14 +90,14 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """After a layout at another width: what is not mounted has other heights, too."""
+        """Estimate the heights again after a layout with another width."""
         if not self._changing.locked():
             self._measure()
             self._make_room()
             self._settle()
 
     async def replace_items(self, end: int, added: Sequence[Item], *, into_sight: bool) -> None:
-        """Have other items from number ``end`` on. ``into_sight``: scroll to the last one, wherever the reader is."""
+        """Replace the items from number ``end`` on. ``into_sight``: scroll to the last one in any case."""
         async with self._changing:
             self._measure()
             with self.app.batch_update():
@@ -120,7 +120,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._settle)
 
     async def bring_item(self, item: Item) -> None:
-        """Have an item mounted; one that was not is in sight then. Nothing happens where it is not in the list."""
+        """Mount an item and scroll to it if it was not mounted. Does nothing if it is not in the list."""
         async with self._changing:
             if item not in self.items or self.items.index(item) in self.shown:
                 return
@@ -131,7 +131,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._settle)
 
     async def _mount(self, wanted: range) -> None:
-        """Have this part of the list mounted."""
+        """Mount this part of the list."""
         kept = range(max(wanted.start, self.shown.start), min(wanted.stop, self.shown.stop))
         if not kept:
             kept = range(wanted.start, wanted.start)
@@ -162,12 +162,12 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 blank.styles.height = height
 
     def _all_heights(self) -> list[int]:
-        """Lines of each item: as it was mounted last, or about."""
+        """Return the lines of each item, as last measured or estimated."""
         width = max(20, self.size.width - 4)
         return [self._heights.get(each) or self.lines_for(each, width) for each in self.items]
 
     def _measure(self) -> None:
-        """Note the heights of what is mounted and has its place; they hold until the width changes."""
+        """Record the heights of mounted items that are laid out. They hold until the width changes."""
         placed = [view for view in [*self.views, self._below] if view.virtual_region.width]
         tops = [view.virtual_region.y - view.styles.margin.top for view in placed]
         known = dict(zip(self.views, (self.items[each] for each in self.shown), strict=True))
@@ -176,7 +176,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 self._heights[known[view]] = bottom - top
 
     def _follow(self) -> None:
-        """Mount what the reader comes near to, soon."""
+        """Schedule mounting the items that scrolling comes near to."""
         top, screen = self.scroll_offset.y, self.size.height
         spare = int(window.SPARE * screen)
         near_top = self.shown.start > 0 and top - spare < self._above.virtual_region.bottom
@@ -186,9 +186,9 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
             self.call_after_refresh(self._move)
 
     async def _move(self) -> None:
-        """Mount the part around what is in sight, which stays where it is on the screen.
+        """Mount the part around the visible one, which stays in place on the screen.
 
-        Not where another place is to be in sight from the next layout on; `_settle` looks again behind that.
+        Skipped if another place will be shown from the next layout on; `_settle` checks again after that.
         """
         async with self._changing:
             try:
@@ -201,7 +201,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._settle)
 
     def _around(self, heights: list[int], top: int) -> range:
-        """The part that belongs to a screen whose first line is ``top``."""
+        """Return the part for a screen that begins at line ``top``."""
         screen = self.size.height
         wanted = window.around(heights, top - int(window.AHEAD * screen), top + int((1 + window.AHEAD) * screen))
         if any(self.grows(self.items[each]) for each in self.shown):
@@ -215,9 +215,9 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 self.keep_place(self.views[index - wanted.start], line)
 
     def _settle(self) -> None:
-        """After a layout: all has its place. Where it became less than was expected, more is mounted.
+        """Finish after a layout: everything has its place. If items are smaller than estimated, mount more.
 
-        Where a place still waits for its layout, `arrange` asks again.
+        If a place still waits for its layout, `arrange` calls this again.
         """
         if self._changing.locked() or self.waits_for_layout:
             return

@@ -1,8 +1,8 @@
-"""Streaming Markdown of a model: made harmless between the parser and the widgets, cheap while it grows.
+"""Streaming Markdown of a model, made harmless between parser and widgets, and cheap while it grows.
 
-Cleaning the source is not enough: the parser itself makes characters, from entities (``&#x202e;``) and from
-percent-encoded addresses, so every text is cleaned again in the tokens. HTML is shown, not interpreted. Links and
-pictures become text with their target beside them: nothing is hidden behind a word, and nothing can be clicked.
+Cleaning the source is not enough: the parser creates characters from entities (``&#x202e;``) and percent-encoded
+addresses. So every text is cleaned again in the tokens. HTML is shown, not interpreted. Links and images become text
+followed by their target: nothing is hidden behind a word, and nothing can be clicked.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from minillm.ui.textual_internals import (
 )
 
 _FIRST = "-first"  # the class of a document's first block
-_MOST_HIGHLIGHTED = 20_000  # characters of one code block; more is shown plain, for it is highlighted at every update
+_MOST_HIGHLIGHTED = 20_000  # characters per code block; each update highlights all of it
 
 
 def harmless_parser() -> MarkdownIt:
-    """CommonMark with tables and strikethrough, and no way to hide or to obey anything."""
+    """Return a parser of CommonMark with tables and strikethrough that cannot hide or trigger anything."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
     keep_as_written(parser)
     parser.core.ruler.push("harmless", _harmless)
@@ -84,18 +84,18 @@ def _shown(children: list[Token]) -> Iterator[Token]:
                 yield from (_text(" "), _code(target))
             automatic = False
         elif automatic:
-            continue  # the parser's decoded form of the address; the address itself is shown
+            continue  # skip the parser's decoded form; the address itself is shown
         elif token.type == "image":
             yield from (_text(f"[image: {clean(token.content)}] "), _code(_target(token, "src")))
         elif token.type == "softbreak":
-            yield Token("hardbreak", "br", 0)  # models break lines where they mean it
+            yield Token("hardbreak", "br", 0)  # models break lines on purpose
         else:
             token.content = clean(token.content)
             yield token
 
 
 def plain_texts(text: str) -> list[str]:
-    """The texts that a document has on the screen, without their marks: one for each paragraph, cell and code block."""
+    """Return a document's displayed texts without marks: one for each paragraph, cell and code block."""
     texts = []
     for token in harmless_parser().parse(clean(text)):
         if token.type == "inline":
@@ -119,7 +119,7 @@ def _code(content: str) -> Token:
 
 @lru_cache(maxsize=256)
 def _known_language(name: str) -> str:
-    """``name``, or "text" where no lexer has it: Textual would guess by trying all of them."""
+    """Return ``name``, or "text" if no lexer has it: Textual would try all of them to guess."""
     try:
         get_lexer_by_name(name)
     except ClassNotFound:
@@ -132,7 +132,7 @@ def is_placed(widget: DOMNode) -> TypeGuard[Widget]:
 
 
 class Paragraph(Growing, MarkdownParagraph):
-    """A paragraph that grows where it stands. In lines that it has taken ahead it can show what stands below it."""
+    """A paragraph that grows in place. It can show a line of other text in lines that it has reserved."""
 
     _below = ""
 
@@ -142,9 +142,9 @@ class Paragraph(Growing, MarkdownParagraph):
         update_in_place(self, content, self.parent.lines_ahead if isinstance(self.parent, ModelMarkdown) else 0)
 
     def say_below(self, text: str) -> int:
-        """Show a line below the text, until there is more. Returns the lines that are ahead; 0: it is not shown."""
+        """Show a line below the text until the text grows. Return the reserved lines; 0: the line is not shown."""
         room, ahead = self.styles.min_height, 0
-        # A new paragraph has no place yet: it will be as wide as what it stands in, or about.
+        # A new paragraph is not laid out yet. Its width will be about that of its container.
         width = next((each.content_size.width for each in self.ancestors_with_self if is_placed(each)), 0)
         if room is not None and width:
             ahead = max(0, int(room.value) - self.visual.get_height(cast(RulesMap, self.styles), width))
@@ -161,13 +161,14 @@ class Paragraph(Growing, MarkdownParagraph):
 
 
 class GrowingList(Becoming, MarkdownBlock):
-    """A list that grows at its end: the items above the last one stay as they are. Textual builds the last block of a
-    document anew when text is added, and a list is one block, however long.
+    """A list that grows at its end: earlier items stay unchanged.
+
+    Textual rebuilds a document's last block when text is added, and a list of any length is one block.
     """
 
     async def become(self, block: MarkdownBlock) -> None:
         grown = False
-        with suppress(NoMatches):  # its rows are not there yet
+        with suppress(NoMatches):  # its rows are not mounted yet
             grown = isinstance(block, GrowingList) and await self._grow(block)
         if not grown:
             await self._replace(block)
@@ -181,7 +182,7 @@ class GrowingList(Becoming, MarkdownBlock):
         parts_of(self).clear()
 
     async def _grow(self, block: GrowingList) -> bool:
-        """Become ``block``, which is this list some text later; False where more than its end is another."""
+        """Change to ``block``, which is this list with more text. Return False if more than its end differs."""
         rows, symbols = [row for row in self.children if isinstance(row, Horizontal)], block._symbols()
         if not 0 < len(rows) <= len(symbols) or [row.query_one(Bullet).symbol for row in rows] != symbols[: len(rows)]:
             return False
@@ -208,7 +209,7 @@ class GrowingList(Becoming, MarkdownBlock):
         await self.remove()
 
     def _symbols(self) -> list[str]:
-        """``• ``, or ``1. `` counted from the first item's number."""
+        """Return the items' markers: ``• ``, or ``1. `` counted from the first item's number."""
         bullets = [item.bullet for item in self.items]
         if not bullets[0].isdecimal():
             return bullets
@@ -227,7 +228,7 @@ def _row(symbol: str, item: MarkdownListItem) -> Horizontal:
 
 
 class Fence(MarkdownFence):
-    """A code block that grows where it stands. One without a language is plain text."""
+    """A code block that grows in place. Without a language it is plain text."""
 
     def set_content(self, content: Content) -> None:
         keep_content(self, content)
@@ -236,7 +237,7 @@ class Fence(MarkdownFence):
             if max(map(cell_len, content.plain.split("\n"))) <= label.content_size.width:
                 update_in_place(label, content)
             else:
-                label.update(content)  # code is not broken into lines: it is scrolled sideways
+                label.update(content)  # code lines are not wrapped: they scroll sideways
 
     @classmethod
     def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
@@ -247,7 +248,7 @@ class Fence(MarkdownFence):
 
 @cache
 def _legible_code() -> type[HighlightTheme]:
-    """Textual's colours of code, none of them faded."""
+    """Return Textual's code colors without fading."""
     faded = re.compile(r"\$text \d+%| \d+%")
     styles = {
         token: faded.sub(lambda found: "$dim" if "text" in found[0] else "", style)
@@ -257,7 +258,7 @@ def _legible_code() -> type[HighlightTheme]:
 
 
 class Table(HearsOfGrowth, MarkdownTable):
-    """A table whose columns are aligned as its second line says."""
+    """A table with the column alignment that its second line sets."""
 
     def __init__(self, markdown: Markdown, token: Token) -> None:
         super().__init__(markdown, token)
@@ -293,11 +294,11 @@ class ModelMarkdown(Growing, Markdown):
         self.lines_ahead = 0
 
     async def append_text(self, text: str, lines_ahead: int = 0) -> None:
-        """Add text of the model; only the last block of the document is built anew.
+        """Add model output. Only the last block of the document is rebuilt.
 
         Args:
-            lines_ahead: that the last paragraph takes when it needs one more, so that not every line costs a layout of
-                the screen. `end` gives back the rest of them.
+            lines_ahead: lines that the last paragraph reserves when it grows, so that not every line needs a layout of
+                the screen. `end` frees the unused ones.
         """
         self.lines_ahead = lines_ahead
         before = self._last_block
@@ -307,21 +308,22 @@ class ModelMarkdown(Growing, Markdown):
             return
         self._settle(before)
         if lines_ahead and isinstance(last, Paragraph):
-            last.styles.min_height = 1 + lines_ahead  # with the layout that a new block costs anyway
+            last.styles.min_height = 1 + lines_ahead  # part of the layout that a new block needs anyway
 
     def mount(
         self, *widgets: Widget, before: int | str | Widget | None = None, after: int | str | Widget | None = None
     ) -> AwaitMount:
-        """See `Widget.mount`. Marks the first block, which has no room above it. ``:first-child`` and ``:last-child``
-        would say so, too, but where a rule has one of those Textual finds the styles of all blocks anew whenever one is
-        added.
+        """See `Widget.mount`. Marks the first block, which has no space above it.
+
+        ``:first-child`` and ``:last-child`` could do that, but if a rule uses one of them, Textual restyles all blocks
+        whenever one is added.
         """
         if widgets and not self.children:
             widgets[0].add_class(_FIRST, update=False)
         return super().mount(*widgets, before=before, after=after)
 
     def say_below(self, text: str) -> int:
-        """Show a line below the last paragraph, in one that it has taken ahead. Returns how many it has; 0: none."""
+        """Show a line in lines that the last paragraph has reserved. Return how many there are, 0 if none."""
         last = self._last_block
         return last.say_below(text) if isinstance(last, Paragraph) else 0
 

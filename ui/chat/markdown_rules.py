@@ -1,6 +1,6 @@
-r"""Rules that keep text as the model wrote it where CommonMark would change it: formulas, identifiers, unfenced code.
+r"""Rules that keep model output as written where CommonMark would change it: formulas, names, unfenced code.
 
-CommonMark takes the backslash of ``\(`` and ``\,`` away, makes ``__init__.py`` a bold "init.py", and strips the
+CommonMark removes the backslash of ``\(`` and ``\,``, turns ``__init__.py`` into a bold "init.py", and strips the
 indentation of code without a fence.
 """
 
@@ -17,10 +17,10 @@ _FORMULA = re.compile(
     rf"\\\(.{{1,{_LONGEST}}}?\\\)|\\\[.{{1,{_LONGEST}}}?\\\]|\$\$.{{1,{_LONGEST}}}?\$\$|\$(?=\S)[^$\n]{{1,{_LONGEST}}}?(?<=\S)\$(?![\w$])",
     re.DOTALL,
 )
-_ESCAPED = re.compile(r"\\[^*_`#~<>.|+\-&\n]")  # a backslash that is no escape of Markdown's own signs
+_ESCAPED = re.compile(r"\\[^*_`#~<>.|+\-&\n]")  # a backslash that escapes no Markdown sign
 _NAME = re.compile(r"__[a-z0-9]+(?:_[a-z0-9]+)*__(?!\w)")  # __init__
-_TIMES = re.compile(r"(?<=[A-Za-z0-9_])\*{1,2}(?=[A-Za-z0-9_])")  # 2*x*4; Chinese words stand as close to emphasis
-_CLOSED_BY = {"\\[": "\\]", "$$": "$$", "\\b": "\\end{"}  # the beginning of a formula of several lines, and its end
+_TIMES = re.compile(r"(?<=[A-Za-z0-9_])\*{1,2}(?=[A-Za-z0-9_])")  # 2*x*4; but Chinese has no space before emphasis
+_CLOSED_BY = {"\\[": "\\]", "$$": "$$", "\\b": "\\end{"}  # beginning and end of a formula of several lines
 _CODE = re.compile(
     r"(?:(?:async|def|class|for|while|if|elif|with|match|case|function|func|fn|public|private|protected|static|struct|impl"
     r"|switch|interface|enum|export|const|void|int)\s|(?:else|try|except|finally|do)\b).*[:{]\s*(?:(?:#|//).*)?$"
@@ -38,7 +38,7 @@ def keep_as_written(parser: MarkdownIt) -> None:
 
 
 def _inline(state: StateInline, silent: bool) -> bool:
-    """Take a formula, a backslash, or signs inside a name or number as they are."""
+    """Keep a formula, a backslash, or signs inside a name or number as written."""
     text, at = state.src, state.pos
     patterns = {"\\": (_FORMULA, _ESCAPED), "$": (_FORMULA,), "_": (_NAME,), "*": (_TIMES,)}.get(text[at], ())
     found = next(filter(None, (pattern.match(text, at, state.posMax) for pattern in patterns)), None)
@@ -58,14 +58,14 @@ def _line(state: StateBlock, number: int) -> str:
 
 
 def _formula(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """Take the lines of ``\\[``, ``$$`` or ``\\begin`` up to the one that closes it, or to an empty one."""
+    """Keep the lines of ``\\[``, ``$$`` or ``\\begin`` up to the closing line, or to an empty one."""
     first = _line(state, start)
     closing = _CLOSED_BY.get(first[:2], "")
     if not closing or state.is_code_block(start) or (first[:2] == "\\b" and not first.startswith("\\begin{")):
         return False
     after = first[2:].rpartition(closing)[2] if closing in first[2:] else ""
     if re.sub(r"^\w*\*?\}", "", after).strip(" .,;"):
-        return False  # a sentence goes on after it
+        return False  # a sentence continues after it
     last = start
     while closing not in (_line(state, last)[2:] if last == start else _line(state, last)):
         if last + 1 >= end or state.isEmpty(last + 1) or state.sCount[last + 1] < state.blkIndent:
@@ -75,7 +75,7 @@ def _formula(state: StateBlock, start: int, end: int, silent: bool) -> bool:
 
 
 def _unfenced_code(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """Take ``def f(x):`` and the indented lines below it."""
+    """Keep ``def f(x):`` and the indented lines after it."""
     if state.is_code_block(start) or not _CODE.match(_line(state, start)):
         return False
     level = state.sCount[start]

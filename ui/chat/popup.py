@@ -1,4 +1,4 @@
-"""What half-typed text may become: a list above the prompt, in front of the conversation."""
+"""Completions of half-typed text: a list above the prompt, on top of the conversation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ MOST_LINES, _LONGEST_LABEL = 8, 60
 
 @dataclass(frozen=True)
 class Completion:
-    """One line of the list. ``text`` takes the place of the prompt's characters from ``start`` to its cursor."""
+    """A line of the list. ``text`` replaces the prompt's characters from ``start`` to the cursor."""
 
     start: tuple[int, int]  # line and column
     text: str
     label: str
     meaning: str = ""
-    sends: bool = False  # it is whole: Enter sends it
+    sends: bool = False  # complete: Enter sends it
 
 
 class Popup(Options, can_focus=False):
-    """Shows completions; the prompt keeps the keyboard, and moves and takes them."""
+    """Shows completions. The prompt keeps the focus, selects lines and uses them."""
 
     def __init__(self) -> None:
         super().__init__(id="popup", compact=True)
@@ -34,7 +34,7 @@ class Popup(Options, can_focus=False):
         self.display = False
 
     def show(self, completions: Sequence[Completion], above: Region) -> None:
-        """Show these above a region of the screen; none hides the list. The chosen line stays while it is there."""
+        """Show completions above a region of the screen, or hide the list if there are none. Keep the selected line."""
         if list(completions) != self._shown:
             self._shown = list(completions)
             width = max((len(each.label) for each in completions), default=0)
@@ -54,17 +54,17 @@ class Popup(Options, can_focus=False):
             self.absolute_offset = Offset(above.x, above.y - height)
 
     def close(self) -> bool:
-        """Hide the list until the text changes; False where it is hidden."""
+        """Hide the list until the text changes. Return False if it was hidden."""
         was_open, self.display = self.display, False
         return was_open
 
     def move(self, step: int) -> None:
-        """Choose the line above or below."""
+        """Select the next line, or the previous one for a ``step`` of -1."""
         if self._shown:
             self.highlighted = ((self.highlighted or 0) + step) % len(self._shown)
 
     def chosen_of(self, completions: Sequence[Completion]) -> Completion | None:
-        """The chosen one, if these are those that are shown; else the first. None where there is none."""
+        """Return the selected completion if these are the displayed ones, else the first; None without any."""
         if self.display and list(completions) == self._shown and self.highlighted is not None:
             return self._shown[self.highlighted]
         return completions[0] if completions else None

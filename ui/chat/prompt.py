@@ -1,4 +1,4 @@
-"""Where the user types. Enter sends; a long paste is held aside, for laying it out would take seconds."""
+"""The text area for questions. Enter sends. Long pastes are held aside, because laying them out takes seconds."""
 
 import re
 import time
@@ -31,21 +31,20 @@ from minillm.ui.engine_app import CommandAsked
 from minillm.ui.numbers import count, plural
 from minillm.ui.textual_internals import SteadyTextArea
 
-_LONGEST_PASTE = 4000  # characters that are pasted into the text itself
+_LONGEST_PASTE = 4000  # characters pasted into the text itself
 _MOST_PASTED_LINES = 100
 _MOST_OFFERED = 50  # files
-_WAIT = 0.35  # seconds for which a digit may still become a text before it takes a candidate, and stops the others
-_AT_ONCE = 1.0  # seconds within which what is typed after a digit makes a text with it
+_WAIT = 0.35  # seconds in which a digit may still become text, before it accepts a candidate
+_AT_ONCE = 1.0  # seconds in which a character after a digit turns both into text
 _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 
 class PromptInput(SteadyTextArea):
     """A text area that grows with its text and posts `Submitted`. ↑ in the first line brings back earlier texts.
 
-    Before anything else is typed, ``?`` asks for the help, and a digit accepts a candidate while there are some.
-
-    Enter and shift+enter are the same byte in most terminals: shift+enter only works in those with the Kitty keyboard
-    protocol, ctrl+j and alt+enter work everywhere.
+    In an empty prompt, ``?`` opens the help, and a digit accepts a candidate if there are any. Enter and shift+enter
+    are the same byte in most terminals: shift+enter only works with the Kitty keyboard protocol, ctrl+j and alt+enter
+    work everywhere.
     """
 
     BINDINGS = [Binding("ctrl+underscore,alt+z", "undo", "Undo", show=False)]  # noqa: RUF012
@@ -58,36 +57,36 @@ class PromptInput(SteadyTextArea):
 
     @dataclass
     class CandidateAsked(Message):
-        """The user pressed Space before anything else: show the first candidate on the whole screen."""
+        """The user pressed Space in an empty prompt: show the first candidate in full screen."""
 
     def __init__(self, commands: CommandTable, popup: Popup) -> None:
         super().__init__(compact=True, highlight_cursor_line=False, placeholder="Ask something")
         self._commands, self._popup = commands, popup
-        self._files: list[str] | None = None  # that can be named, once an @ was typed; looked for anew for each text
-        self._held: dict[str, str] = {}  # mark in the text -> the text that it stands for
-        self._history: list[str] = []  # texts that were sent, the latest last
-        self._recalled: int | None = None  # which of them stands in the text now
+        self._files: list[str] | None = None  # files to offer after an @; listed again for each text
+        self._held: dict[str, str] = {}  # mark in the text -> the text it stands for
+        self._history: list[str] = []  # sent texts, the latest last
+        self._recalled: int | None = None  # the one of them that is in the text now
         self._draft = ""  # the text that was being typed before
-        self.num_picks = 0  # candidates that a digit takes now
-        self._picked, self._picked_at = "", 0.0  # the digit that was typed last, and takes one, and when
-        self._pick: Timer | None = None  # runs until it does
+        self.num_picks = 0  # candidates that a digit can accept now
+        self._picked, self._picked_at = "", 0.0  # the last digit that selected a candidate, and when
+        self._pick: Timer | None = None  # runs until the digit takes effect
 
     @property
     def full_text(self) -> str:
-        """The text with every paste in its place."""
+        """Return the text with all pastes expanded."""
         text = self.text
-        for mark, held in reversed(self._held.items()):  # a paste may hold the marks of files
+        for mark, held in reversed(self._held.items()):  # a paste may contain marks of files
             text = text.replace(mark, held)
         return text
 
     @property
     def draft(self) -> str:
-        """The full text, empty where it is one that was sent before."""
+        """Return the full text, empty if it is one that was sent before."""
         text = self.full_text
         return "" if not text.strip() or text in map(clean, self._history) else text
 
     def take(self) -> str:
-        """The full text; the input is empty afterwards."""
+        """Return the full text and empty the prompt."""
         text = self.full_text
         self.remember(text)
         self.text = ""
@@ -95,13 +94,13 @@ class PromptInput(SteadyTextArea):
         return text
 
     def begin(self, text: str) -> None:
-        """Have the user go on with a text in place of the one that stands here."""
+        """Replace the text and focus the prompt."""
         self.text = text
         self.move_cursor(self.document.end)
         self.focus()
 
     def completions(self) -> list[Completion]:
-        """What the text before the cursor may become: commands, or files of the folder in which the app was started."""
+        """Return completions of the text before the cursor: commands, or files below the current folder."""
         if found := self._commands.completions(self.text):
             return [
                 Completion((0, 0), f"/{each.name}" + " " * bool(each.argument), each.usage, each.summary,
@@ -123,17 +122,17 @@ class PromptInput(SteadyTextArea):
         return [Completion((row, start), text, name) for text, name in zip(texts, names, strict=True)]
 
     def offer(self) -> None:
-        """Show the completions of the text as it stands, but of one that was brought back."""
+        """Show the completions of the text, unless it was brought back from the history."""
         if not self.text:
             self._files = None
         self._popup.show([] if self._recalled is not None else self.completions(), self.region)
 
     def close_popup(self) -> bool:
-        """Hide the completions until more is typed; False where none are shown."""
+        """Hide the completions until more is typed. Return False if none were shown."""
         return self._popup.close()
 
     def _complete(self, key: str) -> bool:
-        """Take the chosen completion. False where there is none, or where Enter is to send the text as it stands."""
+        """Use the selected completion. Return False without one, or if Enter is to send the text."""
         chosen = self._popup.chosen_of(self.completions())
         if chosen is None or self._recalled is not None:
             return False
@@ -147,13 +146,13 @@ class PromptInput(SteadyTextArea):
         return not (key == "enter" and chosen.sends)
 
     def remember(self, text: str) -> None:
-        """Have ↑ bring this text back."""
+        """Add a text to the history of ↑."""
         if not self._history or self._history[-1] != text:
             self._history.append(text)
         self._recalled = None
 
     def _recall(self, step: int) -> bool:
-        """Bring back the text that was sent before (-1) or after (1); False where there is none."""
+        """Bring back the previous (-1) or next (1) text of the history. Return False without one."""
         at = len(self._history) if self._recalled is None else self._recalled
         if not 0 <= at + step <= len(self._history) or not self._history:
             return False
@@ -166,18 +165,18 @@ class PromptInput(SteadyTextArea):
         return True
 
     def forget_pick(self) -> None:
-        """The digit that was typed last was no text, whatever is typed behind it."""
+        """Treat the last digit as a finished choice: text typed after it no longer undoes it."""
         self._picked = ""
 
     def put_back(self, text: str) -> None:
-        """Put back a text that was not sent, in front of the one that has been typed since."""
+        """Put back a text that was not sent, before any text typed since."""
         self.move_cursor((0, 0))
         separator = "\n" if self.text else ""
         self.insert(self._stand_in(text) + separator)
         self.move_cursor(self.document.end)
 
     def _stand_in(self, text: str) -> str:
-        """``text``, with a mark for each file that it holds, or a mark for it if it is long even so."""
+        """Return ``text`` with a mark for each file in it, or one mark for all of it if it is still long."""
         text, files = folded_files(text)
         self._held.update(files)
         if len(text) <= _LONGEST_PASTE and text.count("\n") < _MOST_PASTED_LINES:
@@ -188,7 +187,7 @@ class PromptInput(SteadyTextArea):
         return mark
 
     def edit(self, edit: Edit) -> EditResult:
-        """Edit the text. A mark that the edit would damage goes, or stays, as a whole."""
+        """Edit the text. A mark that the edit would damage is kept or removed as a whole."""
         start, end = edit.top, edit.bottom
         for first, last in self._marks({start[0], end[0]}):
             if start == end and first < start < last:
@@ -199,7 +198,7 @@ class PromptInput(SteadyTextArea):
         return super().edit(edit)
 
     def _marks(self, rows: set[int]) -> Iterator[tuple[Location, Location]]:
-        """The places of the marks in these lines."""
+        """Yield the places of the marks in these lines."""
         for row in rows:
             for mark in self._held:
                 for found in re.finditer(re.escape(mark), self.document.get_line(row)):
@@ -222,27 +221,27 @@ class PromptInput(SteadyTextArea):
             event.prevent_default()
 
     def _is_text_after_digit(self, character: str) -> bool:
-        """Whether a character says that the digit before it, which took a candidate, began a text."""
+        """Return whether a character shows that the digit before it, which selected a candidate, began a text."""
         at_once = time.monotonic() - self._picked_at < _AT_ONCE
         return at_once and (character in tuple(" .,:;)-+*%") or character.isdecimal())
 
     def _accept(self, number: str) -> None:
-        """Take the candidate now that a digit is about to take, if it is."""
+        """Accept the candidate that a digit has selected, if that is still pending."""
         if self._keep_from_taking():
             self.post_message(CommandAsked("accept", number))
 
     def _keep_from_taking(self) -> bool:
-        """Whether a digit was about to take a candidate; it takes none now."""
+        """Cancel a pending choice by digit. Return whether there was one."""
         pick, self._pick = self._pick, None
         if pick is not None:
             pick.stop()
         return pick is not None
 
     def _took(self, event: events.Key) -> bool:
-        """Handle a key that has a meaning in this text area only. Return False for every other key."""
+        """Handle a key with a meaning in this text area only. Return False for any other key."""
         picked, self._picked = self._picked, ""
         if picked and not self.text and self._is_text_after_digit(event.character or ""):
-            self.insert(picked + (event.character or ""))  # "2 more colours please": it was a text
+            self.insert(picked + (event.character or ""))  # "2 more colors please": it was text
             if not self._keep_from_taking():
                 self.post_message(CommandAsked("undo"))
             return True
@@ -257,7 +256,7 @@ class PromptInput(SteadyTextArea):
             if self.full_text.strip():
                 self.post_message(
                     self.Submitted(self.take().rstrip().lstrip("\n"))
-                )  # here: the next key may be there already
+                )  # now, because the next key may have arrived already
         elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
             self._picked, self._picked_at = event.key, time.monotonic()
             self._pick = self.set_timer(_WAIT, partial(self._accept, event.key))

@@ -1,23 +1,24 @@
-"""A model's text is reasoning, between its tags, and an answer."""
+"""Split model output into reasoning, between its tags, and the answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-OPEN, CLOSE = "<think>", "</think>"  # around the reasoning
+OPEN, CLOSE = "<think>", "</think>"  # tags around the reasoning
 
 
 @dataclass
 class ReasoningSplitter:
-    """Cuts a stream of text into (is reasoning, text) pieces; the tags themselves are dropped. A piece that may be the
-    beginning of a tag is held back until more comes.
+    """Splits streamed text into (is reasoning, text) pieces without the tags.
+
+    Text that may begin a tag is held back until more arrives.
     """
 
     inside: bool = False
     _held: str = ""
 
     def push(self, text: str) -> list[tuple[bool, str]]:
-        """Take more text; returns the pieces that are certain now."""
+        """Add text. Return the pieces that are certain now."""
         text = self._held + text
         self._held = ""
         pieces: list[tuple[bool, str]] = []
@@ -36,7 +37,7 @@ class ReasoningSplitter:
         return [(reasoning, piece) for reasoning, piece in pieces if piece]
 
     def finish(self) -> list[tuple[bool, str]]:
-        """End the text: the part that was held back was no tag."""
+        """End the text. The part that was held back is no tag."""
         held, self._held = self._held, ""
         return [(self.inside, held)] if held else []
 

@@ -1,4 +1,4 @@
-"""Conversations as JSON data: written here, and read back with every field checked. Saved files are a stranger's."""
+"""Conversations as JSON data, read back with every field checked, because saved files are untrusted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
 _UNSAVED = ("tokens", "candidates", "num_read_tokens", "reading_left")
 _OF_ANSWER = tuple(item.name for item in fields(Answer) if item.name not in _UNSAVED)
 _OF_CANDIDATE = tuple(item.name for item in fields(Candidate) if item.name not in _UNSAVED)
-_LARGEST = 1 << 53  # every number of tokens is below
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # also the name of a file
+_LARGEST = 1 << 53  # token counts must be below
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # also used as a file name
 _ENDINGS = (None, "stop", "length", "abort", "lost")
 
 
@@ -51,10 +51,10 @@ def _answer_data(answer: Answer) -> dict[str, Any]:
 
 
 def from_data(data: Any) -> Conversation:
-    """Return the conversation of `to_data`, of this version or an earlier one. An answer that was open becomes "lost".
+    """Return the conversation of `to_data`, of this version or an earlier one. An open answer becomes "lost".
 
     Raises:
-        ValueError: the data is not a conversation; names the field.
+        ValueError: the data is not a conversation. The message names the field.
     """
     try:
         return _conversation_of(data)
@@ -91,7 +91,7 @@ def _turn_at(number: Any, turns: Sequence[Turn], name: str) -> Turn | None:
     if number is None:
         return None
     if _checked(number, name, "int") >= len(turns):
-        raise ValueError(f"{name} is {number}, and there are {len(turns)} turns before it")
+        raise ValueError(f"{name} is {number}, but there are {len(turns)} turns before it")
     return turns[number]
 
 
@@ -108,7 +108,7 @@ def _answer_of(data: Mapping[str, Any]) -> Answer:
 
 
 def _values(kind: type[Answer] | type[Candidate], names: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields in some data, checked; earlier versions lack some, which have defaults."""
+    """Return the checked fields of some data. Fields that earlier versions lack keep their defaults."""
     special = {"request_id": "id", "finish_reason": "ending"}
     found = {"text": data["text"]} | {name: data[name] for name in names if name in data}
     types = {item.name: str(item.type) for item in fields(kind)}
@@ -126,7 +126,7 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "float | None": ("a number or null", lambda value: value is None or _is_number(value)),
     "id": ("letters, digits, - and _", lambda value: isinstance(value, str) and _ID.fullmatch(value) is not None),
     "ending": ("stop, length, abort, lost or null", lambda value: value in _ENDINGS),
-}  # by the type that a field is declared with, or by its meaning
+}  # by a field's declared type, or by its meaning
 
 
 def _is_number(value: Any) -> bool:
@@ -134,7 +134,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked(value: Any, name: str, kind: str) -> Any:
-    """``value``. Raises ValueError unless it is of this kind."""
+    """Return ``value``. Raises ValueError unless it is of this kind."""
     words, is_right = _CHECKS[kind]
     if not is_right(value):
         raise ValueError(f"{name} must be {words}, not {shown(value)}")

@@ -1,4 +1,4 @@
-"""Search in the conversation: a bar of one line, and marks on what was found."""
+"""Search in the conversation: a one-line bar, and marks on the matches."""
 
 from collections.abc import Iterator
 
@@ -13,14 +13,14 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.chat.turn_view import TurnView
 from minillm.ui.numbers import count
 
-# To be seen without colour, too.
+# Visible without color.
 _MARK, _CURRENT = "bold underline $warning", "bold reverse $warning"
-_NOT_SAID = ("summary", "branch", "common")  # classes of texts that are the app's own
+_NOT_SAID = ("summary", "branch", "common")  # classes of text that belongs to the app
 _NOT_SAID_TYPES = ("CollapsibleTitle", "Bullet")
 
 
 def said(view: TurnView) -> Iterator[tuple[Static, Content]]:
-    """The texts on the screen that the user or the model said, from the top."""
+    """Yield the displayed texts of the user or the model, from the top."""
     for text in view.query(Static):
         apps = type(text).__name__ in _NOT_SAID_TYPES or any(map(text.has_class, _NOT_SAID))
         if isinstance(text.content, Content) and not apps:
@@ -28,7 +28,7 @@ def said(view: TurnView) -> Iterator[tuple[Static, Content]]:
 
 
 class SearchBar(Horizontal):
-    """What is searched for, and how much of it was found. Enter goes to the next place, shift+enter to the previous."""
+    """The search words and the number of matches. Enter goes to the next match, shift+enter to the previous one."""
 
     BINDINGS = [  # noqa: RUF012
         *hidden_keys({"down": "go(1)", "shift+enter,up": "go(-1)"}, priority=True),
@@ -40,7 +40,7 @@ class SearchBar(Horizontal):
         self._finder = Finder()
         self._places: list[Place] = []
         self._at = 0
-        self._unmarked: dict[Static, Content] = {}  # the texts that are marked, as they were
+        self._unmarked: dict[Static, Content] = {}  # marked texts without their marks
         self._input = Input(placeholder="search in the conversation", compact=True)
         self._count = Static(id="found")
 
@@ -66,7 +66,7 @@ class SearchBar(Horizontal):
         self.find()
 
     def close(self) -> bool:
-        """Take all marks away; False where the bar is closed already."""
+        """Remove all marks. Return False if the bar was closed."""
         was_open, self.display = self.display, False
         self._unmark()
         self._places = []
@@ -80,7 +80,7 @@ class SearchBar(Horizontal):
         self.action_go(1)
 
     def action_go(self, step: int) -> None:
-        """Go to another place; the text may have grown since the last time."""
+        """Go to another match. Search again first, because the text may have grown."""
         self._places = self._find()
         if self._places:
             self._at = (self._at + step) % len(self._places)
@@ -90,13 +90,13 @@ class SearchBar(Horizontal):
         return self._finder.find(self._transcript.turns, self._input.value)
 
     def find(self) -> None:
-        """Mark what is found, and go to the first place from the top of the screen on; if there is none, the first."""
+        """Mark the matches, and go to the first one at or below the top of the screen, else to the first of all."""
         self._places = self._find()
         self._at = self._first_in_sight()
         self._show()
 
     def _first_in_sight(self) -> int:
-        """The number of the first place that is not above the screen; 0 where all are."""
+        """Return the number of the first match that is not above the screen, 0 if all are."""
         top = self._transcript.region.y
         views = [view for view in self._transcript.turn_views if view.region.bottom > top]
         if not views:
@@ -112,12 +112,12 @@ class SearchBar(Horizontal):
         return next(found, 0)
 
     def _texts_found(self, view: TurnView) -> list[Static]:
-        """For each place in a turn the text that holds it."""
+        """Return the text that contains each match in a turn."""
         pattern = pattern_of(self._input.value)
         return [text for text, content in said(view) for _ in pattern.finditer(content.plain)]
 
     def _mark_all(self) -> None:
-        """Mark the places in the turns that are mounted."""
+        """Mark the matches in the mounted turns."""
         self._unmark()
         if not self._places:
             return
@@ -142,17 +142,17 @@ class SearchBar(Horizontal):
         self._unmarked.clear()
 
     def _show(self) -> None:
-        """Mark the current place, and scroll to it."""
+        """Mark the current match and scroll to it."""
         self._mark_all()
         if not self._places:
             self._say("nothing found" if self._input.value else "")
             return
         self._say(f"{count(self._at + 1)} of {count(len(self._places))} · Enter, ↑ ↓ · Esc closes")
-        # Not cancelled by the next one: a transcript that is left in the midst of a change would be neither.
+        # The next one does not cancel this: a transcript must not be left in the middle of a change.
         self.run_worker(self._go(self._places[self._at]))
 
     async def _go(self, place: Place) -> None:
-        """Have the turn mounted, folded parts opened, and the place in sight."""
+        """Mount the turn, open folded parts, and scroll to the match."""
         view = await self._transcript.bring(place.turn)
         texts = [] if view is None else self._texts_found(view)
         if view is None or not self.display or place not in self._places[self._at : self._at + 1]:
@@ -166,20 +166,20 @@ class SearchBar(Horizontal):
             if isinstance(parent, Collapsible):
                 parent.collapsed = False
         number = texts[: place.number].count(text)
-        self.call_after_refresh(self._bring_into_sight, text, number)  # an opened part has its place then
+        self.call_after_refresh(self._bring_into_sight, text, number)  # an opened part is laid out by then
 
     def _say(self, words: str) -> None:
-        self._count.update(Content(words), layout=False)  # its place is fixed: the transcript is not laid out anew
+        self._count.update(Content(words), layout=False)  # the size is fixed, so no layout is needed
 
     def _bring_into_sight(self, text: Static, number: int) -> None:
-        """Scroll to the place of this number in a text."""
+        """Scroll to the match of this number in a text."""
         transcript = self._transcript
         if not isinstance(text.content, Content) or not text.is_attached or not self.display:
             return
         starts = [each.start() for each in pattern_of(self._input.value).finditer(text.content.plain)]
         before = text.content.plain[: starts[number] if number < len(starts) else 0].split("\n")
         width = max(1, text.content_size.width)
-        line = sum(1 + len(each) // width for each in before) - 1  # about: words are not broken
+        line = sum(1 + len(each) // width for each in before) - 1  # an estimate: words are not broken
         y = int(text.region.y - transcript.region.y + transcript.scroll_y + line)
         if not transcript.scroll_y <= y < transcript.scroll_y + transcript.size.height - 1:
             transcript.release_anchor()

@@ -1,4 +1,4 @@
-"""Saved conversations: a directory of files."""
+"""Saved conversations: a directory of JSON files."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from minillm.text.safe import clean_line, parse_json
 from minillm.ui.chat.conversation import Conversation, shown_title
 from minillm.ui.chat.saved import from_data, to_data
 
-COPY_NOTE = "another chat has changed this conversation; what is said here is saved as a copy of it"
+COPY_NOTE = "another chat changed this conversation; this one is saved as a copy from now on"
 
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A conversation in a list."""
+    """A saved conversation in a list."""
 
     path: Path
     title: str  # see `shown_title`
     num_turns: int  # of the branch that was shown last
     saved: float  # seconds since 1970
-    interrupted: bool  # the app ended while an answer was being given
+    interrupted: bool  # the app ended during an answer
 
 
 @dataclass(frozen=True)
 class SessionStore:
-    """The directory of saved conversations. It is made when the first one is saved."""
+    """The directory of saved conversations, created with the first one."""
 
     directory: Path
 
     def save(self, conversation: Conversation) -> bool:
-        """Write a conversation. The file is whole at any moment: the old one, or the new one.
+        """Write a conversation. The file is replaced as a whole.
 
         Returns:
-            Whether another program had changed the file since it was read or written here. That file stays as it is,
-            and this conversation goes on in a file of its own.
+            Whether another program changed the file since it was last read or written here. That file stays unchanged,
+            and this conversation continues in a file of its own.
 
         Raises:
-            MinillmError: the disk or the directory does not allow it.
+            MinillmError: the file cannot be written.
         """
         if not conversation.is_worth_saving:
             return False
@@ -81,7 +81,7 @@ class SessionStore:
         """Keep other chats from saving meanwhile."""
         handle = os.open(self.directory, os.O_RDONLY)
         try:
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # the file system has no locks
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield
         finally:
@@ -92,10 +92,10 @@ class SessionStore:
         return cls(data_dir() / "conversations")
 
     def keep_draft(self, text: str) -> None:
-        """Keep a text that was not sent, for the next chat; an empty one keeps nothing.
+        """Save a text that was not sent for the next chat. Does nothing if it is empty.
 
         Raises:
-            MinillmError: the disk or the directory does not allow it.
+            MinillmError: the file cannot be written.
         """
         if not text.strip():
             return
@@ -105,10 +105,10 @@ class SessionStore:
             with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
                 file.write(text)
         except OSError as error:
-            raise MinillmError(f"the draft cannot be kept: {error}") from None
+            raise MinillmError(f"the draft cannot be saved: {error}") from None
 
     def take_draft(self) -> str:
-        """Return the draft of the last chat and forget it; empty where there is none."""
+        """Return the draft of the last chat and delete it. Empty without one."""
         try:
             text = read_bytes(self._draft).decode("utf-8", "replace")
             self._draft.unlink()
@@ -121,7 +121,7 @@ class SessionStore:
         return self.directory / ".draft"
 
     def latest(self) -> Path:
-        """The file that was saved last.
+        """Return the file that was saved last.
 
         Raises:
             UsageError: there is none.
@@ -138,10 +138,10 @@ class SessionStore:
         """Read a conversation.
 
         Raises:
-            MinillmError: the file cannot be read, or holds no conversation.
+            MinillmError: the file cannot be read, or contains no conversation.
         """
         try:
-            version = _version(path)  # before the text: a later change will be noticed
+            version = _version(path)  # before the text, so that a later change is noticed
             conversation = from_data(_read(path))
         except (OSError, ValueError) as error:
             raise MinillmError(f"{clean_line(path.name)} cannot be opened: {clean_line(str(error), 400)}") from None
@@ -153,7 +153,7 @@ class SessionStore:
         path.unlink(missing_ok=True)
 
     def list(self, search: str = "") -> list[SessionSummary]:
-        """The conversations that hold ``search`` in title, question or answer, the latest first."""
+        """Return the conversations with all words of ``search`` in title, questions or answers, the latest first."""
         found, words = [], search.casefold().split()
         for path in self.directory.glob("*.json"):
             try:
@@ -167,12 +167,12 @@ class SessionStore:
                     title = shown_title(title, turns[0]["question"])
                     found.append(SessionSummary(path, title, _path_length(data), saved, unfinished))
             except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-                continue  # not ours, or broken: opening it says why
+                continue  # foreign or broken: opening it shows the reason
         return sorted(found, key=lambda summary: -summary.saved)
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """A mark of a file's state, another after each time it is written; None where there is no file."""
+    """Return a mark of a file's state that changes with each write, None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def _version(path: Path) -> tuple[int, ...] | None:
 
 
 def _path_length(data: Mapping[str, Any]) -> int:
-    """The turns from the last one that was shown to the first."""
+    """Return the number of turns from the last one shown to the first."""
     turns, at = data["turns"], data["leaf"]
     for length in range(len(turns) + 1):
         if at is None:
@@ -191,7 +191,7 @@ def _path_length(data: Mapping[str, Any]) -> int:
 
 
 def _all_text(answer: Mapping[str, Any]) -> str:
-    """An answer's text, or that of its candidates."""
+    """Return an answer's text and that of its candidates."""
     return "\n".join([answer["text"], *(each["text"] for each in answer.get("candidates", []))])
 
 

@@ -1,4 +1,4 @@
-"""Slash commands: typed in the prompt, pressed as keys, offered by the palette, listed by the help."""
+"""Slash commands: typed in the prompt, bound to keys, offered by the palette, listed by the help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from textual.binding import Binding
 
 Action = Callable[[Any, str], Awaitable[None]]
-"""Carries a command out for the talk that it was given to, with its argument."""
+"""Runs a command for a talk, with its argument."""
 Scope = Literal["chat", "app", "everywhere"]
 
 
@@ -22,18 +22,18 @@ _COMMAND = re.compile(r"/(?:[^\W\d_][\w-]*)?(?:\s|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class SlashCommand:
-    """``/name argument``, and the keys that do the same."""
+    """``/name argument``, and the keys that run it."""
 
     name: str
     summary: str
     action: Action
-    argument: str = ""  # named for people; in brackets where it may be left out
-    keys: Mapping[str, str] = field(default_factory=dict)  # each with the argument that it stands for
-    key_action: str = ""  # what the keys do, where that is not quite the same
-    shown_key: str = ""  # how people are told
-    label: str = ""  # in the line of keys; empty: not there
-    also: tuple[str, ...] = ()  # names that other chats have for it
-    scope: Scope = "chat"  # where its keys act: in the chat, there and named last, or in dialogs, too
+    argument: str = ""  # its displayed name, in brackets if optional
+    keys: Mapping[str, str] = field(default_factory=dict)  # each with the argument it stands for
+    key_action: str = ""  # the action of the keys, if it differs from the command
+    shown_key: str = ""  # as displayed
+    label: str = ""  # in the key bar; empty: not shown there
+    also: tuple[str, ...] = ()  # names from other chats
+    scope: Scope = "chat"  # where its keys work: in the chat, in the chat with low priority, or in dialogs as well
 
     @property
     def usage(self) -> str:
@@ -44,7 +44,7 @@ class SlashCommand:
         return self.argument[:1] not in ("", "[")
 
     def bindings(self) -> Iterator[Binding]:
-        from textual.binding import Binding  # not at the top: a chat line by line needs no Textual
+        from textual.binding import Binding  # not at the top: the plain chat needs no Textual
 
         label, priority = self.label or self.name.capitalize(), self.scope != "app"
         for key, argument in self.keys.items():
@@ -54,10 +54,10 @@ class SlashCommand:
 
 
 class CommandTable(dict[str, SlashCommand]):
-    """The commands by name, in the order in which they were added."""
+    """The commands by name, in the order they were added."""
 
     def command(self, name: str, summary: str, key: str = "", **options: Any) -> Callable[[Action], Action]:
-        """Decorate the function of a command. ``key`` runs it, too; for ``options`` see `SlashCommand`."""
+        """Decorate the function of a command. ``key`` runs it as well. For ``options``, see `SlashCommand`."""
         if key:
             options = {"keys": {key: ""}, "shown_key": "+".join(map(str.capitalize, key.split("+"))), **options}
 
@@ -68,14 +68,15 @@ class CommandTable(dict[str, SlashCommand]):
         return add
 
     def bindings(self, *scopes: Scope) -> list[Binding]:
-        """The keys of the commands of these scopes."""
+        """Return the key bindings of the commands of these scopes."""
         return [binding for command in self.values() if command.scope in scopes for binding in command.bindings()]
 
     def parse(self, text: str) -> tuple[SlashCommand, str]:
-        """The command that a line calls, and its argument. A beginning that only one command has is enough.
+        """Return the command that a line calls, and its argument. An unambiguous beginning of its name is enough.
 
         Raises:
-            UsageError: there is none of that name, or it lacks its argument; names the nearest.
+            UsageError: the name is unknown or ambiguous, or the argument is missing. The message names the nearest
+                command.
         """
         name, _, argument = text.removeprefix("/").strip().partition(" ")
         begun = self._begun(name) if name else []
@@ -83,29 +84,30 @@ class CommandTable(dict[str, SlashCommand]):
         if exact or len(begun) == 1:
             command = (exact or begun)[0]
             if command.needs_argument and not argument.strip():
-                raise UsageError(f"/{command.name} needs its argument: {command.usage}")
+                raise UsageError(f"/{command.name} needs an argument: {command.usage}")
             return command, argument.strip()
         if begun:
-            raise UsageError(f"/{name} may be {', '.join('/' + command.name for command in begun)}")
+            raise UsageError(f"/{name} is ambiguous: {', '.join('/' + command.name for command in begun)}")
         close = nearest(name, list(self))
-        meant = f", did you mean /{close}?" if close else "; /help lists all;"
-        raise UsageError(f"there is no /{name}{meant} With a blank before the slash it is a question")
+        meant = f"; did you mean /{close}?" if close else "; /help lists all commands."
+        raise UsageError(f"there is no /{name}{meant} Put a space first to send it as a question")
 
     def completions(self, text: str) -> list[SlashCommand]:
-        """The commands that a half-typed line may become; none once its name is complete and an argument begins."""
+        """Return the commands that a half-typed line may become, none after its name is complete."""
         if not text.startswith("/") or " " in text or "\n" in text:
             return []
         return self._begun(text[1:])
 
     def _begun(self, name: str) -> list[SlashCommand]:
-        """The commands whose names begin so; where none does, those whose other names do."""
+        """Return the commands with names that begin so, else those with other names that do."""
         name = name.lower()
         found = [command for command in self.values() if command.name.startswith(name)]
         return found or [each for each in self.values() if any(other.startswith(name) for other in each.also)]
 
 
 def is_command(text: str) -> bool:
-    """Whether a text is a command: a slash and one word, or a slash alone. Paths, comments and a text that begins with
-    a blank are questions.
+    """Return whether a text is a command: a slash and one word, or a slash alone.
+
+    Paths, comments and texts that begin with a space are questions.
     """
     return _COMMAND.match(text) is not None

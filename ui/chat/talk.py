@@ -1,4 +1,4 @@
-"""The talk: the conversation, the transcript that shows it, the prompt below, and the answer that is being given."""
+"""The talk: conversation, transcript, prompt, and the answer in progress."""
 
 import time
 from pathlib import Path
@@ -28,16 +28,18 @@ from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, Engine
 from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import count, plural
 
-_SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
-_FAR = 3  # lines below the screen that a reader is told of
-_LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
-_GRACE = 2.0  # seconds between two keys that quit
-LONG_ANSWER = 10.0  # seconds after which a user is called: one may have turned to something else
+_SAVE_INTERVAL = 2.0  # seconds between saves while an answer grows
+_FAR = 3  # a reader with more lines below the screen is told about them
+_LINES_AHEAD = 6  # of a growing paragraph, if the model computes on the same cores
+_GRACE = 2.0  # seconds between two presses of a key that quits
+LONG_ANSWER = 10.0  # seconds after which a finished answer rings the bell
 
 
 class Talk(Vertical):
-    """The conversation and its widgets. Questions, commands and the engine's events change the conversation. All of
-    them are handled in this widget's own task, one after the other.
+    """The conversation and its widgets.
+
+    Questions, commands and the engine's events change the conversation. All of them are handled one by one in this
+    widget's own task.
     """
 
     app = getters.app(EngineApp)
@@ -46,13 +48,13 @@ class Talk(Vertical):
     search = getters.query_one(SearchBar)
 
     beside_model: var[bool] = var(False)
-    """Whether a model computes an answer on the same cores."""
+    """True while the model computes an answer on the same cores."""
 
     editing: var[Turn | None] = var(None)
-    """The turn whose question is being changed in the prompt."""
+    """The turn with the question that is being edited in the prompt."""
 
     leaf: var[Turn | None] = var(None)
-    """The last turn that is shown."""
+    """The last visible turn."""
 
     def __init__(self, store: SessionStore, commands: CommandTable) -> None:
         super().__init__(id="talk")
@@ -61,18 +63,18 @@ class Talk(Vertical):
         self.conversation = Conversation()
         self.run: AnswerRun | None = None
         self.compaction: Compaction | None = None
-        self.engine = EngineState()  # as far as this widget has heard
+        self.engine = EngineState()  # as last received by this widget
         self.pool: Pool | None = None
-        self._waiting: list[str] = []  # questions that are asked when this answer has ended, or the model is loaded
-        self.is_paced = False  # the model computes slowly, for people to watch: drawing takes nothing from it
-        self.num_waiting = 0  # commands that keys have called, and that have not run yet
+        self._waiting: list[str] = []  # questions to ask when this answer has ended, or the model is loaded
+        self.is_paced = False  # the model is slowed down for people to watch, so drawing does not slow it down
+        self.num_waiting = 0  # commands called by keys that have not run yet
         self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
         self._saved_at = 0.0
         self._warned_full = False
-        self._choice: Choice | None = None  # the last candidate that was accepted
+        self._choice: Choice | None = None  # the last candidate accepted
         self._pinned_system = ""
-        self._report_every = 0.0  # as the engine was told last
-        self._last_prompt: PromptInput | None = None  # `prompt`, also when the widgets are gone
+        self._report_every = 0.0  # as last sent to the engine
+        self._last_prompt: PromptInput | None = None  # `prompt`, even when the widgets are gone
         self._end_asked_at = -_GRACE
 
     def compose(self) -> ComposeResult:
@@ -91,7 +93,7 @@ class Talk(Vertical):
             self.watch(self.transcript, each, self._say_what_comes, init=False)
 
     def watch_editing(self, turn: Turn | None) -> None:
-        self.prompt.border_title = "" if turn is None else "editing · Enter asks it as a branch · Esc leaves it"
+        self.prompt.border_title = "" if turn is None else "editing · Enter asks as a branch · Esc cancels"
 
     async def _take_state(self, state: EngineState) -> None:
         before, self.engine = self.engine, state
@@ -184,18 +186,18 @@ class Talk(Vertical):
         self._say_what_comes()
 
     def _say_what_comes(self, *_: object) -> None:
-        """Below the prompt: how many questions wait; or, to a reader who has scrolled up, that the text goes on."""
-        at = max(0, self.transcript.scroll_offset.y)  # negative where the text is shorter than the screen
+        """Show below the prompt how many questions are queued, else whether there is more text below the screen."""
+        at = max(0, self.transcript.scroll_offset.y)  # negative if the text is shorter than the screen
         far = self.transcript.max_scroll_y - at > _FAR
-        words = f"{plural(len(self._waiting), 'question')} will be asked next · Esc takes it back"
+        words = f"{plural(len(self._waiting), 'question')} queued · Esc to take back"
         self.prompt.border_subtitle = words if self._waiting else "more below ↓ Ctrl+End" if far else ""
 
     def ask_later(self, text: str) -> None:
-        """Ask this when the answer has ended, or the model is loaded. It may be a command."""
+        """Ask a question, or run a command, when the answer has ended or the model is loaded."""
         self._set_waiting([*self._waiting, text])
 
     async def _ask_waiting(self) -> None:
-        """Ask the next of the questions that were typed too early."""
+        """Ask the next queued question."""
         if self._waiting:
             question, *others = self._waiting
             self._set_waiting(others)
@@ -206,7 +208,7 @@ class Talk(Vertical):
 
     @property
     def unsent(self) -> str:
-        """The questions that wait, and the text in the prompt unless it was sent before."""
+        """Return the queued questions, and the text in the prompt unless it was sent before."""
         draft = "" if self._last_prompt is None else self._last_prompt.draft
         return "\n\n".join(filter(None, [*self._waiting, draft]))
 
@@ -217,9 +219,9 @@ class Talk(Vertical):
         """
         run = self.run
         if self.compaction is not None or (run is not None and (run.has_words or run.seconds > LONG_ANSWER)):
-            return "an answer is being given"
+            return "an answer is being generated"
         draft = "" if self._last_prompt is None else self._last_prompt.draft
-        return "this text is not sent" if len(draft.split()) > 1 else ""
+        return "your text is not sent" if len(draft.split()) > 1 else ""
 
     def is_asked_twice_to_end(self, key: str, reason: str = "") -> bool:
         """Return whether a key to quit is pressed again within `_GRACE` seconds; say the first time what it does."""
@@ -230,13 +232,13 @@ class Talk(Vertical):
         return False
 
     async def offer_draft(self) -> None:
-        """Have ↑ bring back the text that the last chat was closed with."""
+        """Let ↑ bring back the text that was unsent when the last chat ended."""
         if draft := self.store.take_draft():
             self.prompt.remember(draft)
-            await self.transcript.add_note("↑ brings back the text that was not sent")
+            await self.transcript.add_note("press ↑ to bring back your unsent text")
 
     def take_back(self) -> bool:
-        """Put the questions that wait back into the prompt; False where none does."""
+        """Put the queued questions back into the prompt. Return False if there are none."""
         questions = self._waiting
         self._set_waiting([])
         for question in reversed(questions):
@@ -247,14 +249,14 @@ class Talk(Vertical):
         await self.run_command(message.name, message.argument)
 
     async def run_command(self, name: str, argument: str = "") -> None:
-        """Run the slash command of this name; an error that its user made is said."""
+        """Run a slash command. Show a user's error as a notification."""
         try:
             await self.commands[name].action(self, argument)
         except MinillmError as error:
             self.notify(str(error))
 
     def call_command(self, name: str, argument: str) -> None:
-        """Run a command after all that this widget was told before. Any task may call."""
+        """Run a command after everything this widget was sent before. Callable from any task."""
 
         async def run() -> None:
             try:
@@ -266,16 +268,16 @@ class Talk(Vertical):
         self.call_later(run)
 
     def can_ask(self) -> bool:
-        """Whether the engine is free for a question; says why if not."""
+        """Return whether the engine is free for a question. Show the reason if not."""
         reason = ""
         if self.run is not None:
-            reason = "an answer is being given; Escape stops it"
+            reason = "an answer is being generated; Escape stops it"
         elif self.compaction is not None:
-            reason = "the conversation is being summed up; Escape stops that"
+            reason = "the conversation is being summarized; Escape stops it"
         elif self.engine.phase == "loading":
             reason = "the model is still loading"
         elif self.engine.phase != "ready":
-            reason = "no model is loaded: F2 chooses one, /reload loads"
+            reason = "no model is loaded: F2 chooses one, /reload loads it again"
         if reason:
             self.notify(reason)
         return not reason
@@ -294,7 +296,7 @@ class Talk(Vertical):
         self.save()
 
     async def fork(self, turn: Turn, fork: Fork) -> None:
-        """Go on from another token of an answer, in a branch beside it."""
+        """Continue from another token of an answer, in a branch next to it."""
         if not self.can_ask():
             return
         branch = self.conversation.fork(turn, fork)
@@ -320,7 +322,7 @@ class Talk(Vertical):
                 self.save()
 
     async def _end(self, ending: Ending) -> None:
-        """End the answer. One that was stopped before its first word is taken back."""
+        """End the answer. Remove it if it was stopped before its first word."""
         run, self.run = self.run, None
         assert run is not None
         if not await run.end(ending.reason):
@@ -338,7 +340,7 @@ class Talk(Vertical):
         if ending.reason in ("stop", "length") and not run.answer.candidates:
             await self._ask_waiting()
         elif self.take_back() and run.answer.candidates:
-            self.notify("choose an answer first; Enter takes the first one and asks")
+            self.notify("choose an answer first, or press Enter to take the first one and ask")
 
     async def _warn_if_full(self, answer: Answer) -> None:
         loaded = self.engine.loaded
@@ -347,21 +349,21 @@ class Talk(Vertical):
         self._warned_full = True
         await self.transcript.add_note(
             f"the context is nearly full ({count(answer.num_context_tokens)} of {count(loaded.max_model_len)} tokens): "
-            "the oldest half will be left out when it is; /compact sums it up, Ctrl+N begins anew", "warning"
+            "when it is, the oldest half will be left out; /compact summarizes it, Ctrl+N starts a new one", "warning"
         )  # fmt: skip
 
     async def accept(self, turn: Turn, index: int) -> None:
-        """Take a candidate for the answer; the others become branches. `undo` has them all to choose from again."""
+        """Use a candidate as the answer. The others become branches. `undo` reverses this."""
         self._choice = self.conversation.accept(turn, index)
         self.send(Keep(turn.answer.request_id, index))
         await self._show_anew(turn)
-        self.notify(f"{index + 1} is the answer · Alt+← → shows the others, Alt+U undoes it")
+        self.notify(f"answer {index + 1} accepted · Alt+← → shows the others · Alt+U undoes")
 
     async def undo(self) -> None:
-        """Have the candidates of the last choice to choose from again.
+        """Restore the candidates of the last choice.
 
         Raises:
-            UsageError: there is none, or it was asked on since.
+            UsageError: there was no choice, or a question was asked since.
         """
         self.prompt.forget_pick()
         choice, self._choice = self._choice, None
@@ -378,13 +380,13 @@ class Talk(Vertical):
         self.refresh_status()
 
     async def accept_best(self) -> None:
-        """Take the first candidate, a search's best, where the user goes on without choosing."""
+        """Accept the first candidate, the best of a search, when the user continues without choosing."""
         leaf = self.conversation.leaf
         if leaf is not None and leaf.answer.candidates and not leaf.answer.is_open:
             await self.accept(leaf, 0)
 
     def refresh_status(self) -> None:
-        """Show the activity. Drawing and reports leave the processor to a model that computes on it."""
+        """Show the current activity. Slow down drawing and reports if a model computes on the same cores."""
         loaded = self.engine.loaded
         leaf = self.leaf = self.conversation.leaf
         on_cpu = loaded is not None and loaded.device == "cpu"
@@ -395,7 +397,7 @@ class Talk(Vertical):
             self._report_every = every
             self.send(Report(every))
         self.prompt.num_picks = len(leaf.answer.candidates) if leaf is not None else 0
-        # A cursor that blinks beside the model would cost two drawings a second.
+        # A blinking cursor would cost two drawings a second while the model computes.
         self.prompt.cursor_blink = self.run is None
         self.query_one(StatusBar).status = status_of(
             self.engine, self.run, self.conversation, self.pool, sums_up=self.compaction is not None
@@ -407,7 +409,7 @@ class Talk(Vertical):
             self.prompt.offer()
 
     def save(self) -> None:
-        """Save the conversation; an error is said, and nothing else happens."""
+        """Save the conversation. Show an error as a notification."""
         self._saved_at = time.monotonic()
         try:
             if self.store.save(self.conversation):
@@ -416,7 +418,7 @@ class Talk(Vertical):
             self.notify(str(error))
 
     async def open_conversation(self, conversation: Conversation) -> None:
-        """Show another conversation; the engine frees the blocks of the old one."""
+        """Show another conversation. The engine frees the blocks of the old one."""
         self.send(Forget(self.conversation.conversation_id))
         self.run = self.editing = self._choice = self.compaction = None
         self._set_waiting([])

@@ -1,4 +1,4 @@
-"""``/tour``: a fork and copy on write within a minute, in the chat itself, seen in the view of strands."""
+"""``/tour``: a fork and copy on write within a minute, in the chat itself, shown in the strands view."""
 
 import asyncio
 import time
@@ -18,21 +18,22 @@ from minillm.ui.numbers import plural
 
 QUESTION = "Name an animal, and say in one sentence why you like it."
 _SAMPLING = {"temperature": 0.9, "max_tokens": 40, "n": 3}
-_AT_FORK, _STEPS_PER_SECOND = 0.2, 6.0  # of the engine, so that people can watch
-_READING, _WORDS = 6.0, 24  # seconds for a line of so many words; a longer one stays longer
-_LONGEST = 90.0  # seconds for the answers, where a machine is slow
+_AT_FORK, _STEPS_PER_SECOND = 0.2, 6.0  # engine steps, slow enough to watch
+_READING, _WORDS = 6.0, 24  # seconds for a note of this many words; longer notes stay longer
+_LONGEST = 90.0  # seconds for the answers on a slow machine
 
 
 async def give_tour(talk: Talk) -> None:
-    """Ask one question for three answers in an empty conversation, and say what happens. The settings of
-    the user come back at the end, however it ends.
+    """Ask one question for three answers in an empty conversation, and explain what happens.
+
+    The user's settings are restored at the end, however it ends.
     """
     app = talk.app
     before = app.settings
-    caption = Static(classes="caption")  # the sentences, for a memory view that hides the talk
+    caption = Static(classes="caption")  # the notes, for a memory view that hides the talk
     try:
         await talk.screen.query_one(MemoryPanel).mount(caption, after=0)
-        # Around the watchers: nothing of it is the user's choice.
+        # Without calling watchers, because these are not the user's settings.
         app.set_reactive(EngineApp.settings, replace(before, sampling=_SAMPLING, beams={}))
         talk.is_paced = True
         talk.send(Pace(_AT_FORK))
@@ -46,7 +47,7 @@ async def give_tour(talk: Talk) -> None:
 
 
 def reading_time(text: str) -> float:
-    """Return the seconds for which a sentence stays before the tour goes on."""
+    """Return the seconds that a note stays before the tour continues."""
     return _READING * max(1.0, len(text.split()) / _WORDS)
 
 
@@ -74,35 +75,35 @@ async def _play(talk: Talk, caption: Static) -> None:
 
     at_first = copies()
     await tell(
-        "what the model has read stays in memory, in blocks of a few words each: one line per block in the strands. "
-        "Now one question is asked for three answers. Nothing is yours to do."
+        "text that the model has read stays in memory, in blocks of a few words each. The strands show one line per "
+        "block. Now one question gets three answers. You don't need to type anything."
     )
     talk.prompt.post_message(PromptInput.Submitted(QUESTION))  # the talk asks, in its own task
-    await until(is_asked)  # the question stands in the transcript then, and what is told of it below
+    await until(is_asked)  # by then the question is in the transcript, and notes go below it
     await tell(
         "fork: the question is read once. Its blocks are the thick lines (┃): all three answers share them, even the "
         "last block, which has free slots left.", wait=False
     )  # fmt: skip
     await until(lambda: copies() > at_first or not is_answering())
     await tell(
-        "copy on write: now each answer writes its first words into that last block. Nobody may write where others "
-        f"read, so each gets a copy of it ({COPIED}), and the last answer keeps the original. All blocks before it "
-        "stay shared."
+        "copy on write: now each answer adds its first words to that last block. A shared block cannot be changed, so "
+        f"each answer gets a copy of it ({COPIED}), and the last one keeps the original. All earlier blocks stay "
+        "shared."
     )
     talk.send(Pace(_STEPS_PER_SECOND))
     await until(lambda: not is_answering())
     asked = talk.conversation.leaf
     if asked is None or asked.question != QUESTION or not asked.answer.candidates or asked.answer.is_open:
-        return  # the user has gone elsewhere
+        return  # the user went elsewhere
     if asked.answer.finish_reason == "abort":
-        await tell("it ends here, for the answers were stopped; /tour begins again.", wait=False)
+        await tell("the tour ends here because the answers were stopped; /tour starts it again.", wait=False)
         return
     await tell(
-        "each answer goes on in blocks of its own, the thin lines (│), in the colour of its card. "
-        f"{plural(copies() - at_first, 'block')} copied; the question before that block is still there only once."
+        "each answer continues in its own blocks, the thin lines (│) in the color of its card. "
+        f"{plural(copies() - at_first, 'block')} copied; the question before that block is still stored only once."
     )
     talk.call_command("accept", "1")
     await tell(
-        "free: the tour took the first answer. Blocks that only the others held are free again, and the rest stays. "
-        "That is all there is: fork, copy on write, free. Ask on, or try /n 3 and /beams 4; F7 hides the strands."
+        "free: the tour accepted the first answer. Blocks that only the others held are freed, and the rest stays. "
+        "That is all: fork, copy on write, free. Ask another question, or try /n 3 and /beams 4. F7 hides the strands."
     )

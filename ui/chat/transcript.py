@@ -1,4 +1,4 @@
-"""The conversation, scrolling: its turns and the app's notes. Only those near the screen are widgets."""
+"""The scrolling conversation: its turns and the app's notes. Only those near the screen are widgets."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from minillm.ui.memory.pool import Pool
 
 WELCOME = """\
 Ask something and press Enter.
-Ctrl+J begins a new line, Escape stops an answer, F1 lists all keys, / all commands.
-/n 3 and a question: three answers that share their memory. /tour shows how in a minute, `minillm demo` in three."""
+Ctrl+J starts a new line, Escape stops an answer, F1 lists all keys, / lists all commands.
+/n 3: three answers that share memory. /tour and `minillm demo` show how."""
 
 
 @dataclass(eq=False)
 class Remark:
-    """What a note says; see `Note`."""
+    """The content of a `Note`."""
 
     text: str
     kind: str
 
 
 class Note(Static):
-    """A line of the app between the turns. ``kind`` is "info", "tour", "warning" or "error"."""
+    """A note of the app between the turns. ``kind`` is "info", "tour", "warning" or "error"."""
 
     def __init__(self, text: str, kind: str = "info") -> None:
         mark = {"info": "·", "tour": "▶", "warning": "▲", "error": "✖"}[kind]
@@ -39,13 +39,13 @@ class Note(Static):
 
 
 class Transcript(LongList[Turn | Remark], can_focus=True):
-    """Turns and notes in order. One turn can be selected: the keys for edit, copy and the like act on it."""
+    """Turns and notes in order. One turn can be selected for commands such as edit and copy."""
 
     def __init__(self) -> None:
         super().__init__()
         self._conversation = Conversation()
         self._selected: Turn | None = None
-        self._pool: Pool | None = None  # as the gutters were shown last
+        self._pool: Pool | None = None  # as the gutters last showed it
 
     def compose(self) -> ComposeResult:
         above, below = super().compose()
@@ -58,16 +58,16 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
 
     @property
     def turn_views(self) -> list[TurnView]:
-        """Those of the turns that are mounted."""
+        """Return the views of the mounted turns."""
         return [view for view in self.views if isinstance(view, TurnView)]
 
     @property
     def turns(self) -> list[Turn]:
-        """All turns, in order."""
+        """Return all turns in order."""
         return [item for item in self.items if isinstance(item, Turn)]
 
     def show_blocks(self, pool: Pool | None) -> None:
-        """Show beside the answers in sight which blocks hold them."""
+        """Show the state of the blocks next to the visible answers."""
         self._pool, top = pool, self.scroll_offset.y
         for view in self.turn_views[::-1]:
             region = view.virtual_region
@@ -81,11 +81,11 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
         self.show_blocks(self._pool)
 
     def view_of(self, turn: Turn) -> TurnView | None:
-        """The view of a turn; None where it is not mounted."""
+        """Return the view of a turn, None if it is not mounted."""
         return next((view for view in self.turn_views if view.turn is turn), None)
 
     async def show_path(self, conversation: Conversation) -> None:
-        """Show the conversation's turns; those that are shown already stay as they are."""
+        """Show the conversation's turns. Turns that are already shown keep their views."""
         self._conversation = conversation
         turns, before = conversation.turns, self.turns
         same = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(before, turns, strict=False)))
@@ -93,7 +93,7 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
             self.select(None)
         if turns[same:]:
             await self.query("#welcome").remove()
-        # All that stands below the first turn that goes belongs to the branch that is left.
+        # Everything below the first removed turn belongs to the branch that is left.
         end = self.items.index(before[same]) if before[same:] else len(self.items)
         await self.replace_items(end, turns[same:], into_sight=bool(turns[same:]))
         for view in self.turn_views:
@@ -104,11 +104,11 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
         return f"{siblings.index(turn) + 1}/{len(siblings)}" if len(siblings) > 1 else ""
 
     async def add_note(self, text: str, kind: str = "info") -> None:
-        """Add a line of the app; it is in sight where the reader is at the end."""
+        """Add a note. It is scrolled into sight if the reader is at the end."""
         await self.replace_items(len(self.items), [Remark(text, kind)], into_sight=False)
 
     async def clear(self) -> None:
-        """Show the welcome, and nothing else."""
+        """Remove everything and show the welcome."""
         self._selected = None
         await self.replace_items(0, [], into_sight=False)
         if not self.query("#welcome"):
@@ -129,7 +129,7 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
         return isinstance(item, Turn) and item.answer.is_open
 
     async def bring(self, turn: Turn) -> TurnView | None:
-        """Have a turn mounted, and in sight; returns its view, None where the turn is not among those shown."""
+        """Mount a turn and scroll to it. Return its view, None if the turn is not shown."""
         await self.bring_item(turn)
         return self.view_of(turn)
 
@@ -144,14 +144,14 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
             view.set_class(view.turn is turn, "-selected")
 
     async def go_to(self, turn: Turn) -> None:
-        """Select a turn and bring it into sight."""
+        """Select a turn and scroll to it."""
         self.select(turn)
         view = await self.bring(turn)
         if view is not None:
             self.call_after_refresh(self.scroll_to_widget, view, animate=False)
 
     async def select_next(self, step: int) -> None:
-        """Select the turn below (1) or above (-1) the selected one; past the last one, none."""
+        """Select the next (1) or previous (-1) turn; none after the last one."""
         turns = self.turns
         at = turns.index(self._selected) if self._selected in turns else len(turns)
         at = max(0, at + step)

@@ -1,7 +1,7 @@
-"""Which part of a long list is mounted: the part in sight, and some screens around it. Plain arithmetic on lines.
+"""Choose the mounted part of a long list: the visible part and some screens around it. Plain arithmetic on lines.
 
-A widget takes a thousand times the memory of its text, and a layout takes the longer the more widgets there are.
-So a conversation of any length has the widgets of a few screens, and blank room in the place of all others.
+A widget takes a thousand times the memory of its text, and more widgets make every layout slower. So a conversation of
+any length has the widgets of a few screens, and blank space in place of all others.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-AHEAD = 1.5  # screens that are mounted above and below the one in sight
-SPARE = 0.75  # screens of them that are left when the next ones are mounted
-_MOST = 5.0  # screens that are mounted while a conversation grows
+AHEAD = 1.5  # screens mounted above and below the visible one
+SPARE = 0.75  # remaining screens of them when more are mounted
+_MOST = 5.0  # screens mounted while a conversation grows
 
 
 def at(heights: Sequence[int], line: int) -> tuple[int, int]:
-    """The item that holds a line, and the line's number within it; the last item holds all lines below."""
+    """Return the item that contains a line, and the line's number within it. The last item contains all lines below."""
     for index, height in enumerate(heights):
         if line < height or index == len(heights) - 1:
             return index, line
@@ -24,14 +24,14 @@ def at(heights: Sequence[int], line: int) -> tuple[int, int]:
 
 
 def around(heights: Sequence[int], first: int, last: int) -> range:
-    """The items that hold any of the lines from ``first`` to ``last``, this one excluded."""
+    """Return the items that contain any of the lines from ``first`` up to, but not including, ``last``."""
     ends = list(accumulate(heights))
     held = [i for i, (end, height) in enumerate(zip(ends, heights, strict=True)) if end > first and end - height < last]
     return range(held[0], held[-1] + 1) if held else range(len(heights), len(heights))
 
 
 def ending(heights: Sequence[int], room: float) -> range:
-    """The last items: so many as fill ``room`` lines, one at least."""
+    """Return the last items: as many as fill ``room`` lines, at least one."""
     begin = len(heights)
     while begin and room > 0:
         begin -= 1
@@ -40,7 +40,7 @@ def ending(heights: Sequence[int], room: float) -> range:
 
 
 def grown(shown: range, heights: Sequence[int], screen: int) -> range:
-    """The part that is mounted when items were added below ``shown``, which ended with the one before them."""
+    """Return the part to mount when items were added after ``shown``, which ended with the item before them."""
     longer = range(shown.start, len(heights))
     if sum(heights[each] for each in longer) <= _MOST * screen:
         return longer
