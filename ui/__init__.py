@@ -1,11 +1,12 @@
-"""The Textual chat app. It talks to the engine's process by messages (`minillm.service`) and never imports torch.
+"""The Textual chat app. It exchanges messages with the engine process (`minillm.service`) and never imports torch.
 
-app.py, engine_app.py   the app and its screen; the engine's process, notifications, themes, the app's messages
+app.py, engine_app.py   the app; the engine process, notifications, themes, the app's messages
+chat_screen.py          the screen: the talk, the memory panel, and the keys of both
 chat/                   the talk (questions, commands, answers), the transcript, the conversation as data and on disk
-memory/                 the pool of blocks as data, and the six views of it
-bars.py, dialogs.py     the lines at the top and the bottom; the dialogs that open above the chat
+memory/                 the block pool as data, and its six views
+bars.py, dialogs.py     the lines at the top and the bottom; the dialogs above the chat
 settings.py             the settings that the user can change
-textual_internals.py    the private names of Textual, all of them
+textual_internals.py    all uses of Textual's private names
 terminal.py             the terminal before and after the app, however it ends
 plain.py                the chat line by line, without Textual
 """

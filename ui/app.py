@@ -1,4 +1,4 @@
-"""``minillm chat`` as an app: its start and its end, the keys of all screens."""
+"""``minillm chat`` as an app: start, end, and the keys that all screens share."""
 
 import asyncio
 import contextlib
@@ -30,13 +30,13 @@ from minillm.ui.settings import Settings
 from minillm.ui.terminal import check_terminal, ending_on_signals, pasted_text
 from minillm.ui.textual_internals import TerminalDriver
 
-_SETTLED = 2.0  # seconds after which the first screen is there
-_JOINERS = ("\u200c", "\u200d")  # Persian, Indic scripts and emoji are written with them
-_SOON = 0.01  # seconds between two looks whether a screen has its widgets
+_SETTLED = 2.0  # seconds until the first screen is complete
+_JOINERS = ("\u200c", "\u200d")  # needed in Persian, Indic scripts and emoji
+_SOON = 0.01  # seconds between checks whether a screen has its widgets
 
 
 class ChatApp(EngineApp):
-    """``minillm chat``."""
+    """The app of ``minillm chat``."""
 
     TITLE = "minillm"
     CSS_PATH = [Path(__file__).parent / name for name in ("app.tcss", "memory/memory.tcss")]  # noqa: RUF012
@@ -56,9 +56,15 @@ class ChatApp(EngineApp):
         server: str = "",
         driver_class: type[Driver] = TerminalDriver,
     ) -> None:
-        """``store``: where conversations are saved; ``resumed``: the one to go on with; ``question``: is asked
-        first; ``keeper``: keeps changes for the next start; ``engine_command``: the program that plays the engine;
-        ``server``: the address of the server behind that program, if any.
+        """Create the app.
+
+        Args:
+            store: where conversations are saved.
+            resumed: the conversation to continue.
+            question: a question to ask first.
+            keeper: stores changed settings for the next start.
+            engine_command: the program that acts as the engine.
+            server: the address of the server behind that program, if any.
         """
         super().__init__(settings, engine_command, driver_class, keeper, server)
         if settings.keymap:
@@ -68,19 +74,20 @@ class ChatApp(EngineApp):
         self.chat = ChatScreen(store or SessionStore.of_user())
         self._resumed = resumed
         self._question = question
-        self.unsaved: MinillmError | None = None  # why the end of the conversation is not on the disk
+        self.unsaved: MinillmError | None = None  # why the end of the conversation could not be saved
         self._typed_early: deque[events.InputEvent | events.Paste] = deque()
 
     def get_default_screen(self) -> Screen:
-        # With the classes of its size from the start, all widgets are styled once less before the first paint.
+        # With the size classes set from the start, all widgets are styled once less before the first paint.
         for breakpoints, cells in zip((self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS), self.size, strict=True):
             self.chat.update_classes({max(each for each in breakpoints if each[0] <= cells)[1]: True}, update=False)
         return self.chat
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Style everything anew, for another theme. The first theme is chosen before there is a widget to style.
-        Textual would parse all styles for it, a tenth of the time until the first paint, and parse them again with the
-        screen. The theme's colours are enough.
+        """Restyle all widgets for another theme. The first theme is set before there are any.
+
+        Textual would parse all styles for it, which takes a tenth of the time until the first paint, and parse them
+        again with the screen. Setting the theme's colors is enough.
         """
         if self.chat.is_attached:
             super().refresh_css(animate)
@@ -88,18 +95,18 @@ class ChatApp(EngineApp):
             self.stylesheet.set_variables(self.get_css_variables())
 
     async def on_mount(self) -> None:
-        # Importing torch in the other process takes a whole core: the first paint goes first.
+        # Importing torch in the engine process takes a whole core, so paint first.
         self.call_after_refresh(self.load_model)
         if self._resumed is not None:
             self.chat.talk.call_later(self.chat.talk.open_conversation, self._resumed)
         self.chat.talk.call_later(self.chat.talk.offer_draft)
-        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # the terminal has forgotten it
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # the terminal has lost the screen
         if self._question:
             self._ask(self._question)
 
     @work
     async def _ask(self, question: str) -> None:
-        """Send a question, which waits until the model is ready."""
+        """Ask a question as soon as the model is ready."""
         while not self.chat.is_mounted or self.chat.talk.engine.phase == "off":
             await asyncio.sleep(_SOON)
         self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
@@ -108,10 +115,10 @@ class ChatApp(EngineApp):
         self.chat.post_message(EngineEvent(event))
 
     async def until_ready(self) -> None:
-        """Wait until the model can be asked.
+        """Wait until the model is ready.
 
         Raises:
-            MinillmError: it does not load, or the engine ended.
+            MinillmError: the model does not load, or the engine ended.
         """
         while self.chat.talk.engine.phase != "ready":
             if self.engine_state.phase in ("failed", "crashed"):
@@ -119,11 +126,12 @@ class ChatApp(EngineApp):
             await asyncio.sleep(0.05)
 
     async def on_event(self, event: events.Event) -> None:
-        """Let keys wait that come for a screen without widgets, or behind a key whose command has yet to run. Pasted
-        text passes the filter here, before any widget sees it.
+        """Delay keys that arrive before the screen has its widgets, or before the command of an earlier key has run.
+
+        Pasted text is filtered here, before any widget sees it.
         """
         if isinstance(event, events.Key) and event.character in _JOINERS and not event.is_forwarded:
-            event = events.Paste(event.character or "")  # not printable, so no widget would take it for text
+            event = events.Paste(event.character or "")  # not printable, so no widget would accept the key as text
         if isinstance(event, events.Paste) and not event.is_forwarded:
             event = events.Paste(clean(pasted_text(event.text)))
         if isinstance(event, events.InputEvent | events.Paste) and not event.is_forwarded:
@@ -133,7 +141,7 @@ class ChatApp(EngineApp):
             await super().on_event(event)
 
     async def _take_typed(self) -> None:
-        """Textual gives keys to a screen from the moment it is pushed, and its actions would find nothing there."""
+        """Pass on delayed keys. Textual sends keys to a screen before its widgets exist, where actions would fail."""
         while self._typed_early and self.screen.is_mounted and not self.chat.talk.num_waiting:
             event = self._typed_early.popleft()
             if isinstance(event, events.Key | events.Paste) and self.screen is self.chat:
@@ -143,16 +151,16 @@ class ChatApp(EngineApp):
             self.set_timer(_SOON, self._take_typed)
 
     async def action_command(self, name: str, argument: str = "") -> None:
-        """Run a slash command that leaves the conversation alone: it need not wait."""
+        """Run a slash command that does not change the conversation, so it need not wait."""
         await self.chat.talk.run_command(name, argument)
 
     def action_help_quit(self) -> None:
-        """ctrl+c where nothing else takes it: close the dialog above the chat."""
+        """Handle ctrl+c where no widget does: close the dialog above the chat."""
         if len(self.screen_stack) > 1:
             self.pop_screen()
 
     def action_leave(self) -> None:
-        """ctrl+q: quit; twice, where that would cut something off."""
+        """Quit, after asking once if that would cut something off."""
         talk = self.chat.talk
         if not talk.unfinished or talk.is_asked_twice_to_end("ctrl+q", talk.unfinished):
             self.exit()
@@ -160,11 +168,11 @@ class ChatApp(EngineApp):
     def action_command_palette(self) -> None:
         from minillm.ui.dialogs import Palette
 
-        if self.screen is self.chat:  # a dialog has no commands
+        if self.screen is self.chat:  # dialogs have no commands
             self.push_screen(Palette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
-        """The palette's commands: all slash commands; one that needs an argument is put into the prompt."""
+        """Yield the palette's commands: all slash commands. One that needs an argument goes to the prompt."""
         for command in COMMANDS.values():
             title = command.name.capitalize() + (f"  {command.shown_key}" if command.shown_key else "")
             if command.needs_argument:
@@ -182,7 +190,7 @@ class ChatApp(EngineApp):
             self.chat.talk.store.keep_draft(self.chat.talk.unsent)
 
     def leave(self, code: int) -> None:
-        """End with this exit code, as soon as there is a whole screen to take down."""
+        """Exit with this code as soon as there is a complete screen to remove."""
         if self.chat.is_mounted:
             self.exit(return_code=code)
         else:
@@ -190,21 +198,23 @@ class ChatApp(EngineApp):
 
 
 def run(app: ChatApp, typed: bytes = b"") -> int:
-    """Run the app in this process's terminal; ``typed`` was read from it before. Returns the exit code: 143 after
-    SIGTERM, 129 after SIGHUP.
+    """Run the app in this process's terminal. Return the exit code: 143 after SIGTERM, 129 after SIGHUP.
+
+    Args:
+        typed: bytes read from the terminal before.
 
     Raises:
-        UsageError: the terminal is none, or cannot be drawn on.
+        UsageError: there is no terminal, or it cannot be drawn on.
         MinillmError: the end of the conversation cannot be saved.
-        Exception: the defect that ended the app; the terminal is restored by then.
+        Exception: the bug that ended the app. The terminal is restored by then.
     """
     check_terminal()
     if isinstance(sys.__stderr__, io.TextIOWrapper):
-        sys.__stderr__.reconfigure(encoding="utf-8", errors="replace")  # frames are drawn on it
+        sys.__stderr__.reconfigure(encoding="utf-8", errors="replace")  # Textual draws on it
     app.typed_before = typed
 
     def collect_garbage() -> None:
-        gc.freeze()  # the objects of the first screen stay
+        gc.freeze()  # the objects of the first screen live to the end
         gc.enable()
 
     async def until_the_end() -> None:

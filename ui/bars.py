@@ -1,4 +1,4 @@
-"""The lines at the top and the bottom: the model, the views' names, loading, the activity, the keys."""
+"""The lines at the top and the bottom: model, view names, loading progress, status, keys."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,28 +18,28 @@ from minillm.ui.engine_app import EngineState
 from minillm.ui.numbers import bar, count, duration
 from minillm.ui.settings import Settings, settings_summary
 
-FULL = 0.8  # of the context: from here on it is shown as a warning
+FULL = 0.8  # of the context; a fuller one is shown as a warning
 _PHASES = {"off": "no model loaded", "loading": "loading", "failed": "not loaded", "crashed": "engine ended"}
 _ACTIVITIES = {
     "no model": ("○", "$text-warning"),
     "loading": ("◌", "$text-success"),
     "ready": ("●", "$text-success"),
-    "others run": ("◉", "$text-success"),
+    "others running": ("◉", "$text-success"),
     "reading": ("◐", "$text-success"),
     "generating": ("◉", "$text-success"),
     "stopping": ("◍", "$text-success"),
-    "summing up": ("◉", "$text-success"),
+    "summarizing": ("◉", "$text-success"),
     "failed": ("✖", "$text-error"),
 }
 
 
 def _spread(left: Content, right: Content, width: int) -> Content:
-    """Both on one line, at its two ends."""
+    """Return a line with ``left`` and ``right`` at its ends."""
     return Content.assemble(left, " " * max(1, width - left.cell_length - right.cell_length), right)
 
 
 class TitleBar(Widget):
-    """Left: the model, and its server. Right: sampling, and whether there is a system prompt, as far as they fit."""
+    """Shows the model and its server at the left, the sampling settings at the right, as far as they fit."""
 
     engine_state: reactive[EngineState] = reactive(EngineState())
     settings: reactive[Settings] = reactive(Settings(""))
@@ -62,7 +62,7 @@ class TitleBar(Widget):
 
 @dataclass(frozen=True)
 class View:
-    """A view of the memory, and the key that opens it. ``short`` is its name where there is little room."""
+    """A memory view and the key that opens it. ``short`` is its name on narrow screens."""
 
     name: str
     key: str
@@ -73,22 +73,22 @@ class View:
 VIEWS = (
     View("pool", "f5", "pool", "every block of the cache"),
     View("tables", "f6", "table", "the block tables"),
-    View("strands", "f7", "strand", "the text in its blocks: shared once, parting where it forks"),
+    View("strands", "f7", "strand", "the text in its blocks, shared until it forks"),
     View("events", "f8", "event", "allocate, fork, copy on write, free, hit, evict, swap"),
-    View("memory", "f9", "mem", "what is used, shared, cached and wasted"),
-    View("steps", "f10", "step", "what each step did, and where its time went"),
+    View("memory", "f9", "mem", "used, shared, cached and wasted memory"),
+    View("steps", "f10", "step", "the work of each step and its time"),
 )
-_MARK = "▸"  # before the current one: to be seen without colour, too
+_MARK = "▸"  # marks the current one without color
 
 
 class ViewTabs(Widget):
-    """The views by name, with the key that opens each. Names get shorter where there is little room."""
+    """Shows the views by name, with the key that opens each. Names are shortened on narrow screens."""
 
     current: reactive[str] = reactive("pool")
 
     @dataclass
     class Picked(Message):
-        """The mouse chose a view."""
+        """A view was clicked."""
 
         view: str
 
@@ -114,7 +114,7 @@ class ViewTabs(Widget):
 
 
 def tab_labels(width: int) -> tuple[list[tuple[str, str]], int]:
-    """Each view's key and title, and the cells between two of them, for ``width`` cells."""
+    """Return each view's key and title, and the cells between two views, for ``width`` cells."""
     full = [(view.key.upper(), view.name) for view in VIEWS]
     short = [(view.key.upper(), view.short) for view in VIEWS]
     numbers = [(key[1:], title) for key, title in short]  # without the F
@@ -133,11 +133,11 @@ def _cells(labels: Sequence[tuple[str, str]], gap: int) -> int:
 
 
 class LoadingBar(Widget):
-    """How far a model's download and loading have come: the work, its progress, its speed."""
+    """Shows the progress of a model's download and loading, with its speed."""
 
     progress: reactive[Progress | None] = reactive(None)
     _label = ""
-    _began = (0.0, 0)  # when this label was first seen, and how far it was then
+    _began = (0.0, 0)  # when this label first appeared, and the progress then
 
     def watch_progress(self, loading: Progress | None) -> None:
         if loading is not None and loading.label != self._label:
@@ -153,7 +153,7 @@ class LoadingBar(Widget):
 
 
 def progress_line(loading: Progress, rate: float, width: int) -> str:
-    """``rate`` is in units per second, 0 where it is not known yet."""
+    """Return the line for some progress. ``rate`` is in units per second, 0 if unknown."""
     in_bytes, total = loading.unit == "bytes", loading.total
     shown, unit = (size, "") if in_bytes else (count, f" {clean_line(loading.unit, 20)}")
     words = [clean_line(loading.label, 60)]
@@ -171,7 +171,7 @@ def progress_line(loading: Progress, rate: float, width: int) -> str:
 
 @dataclass(frozen=True)
 class Status:
-    """The content of the line below the prompt. Sizes in tokens and blocks, 0 where they are not known."""
+    """The content of the line below the prompt. Sizes are in tokens and blocks, 0 if unknown."""
 
     activity: str = "no model"  # a key of `_ACTIVITIES`
     tokens_per_second: float = 0.0
@@ -183,7 +183,7 @@ class Status:
 
 
 class StatusBar(Widget):
-    """Shows a `Status`; parts that do not fit are left out, the least important first."""
+    """Shows a `Status`. Parts that do not fit are left out, the least important first."""
 
     status: reactive[Status] = reactive(Status())
 
@@ -209,12 +209,12 @@ class StatusBar(Widget):
 
 
 def hidden_keys(actions: Mapping[str, str], *, priority: bool = False) -> list[Binding]:
-    """Keys and their actions, which the line of keys does not show."""
+    """Return bindings of keys to actions that the key bar does not show."""
     return [Binding(key, action, show=False, priority=priority) for key, action in actions.items()]
 
 
 def named_keys(actions: Mapping[str, tuple[str, str]], *, priority: bool = False) -> list[Binding]:
-    """Names of actions, their keys and what they do: hidden, but ``[keymap]`` may replace the keys."""
+    """Return bindings of named actions that the key bar does not show. ``[keymap]`` may replace their keys."""
     return [Binding(key, action, show=False, priority=priority, id=name) for name, (key, action) in actions.items()]
 
 
@@ -222,9 +222,10 @@ _FIRST_KEYS = ("Keys", "Help", "Quit")
 
 
 class KeyBar(Widget):
-    """Every key of the screen that its binding shows, as far as there is room. A click presses one. Textual's own
-    footer makes a widget of each key, and makes them all again whenever the focus moves: a sixth of the time until the
-    first screen.
+    """Shows the screen's keys, as many as fit. A click presses a key.
+
+    Textual's own footer makes a widget of each key, and makes all of them again whenever the focus moves. That takes a
+    sixth of the time until the first screen.
     """
 
     ALLOW_SELECT = False
@@ -237,7 +238,7 @@ class KeyBar(Widget):
             self.refresh()
 
     def _keys(self) -> list[tuple[str, Content]]:
-        """The keys that fit, in their order; first come those with which one finds all others, and the way out."""
+        """Return the keys that fit, in order. Keys for finding all others, and for quitting, have priority."""
         found: list[tuple[str, Content, bool]] = [("slash", self._label("/", "Commands"), True)]
         for _, binding, enabled, _ in self.screen.active_bindings.values():
             if binding.show and enabled:

@@ -1,4 +1,4 @@
-"""The chat's screen: the talk, the memory beside it, and the keys of both."""
+"""The chat's screen: the talk, the memory panel next to it, and the keys of both."""
 
 from textual import events, getters, on
 from textual.app import ComposeResult
@@ -26,12 +26,12 @@ _KEYS = {
     "stop": ("escape", "stop"), "interrupt": ("ctrl+c", "interrupt"), "expand": ("alt+v", "expand"),
     "wider": ("alt+shift+left", "widen(1)"), "narrower": ("alt+shift+right", "widen(-1)"),
     "select-previous": ("alt+up", "select(-1)"), "select-next": ("alt+down", "select(1)"),
-}  # names of actions, their keys, and what they do  # fmt: skip
-_WIDTHS, _WIDTH_STEP, _USUAL_WIDTH = (25, 70), 5, 40  # of the memory beside the talk, in percent: see `memory.tcss`
+}  # names of actions, their keys, and the actions  # fmt: skip
+_WIDTHS, _WIDTH_STEP, _USUAL_WIDTH = (25, 70), 5, 40  # of the memory panel, in percent: see `memory.tcss`
 
 
 def name_of_stranger(owner: str) -> str:
-    """The name of a sequence that no turn of this conversation has; on a server, whose it is."""
+    """Return the name of a sequence that belongs to no turn of this conversation. On a server it names the owner."""
     if "/" in owner:
         return f"chat {owner.partition('/')[0][1:5]}"
     kind, dash, number = owner.partition("-")
@@ -40,7 +40,7 @@ def name_of_stranger(owner: str) -> str:
 
 
 class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
-    """Takes keys, and hands the engine's events to the talk or to the memory."""
+    """Handles keys and passes the engine's events to the talk or the memory panel."""
 
     app = getters.app(EngineApp)
     panel = getters.query_one(MemoryPanel)
@@ -62,8 +62,8 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self._phase = EngineState().phase
         self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
         self._width = _USUAL_WIDTH
-        self._last_copier = ""  # the request that copied a block last
-        self._earlier_names: dict[str, str] = {}  # of requests, those of conversations before this one included
+        self._last_copier = ""  # the request that last copied a block
+        self._earlier_names: dict[str, str] = {}  # of requests, including those of earlier conversations
 
     def compose(self) -> ComposeResult:
         yield TitleBar()
@@ -73,7 +73,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         yield KeyBar()
 
     def on_screen_resume(self, event: ScreenResume) -> None:
-        if not self.stack_updates:  # the first time: every widget has only just been styled
+        if not self.stack_updates:  # the first time: all widgets were styled just now
             event.refresh_styles = False
 
     def on_mount(self) -> None:
@@ -83,7 +83,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.watch(self.talk, "leaf", lambda _: self._memory.soon(), init=False)
 
     def _engine_state_changed(self, state: EngineState) -> None:
-        self.post_message(EngineEvent(state))  # so that it stands in line behind the events that came before
+        self.post_message(EngineEvent(state))  # to queue it after events that arrived before
 
     def _take_state(self, state: EngineState) -> None:
         before, self._phase = self._phase, state.phase
@@ -113,7 +113,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.talk.post_message(EngineEvent(event))
 
     def _show_first_copy(self, event: CacheChanged) -> None:
-        """Draw the first copy on write of each answer at once: beside a model on these cores it would be seen late."""
+        """Draw the first copy on write of each answer at once. With a model on the same cores it would appear late."""
         copier = next((entry.owner for entry in event.log if entry.kind == "copy"), self._last_copier)
         if copier != self._last_copier:
             self._last_copier = copier
@@ -128,7 +128,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         if self.panel.display:
             self._show_memory()
         self.talk.transcript.show_blocks(self.pool)
-        if self.talk.run is None:  # else the text brings it along
+        if self.talk.run is None:  # else new text refreshes it
             self.talk.refresh_status()
 
     def _show_memory(self) -> None:
@@ -141,14 +141,15 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.panel.show_news(self.name_of, current, self.score_of, origins.get(current), num_beams)
 
     def score_of(self, owner: str, index: int) -> float | None:
-        """The score of a beam of the last answer; None for every other sequence."""
+        """Return the score of a beam of the last answer, None for any other sequence."""
         leaf = self.talk.conversation.leaf
         beams = leaf.answer.candidates if leaf is not None and leaf.answer.request_id == owner else []
         return beams[index].score if index < len(beams) else None
 
     def name_of(self, owner: str, index: int) -> str:
-        """A sequence's name for people: ``turn 2 · answer 3`` is the third candidate of the second turn. A negative
-        ``index`` stands for all of them.
+        """Return a sequence's name for display: ``turn 2 · answer 3`` is the third candidate of the second turn.
+
+        A negative ``index`` stands for all of an owner's sequences.
         """
         summing = self.talk.compaction
         if summing is not None and summing.request_id == owner:
@@ -166,14 +167,15 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         return f"{name.replace('answer', 'branch')} · answer {index + 1}"
 
     def action_command(self, name: str, argument: str = "") -> None:
-        """Run a slash command, after all that the talk was told before. Keys act in the app's task, or in the prompt's,
-        and the palette in the app's: a command that began there would change the conversation in the midst of a
-        question that is being asked.
+        """Run a slash command, after everything that the talk was sent before.
+
+        Keys run in the app's or the prompt's task, and the palette in the app's. A command run there could change the
+        conversation while a question is being asked.
         """
         self.talk.call_command(name, argument)
 
     def action_stop(self) -> None:
-        """Leave the whole screen or the search; else end answer, loading or editing; else back to the prompt."""
+        """Leave the whole screen or the search, else stop an answer, loading or editing, else focus the prompt."""
         talk = self.talk
         if self.maximized is not None:
             self.minimize()
@@ -196,13 +198,13 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             if talk.editing is not None:
                 talk.editing = None
                 talk.prompt.text = ""
-                self.notify("the question stays as it was")
+                self.notify("your question is unchanged")
             self.clear_selection()
             talk.transcript.select(None)
             talk.prompt.focus()
 
     def action_interrupt(self) -> None:
-        """ctrl+c: copy the selection, else stop the answer or the loading; twice, else, to quit."""
+        """Copy the selection, else stop the answer or loading, else quit when pressed twice."""
         selected = self.talk.prompt.selected_text or self.get_selected_text()
         if selected:
             self.app.copy_to_clipboard(selected)
@@ -212,9 +214,10 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.app.exit()
 
     def lead(self, event: events.Key | events.Paste) -> None:
-        """Give the prompt the keyboard before a letter or pasted text comes, unless its widget has a use for them. The
-        app asks for that before it hands the key on: later, the keys behind it would be on their way to the old widget,
-        and Enter would be another's.
+        """Focus the prompt before a letter or pasted text arrives, unless the focused widget uses it.
+
+        The app calls this before it passes the key on. Later, the next keys would already be on their way to the old
+        widget, and Enter would act there.
         """
         focused, (key, character) = self.focused, ("a", "a")
         if focused is self.talk.prompt:
@@ -230,31 +233,31 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.set_focus(self.talk.prompt)
 
     def on_key(self, event: events.Key) -> None:
-        """Have ? ask for help where it is no text."""
+        """Open the help on ? where it is no text."""
         if event.character == "?" and self.focused is not self.talk.prompt:
             event.stop()
             self.action_command("help")
 
     @property
     def memory_view(self) -> str:
-        """The memory view that is shown; empty where none is."""
+        """Return the name of the memory view that is shown, empty if none is."""
         return self.panel.view if self.panel.display else ""
 
     def action_view(self, name: str) -> None:
-        """Show one of the memory views; the same key once more hides it."""
+        """Show a memory view. The same key hides it again."""
         shown = self.memory_view != name
         self.set_class(shown, "-memory")
         self.set_class(not shown, "-no-memory")
         if shown:
             self.panel.view = name
-            if self.has_class("-short"):  # there is no room beside the talk
+            if self.has_class("-short"):  # no space next to the talk
                 self.add_class("-expanded")
             self._show_memory()
         else:
             self.remove_class("-expanded")
 
     def action_expand(self) -> None:
-        """Give the memory view the whole screen, or the chat its place back."""
+        """Give the memory view the whole screen, or restore the chat."""
         if not self.panel.display:
             self.action_view(self.panel.view)
         self.toggle_class("-expanded")
@@ -262,11 +265,11 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.talk.prompt.focus()
 
     def action_widen(self, steps: int) -> None:
-        """Make the memory beside the talk wider by steps of 5 %, or narrower."""
+        """Make the memory panel wider by steps of 5 %, or narrower if negative."""
         self.set_width(self._width + steps * _WIDTH_STEP)
 
     def set_width(self, percent: float) -> None:
-        """Give the memory about this part of the screen's width."""
+        """Set the memory panel's width to about this percentage of the screen."""
         before, nearest = self._width, round(percent / _WIDTH_STEP) * _WIDTH_STEP
         self._width = max(_WIDTHS[0], min(_WIDTHS[1], nearest))
         self.remove_class(f"-pane-{before}")
@@ -277,7 +280,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.set_width(100 * (1 - message.x / self.size.width))
 
     def action_menu(self) -> None:
-        """Have all actions to choose from, by letters."""
+        """Open a menu of all actions, selected by letters."""
         from minillm.ui.keymap import KeyMenu, bound_keys
 
         bindings = bindings_by_name()
@@ -290,7 +293,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.app.push_screen(KeyMenu(bound_keys(self.app.settings.keymap, bindings)), act)
 
     def action_next(self) -> None:
-        """tab: from the prompt to the first candidate, where there are some; else to the next widget."""
+        """Move from the prompt to the first candidate if there is one, else to the next widget."""
         if self.focused is self.talk.prompt and (card := self._first_card) is not None:
             card.focus()
         else:
@@ -298,7 +301,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
 
     @property
     def _first_card(self) -> CandidateCard | None:
-        """The card of the first candidate that can be chosen now."""
+        """Return the card of the first candidate that can be chosen now."""
         cards, count = self.query(CandidateCard), self.talk.prompt.num_picks
         return cards[len(cards) - count] if 0 < count <= len(cards) else None
 
@@ -315,6 +318,6 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
 
 
 def bindings_by_name() -> list[Binding]:
-    """The bindings of all actions that have a name: those of the screen, and those that work in dialogs, too."""
+    """Return the bindings of all named actions, in the screen and in dialogs."""
     bindings = (*ChatScreen.BINDINGS, *COMMANDS.bindings("app", "everywhere"))
     return [each for each in bindings if isinstance(each, Binding) and each.id]

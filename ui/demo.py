@@ -1,4 +1,4 @@
-"""``minillm demo``: a tour of the cache on the real engine, with a pool so small that all happens within minutes."""
+"""``minillm demo``: a tour of the cache on the real engine. A small pool makes everything happen within minutes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import plural
 from minillm.ui.settings import Settings, with_param
 
-# 16 x 48 = 768 tokens: enough for the tour's conversations, too few for all of them at once. Draft tokens would put
-# the three answers of the last stop out of step: the first would end early and leave its blocks to the rest.
+# 16 x 48 = 768 tokens: enough for the tour's conversations, too few for all of them at once. Draft tokens would
+# desynchronize the three answers of the last stop: the first would end early and leave its blocks to the others.
 DEMO_ENGINE = {
     "num_blocks": 48, "block_size": 16, "max_model_len": 512, "admission": "optimistic", "speculate": "off",
 }  # fmt: skip
 DEMO_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 48, "seed": 1}
 _STEPS_PER_SECOND = 10.0  # of the engine, at speed 1
-_READING = 6.0  # seconds for a line of explanation, at speed 1
-_PATIENCE = 120.0  # seconds that a stop waits at most; then the tour goes on
+_READING = 6.0  # seconds to read an explanation, at speed 1
+_PATIENCE = 120.0  # maximum seconds to wait for a stop's action
 _SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -41,7 +41,7 @@ class Narration(Static):
 
 @dataclass(frozen=True)
 class Stop:
-    """One stop of the tour: its name, its explanation, its view, and its action, which returns whether it happened."""
+    """A stop of the tour: name, explanation, memory view, and an action that returns whether it succeeded."""
 
     name: str
     text: str
@@ -107,37 +107,37 @@ async def _preemption(tour: DemoApp) -> bool:
 
 STOPS = (
     Stop("blocks",
-         "A question is computed. Its tokens fill blocks of 16 slots, taken from the pool as they are needed.", "pool",
+         "A question is computed. Its tokens fill blocks of 16 slots, allocated from the pool as needed.", "pool",
          lambda tour: tour.ask("What is a page table, in one sentence?")),
     Stop("fork",
-         "The next turn is a fork of the last one: it shares all full blocks, and writes only what is new.", "tables",
+         "The next turn forks the last one. It shares all full blocks and computes only the new tokens.", "tables",
          _fork),
     Stop("copy on write",
-         "Four answers to one question: the prompt is computed once, and forked. The first write of each to the shared "
-         "last block copies it: copy on write.", "strands",
+         "Four answers to one question: the prompt is computed once and forked. An answer that writes to the shared "
+         "last block copies it first: copy on write.", "strands",
          _copies),
     Stop("free",
-         "One answer is accepted. The blocks that only the others held are free again.", "pool", _accept),
+         "One answer is accepted. Blocks that only the others held are freed.", "pool", _accept),
     Stop("beam search",
-         "Beam search: at every step the best beams fork and the worst are freed. No key and no value moves.",
+         "Beam search: at every step the best beams fork and the worst are freed. Keys and values do not move.",
          "strands", _beams),
     Stop("prefix hit",
-         "A new conversation begins like an old one: the prefix cache has its blocks, and nothing is computed twice.",
+         "A new conversation begins like an old one. The prefix cache still has its blocks: nothing is computed twice.",
          "events", _prefix_hit),
     Stop("eviction",
-         "The pool fills with other work. What nobody holds any more is evicted, the longest unused first.", "pool",
+         "The pool fills with other work. Unreferenced blocks are evicted, the least recently used first.", "pool",
          _eviction),
     Stop("preemption",
-         "Three long answers need more blocks than there are. The latest waits: its blocks are swapped to the host, "
-         "and come back when there is room.", "events", _preemption),
+         "Three long answers need more blocks than there are. The latest is preempted: its blocks are swapped to the "
+         "CPU, and return when others are free.", "events", _preemption),
 )  # fmt: skip
 
 
 class DemoApp(ChatApp):
-    """The chat app with a guide."""
+    """The chat app with a guided tour."""
 
     BINDINGS: ClassVar[list[Binding]] = [  # type: ignore[assignment]
-        Binding("space", "tour('next')", "On", priority=True),
+        Binding("space", "tour('next')", "Next", priority=True),
         Binding("p", "tour('pause')", "Pause", priority=True),
         *hidden_keys({"plus,equals_sign": "tour('faster')", "minus": "tour('slower')"}, priority=True),
     ]
@@ -146,10 +146,10 @@ class DemoApp(ChatApp):
         super().__init__(settings, store, **options)
         self.speed = speed
         self.paused = False
-        self.number = 0  # of the stop; 0 before the first one
+        self.number = 0  # of the stop; 0 before the first
         self.over = False
         self._go_on = asyncio.Event()
-        self.missed: list[str] = []  # stops that did not show what they tell
+        self.missed: list[str] = []  # stops that did not show what they explain
         self._others = 0
 
     async def on_mount(self) -> None:
@@ -159,7 +159,7 @@ class DemoApp(ChatApp):
     async def _play(self) -> None:
         await self.chat.mount(Narration(), before="#body")
         self.chat.talk.prompt.disabled = True
-        self._tell("The model is being loaded.")
+        self._tell("Loading the model.")
         while self.engine_state.phase != "ready" or self.chat.pool is None:
             await asyncio.sleep(0.05)
         self._set_pace()
@@ -170,7 +170,7 @@ class DemoApp(ChatApp):
             await self._pause()
             if not await stop.act(self):
                 self.missed.append(stop.name)
-                self._tell(f"{stop.text} This did not happen this time.")
+                self._tell(f"{stop.text} It did not happen this time.")
             await self._pause()
         counts = self.chat.pool.counts
         self.over = True
@@ -179,7 +179,7 @@ class DemoApp(ChatApp):
         words = (
             f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
             f"{plural(counts.num_hit_tokens, 'token')} found in the cache, {plural(counts.num_evictions, 'eviction')}, "
-            f"{plural(counts.num_preemptions, 'preemption')}. {missed}The chat is yours."
+            f"{plural(counts.num_preemptions, 'preemption')}. {missed}You can chat now."
         )
         self.chat.query_one(Narration).update(Content(words))
         prompt = self.chat.talk.prompt
@@ -193,24 +193,24 @@ class DemoApp(ChatApp):
 
     @property
     def answer(self) -> Answer:
-        """The answer of the last question."""
+        """Return the answer to the last question."""
         leaf = self.chat.talk.conversation.leaf
         assert leaf is not None
         return leaf.answer
 
     def has_ended(self, name: str) -> bool:
-        """Whether a request of `generate` has its whole answer."""
+        """Return whether a request of `generate` has its complete answer."""
         return any(table.state == "idle" for table in self.pool.tables_of(name))
 
     async def until(self, condition: Callable[[], object]) -> bool:
-        """Wait until something happens, for `_PATIENCE` at most. Returns whether it did."""
+        """Wait for a condition, at most `_PATIENCE` seconds. Return whether it became true."""
         end = time.monotonic() + _PATIENCE
         while not (happened := bool(condition())) and time.monotonic() < end and self.engine_state.phase == "ready":
             await asyncio.sleep(0.05)
         return happened
 
     async def ask(self, question: str, **params: Any) -> bool:
-        """Ask a question in the chat. Returns whether it has been answered."""
+        """Ask a question in the chat. Return whether it was answered."""
         for name, value in {"n": 1, "beam_width": 1, **params}.items():
             self.settings = with_param(self.settings, name, str(value))
         self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
@@ -218,7 +218,7 @@ class DemoApp(ChatApp):
         return await self.until(lambda: self.chat.talk.run is None) and asked
 
     def generate(self, question: str, max_tokens: int) -> str:
-        """Send a request of another user; returns its name."""
+        """Send a request of another user. Return its name."""
         self._others += 1
         name = f"request-{self._others}"
         params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
@@ -227,7 +227,7 @@ class DemoApp(ChatApp):
 
     def _tell(self, text: str) -> None:
         state = "paused" if self.paused else f"speed {self.speed:g}"
-        keys = (f"\n{state} · space: on · p: pause · + −: speed · ctrl+q: leave", "$text-muted")
+        keys = (f"\n{state} · space: next · p: pause · + −: speed · ctrl+q: leave", "$text-muted")
         line = Content.assemble((f"{self.number}/{len(STOPS)}  {text}", "bold"), keys)
         self.chat.query_one(Narration).update(line)
 
@@ -241,11 +241,11 @@ class DemoApp(ChatApp):
             await asyncio.sleep(0.05)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        # After the tour its keys are letters again.
+        # After the tour, its keys are letters again.
         return not (action == "tour" and self.over)
 
     def action_leave(self) -> None:
-        """Quit at once: nothing here is the user's."""
+        """Quit at once, because nothing here is the user's work."""
         self.exit()
 
     def action_tour(self, what: str) -> None:
@@ -263,6 +263,6 @@ class DemoApp(ChatApp):
 
 
 def demo_settings(settings: Settings) -> Settings:
-    """The settings of the tour for the model of ``settings``."""
+    """Return the tour's settings for the model of ``settings``."""
     engine = {**settings.engine, **DEMO_ENGINE}
     return replace(settings, engine=engine, sampling=dict(DEMO_SAMPLING), beams={}, system="")

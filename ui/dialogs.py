@@ -1,4 +1,4 @@
-"""The dialogs above the chat. Escape closes them and changes nothing."""
+"""The dialogs above the chat. Escape closes them without changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
-    """A box in the middle; it gives back its result, or None."""
+    """A box in the middle of the screen that returns a result, or None."""
 
     BINDINGS = [  # noqa: RUF012
         Binding("escape", "close", "Close", priority=True),
@@ -47,7 +47,7 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
     ]
 
     def __init__(self, title: str, hint: str | Content, *parts: Widget, scrolls: bool = False) -> None:
-        """``scrolls``: the parts may be longer than the screen; the hint stands in the frame then."""
+        """Create the dialog. ``scrolls``: the parts may be longer than the screen, so the hint is in the frame."""
         super().__init__()
         self._box = (
             VerticalScroll(*parts, classes="dialog")
@@ -60,14 +60,15 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
         yield self._box
 
     def on_mount(self) -> None:
-        self.app.clear_notifications()  # what was said before would lie above the dialog
+        self.app.clear_notifications()  # earlier ones would cover the dialog
 
     def say(self, problem: object) -> None:
         self.query_one(".problem", Static).update(Content(clean_line(str(problem), 300)))
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
-        """Close. The second Enter or click of two in a moment finds it closed, and does nothing. Textual would close
-        the top screen instead, or end with an error where that is the chat.
+        """Close the dialog. A second Enter or click right after the first finds it closed and does nothing.
+
+        Textual would close the top screen instead, or fail if that is the chat.
         """
         return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
 
@@ -76,27 +77,27 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
 
 
 class Palette(PatientPalette):
-    """Textual's command palette, which gives one command, however often Enter was pressed."""
+    """Textual's command palette, limited to one command however often Enter is pressed."""
 
     @on(Input.Submitted)
     @on(OptionList.OptionSelected)
     def _take_only_one(self, event: Input.Submitted | OptionList.OptionSelected) -> None:
         if not self.is_active:
-            event.prevent_default()  # it has closed: the screen below would close, too, and the command would run again
+            event.prevent_default()  # closed: the screen below would close, and the command would run again
 
     def dismiss(self, result: None = None) -> AwaitComplete:
-        """Close once: the second Escape or click beside it of two in a moment finds it closed, and does nothing."""
+        """Close once. A second Escape or click outside right after the first finds it closed and does nothing."""
         return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
 
 
 class SystemScreen(Dialog[str]):
-    """Gives back the new system prompt; the next answer is computed with it, and its blocks are pinned."""
+    """Edits the system prompt and returns it. The next answer uses it, and its blocks are pinned."""
 
     BINDINGS = [Binding("ctrl+s", "save", "Save", priority=True)]  # noqa: RUF012
 
     def __init__(self, system: str) -> None:
         self._area = SteadyTextArea(system, compact=True, placeholder="none: the model's template may have its own")
-        hint = "Ctrl+S saves, from the next question on · Escape keeps the old one"
+        hint = "Ctrl+S saves for your next question · Escape keeps the old one"
         super().__init__("system prompt", hint, self._area)
 
     def on_mount(self) -> None:
@@ -108,7 +109,7 @@ class SystemScreen(Dialog[str]):
 
 
 class SamplingScreen(Dialog[Settings]):
-    """A line per parameter of sampling and of beam search. Gives back the changed settings; a wrong one is named."""
+    """Edits the sampling and beam search parameters, one per line. Returns the settings; errors name the parameter."""
 
     BINDINGS = [  # noqa: RUF012
         Binding("ctrl+s", "save", "Save", priority=True),
@@ -128,7 +129,7 @@ class SamplingScreen(Dialog[Settings]):
             )
             for each in (*SAMPLING_FIELDS, *BEAM_FIELDS)
         ]
-        hint = "Enter saves, from the next question on · Escape keeps the old ones"
+        hint = "Enter saves for your next question · Escape keeps the old ones"
         area = VerticalScroll(*rows, id="rows", can_focus=False)
         super().__init__("sampling", hint, area, Static("", classes="problem"))
 
@@ -146,18 +147,18 @@ class SamplingScreen(Dialog[Settings]):
 
 
 class ModelScreen(Dialog[str]):
-    """Gives back a name of the manifest, or a path. A model that is not here yet will be downloaded."""
+    """Selects a model by name or path and returns that. A missing model will be downloaded."""
 
     def __init__(self, settings: Settings, gpu: int = 0) -> None:
-        """``gpu``: the bytes of the GPU that the engine runs on, 0 where it runs on none."""
+        """Create the dialog. ``gpu``: the bytes of the engine's GPU, 0 without one."""
         self._current, self._engine, self._gpu = settings.model, settings.engine, gpu
         self._options = Options()
-        self._input = Input(placeholder="or a name, a directory, a .gguf file", compact=True)
-        hint = "Enter loads it; the conversation stays · Escape closes"
+        self._input = Input(placeholder="or type a name, a directory, a .gguf file", compact=True)
+        hint = "Enter loads the model and keeps the conversation · Escape closes"
         super().__init__("model", hint, self._options, Static("", classes="problem"), self._input)
 
     def on_mount(self) -> None:
-        from minillm.weights.files import find_downloaded  # here, for the other dialogs do not need to wait for it
+        from minillm.weights.files import find_downloaded  # here, because other dialogs need not wait for it
         from minillm.weights.manifest import load_manifest
 
         try:
@@ -181,7 +182,7 @@ class ModelScreen(Dialog[str]):
         self._options.focus()
 
     def _places(self) -> list[Place]:
-        """Return the devices of this machine, with the bandwidth that the engine's process measured."""
+        """Return the devices of this machine, with the bandwidth measured by the engine process."""
         from minillm import system
         from minillm.config import EngineConfig
         from minillm.fit.verdicts import places_of
@@ -199,7 +200,7 @@ class ModelScreen(Dialog[str]):
 
 
 def fit_of(entry: ModelEntry, places: Sequence[Place]) -> str:
-    """Return where a model fits, in which quantization Enter loads it, and its tokens per second."""
+    """Return where a model fits, the quantization that Enter would load, and its tokens per second."""
     from minillm.fit.forms import sized_entry
     from minillm.fit.verdicts import IN_FEW_BITS, verdicts
 
@@ -207,13 +208,13 @@ def fit_of(entry: ModelEntry, places: Sequence[Place]) -> str:
     found = verdicts([sized_entry(form) for form in forms], places)
     form, verdict = next((pair for pair in zip(forms, found, strict=True) if pair[1].taken), (entry, found[0]))
     if not verdict.taken:
-        return "in few bits" if any(each.where == IN_FEW_BITS for each in found) else "too large"
+        return "low-bit" if any(each.where == IN_FEW_BITS for each in found) else "too large"
     speed = "" if verdict.tokens_per_second is None else f"{rate(verdict.tokens_per_second):>4} tok/s"
     return f"{verdict.where} {form.form if entry.forms else '':<6} {speed}"
 
 
 class SessionsScreen(Dialog[Path]):
-    """The saved conversations: search, delete. Gives back the file of the one to resume."""
+    """Lists the saved conversations, with search and delete. Returns the file of the one to resume."""
 
     BINDINGS = [  # noqa: RUF012
         *hidden_keys({"up": "move('up')", "down": "move('down')"}),
@@ -223,10 +224,10 @@ class SessionsScreen(Dialog[Path]):
     def __init__(self, store: SessionStore, search: str = "") -> None:
         self._store = store
         self._found: list[SessionSummary] = []
-        self._doomed: Path | None = None  # Delete was pressed once
-        self._input = Input(search, placeholder="words of a title, a question or an answer", compact=True)
+        self._doomed: Path | None = None  # Delete was pressed once for this one
+        self._input = Input(search, placeholder="search titles, questions and answers", compact=True)
         self._options = Options()
-        hint = "Enter resumes · ↑ ↓ chooses · Delete twice deletes · Escape closes"
+        hint = "Enter resumes · ↑ ↓ move · Delete twice deletes · Escape closes"
         super().__init__("conversations", hint, self._input, self._options, Static("", classes="problem"))
 
     def on_mount(self) -> None:
@@ -247,7 +248,7 @@ class SessionsScreen(Dialog[Path]):
         options.add_options(lines)
         if self._found:
             options.highlighted = min(at, len(self._found) - 1)
-        self.say("" if self._found else "there is none")
+        self.say("" if self._found else "no conversation found")
 
     def on_input_changed(self) -> None:
         self._list()
@@ -261,7 +262,7 @@ class SessionsScreen(Dialog[Path]):
             self.dismiss(path)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        # By its name: the list may be another one since.
+        # By name, because the list may have changed since.
         path = next((each.path for each in self._found if each.path.name == event.option_id), None)
         if path is not None:
             self.dismiss(path)
@@ -277,23 +278,23 @@ class SessionsScreen(Dialog[Path]):
             self._list()
         elif path is not None:
             self._doomed = path
-            self.say("Delete once more to delete it for good")
+            self.say("Press Delete again to delete it for good")
 
 
-# Least probabilities, their words, and the looks of tokens; unlikely ones are underlined, to be seen without colour.
+# Minimum probabilities, their labels, and the styles of tokens. Unlikely ones are underlined, for use without color.
 _LOOKS = (
-    (0.9, "from 90 %", "$text-muted"),
-    (0.5, "from 50 %", "$text-success"),
-    (0.1, "from 10 %", "$text-warning"),
+    (0.9, "≥ 90 %", "$text-muted"),
+    (0.5, "≥ 50 %", "$text-success"),
+    (0.1, "≥ 10 %", "$text-warning"),
     (0.0, "less", "$text-error underline"),
 )
-_LONGEST = 2000  # tokens that are laid out at a time
+_LONGEST = 2000  # tokens that are laid out at once
 
 
 class ProbabilityScreen(Dialog[Fork]):
-    """An answer's tokens, coloured by how probable the model held each, with the alternatives at the cursor.
+    """Shows an answer's tokens, colored by probability, with the alternatives at the cursor.
 
-    Gives back the fork that begins with the alternative that was chosen.
+    Returns the fork that begins with the chosen alternative.
     """
 
     BINDINGS = [  # noqa: RUF012
@@ -301,7 +302,7 @@ class ProbabilityScreen(Dialog[Fork]):
         Binding("right", "move(1)", "Next token", priority=True),
         Binding("up", "choose(-1)", "Alternative above", priority=True),
         Binding("down", "choose(1)", "Alternative below", priority=True),
-        Binding("enter", "fork", "Go on from it", priority=True),
+        Binding("enter", "fork", "Continue from it", priority=True),
         *hidden_keys({"home": "move(-1000000)", "end": "move(1000000)"}, priority=True),
         Binding("n", "unlikely", "Next unlikely"),
     ]
@@ -312,7 +313,7 @@ class ProbabilityScreen(Dialog[Fork]):
         legend = [part for _, words, look in _LOOKS for part in ((words, look), "  ")]
         self._text, self._alternatives = Static(), Static(id="alternatives")
         self._area = VerticalScroll(self._text, id="tokens", can_focus=False)
-        hint = Content.assemble(*legend, "← → move · n: next below one half · ↑ ↓ and Enter: go on from there")
+        hint = Content.assemble(*legend, "← → move · n: next below 50 % · ↑ ↓ and Enter: continue from there")
         super().__init__("probabilities", hint, self._area, self._alternatives, Static("", classes="problem"))
 
     def on_mount(self) -> None:
@@ -344,9 +345,9 @@ class ProbabilityScreen(Dialog[Fork]):
         chosen = _alternatives(self._tokens[self._cursor])[self._chosen]
         fork = Fork([*tokens, chosen])
         if not chosen.text:
-            self.say("this token has no text: the answer would end here")
+            self.say("this token has no text; the answer would end here")
         elif "\ufffd" in fork.text:
-            self.say("this token is a part of a character: choose one before or behind it")
+            self.say("this token is part of a character; choose one before or after it")
         else:
             self.dismiss(fork)
 
@@ -354,12 +355,12 @@ class ProbabilityScreen(Dialog[Fork]):
         chances = [math.exp(min(0.0, token.logprob)) for token in self._tokens]
         looks = [next(look for least, _, look in _LOOKS if chance >= least) for chance in chances]
         looks[self._cursor] += " reverse"
-        # Line breaks are seen and made.
+        # Show line breaks as a symbol, followed by the break.
         texts = [clean(token.text).replace("\n", "⏎\n").replace("\t", "⇥") for token in self._tokens]
         self._text.update(Content.assemble(*zip(texts, looks, strict=True)))
         token = self._tokens[self._cursor]
         lines = [Content(f"token {self._cursor + 1} of {len(self._tokens)} · log p {token.logprob:.2f}")]
-        room = max(0, min(20, self._area.size.width - 30))  # cells beside the mark, the token and its figure
+        room = max(0, min(20, self._area.size.width - 30))  # cells next to the mark, the token and its figure
         for number, each in enumerate(_alternatives(token)):
             chance = math.exp(each.logprob)
             figures = f"{chance:>7.1%} {bar(chance, room)}"
@@ -367,7 +368,7 @@ class ProbabilityScreen(Dialog[Fork]):
             mark = "▸" if number == self._chosen else " "
             lines.append(Content.assemble((mark, "$text-accent"), (_visible(each.text), looks_of), figures))
         self._alternatives.update(Content("\n").join(lines))
-        # Roughly where the cursor's line is: as far down as its share of the characters before it.
+        # Estimate the cursor's line from the characters before it.
         width = max(1, self._area.size.width)
         line = sum(1 + len(each) // width for each in "".join(texts[: self._cursor]).split("\n")) - 1
         lines_shown = max(1, min(3, self._area.size.height))
@@ -375,7 +376,7 @@ class ProbabilityScreen(Dialog[Fork]):
 
 
 def _alternatives(token: TokenChoice) -> list[TokenChoice]:
-    """The most probable tokens, and the one that was drawn if it is not among them; each as a choice of its own."""
+    """Return the most probable tokens, and the sampled one if it is not among them, each as a `TokenChoice`."""
     pairs = list(zip(token.top_texts, token.top_logprobs, strict=True))
     if token.text not in token.top_texts:
         pairs.append((token.text, token.logprob))
@@ -383,6 +384,6 @@ def _alternatives(token: TokenChoice) -> list[TokenChoice]:
 
 
 def _visible(text: str) -> str:
-    """A token in a column of 20 cells: no character of it is invisible."""
+    """Return a token's text in a column of 20 cells, with symbols for invisible characters."""
     shown = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
     return f"  {shown if len(shown) <= 18 else shown[:17] + '…':<18}"

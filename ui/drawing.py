@@ -1,7 +1,7 @@
-"""Drawing: text that changes often, drawn where it stands, and how often parts of the screen are drawn.
+"""Drawing text that changes often, and limits on how often parts of the screen are drawn.
 
-Where the model computes on the same cores, drawing takes their time from it: on two cores both threads of a matrix
-product wait for the one whose core draws. So the pause after a drawing is as long as its share of a core allows.
+If the model computes on the same cores, drawing slows it down: on two cores, both threads of a matmul wait for the one
+that shares its core with drawing. So after each drawing there is a pause that keeps drawing within its share of a core.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Static
 
-_SHORTEST = 0.1  # seconds from one drawing to the next
-_GATHER = 0.005  # seconds in which every widget has told the screen that it changed: one drawing then, not several
+_SHORTEST = 0.1  # minimum seconds between drawings
+_GATHER = 0.005  # seconds for all changed widgets to report, so that they are drawn together
 
 
 class Drawn(Widget):
-    """Shows the content that ``make`` returns for a width and a height in cells. `update` draws only a change."""
+    """Shows the content that ``make`` returns for a width and height in cells. `update` draws only if it changed."""
 
     def __init__(self, make: Callable[[int, int], Content], **options: str) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ class Drawn(Widget):
         self._shown = Content("")
 
     def update(self) -> None:
-        """Show it anew, in the same room."""
+        """Redraw within the same size if the content changed."""
         if not self._content().is_same(self._shown):
             self.refresh()
 
@@ -42,9 +42,10 @@ class Drawn(Widget):
 
 
 def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
-    """Show ``content`` in a widget whose width its surroundings set, as ``1fr`` is. The screen is laid out anew only
-    where the widget's height changes: a layout costs several times as much as a drawing. With ``lines_ahead`` a widget
-    that needs a line takes so many more with it, which the next ones find there, until `settle`.
+    """Show ``content`` in a widget with a width set by its container, such as ``1fr``.
+
+    A layout costs several times as much as a drawing, so the screen is laid out only if the widget's height changes.
+    With ``lines_ahead``, a widget that grows reserves that many more lines, until `settle`.
     """
     (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
     height = content.get_height(rules, width) if width else 0
@@ -58,13 +59,13 @@ def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> N
 
 
 def settle(widget: Widget) -> None:
-    """The widget needs no lines ahead any more."""
+    """Free the lines that `update_in_place` reserved."""
     if widget.styles.has_rule("min_height"):
         widget.styles.min_height = None
 
 
 def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:
-    """Items side by side on at most ``num_lines`` lines; an item is not broken, and the rest is left out."""
+    """Return the items in at most ``num_lines`` lines. Items are not broken; the rest is left out."""
     lines: list[Content] = []
     for item in items:
         if lines and lines[-1].cell_length + gap + item.cell_length <= width:
@@ -77,8 +78,10 @@ def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Cont
 
 
 class Drawing:
-    """A part of the screen that is drawn when there is news. Beside a model that computes on the same cores it is drawn
-    no more often than takes ``share`` of one core, but once in ``longest`` seconds.
+    """A part of the screen that is drawn when it changes.
+
+    If the model computes on the same cores, drawing takes at most ``share`` of one core, but happens at least once in
+    ``longest`` seconds.
     """
 
     def __init__(self, widget: Widget, draw: Callable[[], Awaitable[None]], *, share: float, longest: float) -> None:
@@ -91,11 +94,11 @@ class Drawing:
 
     @property
     def interval(self) -> float:
-        """Seconds from one drawing to the next."""
+        """Return the seconds between drawings."""
         return self._interval if self.beside_model else _SHORTEST
 
     def pace(self, beside_model: bool) -> None:
-        """Note whether a model computes on the same cores. If not, a drawing that waits is made soon."""
+        """Set whether the model computes on the same cores. If not, draw soon if a drawing is due."""
         if beside_model == self.beside_model:
             return
         self.beside_model = beside_model
@@ -105,13 +108,13 @@ class Drawing:
             self.soon()
 
     def soon(self) -> None:
-        """There is news: draw, when the last time is long enough ago."""
+        """Draw as soon as the interval allows it."""
         if self._timer is None:
             wait = self._drawn_at + self.interval - time.monotonic()
             self._timer = self._widget.set_timer(max(0.01, wait), self._run)
 
     def at_once(self) -> None:
-        """There is news that will not wait; it may not come often."""
+        """Draw now. Only for changes that are rare."""
         if self._timer is not None:
             self._timer.stop()
         self._timer = self._widget.set_timer(0.01, self._run)

@@ -1,4 +1,4 @@
-"""The app as its screens know it: the engine's process, the settings, notifications, and the messages between them."""
+"""Base class of the app, as its screens know it: engine process, settings, notifications, and messages."""
 
 import asyncio
 import tempfile
@@ -28,40 +28,40 @@ Phase = Literal["off", "loading", "ready", "failed", "crashed"]
 
 @dataclass(frozen=True)
 class EngineState:
-    """The state of the engine's process: the title, the loading bar and the prompt depend on it."""
+    """The state of the engine process, for the title, the loading bar and the prompt."""
 
     phase: Phase = "off"
     model: str = ""
     loading: Progress | None = None  # while phase is "loading"
     loaded: Loaded | None = None  # while phase is "ready"
     error: str = ""  # why phase is "failed" or "crashed"; not cleaned for a terminal
-    server: str = ""  # the address of the engine's server; empty for an engine on this machine
+    server: str = ""  # the engine's server; empty for an engine on this machine
 
 
 @dataclass
 class EngineEvent(Message, bubble=False):
-    """From the app to the chat screen: the engine said this, or is in another state."""
+    """Tells the chat screen an event or a new state of the engine."""
 
     event: Event | EngineState
 
 
 @dataclass
 class EngineCommand(Message):
-    """From a screen to the app: tell the engine this."""
+    """Asks the app to send a command to the engine."""
 
     command: Command
 
 
 @dataclass
 class CommandAsked(Message):
-    """From a widget of the talk: run this slash command."""
+    """Asks the talk to run a slash command."""
 
     name: str
     argument: str = ""
 
 
 class EngineApp(QuietApp):
-    """Starts an engine, says how it is, and passes its events on. It knows no screen."""
+    """Runs an engine, publishes its state, and passes on its events. Knows no screen."""
 
     engine_state: reactive[EngineState] = reactive(EngineState())
     settings: reactive[Settings] = reactive(Settings(""))
@@ -75,7 +75,7 @@ class EngineApp(QuietApp):
         server: str = "",
     ) -> None:
         super().__init__(driver_class=driver_class)
-        self._keeper = keeper  # None: nothing is kept
+        self._keeper = keeper  # None: nothing is saved
         self.kept = Kept() if keeper is None else keeper.read()
         self.set_reactive(EngineApp.settings, settings)
         self._use_theme(find_theme(settings.theme))
@@ -84,15 +84,15 @@ class EngineApp(QuietApp):
         self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
 
     def pass_on(self, event: Event) -> None:
-        """Give an event of the engine to the screen that shows it."""
+        """Pass an event of the engine to the screen that shows it."""
         raise NotImplementedError
 
     def load_model(self) -> None:
-        """(Re)start the engine with the model of the settings. The conversation stays."""
+        """Start or restart the engine with the model of the settings. The conversation stays."""
         self._run_engine(self.settings.model)
 
     def stop_engine(self) -> None:
-        """End the engine, in the midst of loading or not."""
+        """Stop the engine, even while it loads."""
         self.workers.cancel_group(self, "engine")
         self._show_state("off", self.settings.model)
 
@@ -105,7 +105,7 @@ class EngineApp(QuietApp):
 
     @work(group="engine", exclusive=True)
     async def _run_engine(self, model: str) -> None:
-        """Start a process, load ``model``, pass on its events, until it ends or another one takes its place."""
+        """Start a process, load ``model``, and pass on events until the process ends or is replaced."""
         log = Path(self._files.name) / "engine.log"
         self._show_state("loading", model, loading=Progress("starting the engine", 0, None, ""))
         try:
@@ -129,9 +129,9 @@ class EngineApp(QuietApp):
                         self.pass_on(event)
         except ValueError as error:
             who = f"server at {self._server}" if self._server else "engine"
-            problem = f"the {who} said something unintelligible: {error}"
+            problem = f"the {who} sent an invalid message: {error}"
         finally:
-            await asyncio.shield(engine.stop())  # until then it is there to be stopped by the app's own end
+            await asyncio.shield(engine.stop())  # until then, the app's end can stop it as well
             if self._engine is engine:
                 self._engine = None
         if self.engine_state.phase != "failed":
@@ -145,7 +145,7 @@ class EngineApp(QuietApp):
             self._engine.send(message.command)
 
     def call_user(self, title: str) -> None:
-        """Ring, and say in the window's title that an answer is there; ``title`` may hold anything."""
+        """Ring the bell and show in the window's title that an answer is ready. ``title`` may be any text."""
         self.bell()
         self.set_window_title(f"✓ {clean_line(title, 80)} · minillm")
 
@@ -157,17 +157,17 @@ class EngineApp(QuietApp):
         self._files.cleanup()
 
     def notify(self, message: str, **options: Any) -> None:
-        """Show a notification in place of the last one; ``message`` may hold anything."""
+        """Show a notification in place of the last one. ``message`` may be any text."""
         self.clear_notifications()
         super().notify(clean_line(message, 400), **{**options, "markup": False})
 
     def watch_settings(self, before: Settings, after: Settings) -> None:
-        """Keep what the user has changed."""
+        """Save the settings that the user changed."""
         if self._keeper is not None and (kept := self.kept.changed(before, after)) != self.kept:
             self.keep(kept)
 
     def keep(self, kept: Kept) -> None:
-        """Keep this for the next start; an error is said, and nothing else happens."""
+        """Save this for the next start. Show an error if that fails."""
         self.kept = kept
         self._try_to(lambda keeper: keeper.write(kept))
 
@@ -176,13 +176,13 @@ class EngineApp(QuietApp):
             try:
                 write(self._keeper)
             except MinillmError as error:
-                self.notify(f"this will not be kept: {error}")
+                self.notify(f"this will not be saved: {error}")
 
     def set_theme(self, name: str) -> None:
-        """Use the theme of this name, from now on; without one, the light one for a dark one, and the other way round.
+        """Switch to the theme of this name. Without a name, switch between light and dark.
 
         Raises:
-            UsageError: no such theme.
+            UsageError: there is no such theme.
         """
         name = name or ("light" if self.current_theme.dark else "dark")
         self._use_theme(find_theme(name))

@@ -1,4 +1,4 @@
-"""The help: what works where the keyboard is, then all keys, then all commands."""
+"""The help: keys of the focused place, then all keys, then all commands."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
@@ -17,69 +17,69 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.dialogs import Dialog
 from minillm.ui.keymap import shown_keys
 
-# Keys and their meanings, under titles. An action's name in braces stands for its keys, and two with / between them for
-# those of both; a command's name stands for all its keys.
+# Keys and their meanings, by section. An action's name in braces stands for its keys, two names with / for the keys of
+# both. A command's name stands for all its keys.
 KEYS = {
     "Talk": {
         "Enter": "send",
-        "@name, /name": "a file's text goes along; a command: ↑ ↓ Tab choose in the list",
-        "Ctrl+J, Alt+Enter": "new line; Shift+Enter in some terminals",
-        "{editor}": "write it in $EDITOR; Ctrl+_ undoes",
-        "↑ ↓": "in the first and last line: what was sent before",
-        "{stop}": "stop the answer, cancel the loading or the editing",
-        "{interrupt}": "copy what is selected; else stop; twice: quit",
+        "@name, /name": "attach file; run command (↑ ↓ Tab choose)",
+        "Ctrl+J, Alt+Enter": "new line (Shift+Enter in some terminals)",
+        "{editor}": "edit in $EDITOR; Ctrl+_ undoes",
+        "↑ ↓": "first or last line: earlier questions",
+        "{stop}": "stop the answer, cancel loading or editing",
+        "{interrupt}": "copy the selection, else stop; twice: quit",
         "{scroll-page-up/scroll-page-down}": "scroll by pages; {scroll-up/scroll-down} by lines",
-        "{scroll-home/scroll-end}": "to the beginning, to the end",
+        "{scroll-home/scroll-end}": "go to the beginning, to the end",
     },
     "Turns": {
-        "{select-previous/select-next}": "select a turn; without one, keys mean the last",
+        "{select-previous/select-next}": "select a turn (default: the last one)",
         "{edit}": "edit the question and ask again, as a branch",
         "{regenerate}": "regenerate the answer, as a branch",
         "{branch}": "switch between branches",
         "{continue}": "continue the last answer",
-        "{accept}": "accept a candidate, before anything is typed; {undo}: undo it",
+        "{accept}": "accept a candidate (empty prompt); {undo}: undo",
         "{copy}": "copy the answer; /copy code: its last code block",
-        "{probabilities}": "the answer's tokens by probability",
+        "{probabilities}": "show the answer's token probabilities",
     },
     "Conversations and settings": {
-        "{new}, {sessions}": "a new one; a saved one",
-        "{find}": "search in it: Enter or ↓ the next place, ↑ the one before",
+        "{new}, {sessions}": "new conversation; saved conversations",
+        "{find}": "search: Enter or ↓ next match, ↑ previous match",
         "{model}, {sampling}, {system}": "model, sampling and beams, system prompt",
-        "{theme}": "light or dark",
-        "Ctrl+P, /": "all commands; {menu} and a letter: every action, without F-keys and Alt",
-        "{help}, or ? at first": "this help",
+        "{theme}": "switch between light and dark",
+        "Ctrl+P, /": "all commands; {menu}: all actions by letter",
+        "{help}, ?": "this help (? in an empty prompt)",
         "{quit}": "quit; {suspend}: back to the shell",
     },
     "Memory": {
-        "{pool}, {tables}, {strands}": "pool, tables, strands; again: hide",
-        "{events}, {memory}, {steps}": "events, memory, steps",
-        "{expand}": "the view on the whole screen, and back",
-        "{wider/narrower}": "a wider view, a narrower one; or drag its left edge",
-        "{next}": "into the view: arrows move, its keys are shown there",
-        "┃ │ ╎": "beside an answer: its blocks, shared, its own, being filled",
+        "{pool}, {tables}, {strands}": "show pool, tables, strands; again: hide",
+        "{events}, {memory}, {steps}": "show events, memory, steps",
+        "{expand}": "the view in full screen, and back",
+        "{wider/narrower}": "wider, narrower view; or drag its edge",
+        "{next}": "go to the view; arrows move",
+        "┃ │ ╎": "an answer's blocks: shared, own, being filled",
     },
 }
 
-# Widgets that have the keyboard, the names of their places, and the keys that mean something there alone.
+# Widgets that can be focused, their names, and the keys that work only there.
 _PLACES: tuple[tuple[type, str, Mapping[str, str]], ...] = (
     (PromptInput, "the prompt", KEYS["Talk"]),
     (CandidateCard, "a candidate", {
         "Enter": "accept it; the others become branches",
-        "Space": "the whole screen, and back",
-        "{next}": "the next candidate",
+        "Space": "full screen, and back",
+        "{next}": "next candidate",
         "↑ ↓": "scroll it",
     }),
     (Transcript, "the conversation", {
         "↑ ↓, Page Up, Page Down": "scroll",
-        "{next}": "onwards",
-        "any letter": "type on",
+        "{next}": "next place",
+        "any letter": "type into the prompt",
     }),
-    (Input, "a line of text", {"Tab, ↑ ↓": "the next line, or choose in the list", "Escape": "close"}),
+    (Input, "a line of text", {"Tab, ↑ ↓": "next line, or choose in the list", "Escape": "close"}),
 )  # fmt: skip
 
 
 def keys_here(screen: Screen[object]) -> tuple[str, dict[str, str]]:
-    """The name of the place that has the keyboard, and the keys that mean something there and not everywhere."""
+    """Return the name of the focused place, and the keys that work there but not everywhere."""
     focused, in_dialog = screen.focused, isinstance(screen, Dialog)
     name, keys = type(screen).__name__.removesuffix("Screen").lower(), dict[str, str]()
     for kind, place, known in _PLACES:
@@ -98,7 +98,7 @@ def keys_here(screen: Screen[object]) -> tuple[str, dict[str, str]]:
 
 
 class _Shown(dict[str, str]):
-    """The keys of an action, of two actions, or of a command, as people are told, by the names in `KEYS`."""
+    """The displayed keys of an action, two actions, or a command, by the names in `KEYS`."""
 
     def __init__(self, commands: CommandTable, bound: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
@@ -109,18 +109,18 @@ class _Shown(dict[str, str]):
         if name in self._commands and name not in self._bound:
             parts = [binding.id or "" for binding in self._commands[name].bindings()]
             if not parts:
-                return self._commands[name].shown_key  # keys of the prompt, which are always those
+                return self._commands[name].shown_key  # the prompt's own keys, which never change
             names = parts
         return shown_keys(*(self._bound[each] for each in names))
 
 
 class HelpScreen(Dialog[None]):
-    """The keys of the place where the keyboard was, then all keys, then all commands."""
+    """Shows the keys of the place that was focused, then all keys, then all commands."""
 
     def __init__(
         self, commands: CommandTable, here: tuple[str, Mapping[str, str]], bound: Mapping[str, Sequence[str]]
     ) -> None:
-        """``bound``: the keys of each action, see `keys_of`."""
+        """Create the help. ``bound``: the keys of each action, see `keys_of`."""
         keys_of = _Shown(commands, bound)
         usages = {command.usage: command.summary for command in commands.values()}
         name, keys_there = here
@@ -133,7 +133,7 @@ class HelpScreen(Dialog[None]):
 
 
 class KeyTable(Static):
-    """Keys and their meanings below titles, in two columns."""
+    """Shows keys and their meanings in two columns, by section."""
 
     def __init__(self, parts: Mapping[str, Mapping[str, str]]) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class KeyTable(Static):
 
 
 def key_lines(parts: Mapping[str, Mapping[str, str]], width: int) -> Content:
-    """The table in lines of so many columns; a meaning that is broken stays in its column, if that is wide enough."""
+    """Return the table for a width in columns. Broken meanings stay in their column if it is wide enough."""
     first = 28 if width >= 60 else 4
     lines: list[Content] = []
     for title, keys in parts.items():
@@ -152,7 +152,7 @@ def key_lines(parts: Mapping[str, Mapping[str, str]], width: int) -> Content:
         for key, meaning in keys.items():
             head = f"  {key:<{first - 3}} " if cell_len(key) < first - 2 else f"  {key} "
             begin, *more = wrap(meaning, max(10, width - cell_len(head))) if cell_len(head) <= first else [""]
-            if not begin:  # the key has a line of its own
+            if not begin:  # the key needs a line of its own
                 more = wrap(meaning, max(10, width - first))
             lines.append(Content.assemble((head, "$foreground"), (begin, "$text-muted")))
             lines += [Content.styled(" " * first + line, "$text-muted") for line in more]

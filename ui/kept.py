@@ -1,4 +1,4 @@
-"""What the chat keeps from start to start: changed sampling, presets, thinking; and the theme, in the configuration."""
+"""State that the chat saves for the next start: changed sampling, presets, thinking; the theme in the configuration."""
 
 import json
 import os
@@ -30,8 +30,9 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """``sampling`` and ``beams`` hold the parameters that were changed in the chat; ``presets`` are saved by name.
-    ``thinks`` is what ``/think`` said last, None where nobody did.
+    """``sampling`` and ``beams`` hold the parameters changed in the chat, ``presets`` the saved ones by name.
+
+    ``thinks`` is the last setting of ``/think``, None if it was never used.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -40,12 +41,12 @@ class Kept:
     thinks: bool | None = None
 
     def over(self, sampling: Mapping[str, Any], beams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """These parameters over those of the configuration."""
+        """Return the configuration's parameters, overridden by these."""
         beams = {**beams, **self.beams}
         return {**sampling, **self.sampling}, {} if beams.get("beam_width") == 1 else beams
 
     def changed(self, before: Settings, after: Settings) -> "Kept":
-        """Keep what differs between two settings of the chat."""
+        """Return this with the differences between two settings of the chat added."""
         sampling, beams = dict(self.sampling), dict(self.beams)
         for name in before.sampling.keys() | after.sampling.keys():
             if before.sampling.get(name) != after.sampling.get(name):
@@ -56,10 +57,10 @@ class Kept:
         return replace(self, sampling=sampling, beams=beams, thinks=thinks)
 
     def preset(self, name: str) -> Mapping[str, Any]:
-        """The sampling parameters of a preset.
+        """Return the sampling parameters of a preset.
 
         Raises:
-            UsageError: there is none of this name; names all.
+            UsageError: there is no preset of this name. The message lists all names.
         """
         known = {**BUILT_IN, **self.presets}
         if name not in known:
@@ -67,39 +68,39 @@ class Kept:
         return known[name]
 
     def with_preset(self, name: str, sampling: Mapping[str, Any] | None) -> "Kept":
-        """Save a preset; None deletes it.
+        """Return this with a preset saved, or deleted if ``sampling`` is None.
 
         Raises:
-            UsageError: the name is none, or that of a built-in one; or there is nothing to delete.
+            UsageError: the name is invalid or built in, or there is no preset to delete.
         """
         if not _NAME.fullmatch(name):
-            raise UsageError("a preset's name has letters, digits, _ and -, up to 40 of them")
+            raise UsageError("a preset's name may have up to 40 letters, digits, _ and -")
         if name in BUILT_IN:
             raise UsageError(f"{name} is built in; choose another name")
         if sampling is None and name not in self.presets:
-            raise UsageError(f"there is no preset {name!r} of yours")
+            raise UsageError(f"you have no preset {name!r}")
         others = {each: values for each, values in self.presets.items() if each != name}
         return replace(self, presets=others if sampling is None else {**others, name: dict(sampling)})
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """The files: ``chat.json`` of the chat alone, and the user's configuration, of which it writes the theme alone."""
+    """The files: the chat's own ``chat.json``, and the user's configuration, where only the theme is written."""
 
     file: Path
     config: Path
 
     @classmethod
     def of_user(cls, config: str | None = None) -> "Keeper":
-        """``config``: the file that the command line names."""
+        """Return the user's files. ``config``: the configuration named on the command line."""
         folder = config_dir()
         return cls(folder / "chat.json", folder / "config.toml" if config is None else Path(config).expanduser())
 
     def read(self) -> Kept:
-        """What was kept; nothing where there is no file.
+        """Return the saved state, empty if there is no file.
 
         Raises:
-            UsageError: the file holds something else; it says how to be rid of it.
+            UsageError: the file is invalid. The message says how to reset it.
         """
         try:
             data = parse_json(read_bytes(self.file, _MAX_BYTES))
@@ -114,14 +115,14 @@ class Keeper:
             return Kept()
         except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:
             why = clean_line(str(error), 200)
-            raise UsageError(f"{self.file}: {why}; delete the file to begin with the configuration again") from None
+            raise UsageError(f"{self.file}: {why}; delete the file to reset it") from None
         return kept
 
     def write(self, kept: Kept) -> None:
-        """Keep this. The file is whole at any moment.
+        """Save this. The file is replaced as a whole.
 
         Raises:
-            MinillmError: the disk or the directory does not allow it.
+            MinillmError: the file cannot be written.
         """
         data: dict[str, Any] = {
             "sampling": dict(kept.sampling),
@@ -133,7 +134,7 @@ class Keeper:
         _replace(self.file, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
 
     def write_theme(self, name: str) -> None:
-        """Set the theme in the configuration; every other line stays.
+        """Set the theme in the configuration. All other lines stay.
 
         Raises:
             MinillmError: the file cannot be read or written.
@@ -148,7 +149,7 @@ class Keeper:
 
 
 def with_theme(text: str, name: str) -> str:
-    """A configuration with this theme: in the line that said it, else in a new one before the first table."""
+    """Return a configuration with this theme, in its existing line or in a new one before the first table."""
     lines = text.splitlines(keepends=True)
     top = next((number for number, line in enumerate(lines) if re.match(r"\s*\[", line)), len(lines))
     said = re.compile(r"""(\s*theme\s*=\s*)("[^"]*"|'[^']*')(.*)""", re.DOTALL)
@@ -163,7 +164,7 @@ def with_theme(text: str, name: str) -> str:
 
 def _replace(path: Path, text: str) -> None:
     try:
-        path = path.resolve()  # a link to a file elsewhere stays one
+        path = path.resolve()  # a symbolic link is kept
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=".saving-", dir=path.parent)
         try:

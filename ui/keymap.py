@@ -1,6 +1,6 @@
-"""Every action of the chat by name, with its keys: ``[keymap]`` of the configuration replaces them, and a menu has all.
+"""Every action of the chat by name, with its keys. ``[keymap]`` of the configuration replaces them; a menu lists all.
 
-Function keys belong to some terminals, Alt to others: ctrl+g, then a letter, does the same everywhere.
+Some terminals use function keys, others Alt, for themselves. ctrl+g, then a letter, works everywhere.
 """
 
 import re
@@ -22,17 +22,17 @@ LETTERS = {
     "tables": "2", "strands": "3", "events": "4", "memory": "5", "steps": "6", "expand": "v", "editor": "x",
     "suspend": "z", "quit": "q", "wider": "+", "narrower": "-",
 }  # of the menu, by action  # fmt: skip
-_TWO_COLUMNS = 78  # columns of a screen on which two of the menu stand side by side
+_TWO_COLUMNS = 78  # columns of a screen with room for two columns of the menu
 _ARROWS = {"up": "↑", "down": "↓", "left": "←", "right": "→"}
 _KEY = re.compile(r"(?:(?:ctrl|alt|shift|super|meta)\+)*[a-z0-9_]+")
 _TYPED = re.compile(r"(?:shift\+)?(?:[a-z0-9]|[a-z]+_[a-z_]+|space|minus|plus|slash|comma|period)")
 
 
 def checked_keymap(keymap: Mapping[str, object], bindings: Iterable[Binding]) -> dict[str, str]:
-    """The keys by action, as Textual takes them: ``{"edit": "ctrl+e,f12"}``.
+    """Return the keys by action in Textual's format: ``{"edit": "ctrl+e,f12"}``.
 
     Raises:
-        UsageError: there is no such action or no such key, the key would be typed, or two actions have it.
+        UsageError: an action or key is unknown, a key is needed for typing, or two actions have the same key.
     """
     defaults = keys_of(bindings)
     check_names(keymap, list(defaults), "[keymap] action")
@@ -47,12 +47,12 @@ def checked_keymap(keymap: Mapping[str, object], bindings: Iterable[Binding]) ->
 
 
 def named_bindings(*bindings: BindingType) -> list[Binding]:
-    """Those of the bindings whose actions have a name."""
+    """Return the bindings of named actions."""
     return [each for each in bindings if isinstance(each, Binding) and each.id]
 
 
 def keys_of(bindings: Iterable[Binding]) -> dict[str, list[str]]:
-    """The keys of each action that has a name."""
+    """Return the keys of each named action."""
     found: dict[str, list[str]] = {}
     for binding in bindings:
         if binding.id:
@@ -61,14 +61,14 @@ def keys_of(bindings: Iterable[Binding]) -> dict[str, list[str]]:
 
 
 def bound_keys(keymap: Mapping[str, object], bindings: Iterable[Binding]) -> dict[str, list[str]]:
-    """The keys of each action that has a name, as ``[keymap]`` has changed them."""
+    """Return the keys of each named action after the changes of ``[keymap]``."""
     bindings = list(bindings)
     chosen = {name: keys.split(",") for name, keys in checked_keymap(keymap, bindings).items()}
     return {**keys_of(bindings), **chosen}
 
 
 def shown_keys(*groups: Sequence[str]) -> str:
-    """The keys of some actions as people are told: ``Ctrl+E, F12``; of opposite arrows ``Alt+← →``."""
+    """Return the keys of some actions for display: ``Ctrl+E, F12``, or ``Alt+← →`` for opposite arrows."""
     keys = [key for group in groups for key in group]
     heads = {key.rpartition("+")[0] for key in keys}
     lasts = [key.rpartition("+")[2] for key in keys]
@@ -89,24 +89,24 @@ def _checked_keys(name: str, value: object) -> list[str]:
         raise UsageError(f"[keymap] {name} must be a key or a list of keys, not {shown(value)}")
     for key in keys:
         if not _KEY.fullmatch(key):
-            raise UsageError(f"[keymap] {name}: {shown(key)} is no key; keys are named ctrl+e, alt+left, f5")
+            raise UsageError(f"[keymap] {name}: {shown(key)} is not a key; keys have names like ctrl+e, alt+left, f5")
         if _TYPED.fullmatch(key):
-            raise UsageError(f"[keymap] {name}: {key} is typed into questions; take one with ctrl or alt, or an f-key")
+            raise UsageError(f"[keymap] {name}: {key} is needed for typing; use a key with ctrl or alt, or an F-key")
     return keys
 
 
 class KeyMenu(Dialog[str]):
-    """All actions and their letters. Gives back the name of the one whose letter was pressed."""
+    """Lists all actions and their letters. Returns the name of the action with the pressed letter."""
 
     def __init__(self, keys: Mapping[str, Sequence[str]]) -> None:
-        """``keys``: those of each action."""
+        """Create the menu. ``keys``: the keys of each action."""
         self._names = {letter: name for name, letter in LETTERS.items()}
         self._cells = [
             Content.assemble(f"  {letter}  ", (f"{name:<18}", "bold"), (f"{shown_keys(keys[name]):<12}", "$text-muted"))
             for letter, name in self._names.items()
         ]
         self._table = Static()
-        super().__init__("actions", "A letter does it · Escape closes", self._table, scrolls=True)
+        super().__init__("actions", "Press a letter · Escape closes", self._table, scrolls=True)
 
     def on_resize(self, event: events.Resize) -> None:
         columns = 2 if event.size.width >= _TWO_COLUMNS else 1

@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Numbers for display."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -9,24 +9,24 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def count(number: int) -> str:
-    """``12,345``."""
+    """Return a count: ``12,345``."""
     return f"{number:,}"
 
 
 def duration(seconds: float) -> str:
-    """``340 ms``, ``1.2 s``, ``75 s``."""
+    """Return a duration in seconds: ``340 ms``, ``1.2 s``, ``75 s``."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def plural(number: int, noun: str) -> str:
-    """``1 block``, ``2 blocks``."""
+    """Return a count with its noun: ``1 block``, ``2 blocks``."""
     return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
 
 def bar(fraction: float, width: int) -> str:
-    """A meter of ``width`` cells that reads without colour."""
+    """Return a meter of ``width`` cells that is readable without color."""
     filled = min(width, max(0, round(fraction * width)))
     if fraction > 0 and filled == 0 and width:
         filled = 1
@@ -34,7 +34,7 @@ def bar(fraction: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, most: float) -> str:
-    """The last ``width`` values as bars that rise to ``most``, the newest on the right; 0 is a blank."""
+    """Return the last ``width`` values as bars up to ``most``, the newest on the right. 0 is a blank."""
     marks = [
         " " if value <= 0 or most <= 0 else _LEVELS[min(len(_LEVELS) - 1, int(value / most * len(_LEVELS)))]
         for value in values[max(0, len(values) - width) :]
@@ -43,11 +43,11 @@ def sparkline(values: Sequence[float], width: int, most: float) -> str:
 
 
 def spans(numbers: Sequence[int], most: int = 1_000) -> str:
-    """``3–7, 12``: the numbers as runs in their order; after ``most`` runs the rest is ``…``."""
+    """Return the numbers as runs in their order, ``3–7, 12``. After ``most`` runs follows ``…``."""
     parts = [span(first, length) for _, first, length in islice(contiguous_runs(numbers), most + 1)]
     return ", ".join([*parts[:most], "…"] if len(parts) > most else parts)
 
 
 def span(start: int, length: int) -> str:
-    """``5`` or ``5–8``."""
+    """Return a run of numbers: ``5`` or ``5–8``."""
     return str(start) if length == 1 else f"{start}–{start + length - 1}"

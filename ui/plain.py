@@ -1,7 +1,7 @@
-"""``minillm chat --plain``: a chat line by line, for pipes, screen readers and terminals that cannot move a cursor.
+"""``minillm chat --plain``: a chat line by line, for pipes, screen readers and terminals without cursor movement.
 
-Questions come from standard input, a line each; answers go to standard output, everything else to standard error. On a
-terminal a prompt asks for each line. ctrl-c stops an answer; where none is being given, a second one ends the chat.
+Questions are lines of standard input. Answers go to standard output, everything else to standard error. On a terminal,
+a prompt asks for each line. ctrl-c stops an answer; without one, pressing it twice ends the chat.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
 from minillm.ui.chat.slash import is_command
 from minillm.ui.settings import Settings, with_param
 
-END_OF_INPUT = r'"\C-d"'  # as readline writes the key
+END_OF_INPUT = r'"\C-d"'  # readline's notation of the key
 HELP = """\
-/new              begin a new conversation
-/set NAME VALUE   temperature, top_p, max_tokens, seed, n, beam_width, …
-/n N, /beams N    give N answers to choose from, sampled or by beam search
-/system [TEXT]    what the model is told first; without a text, nothing
-/accept N         of several answers take this one (else the first)
-/regenerate       another answer to the last question, as a branch
+/new              start a new conversation
+/set NAME VALUE   set temperature, top_p, max_tokens, seed, n, beam_width, …
+/n N, /beams N    get N answers to choose from, sampled or by beam search
+/system [TEXT]    set the system prompt; without a text, use none
+/accept N         use answer N of several (else the first)
+/regenerate       get another answer to the last question, as a branch
 /export FILE      write the conversation to a file, .md or .json
-/quit             leave; so does the end of the input"""
+/quit             quit; so does the end of the input"""
 
 
 @dataclass
@@ -42,12 +42,12 @@ class PlainChat:
     settings: Settings
     store: SessionStore
     output: TextIO
-    notes: TextIO  # all but the answers
+    notes: TextIO  # everything but the answers
     conversation: Conversation = field(default_factory=Conversation)
     is_unsaved: bool = False  # the last save failed
 
     def handle(self, line: str) -> bool:
-        """One line of input. False where it ends the chat."""
+        """Handle one line of input. Return False if it ends the chat."""
         try:
             if is_command(line):
                 name, _, argument = line[1:].partition(" ")
@@ -77,12 +77,12 @@ class PlainChat:
             self._accept(argument)
         elif name == "export":
             if not argument or self.conversation.leaf is None:
-                raise UsageError("/export needs a file's name, and something that was said")
+                raise UsageError("/export needs a file name, and a conversation that is not empty")
             self.note(f"written to {export(self.conversation, Path(argument))}")
         elif name == "help":
             print(HELP, file=self.notes)
         else:
-            raise UsageError(f"there is no /{name} here; /help lists what there is")
+            raise UsageError(f"there is no /{name} here; /help lists the commands")
         return True
 
     def _accept(self, number: str) -> None:
@@ -98,7 +98,7 @@ class PlainChat:
     def _regenerate(self) -> None:
         leaf = self.conversation.leaf
         if leaf is None:
-            raise UsageError("nothing has been said yet")
+            raise UsageError("there is no question yet")
         self._answer(leaf.question, instead_of=leaf)
 
     def _answer(self, question: str, instead_of: Turn | None = None) -> None:
@@ -118,7 +118,7 @@ class PlainChat:
                 for number, each in enumerate(output.outputs, 1):
                     print(f"{number}) {clean(each.text).strip()}\n", file=self.output, flush=True)
                 answer.finish_reason = "stop"
-                self.note("the first is taken, unless /accept N says otherwise")
+                self.note("answer 1 is used; /accept N chooses another")
             else:
                 for delta in self.llm.stream(prompt, SamplingParams(**values)):
                     answer.text += delta.text
@@ -137,14 +137,14 @@ class PlainChat:
         self._save()
 
     def _prompt(self) -> list[int]:
-        """The conversation as ids; where the context is full, without its oldest turns."""
+        """Return the token ids of the conversation, without its oldest turns if the context is full."""
         tokenizer, longest = self.llm.tokenizer, self.llm.engine.max_model_len
         room = min(256, longest // 8)
         while True:
             prompt = tokenizer.apply_chat_template(self.conversation.messages(self.settings.system))
             if len(prompt) + room <= longest or not self.conversation.drop_oldest_half():
                 return prompt
-            self.note(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
+            self.note(f"the context is full: leaving out the oldest {self.conversation.num_dropped} turns")
 
     def _save(self) -> None:
         self.is_unsaved = True
@@ -157,13 +157,13 @@ class PlainChat:
 
 
 def _next_line(source: TextIO) -> str:
-    """The next question, with a line end; empty at the end. On a terminal it is asked for, and can be edited."""
+    """Return the next question with its line end, empty at the end of input. On a terminal, prompt for it."""
     if not source.isatty():
         return source.readline()
     with contextlib.suppress(ImportError):
-        import readline  # input() then edits lines and remembers them
+        import readline  # gives input() line editing and a history
 
-        # Ctrl+D that was typed during an answer waits as NUL: the terminal took lines, and readline takes bytes.
+        # Ctrl+D typed during an answer arrives as NUL: the terminal read lines then, and readline reads bytes.
         was_typed_early = bool(select.select([source], [], [], 0)[0])
         readline.parse_and_bind(f'"\\C-@": {END_OF_INPUT if was_typed_early else "set-mark"}')
     try:
@@ -175,7 +175,7 @@ def _next_line(source: TextIO) -> str:
 def run(
     llm: LLM, settings: Settings, store: SessionStore, resumed: Conversation | None = None, question: str = ""
 ) -> int:
-    """Chat until the input ends; ``question`` is asked first. Returns the exit code: 1 if the end is not saved.
+    """Chat until the input ends, asking ``question`` first. Return the exit code: 1 if the last save failed.
 
     Raises:
         UsageError: the model has no chat template.
@@ -184,7 +184,7 @@ def run(
         raise UsageError("this model has no chat template, so it cannot chat; use an instruct model")
     chat = PlainChat(llm, settings, store, sys.stdout, sys.stderr, resumed or Conversation())
     if sys.stdin.isatty():
-        chat.note("type a question and Enter; /help lists the commands; ctrl-d ends")
+        chat.note("type a question and press Enter; /help lists the commands; ctrl-d quits")
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     waiting, interrupted = [question] * bool(question), False
@@ -194,8 +194,8 @@ def run(
             if not line or (line.strip() and not chat.handle(line.rstrip())):
                 return int(chat.is_unsaved)
             interrupted = False
-        except KeyboardInterrupt:  # at the prompt, or just after an answer that it was to stop
+        except KeyboardInterrupt:  # at the prompt, or just after the answer it should stop
             if interrupted or not sys.stdin.isatty():
                 raise
             interrupted = True
-            chat.note("ctrl-c again ends the chat")
+            chat.note("press ctrl-c again to quit")

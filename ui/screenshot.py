@@ -1,4 +1,4 @@
-"""The picture of the README, made by the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``."""
+"""Generate the README's picture with the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ async def take(target: Path) -> None:
 
     Raises:
         MinillmError: the model does not load.
-        TimeoutError: it does not answer.
+        TimeoutError: the model does not answer in time.
     """
     sampling = {"temperature": 0.6, "seed": 4, "max_tokens": 120, "repetition_penalty": 1.1}
     settings = Settings(default_model(), {"num_blocks": 512}, sampling)
@@ -44,6 +44,6 @@ async def take(target: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m minillm.ui.screenshot FILE.svg")
-    # Whatever terminal this runs in: with fewer colours every theme is another.
+    # Independent of the terminal this runs in: with fewer colors, every theme looks different.
     os.environ |= {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
     asyncio.run(take(Path(sys.argv[1])))

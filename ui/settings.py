@@ -1,4 +1,4 @@
-"""The chat's settings: the model, sampling or beam search, the system prompt, the theme."""
+"""Settings of the chat: model, sampling or beam search, system prompt, theme."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -11,18 +11,19 @@ from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.user_config import CHAT_SAMPLING, UserConfig
 
-# A reader would see finished answers replaced by longer ones, for as long again.
+# Otherwise, readers would see finished answers replaced by longer ones for a long time.
 CHAT_BEAMS: Mapping[str, Any] = {"early_stopping": True}
 POOL_TOKENS = 32768
-NUM_ALTERNATIVES = 5  # most probable tokens that every answer brings, for the view of probabilities
-# The sampling parameters that a beam search takes over.
+NUM_ALTERNATIVES = 5  # most probable tokens sent with every token, for the probabilities view
+# Sampling parameters that also apply to beam search.
 _SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``engine`` holds options of EngineConfig; ``sampling`` and ``beams`` those that differ from the defaults. With a
-    ``beam_width`` above 1 in ``beams`` answers are searched for, else they are sampled.
+    """``engine`` holds options of EngineConfig, ``sampling`` and ``beams`` parameters that differ from defaults.
+
+    With a ``beam_width`` above 1 in ``beams``, answers come from beam search, else from sampling.
     """
 
     model: str
@@ -30,10 +31,10 @@ class Settings:
     sampling: Mapping[str, Any] = field(default_factory=lambda: dict(CHAT_SAMPLING))
     beams: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
-    theme: str = ""  # one of `THEMES`; empty: as the terminal says
-    keymap: Mapping[str, Any] = field(default_factory=dict)  # keys by the action's name, see `checked_keymap`
+    theme: str = ""  # one of `THEMES`; empty: the one that fits the terminal
+    keymap: Mapping[str, Any] = field(default_factory=dict)  # keys by action name, see `checked_keymap`
     thinks: bool | None = None  # see `minillm.service.messages.Generate`
-    bell: bool = True  # and the window's title, when a long answer ends
+    bell: bool = True  # ring, and set the window's title, when a long answer ends
 
     @property
     def searches(self) -> bool:
@@ -44,19 +45,19 @@ class Settings:
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
-        """The parameters of a request: of BeamSearchParams where they have a ``beam_width``, else of SamplingParams."""
+        """Return a request's parameters: of BeamSearchParams if they have a ``beam_width``, else of SamplingParams."""
         if self.searches:
             shared = {name: self.sampling[name] for name in _SHARED if name in self.sampling}
             return {**CHAT_BEAMS, **shared, **self.beams}
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling}
 
     def params_to_continue(self) -> dict[str, Any]:
-        """The parameters with which one answer goes on: a single sample, even where answers are searched for."""
+        """Return the parameters to continue an answer: a single sample, even with beam search."""
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1}
 
 
 class Overlay(Protocol):
-    """What the chat has kept: parameters that go over others, and whether the model thinks first."""
+    """Saved state of the chat: parameters that override others, and whether the model thinks first."""
 
     @property
     def thinks(self) -> bool | None: ...
@@ -65,10 +66,13 @@ class Overlay(Protocol):
 
 
 def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = None) -> Settings:
-    """The file's settings, over them those that the chat has kept, over all the command line's, which name the model.
+    """Merge the settings: the chat's saved state overrides the file, and the command line overrides both.
+
+    Args:
+        flags: settings from the command line, including the model.
 
     Raises:
-        UsageError: they contradict each other.
+        UsageError: the settings contradict each other.
     """
     sampling, beams = {**CHAT_SAMPLING, **file.sampling}, dict(file.beams)
     if kept is not None:
@@ -91,10 +95,7 @@ def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = No
 
 
 def for_desktop(engine: dict[str, Any]) -> dict[str, Any]:
-    """The engine's options; where they do not say how much of a device is taken, a pool of a few contexts.
-
-    Others need it, too.
-    """
+    """Return the engine's options. Without a pool size, the pool has a few contexts: others need memory as well."""
     if engine.keys() & {"pool_tokens", "num_blocks", "gpu_memory_utilization"}:
         return engine
     return {**engine, "pool_tokens": POOL_TOKENS}
@@ -102,7 +103,7 @@ def for_desktop(engine: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ParamField:
-    """One line of the sampling screen. ``kind``: the type of its text; ``may_be_empty``: None is a value."""
+    """One line of the sampling screen. ``kind`` parses its text. ``may_be_empty``: None is a valid value."""
 
     name: str
     kind: Callable[[str], Any]
@@ -111,7 +112,7 @@ class ParamField:
 
 
 def _fields(cls: type, *names: str) -> tuple[ParamField, ...]:
-    """Return the lines of some declared parameters; a hint is the first sentence of a parameter's help."""
+    """Return the lines of some declared parameters. A hint is the first sentence of a parameter's help."""
     known = {
         name: ParamField(name, each.parse, each.help.split(" (")[0].split(". ")[0], default is None)
         for name, default, each in declared(cls)
@@ -137,26 +138,26 @@ def field_texts(settings: Settings) -> dict[str, str]:
 
 
 def with_texts(settings: Settings, texts: Mapping[str, str]) -> Settings:
-    """The settings that the texts of all fields ask for; parameters without a field stay.
+    """Return the settings with the texts of all fields. Parameters without a field stay.
 
     Raises:
-        UsageError: a value that `SamplingParams` or `BeamSearchParams` refuses.
+        UsageError: `SamplingParams` or `BeamSearchParams` rejects a value.
     """
     sampling, beams = _read_fields(SAMPLING_FIELDS, texts, settings.sampling), {}
     params, defaults = SamplingParams(**sampling), SamplingParams()
     sampling = {name: getattr(params, name) for name in sampling if getattr(params, name) != getattr(defaults, name)}
     search = _read_fields(BEAM_FIELDS, texts, settings.beams)
-    if search["beam_width"] != 1:  # else answers are sampled
+    if search["beam_width"] != 1:  # else sample
         BeamSearchParams(**search)
         beams = search
     return replace(settings, sampling=sampling, beams=beams)
 
 
 def with_param(settings: Settings, name: str, text: str) -> Settings:
-    """The settings with one parameter changed, by its name.
+    """Return the settings with one parameter changed.
 
     Raises:
-        UsageError: there is no such parameter, or it cannot have this value.
+        UsageError: there is no such parameter, or the value is invalid.
     """
     texts = field_texts(settings)
     if name not in texts:
@@ -173,7 +174,7 @@ def _read_fields(fields: Iterable[ParamField], texts: Mapping[str, str], base: M
                 values[item.name] = [text, *list(base.get(item.name, ()))[1:]]
         elif text.strip():
             values[item.name] = text.strip()
-            with suppress(ValueError):  # the text itself is refused by the parameters' own check, with a reason
+            with suppress(ValueError):  # keep the text: the parameters' own check rejects it with a reason
                 values[item.name] = item.kind(text.strip())
         elif not item.may_be_empty:
             raise UsageError(f"{item.name} must be a number, not empty")
@@ -181,7 +182,7 @@ def _read_fields(fields: Iterable[ParamField], texts: Mapping[str, str], base: M
 
 
 def settings_summary(settings: Settings) -> str:
-    """Sampling or beam search in a few words."""
+    """Return the sampling or beam search settings in a few words."""
     if settings.searches:
         return f"{settings.beams['beam_width']} beams"
     params = SamplingParams(**settings.sampling)

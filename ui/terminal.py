@@ -1,9 +1,9 @@
-"""The terminal before and after the app: the app's demands on it, and its return to the state before, in every case.
+"""Set up the terminal for the app, and restore it however the app ends.
 
-Textual restores the terminal when it ends by itself. On SIGTERM and SIGHUP it does not: the alternate screen, mouse and
-focus reports, bracketed paste, the hidden cursor and raw mode would all stay. So these signals make the app end by
-itself; where it cannot within `_PATIENCE` (it hangs, or the terminal is gone), a thread restores the terminal and ends
-the process.
+Textual restores the terminal when it exits normally, but not on SIGTERM and SIGHUP: the alternate screen, mouse and
+focus reports, bracketed paste, the hidden cursor and raw mode would all stay. So these signals make the app exit
+normally. If it does not within `_PATIENCE` seconds (it hangs, or the terminal is gone), a thread restores the terminal
+and ends the process.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ from types import FrameType
 
 from minillm.errors import UsageError
 
-_PATIENCE = 2.0  # seconds from a signal to the forced end
+_PATIENCE = 2.0  # seconds from a signal to the forced exit
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# Bracketed paste, mouse, focus reports, in-band resize and the Kitty keyboard off; wrapping on; then the main screen
-# and the cursor.
+# Disable bracketed paste, mouse, focus reports, in-band resize and the Kitty keyboard; enable wrapping; then switch to
+# the main screen and show the cursor.
 _RESET = (
     "\x1b[?2004l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2048l\x1b[<u"
     "\x1b[?7h\x1b[?1049l\x1b[?25h\x1b[0m"
 )
-_LONGEST_WAIT = 0.1  # seconds for an answer, behind all that is done meanwhile
-# The background's colour (OSC 11), then what the terminal is (DA): all terminals answer that, in order, so that an
-# answer to the second alone means that there is none to the first.
+_LONGEST_WAIT = 0.1  # seconds to wait for an answer after everything else is done
+# Ask for the background color (OSC 11), then for the terminal's type (DA). All terminals answer the second question, in
+# order, so if only that answer arrives, there is no answer to the first.
 _QUESTION = b"\x1b]11;?\x1b\\\x1b[c"
 _COLOUR = rb"\x1b\]11;([^\x07\x1b]*)(?:\x07|\x1b\\)"
 _KIND = rb"\x1b\[\?[0-9;]*c"
-# Any OSC, DCS or kitty graphics string is an answer: no key sends one.
+# Any OSC, DCS or kitty graphics string is an answer, because no key sends one.
 _STRING = rb"(?:\][0-9]|P[0-9>!]|_G)[^\x07\x1b]*"
 _ANSWERS = re.compile(rb"\x1b" + _STRING + rb"(?:\x07|\x1b\\)|" + _KIND)
-# The beginning of an answer, or of the mark before a paste.
+# The beginning of an answer, or of a paste mark.
 _BEGUN = re.compile(rb"\x1b(?:" + _STRING + rb"\x1b?|[\]P_]|\[(?:\?[0-9;]*|2(?:00?)?)?)?$")
-_LONGEST_ANSWER = 1.0  # seconds from one part of an answer to the next, over a slow line
+_LONGEST_ANSWER = 1.0  # seconds between parts of an answer over a slow line
 _PASTE_BEGINS, _PASTE_ENDS = b"\x1b[200~", b"\x1b[201~"
 _NO_TEXT = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]+[0-~])")
@@ -49,33 +49,34 @@ _RGB = re.compile(rb"rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,
 
 
 def is_plain_only() -> bool:
-    """Whether there is no terminal to draw on: a pipe or a file on either side, or a terminal of lines only."""
+    """Return whether there is no terminal to draw on: input or output is a pipe or file, or cannot move a cursor."""
     streams = (sys.__stdin__, sys.__stdout__)
     is_terminal = all(stream is not None and stream.isatty() for stream in streams)
     return not is_terminal or _draws_lines_only()
 
 
 def check_terminal() -> None:
-    """Raise UsageError unless the app can draw here and be typed at."""
+    """Raise UsageError unless the app can draw on the terminal and read keys from it."""
     for stream, name in ((sys.__stdin__, "input"), (sys.__stdout__, "output"), (sys.__stderr__, "error")):
         if stream is None or not stream.isatty():
-            problem = f"minillm chat needs a terminal, and standard {name} is none"
-            raise UsageError(f"{problem}; run it in one, or with --plain")
+            problem = f"minillm chat needs a terminal, but standard {name} is not one"
+            raise UsageError(f"{problem}; run it in a terminal, or use --plain")
     if _draws_lines_only():
         kind = os.environ.get("TERM", "")
-        problem = f"minillm chat needs a terminal that can move its cursor, and TERM is {kind!r}"
-        raise UsageError(f"{problem}; set TERM (xterm-256color, say), or use --plain")
+        problem = f"minillm chat needs a terminal that can move its cursor, but TERM is {kind!r}"
+        raise UsageError(f"{problem}; set TERM, for example to xterm-256color, or use --plain")
 
 
 def _draws_lines_only() -> bool:
-    """Whether the terminal cannot move its cursor, or does not name its kind."""
+    """Return whether the terminal cannot move its cursor, or does not state its type."""
     return os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
 
 
 @contextlib.contextmanager
 def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, `_SIGNALS` call ``leave(exit code)`` in the running event loop. To be entered inside the
-    loop, from the main thread. A process that has not ended `_PATIENCE` later is ended.
+    """Make `_SIGNALS` call ``leave(exit code)`` in the running event loop while the block runs.
+
+    Enter it inside the loop, from the main thread. If the process has not ended `_PATIENCE` seconds later, it is ended.
     """
     loop = asyncio.get_running_loop()
     assert sys.__stdin__ is not None
@@ -99,7 +100,7 @@ def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
         timer = threading.Timer(_PATIENCE, force, [code])
         timer.daemon = True
         timer.start()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the app is on its way out
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the app is exiting
             loop.call_soon_threadsafe(leave, code)
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
@@ -112,9 +113,9 @@ def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
 
 @dataclass
 class TerminalAnswer:
-    """What the terminal said of its background, ``light``, ``dark`` or nothing, and the keys that were typed meanwhile.
+    """The terminal's background, ``light``, ``dark`` or empty, and the keys that were typed meanwhile.
 
-    Both are known once `asking_background` has ended.
+    Both are known when `asking_background` has ended.
     """
 
     background: str = ""
@@ -123,11 +124,11 @@ class TerminalAnswer:
 
 @contextlib.contextmanager
 def asking_background() -> Iterator[TerminalAnswer]:
-    """Ask the terminal for its background, run the block, and wait at most `_LONGEST_WAIT` more for the answer.
+    """Ask the terminal for its background, run the block, then wait at most `_LONGEST_WAIT` seconds for the answer.
 
-    Nothing is asked, and nothing is known, where keys wait already, where one side is no terminal or belongs to another
-    job, and where the terminal would print the question. Nothing is echoed meanwhile. The terminal is as before
-    afterwards; `LateAnswers` drops an answer that comes later.
+    Do not ask if keys are waiting, if input or output is no terminal or belongs to another job, or if the terminal
+    would print the question. Nothing is echoed meanwhile. The terminal's state is restored afterwards; `LateAnswers`
+    drops an answer that arrives later.
     """
     answer = TerminalAnswer()
     stdin, stdout = sys.__stdin__, sys.__stdout__
@@ -137,7 +138,7 @@ def asking_background() -> Iterator[TerminalAnswer]:
     keyboard = stdin.fileno()
     before = termios.tcgetattr(keyboard)
     quiet = termios.tcgetattr(keyboard)
-    quiet[0] &= ~termios.ICRNL  # Enter stays what it is for the app
+    quiet[0] &= ~termios.ICRNL  # keep Enter as it is for the app
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
     try:
         termios.tcsetattr(keyboard, termios.TCSANOW, quiet)
@@ -162,7 +163,7 @@ def _can_be_asked(keyboard: int, screen: int) -> bool:
 
 
 def _read_answer(keyboard: int) -> bytes:
-    """Read until the last answer is there, or for as long as one may wait."""
+    """Read until the last answer has arrived, or the time is up."""
     said, end = b"", time.monotonic() + _LONGEST_WAIT
     while not re.search(_KIND, said) and select.select([keyboard], [], [], max(0.0, end - time.monotonic()))[0]:
         data = os.read(keyboard, 4096)
@@ -173,7 +174,7 @@ def _read_answer(keyboard: int) -> bytes:
 
 
 def background_of(said: bytes) -> str:
-    """``light`` or ``dark`` by the colour in an answer to OSC 11; empty where there is none."""
+    """Return ``light`` or ``dark`` for the color in an answer to OSC 11, empty without an answer."""
     found = re.search(_COLOUR, said)
     rgb = _RGB.fullmatch(found.group(1)) if found is not None else None
     if rgb is None:
@@ -184,19 +185,21 @@ def background_of(said: bytes) -> str:
 
 @dataclass
 class LateAnswers:
-    """Drops the terminal's answers from typed input, also where they come in parts."""
+    """Drops the terminal's answers from typed input, even if they arrive in parts."""
 
     _held: bytes = b""
     _held_since: float = 0.0
 
     @property
     def holds(self) -> bool:
-        """Whether input is held back: call `without` soon, also without input."""
+        """Return whether input is held back. If so, call `without` soon, even without input."""
         return bool(self._held)
 
     def without(self, data: bytes) -> bytes:
-        """Take input and return the keys in it. The beginning of an answer is held until the rest comes. Input that may
-        also be a key (Escape) is held until a call without input.
+        """Take input and return the keys in it.
+
+        The beginning of an answer is held until the rest arrives. Input that may also be a key (Escape) is held until a
+        call without input.
         """
         if data:
             self._held_since = time.monotonic()
@@ -208,20 +211,22 @@ class LateAnswers:
         return said
 
     def _is_awaited(self, begun: bytes) -> bool:
-        """Whether this can only be an answer, and its rest may still come."""
+        """Return whether this can only be an answer, and its rest may still arrive."""
         is_answer = re.match(rb"\x1b(?:\][0-9]+;|P[0-9>!]|_G)", begun) is not None
         return is_answer and time.monotonic() - self._held_since < _LONGEST_ANSWER
 
 
 @dataclass
 class Pastes:
-    """Separates pasted text from keys, by the marks of bracketed paste. Nothing inside a paste is a key."""
+    """Separates pasted text from keys by the marks of bracketed paste. Nothing inside a paste is a key."""
 
-    _pasted: bytes | None = None  # the text so far of a paste that has begun
+    _pasted: bytes | None = None  # text so far of a paste that has begun
 
     def split(self, data: bytes) -> Iterator[tuple[bool, bytes]]:
-        """Yield the parts of the input in order: whether each was pasted, and its bytes. The mark at the beginning of a
-        paste must be in one piece (see `LateAnswers`); a paste comes in one piece, once its end is there.
+        """Yield the parts of the input in order: whether each was pasted, and its bytes.
+
+        The mark at the beginning of a paste must be in one piece (see `LateAnswers`). A paste is yielded in one piece,
+        once it is complete.
         """
         while data:
             if self._pasted is None:
@@ -237,10 +242,10 @@ class Pastes:
 
 
 def are_lines(keys: bytes) -> bool:
-    """Whether keys that came at once are several lines of text: pasted where the terminal does not mark pastes."""
+    """Return whether keys that arrived at once are several lines: a paste in a terminal without paste marks."""
     return keys.count(b"\r") > 1 and b"\r" in keys.strip(b"\r") and not _NO_TEXT.search(keys)
 
 
 def pasted_text(text: str) -> str:
-    """Pasted text without its escape sequences, with newlines as line ends."""
+    """Return pasted text without its escape sequences, with newlines as line ends."""
     return _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")

@@ -1,6 +1,6 @@
-"""Every private name of Textual that the app relies on; all other files use documented names.
+"""All private names of Textual that the app uses. All other files use documented names.
 
-Written for and tested with Textual 8.2.8. After an update, look here first.
+Written for and tested with Textual 8.2.8. After an update, check this file first.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from textual.widgets.text_area import Edit, EditResult
 
 if "ESCDELAY" not in os.environ:
-    constants.ESCAPE_DELAY = 0.05  # type: ignore[misc]  # seconds after which Escape is no beginning of another key
-_QUIET = 0.1  # seconds of waiting for a key
-_SOON = 0.02  # the same while a sequence is incomplete, or more of a paste may come
-_LONGEST_BURST = 1 << 20  # bytes that are read at once
+    constants.ESCAPE_DELAY = 0.05  # type: ignore[misc]  # seconds after which Escape is a key of its own
+_QUIET = 0.1  # seconds to wait for a key
+_SOON = 0.02  # the same while a sequence is incomplete, or a paste may continue
+_LONGEST_BURST = 1 << 20  # bytes read at once
 _COMPLETE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-Z\\-~]")  # a control sequence; "\x1b[[" begins a key of the Linux console
 _KITTY_KEY = re.compile(r"\x1b\[(\d*)[\d:]*(?:;(\d*)(?::(\d*))?)?((?:;[\d:]*)?[u~ABCDEFHPQRS])")
-_RELEASED = "3"  # the type of a key event in the Kitty protocol
-_KEEP_TITLE, _TITLE_BEFORE = "\x1b[22;2t", "\x1b[23;2t"  # xterm's stack of titles; others take no notice
-_EMOJI_LOOK = "\ufe0f"  # variation selector 16: some terminals draw the character before it wide, many do not
+_RELEASED = "3"  # type of a key event in the Kitty protocol
+_KEEP_TITLE, _TITLE_BEFORE = "\x1b[22;2t", "\x1b[23;2t"  # xterm's stack of titles; other terminals ignore it
+_EMOJI_LOOK = "\ufe0f"  # variation selector 16: only some terminals draw the character before it wide
 _load_cell_table = cells.load_cell_table
 
 
@@ -63,7 +63,7 @@ cells.load_cell_table = _without_wide_looks  # a character has one width in all 
 
 
 def __getattr__(name: str) -> Any:
-    """The classes of Markdown, imported when they are needed: that takes a tenth of the time until the first screen."""
+    """Import the classes of Markdown on first use: that takes a tenth of the time until the first screen."""
     if name not in ("MarkdownListItem", "MarkdownParagraph", "MarkdownTable"):
         raise AttributeError(name)
     from textual.widgets import _markdown
@@ -72,24 +72,24 @@ def __getattr__(name: str) -> Any:
 
 
 class QuietApp(App[None]):
-    """An app that keeps the exception which ended it, for its caller to say in one line."""
+    """An app that keeps the exception that ended it, so that its caller can report it in one line."""
 
     _has_titled = False
-    typed_before: bytes = b""  # keys that were read from the terminal before the app had it
+    typed_before: bytes = b""  # keys read from the terminal before the app started
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that ended the app, if one did."""
+        """Return the exception that ended the app, None without one."""
         error = self._exception
         return error.__cause__ or error.error if isinstance(error, WorkerFailed) else error
 
     @property
     def can_suspend(self) -> bool:
-        """Whether the app can give the terminal to another program for a while."""
+        """Return whether the app can lend the terminal to another program."""
         return self._driver is not None and self._driver.can_suspend
 
     def set_window_title(self, title: str) -> None:
-        """Name the terminal's window; the first time, the name that it had is kept. ``title`` is clean."""
+        """Set the terminal window's title, saving the original one before. ``title`` must be clean."""
         if self._driver is not None:
             keep = "" if self._has_titled else _KEEP_TITLE
             self._has_titled = True
@@ -97,14 +97,14 @@ class QuietApp(App[None]):
             self._driver.flush()
 
     def give_title_back(self) -> None:
-        """Give the window the name that it had."""
+        """Restore the window's original title."""
         if self._has_titled and self._driver is not None:
             self._has_titled = False
             self._driver.write(_TITLE_BEFORE)
             self._driver.flush()
 
     def _handle_exception(self, error: Exception) -> None:
-        # From `exit` on Textual mounts nothing, and widgets go, while others still take what was said before.
+        # After `exit`, Textual mounts nothing and removes widgets while others still handle earlier messages.
         if not (self._exit and isinstance(error, MountError | NoMatches)):
             super()._handle_exception(error)
 
@@ -117,11 +117,11 @@ class QuietApp(App[None]):
 
 
 class Growing:
-    """Mixed into a widget that grows: its new size is no reason to lay the screen out a second time.
+    """Mixin for a widget that grows: its new size does not trigger a second layout.
 
-    Textual asks for that whenever a widget's virtual size changes, for scrollbars that may come or go; those ask
-    themselves. It also asks after a widget's first place was found, for all that happened while it was mounted. No
-    widget itself, or Textual would take no styles from the widget's other base.
+    Textual requests one whenever a widget's virtual size changes, in case scrollbars appear or disappear, but those
+    request it themselves. It also requests one after a widget's first layout, because of changes while it was mounted.
+    This is not a widget itself, or Textual would take no styles from the widget's other base.
     """
 
     outer_size: Size
@@ -131,13 +131,14 @@ class Growing:
         update, known = super()._size_updated, bool(self.outer_size)  # type: ignore[misc]
         resized = bool(update(size, virtual_size, container_size, layout=False))
         if size and not known:
-            self._layout_required = False  # it asked for that when it was made, and has its first place now
+            self._layout_required = False  # requested when the widget was made; it has its first place now
         return resized
 
 
 class BearsRemovals:
-    """Mixed into a screen: a click on a widget that has been removed selects no text. The widget is drawn until the
-    next layout, and Textual would look for the place of its parent, which it has no more.
+    """Mixin for a screen: a click on a removed widget selects no text.
+
+    The widget stays visible until the next layout, and Textual would look for the place of its parent, which is gone.
     """
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
@@ -149,10 +150,10 @@ class BearsRemovals:
 
 
 class AsLargeAsTerminal:
-    """Mixed into a screen: it has the terminal's present size, whatever an older event says.
+    """Mixin for a screen: it always has the terminal's current size, whatever an older event says.
 
-    A screen that is laid out tells itself its size. Where two sizes wait in its queue during a `batch_update`, each
-    brings the other back when it has been taken, without end, and nothing else in the app would run.
+    A screen sends itself its size when it is laid out. If two sizes are queued during a `batch_update`, each would
+    restore the other forever, and nothing else in the app would run.
     """
 
     app: App[Any]
@@ -162,27 +163,27 @@ class AsLargeAsTerminal:
 
 
 class KeepsPlace:
-    """Mixed into a container that scrolls: it can keep one of its children where it is while others come and go.
+    """Mixin for a scrolling container: it can hold one child in place while others come and go.
 
-    The container scrolls in the midst of the layout that gives the children their new places, so that nothing jumps.
-    No widget itself, see `Growing`.
+    The container scrolls during the layout that moves the children, so nothing jumps. This is not a widget itself, see
+    `Growing`.
     """
 
     _kept: tuple[Widget, int] | None = None
-    _is_laid_out = False  # since the place was kept
+    _is_laid_out = False  # since the place was set
 
     def keep_place(self, child: Widget, line: int) -> None:
-        """Have this line of a child at the top of the screen from the next layout on, until `give_place_up`."""
+        """Hold this line of a child at the top of the screen from the next layout on, until `give_place_up`."""
         self._kept, self._is_laid_out = (child, line), False
 
     @property
     def place(self) -> tuple[Widget, int] | None:
-        """The child and the line that are kept."""
+        """Return the child and the line that are held."""
         return self._kept
 
     @property
     def waits_for_layout(self) -> bool:
-        """Whether no layout has been made since `keep_place`. Textual also calls back "after a refresh" without one."""
+        """Return whether there was no layout since `keep_place`. Textual also calls "after a refresh" without one."""
         return self._kept is not None and not self._is_laid_out
 
     def give_place_up(self) -> None:
@@ -190,7 +191,7 @@ class KeepsPlace:
 
     @property
     def is_held_at_end(self) -> bool:
-        """Whether each layout scrolls to the end. It calls no watcher of ``scroll_y``."""
+        """Return whether each layout scrolls to the end. This calls no watcher of ``scroll_y``."""
         assert isinstance(self, Widget)
         return self._anchored and not self._anchor_released
 
@@ -209,7 +210,7 @@ class KeepsPlace:
 
 
 def _scroll_in_layout(widget: Widget, top: float) -> None:
-    # As Textual's compositor does for a widget that is anchored.
+    # As Textual's compositor does for an anchored widget.
     widget.set_reactive(Widget.scroll_y, top)
     widget.set_reactive(Widget.scroll_target_y, top)
     scrollbar: Any = widget.vertical_scrollbar
@@ -217,10 +218,10 @@ def _scroll_in_layout(widget: Widget, top: float) -> None:
 
 
 class SteadyScrollView(ScrollView):
-    """Its scrollbar is not painted anew with each layout of the screen, but when it has changed."""
+    """A scroll view that redraws its scrollbar only if it changed, instead of with each layout."""
 
     def has_scrollbar_for(self, num_lines: int) -> bool:
-        """Whether the scrollbar is there, or not, as so many lines want it."""
+        """Return whether the scrollbar's visibility is right for this number of lines."""
         return self.show_vertical_scrollbar == (num_lines > self.size.height)
 
     def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
@@ -230,10 +231,10 @@ class SteadyScrollView(ScrollView):
 
 
 class Becoming:
-    """Mixed into a Markdown block that decides itself how it grows with its text."""
+    """Mixin for a Markdown block that controls how it grows with its text."""
 
     async def become(self, block: MarkdownBlock) -> None:
-        """Become ``block``, which is this block some words later."""
+        """Change to ``block``, which is this block with more text."""
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
@@ -241,10 +242,10 @@ class Becoming:
 
 
 class HearsOfGrowth:
-    """Mixed into a Markdown block that has something to do once Textual has made it grow."""
+    """Mixin for a Markdown block that reacts after Textual made it grow."""
 
     def has_become(self, block: MarkdownBlock) -> None:
-        """Take note that this block shows ``block`` now."""
+        """React to showing ``block`` now."""
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
@@ -253,12 +254,12 @@ class HearsOfGrowth:
 
 
 async def update_block(block: MarkdownBlock, later: MarkdownBlock) -> None:
-    """Have a block become ``later``, which is this block some words later."""
+    """Change a block to ``later``, which is this block with more text."""
     await block._update_from_block(later)
 
 
 def parts_of(block: MarkdownBlock) -> list[MarkdownBlock]:
-    """The blocks inside a block that is not composed yet."""
+    """Return the blocks inside a block that is not composed yet."""
     return block._blocks
 
 
@@ -267,7 +268,7 @@ def keep_content(block: MarkdownBlock, content: Content) -> None:
 
 
 class Options(OptionList):
-    """A list whose options may go while they are still drawn, until the next layout: a click on such a one is none."""
+    """A list that ignores clicks on removed options, which stay visible until the next layout."""
 
     def _on_click(self, event: events.Click) -> None:  # type: ignore[override]
         if event.style.meta.get("option", 0) >= self.option_count:
@@ -275,9 +276,9 @@ class Options(OptionList):
 
 
 class SteadyTextArea(TextArea):
-    """A text area that holds no character that a terminal would obey, whoever puts the text in.
+    """A text area that never contains control characters for the terminal, whatever puts text in.
 
-    Where undo takes lines away and the scrollbar with them, Textual looks for the cursor before it moves it.
+    If undo removes lines and with them the scrollbar, Textual looks up the cursor before it moves it.
     """
 
     def _set_document(self, text: str, language: str | None) -> None:
@@ -300,7 +301,7 @@ class _Commands(CommandList, Options, can_focus=False):
 
 
 class PatientPalette(AsLargeAsTerminal, CommandPalette):
-    """A command palette that can be paged while its list has no lines yet, until the next layout, and clicked at."""
+    """A command palette that can be paged and clicked before its list has been laid out."""
 
     def compose(self) -> ComposeResult:
         for part in super().compose():
@@ -312,11 +313,11 @@ class PatientPalette(AsLargeAsTerminal, CommandPalette):
 
 
 class KeyParser(XTermParser):
-    """Textual's parser, but a sequence that it cannot read is no key, instead of an error or of many keys."""
+    """Textual's parser, but an unreadable sequence is no key instead of an error or many keys."""
 
     @property
     def waits(self) -> bool:
-        """Whether a sequence has begun: call `tick` soon."""
+        """Return whether a sequence has begun. If so, call `tick` soon."""
         return self._timeout_time is not None
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
@@ -330,18 +331,20 @@ class KeyParser(XTermParser):
             keys = list(super()._sequence_to_key_events(sequence, alt))
         except (ValueError, OverflowError):  # no such character
             keys = []
-        # The parser itself knows mouse and mode reports, which are no keys either.
+        # The parser itself handles mouse and mode reports, which are no keys either.
         is_report = sequence[-1:] in ("M", "m", "y")
         return keys or ([events.Key(Keys.Ignore, sequence)] if _COMPLETE.fullmatch(sequence) and not is_report else [])
 
 
 class TerminalDriver(LinuxDriver):
-    """Textual's driver, but bytes that are no UTF-8 do not end the app, and the end of input does. Keys that were read
-    before come first. Answers of the terminal to earlier questions are no keys, and neither is anything in a paste.
+    """Textual's driver, with safer input.
+
+    Invalid UTF-8 does not end the app, but the end of input does. Keys that were read earlier come first. The
+    terminal's answers to earlier questions are no keys, and neither is anything in a paste.
     """
 
     def write(self, data: str) -> None:
-        """Write to the terminal; no variation selector changes a width there. Copied and saved text keeps them."""
+        """Write to the terminal, without variation selectors, which may change widths. Copied text keeps them."""
         super().write(data.replace(_EMOJI_LOOK, ""))
 
     def run_input_thread(self) -> None:
@@ -352,7 +355,7 @@ class TerminalDriver(LinuxDriver):
             for is_pasted, part in pastes.split(answers.without(data)):
                 if is_pasted:
                     self.process_message(events.Paste(part.decode("utf-8", "replace")))
-                elif text := decode(part):  # without one, the parser would take it for the end
+                elif text := decode(part):  # the parser would take an empty text for the end
                     for event in parser.feed(text):
                         self.process_message(event)
 
@@ -368,7 +371,7 @@ class TerminalDriver(LinuxDriver):
                     if not data:
                         os.kill(os.getpid(), signal.SIGHUP)
                         return
-                    # More of a paste without marks: all of it is one text.
+                    # More of a paste without marks: treat all of it as one text.
                     while len(data) > 1 and b"\r" in data and len(data) < _LONGEST_BURST and selector.select(_SOON):
                         more = self._read()
                         if not more:
@@ -379,7 +382,7 @@ class TerminalDriver(LinuxDriver):
                     self.process_message(event)
 
     def _read(self) -> bytes:
-        """Read some input; none where the terminal was hung up."""
+        """Read some input, none if the terminal was hung up."""
         try:
             return os.read(self.fileno, 4096)
         except OSError:

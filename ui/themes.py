@@ -1,7 +1,7 @@
-"""Themes: our own two and Textual's, with colours that can be read on every ground that they lie on.
+"""Themes: our own two and Textual's, with colors that are readable on every background they appear on.
 
-A colour that is too near to its ground is blended towards white or black, as little as it takes, also where a terminal
-has only 256 colours. Contrast is that of WCAG 2.1, https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio.
+A color too close to its background is blended towards white or black as little as necessary, including for terminals
+with only 256 colors. Contrast is defined by WCAG 2.1, https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio.
 """
 
 import itertools
@@ -20,14 +20,14 @@ from minillm.errors import UsageError
 from minillm.user_config import THEMES
 
 LEAST_TEXT, LEAST_FRAME = 4.5, 1.5  # contrast of text, of frames and marks
-_LEAST_FOREGROUND = 8.0  # so that less of it is still text
-_SPARE = 0.15  # for roundings by the terminal
-_GREY, _HUE = 0.1, 1000.0  # saturation below which a colour is a grey; the weight of a hue beside parts of 255
-_ALIKE = 55.0  # distance of two colours, in parts of 255, that people take for one
+_LEAST_FOREGROUND = 8.0  # so that faded text is still readable
+_SPARE = 0.15  # for rounding by the terminal
+_GREY, _HUE = 0.1, 1000.0  # saturation below which a color is a gray; the weight of hue relative to RGB distance
+_ALIKE = 55.0  # RGB distance of two colors that people confuse
 _STEPS = (0, 95, 135, 175, 215, 255)
-_CUBE = [Color(r, g, b) for r, g, b in itertools.product(_STEPS, repeat=3) if not r == g == b]  # of the 256 colours
+_CUBE = [Color(r, g, b) for r, g, b in itertools.product(_STEPS, repeat=3) if not r == g == b]  # of the 256 colors
 
-# Colours have meaning: blue is owned and alive, violet is shared, amber warns, red failed.
+# Colors have meanings: blue is owned and alive, violet is shared, amber warns, red failed.
 _COLOURS = {
     "primary": ("#7fa8d1", "#2d6597"),
     "secondary": ("#b596d8", "#7a4bab"),
@@ -49,7 +49,7 @@ def _own(name: str, *, dark: bool) -> Theme:
 
 @cache
 def find_theme(name: str = "") -> Theme:
-    """The theme of this name; without a name, light or dark by the terminal's background.
+    """Return the theme of this name. Without a name, return light or dark, as the terminal's background.
 
     Raises:
         UsageError: there is no such theme.
@@ -62,12 +62,12 @@ def find_theme(name: str = "") -> Theme:
         raise UsageError(
             f"no theme {name!r}; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(THEMES)}")
         )
-    from textual.theme import BUILTIN_THEMES  # here, for most starts need none of them
+    from textual.theme import BUILTIN_THEMES  # here, because most starts need none of them
 
     return BUILTIN_THEMES[name]
 
 
-# Each is one of the 16 colours of old terminals: nothing is rounded, and no text to its own ground.
+# Each is one of the 16 basic colors: nothing is rounded, and no text disappears in its background.
 _SIXTEEN = {
     "primary": ("#55ffff", "#0000aa"),
     "secondary": ("#ff55ff", "#aa00aa"),
@@ -82,37 +82,38 @@ _SIXTEEN = {
 
 
 def in_sixteen_colours(theme: Theme) -> Theme:
-    """The theme of a terminal with 16 colours that stands for another one: dark or light, as that is."""
+    """Return the theme that replaces another one in a terminal with 16 colors, dark or light like that one."""
     colours: dict[str, Any] = {part: shades[0 if theme.dark else 1] for part, shades in _SIXTEEN.items()}
     name = f"minillm-16-{'dark' if theme.dark else 'light'}"
     return Theme(name, accent=colours["primary"], dark=theme.dark, **colours)
 
 
 def for_terminal(theme: Theme, colours: str | None, *, without_colour: bool = False) -> Theme:
-    """The theme as a terminal can show it, legible. ``colours``: the terminal's kind, as Rich names it."""
+    """Return a readable theme for a terminal. ``colours``: the terminal's color system, as Rich names it."""
     if colours == "standard":
         theme = in_sixteen_colours(theme)
     elif colours == "256":
         theme = in_grey_grounds(theme)
     if without_colour:
         theme = in_greys(theme)
-    # A terminal in a terminal may have told of more colours than the outer one has.
+    # A terminal inside a terminal may report more colors than the outer one has.
     nested = os.environ.get("TERM", "").startswith(("tmux", "screen"))
     return legible(theme, {"256"} if colours == "256" else {"truecolor", "256"} if nested else {"truecolor"})
 
 
-_GREYS = [Color(grey, grey, grey) for grey in (0, *range(8, 239, 10), 255)]  # of the 256 colours, from dark to pale
+_GREYS = [Color(grey, grey, grey) for grey in (0, *range(8, 239, 10), 255)]  # of the 256 colors, from dark to light
 
 
 def _colours_of(theme: Theme) -> dict[str, Color]:
-    """The colours of a theme; Textual derives those that it does not name."""
+    """Return the colors of a theme. Textual derives the missing ones."""
     shades = theme.to_color_system().generate()
     return {name: Color.parse(shades[name]) for name in (*_COLOURS, "accent")}
 
 
 def in_grey_grounds(theme: Theme) -> Theme:
-    """The theme with grounds that are greys of the 256 colours, each another one. Their nearest colours would all be
-    black, and those of pale ones lemon.
+    """Return the theme with backgrounds in distinct grays of the 256 colors.
+
+    The nearest colors would all be black, or yellow for light backgrounds.
     """
     colours = _colours_of(theme)
     before, found = -1 if theme.dark else len(_GREYS), dict[str, str]()
@@ -125,19 +126,20 @@ def in_grey_grounds(theme: Theme) -> Theme:
 
 
 def in_greys(theme: Theme) -> Theme:
-    """The theme without colours. Textual takes them away itself, but not from grounds that no widget fills."""
+    """Return the theme without colors. Textual removes them itself, but not from areas that no widget fills."""
     greys: dict[str, Any] = {name: colour.monochrome.hex for name, colour in _colours_of(theme).items()}
     return replace(theme, **greys)
 
 
 def terminal_background() -> str:
-    """``light`` or ``dark`` as ``COLORFGBG`` says (rxvt, Konsole, iTerm2); dark where it is silent."""
+    """Return ``light`` or ``dark`` by ``COLORFGBG`` (rxvt, Konsole, iTerm2), dark if it is not set."""
     return "light" if os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15") else "dark"
 
 
 def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
-    """The theme with colours of enough contrast, and with our own names of them: see ``app.tcss``. ``kinds``: of the
-    terminals that have to show them so, "truecolor" and "256".
+    """Return the theme with enough contrast, and with our own color names, see ``app.tcss``.
+
+    ``kinds``: the terminals that must show it, "truecolor" and "256".
     """
     shades = {name: str(shade) for name, shade in theme.to_color_system().generate().items()}
     grounds = [Color.parse(shades[name]) for name in ("background", "surface", "panel")]
@@ -148,7 +150,7 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
         return readable(colour, on, goal, least, kinds).hex
 
     def telling(colour: Color) -> str:
-        """A colour that tells sequences apart. It never lies on a panel: the less it is blended the more it differs."""
+        """Return a color that tells sequences apart. It is never on a panel: less blending makes it more distinct."""
         if kinds != {"256"} or colour.hsl.s <= _GREY:
             return text(colour, on=grounds[:2])
         found = nearest_in_cube(colour, grounds[:2], taken)
@@ -191,7 +193,8 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
 
 
 def readable(colour: Color, grounds: Sequence[Color], goal: Color, least: float, kinds: Set[str]) -> Color:
-    """The colour, blended towards ``goal`` until its contrast on all grounds is ``least``, or nothing is left of it.
+    """Return the color, blended towards ``goal`` until its contrast on all backgrounds is ``least``.
+
     ``kinds``: see `legible`.
     """
     shows = [_SHOWN[kind] for kind in kinds]
@@ -203,7 +206,7 @@ def readable(colour: Color, grounds: Sequence[Color], goal: Color, least: float,
 
 
 def nearest_in_cube(colour: Color, grounds: Sequence[Color], taken: Set[Color]) -> Color:
-    """The most like one of the 256 colours that is no grey, legible, and not taken; its hue counts most."""
+    """Return the most similar of the 256 colors that is no gray, readable, and not taken. Its hue counts most."""
 
     def unlikeness(other: Color) -> float:
         turn = abs(colour.hsl.h - other.hsl.h)
@@ -220,7 +223,7 @@ def _distance(one: Color, other: Color) -> float:
 
 @cache
 def in_256_colours(colour: Color) -> Color:
-    """The nearest of the 256 colours that most terminals have."""
+    """Return the nearest of the 256 colors that most terminals have."""
     from rich.color import Color as RichColour
     from rich.color import ColorSystem
 
@@ -232,7 +235,7 @@ _SHOWN: dict[str, Callable[[Color], Color]] = {"truecolor": lambda colour: colou
 
 
 def contrast(one: Color, other: Color) -> float:
-    """From 1, equal, to 21, black on white."""
+    """Return the contrast: from 1, equal, to 21, black on white."""
     lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 

@@ -113,7 +113,7 @@ async def test_tokens_that_were_guessed_are_told_at_its_end() -> None:
         Finished(talk.name, 0, "stop", 30, 7.5, 39, 12),
     )  # fmt: skip
     await talk.run.end("stop")
-    assert "30 tokens · 7.5 tok/s · 12 guessed · first token" in summary(talk.answer)
+    assert "30 tokens · 7.5 tok/s · 12 drafted · first token" in summary(talk.answer)
 
 
 @pytest.mark.parametrize(("longest", "max_tokens", "room"), [(10_000, 1000, 256), (800, 1000, 100), (10_000, 3, 3)])
@@ -181,7 +181,7 @@ async def test_an_answer_goes_on_in_the_place_of_the_first() -> None:
     assert generate.request_id == talk.name != before
     ending = await talk.take(ContextFull(talk.name, 990, 1000))
     assert ending is not None
-    assert "cannot go on" in ending.error
+    assert "cannot continue" in ending.error
     assert await talk.run.end("lost")
     assert talk.sent[-1] == Drop(before)
 

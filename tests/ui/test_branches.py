@@ -78,7 +78,7 @@ async def test_an_answer_that_fills_the_context_cannot_be_continued_and_stays() 
         await say(pilot, "/beams 1")
         turn = await ask(pilot, "echo fit more")
         await pilot.press("alt+c")
-        await until(pilot, lambda: any("cannot go on" in note for note in notes(pilot)))
+        await until(pilot, lambda: any("cannot continue" in note for note in notes(pilot)))
         assert turn.answer.text == "fit more"
         assert screen(pilot).talk.conversation.turns == [turn]
         assert screen(pilot).talk.run is None
@@ -157,12 +157,12 @@ async def test_on_the_whole_screen_a_card_has_all_of_its_text_and_says_how_to_le
             candidate.text = f"These are words that both begin with, and {number}"
         view = screen(pilot).query_one(CandidatesView)
         await view.flush()
-        await until(pilot, lambda: "all begin: These are words" in seen(pilot))
+        await until(pilot, lambda: "all begin with: These are words" in seen(pilot))
         await pilot.press("tab", "space")
-        await until(pilot, lambda: "Esc back" in seen(pilot))
+        await until(pilot, lambda: "Esc goes back" in seen(pilot))
         assert "These are words that both begin with, and 0" in seen(pilot)
         await pilot.press("escape")
-        await until(pilot, lambda: "all begin" in seen(pilot) and "Esc back" not in seen(pilot))
+        await until(pilot, lambda: "all begin" in seen(pilot) and "Esc goes back" not in seen(pilot))
 
 
 def test_of_a_cards_facts_those_are_shown_that_have_room() -> None:
@@ -199,7 +199,7 @@ async def test_a_question_that_waits_comes_back_where_one_has_to_choose_first() 
         await say(pilot, "choose")
         await until(pilot, lambda: "sample4 sample4" in seen(pilot))
         await say(pilot, "echo next")
-        await until(pilot, lambda: "1 question will be asked next" in seen(pilot))
+        await until(pilot, lambda: "1 question queued" in seen(pilot))
         screen(pilot).talk.run.stop()  # type: ignore[union-attr]
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "echo next")
         await until(pilot, lambda: any("choose an answer first" in note.message for note in pilot.app._notifications))
@@ -247,7 +247,7 @@ async def test_at_80_columns_the_probabilities_leave_room_for_their_keys() -> No
     async with chat(size=(80, 24)) as pilot:
         await ask(pilot, "echo " + "many words\n" * 60)
         await pilot.press("alt+p")
-        await until(pilot, lambda: "go on from there" in seen(pilot) and "▸" in seen(pilot))
+        await until(pilot, lambda: "continue from there" in seen(pilot) and "▸" in seen(pilot))
 
 
 async def test_candidates_are_there_again_when_the_conversation_is_opened(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ async def test_the_oldest_turns_go_when_the_context_is_full_and_that_is_said() -
         await ask(pilot, "echo two")
         turn = await ask(pilot, "fit into it")
         assert turn.answer.text == "fit into it"
-        assert any("no longer told the oldest 2 turns" in note for note in notes(pilot))
+        assert any("no longer sees the oldest 2 turns" in note for note in notes(pilot))
         assert len(screen(pilot).talk.conversation.turns) == 3, "they stay on the screen"
 
 
@@ -324,7 +324,11 @@ async def test_wrong_commands_are_explained() -> None:
         def told(words: str) -> bool:
             return any(words in note.message for note in pilot.app._notifications)
 
-        wrong = {"/modle": "did you mean /model", "/set heat 3": "unknown parameter", "/copy": "nothing has been said"}
+        wrong = {
+            "/modle": "did you mean /model",
+            "/set heat 3": "unknown parameter",
+            "/copy": "there is no question yet",
+        }
         for text, words in wrong.items():
             await say(pilot, text)
             await until(pilot, partial(told, words))
@@ -401,7 +405,7 @@ async def test_a_token_without_a_text_and_a_part_of_a_character_are_no_forks() -
     async with chat() as pilot:
         pilot.app.push_screen(ProbabilityScreen([choice("a", ""), choice("b", "\ufffd")]))
         await until(pilot, lambda: isinstance(pilot.app.screen, ProbabilityScreen))
-        for key, words in (("", "would end here"), ("right", "a part of a character")):
+        for key, words in (("", "would end here"), ("right", "part of a character")):
             await pilot.press(*([key] if key else []), "enter")
             assert words in str(pilot.app.screen.query_one(".problem", Static).render())
 
@@ -563,7 +567,7 @@ async def test_cards_leave_no_hole_and_their_hint_takes_one_line() -> None:
         assert cards[2].region.x == cards[0].region.x
         assert cards[2].region.right == cards[1].region.right
         hints = [line for line in seen(pilot).splitlines() if "double click" in line]
-        assert "Space: whole screen" in hints[0]
+        assert "Space: full screen" in hints[0]
         for card in cards:
             widths = {card.scrollable_content_region.width}
             card.show_vertical_scrollbar = True

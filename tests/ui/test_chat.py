@@ -132,7 +132,7 @@ async def test_a_crash_of_the_engine_is_said_and_the_conversation_goes_on() -> N
 async def test_nonsense_from_the_engine_is_said() -> None:
     async with chat() as pilot:
         await say(pilot, "garbage")
-        await until(pilot, lambda: "unintelligible" in "".join(notes(pilot)))
+        await until(pilot, lambda: "sent an invalid message" in "".join(notes(pilot)))
 
 
 async def test_a_failed_request_gives_the_question_back_with_the_reason() -> None:
@@ -160,11 +160,11 @@ async def test_a_question_waits_for_the_answer_before_it() -> None:
         await say(pilot, "slow")
         await until(pilot, lambda: "word" in seen(pilot))
         await say(pilot, "echo two")
-        await until(pilot, lambda: "1 question will be asked next" in seen(pilot))
+        await until(pilot, lambda: "1 question queued" in seen(pilot))
         talk = screen(pilot).talk
         await until(pilot, lambda: len(talk.conversation.turns) == 2 and not talk.conversation.turns[1].answer.is_open)
         assert [turn.question for turn in talk.conversation.turns] == ["slow", "echo two"]
-        assert "will be asked" not in seen(pilot)
+        assert "queued" not in seen(pilot)
 
 
 async def test_escape_takes_a_waiting_question_back_before_it_stops_the_answer() -> None:
@@ -268,7 +268,7 @@ async def test_loading_shows_progress_and_can_be_cancelled() -> None:
         await pilot.press("a", "b")
         assert screen(pilot).query_one(PromptInput).text == "ab"
         await pilot.press("escape")
-        await until(pilot, lambda: "cancelled" in seen(pilot))
+        await until(pilot, lambda: "canceled" in seen(pilot))
         assert pilot.app.engine_state.phase == "off"  # type: ignore[attr-defined]
 
 

@@ -26,11 +26,11 @@ async def test_the_older_half_is_told_as_a_summary_and_undone() -> None:
             await ask(pilot, f"echo {word}")
         talk = screen(pilot).talk
         await say(pilot, "/compact")
-        await until(pilot, lambda: "told to the model as a summary" in notes(pilot)[-1])
+        await until(pilot, lambda: "the model now sees" in notes(pilot)[-1])
         # The scripted engine answers with the request itself; the fourth turn is a part of the newer half.
         said = notes(pilot)[-1]
         assert "the first 2 turns" in said
-        assert "It says: Sum up our conversation so far" in said
+        assert "Summary: Sum up our conversation so far" in said
         told = (await ask(pilot, "messages")).answer.text
         assert told.startswith("system=be brief;user=What have we said so far?;assistant=Sum up our conversation")
         assert told.endswith("user=echo six;assistant=six;user=echo ten;assistant=ten;user=messages;")
@@ -64,7 +64,7 @@ async def test_tokens_that_come_back_are_said_and_a_second_summary_holds_the_fir
         for turn in talk.conversation.turns:
             turn.answer.num_prompt_tokens = 700
         await say(pilot, "/compact")
-        await until(pilot, lambda: "tokens of the context came back" in notes(pilot)[-1])
+        await until(pilot, lambda: "which frees about" in notes(pilot)[-1])
         came_back = int(re.search(r"about ([\d,]+) tokens", notes(pilot)[-1])[1].replace(",", ""))  # type: ignore[index]
         bar, last = screen(pilot).query_one(StatusBar), talk.conversation.turns[-1].answer
         assert 0 < came_back == last.num_context_tokens - bar.status.context_used

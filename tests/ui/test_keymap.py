@@ -20,9 +20,9 @@ from minillm.ui.keymap import LETTERS, KeyMenu, checked_keymap, keys_of, shown_k
         ({"edti": "ctrl+e"}, "unknown.*'edti'.*edit"),
         ({"edit": 3}, "edit must be a key or a list of keys, not 3"),
         ({"edit": []}, "edit must be a key"),
-        ({"edit": "Ctrl-E"}, "is no key"),
-        ({"edit": "e"}, "is typed into questions"),
-        ({"edit": "question_mark"}, "is typed into questions"),
+        ({"edit": "Ctrl-E"}, "is not a key"),
+        ({"edit": "e"}, "is needed for typing"),
+        ({"edit": "question_mark"}, "is needed for typing"),
         ({"edit": "ctrl+q"}, "ctrl\\+q is the key of both"),
         ({"edit": "f20", "copy": ["alt+y", "f20"]}, "f20 is the key of both edit and copy"),
     ],
@@ -72,7 +72,7 @@ async def test_the_menu_does_everything_by_letters() -> None:
 async def test_the_menu_fits_and_scrolls_on_a_small_screen() -> None:
     async with chat(size=(40, 12)) as pilot:
         await pilot.press("ctrl+g")
-        await until(pilot, lambda: "A letter does it" in seen(pilot) and "h  help" in seen(pilot))
+        await until(pilot, lambda: "Press a letter" in seen(pilot) and "h  help" in seen(pilot))
         for words in ("f  find              Ctrl+F", "n  new               Ctrl+N"):
             assert words in seen(pilot)
         await pilot.press(*["down"] * 40)
@@ -87,11 +87,12 @@ async def test_the_help_and_the_menu_show_the_keys_that_are_bound() -> None:
     }  # fmt: skip
     async with chat(size=(130, 70), keymap=keymap) as pilot:
         await pilot.press("f1")
-        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen) and "the view on" in seen(pilot))
+        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen) and "the view in" in seen(pilot))
         shown = seen(pilot)
         for words in (
-            r"F14 +stop the answer", r"Alt\+↑, Ctrl\+Alt\+N +select a turn", "F15 +the view on", r"F16, Ctrl\+End +to",
-            r"Alt\+←, F17 +switch between", r"Ctrl\+Y and a letter", "F18 +copy the answer", "F19 +into the view",
+            r"F14 +stop the answer", r"Alt\+↑, Ctrl\+Alt\+N +select a turn", "F15 +the view in",
+            r"F16, Ctrl\+End +go to", r"Alt\+←, F17 +switch between", r"Ctrl\+Y: all actions", "F18 +copy the answer",
+            "F19 +go to the view",
             r"Page Up, Page Down +scroll by pages; Ctrl\+↑ ↓ by lines", "1 … 9 +accept a candidate",
         ):  # fmt: skip
             assert re.search(words, shown), (words, shown)

@@ -159,12 +159,12 @@ def test_control_c_just_after_an_answer_ends_nothing(tiny_model: Path, tmp_path:
     with session([*command, "--max-tokens", "3"], environment={"MINILLM_DATA": str(tmp_path)}) as running:
         running.wait_for("> ", 60)
         running.type("\x03")
-        running.wait_for("ctrl-c again ends the chat")
+        running.wait_for("press ctrl-c again to quit")
         running.wait_for("> ")
         running.type("hello\n")
         running.wait_for("\n\r\n> ")
         running.type("\x03")
-        running.wait_for("ctrl-c again ends the chat")
+        running.wait_for("press ctrl-c again to quit")
         running.type("\x03")
         assert running.end() == 130
     store = SessionStore(tmp_path / "conversations")

@@ -73,8 +73,8 @@ def test_what_is_no_text_is_refused_in_one_line(folder: Path) -> None:
     (folder / "large").write_text("x" * (LONGEST_FILE + 1))
     os.mkfifo(folder / "pipe")
     for name, words in (
-        ("picture", "no text"), ("latin", "no text"), ("large", "send a part of it"), ("src", "is no file"),
-        ("pipe", "is no file"),
+        ("picture", "not UTF-8 text"), ("latin", "not UTF-8 text"), ("large", "send a part of it"),
+        ("src", "is not a file"), ("pipe", "is not a file"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=words) as caught:
             with_files(f"see @{name}", folder)
@@ -91,7 +91,7 @@ def test_what_is_no_text_is_refused_in_one_line(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_name_of_no_file_is_an_error(question: str, name: str, folder: Path) -> None:
-    with pytest.raises(UsageError, match=f"@{re.escape(name)}: there is no such file"):
+    with pytest.raises(UsageError, match=f"@{re.escape(name)}: no such file"):
         with_files(question, folder)
 
 

@@ -57,7 +57,7 @@ def test_the_status_tells_that_others_run() -> None:
     pool.apply(CacheChanged([TableView(1, "system prompt", 0, "pinned", 16, [1])]))
     assert activity() == "ready"
     pool.apply(CacheChanged([TableView(2, "request-1", 0, "running", 16, [2])]))
-    assert activity() == "others run"
+    assert activity() == "others running"
     pool.apply(CacheChanged([TableView(2, "request-1", 0, "idle", 16, [], keep=1)]))
     assert activity() == "ready"
 
@@ -66,7 +66,7 @@ def test_the_status_tells_that_others_run() -> None:
 async def test_a_notification_covers_neither_the_tabs_nor_the_memory(tmp_path: Path) -> None:
     app = ChatApp(Settings("fake"), SessionStore(tmp_path), engine_command=FAKE, driver_class=HeadlessDriver)
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
-        words = "2 is the answer · Alt+← → shows the others, Alt+U undoes it"
+        words = "answer 2 accepted · Alt+← → shows the others · Alt+U undoes"
         app.notify(words)
         await until(pilot, lambda: words in seen(pilot))
         [line] = [line for line in seen(pilot).splitlines() if words in line]

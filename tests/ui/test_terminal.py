@@ -150,7 +150,7 @@ def test_page_keys_in_a_palette_that_is_only_opening() -> None:
 @pytest.mark.parametrize(
     ("opened_by", "shown"),
     [
-        ("\x1bOQ", "Enter loads it"),
+        ("\x1bOQ", "Enter loads the model"),
         ("\x1bOR", "Enter saves"),
         ("\x0f", "Enter resumes"),
         ("\x10", "Search for commands"),
@@ -203,7 +203,7 @@ def test_an_app_that_does_not_end_tells_what_it_does() -> None:
         running.type("never\r")
         running.wait_for("reading the prompt")
         running.type("and this\r")
-        running.wait_for("will be asked next")
+        running.wait_for("question queued")
         with pytest.raises(AssertionError) as failed:
             running.end(0.1)
         told = str(failed.value)
@@ -235,7 +235,7 @@ def test_control_c_stops_the_answer_and_then_quits() -> None:
         running.type("\x03")
         running.wait_for("stopped")
         running.type("\x03")
-        running.wait_for("c again quits")  # written in two parts
+        running.wait_for("again to quit")  # written in two parts
         running.type("\x03")
         assert running.end() == 0
         assert running.modes_left_on() == []

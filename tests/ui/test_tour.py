@@ -44,7 +44,7 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
         await until(pilot, lambda: any("tour · free" in note for note in notes(pilot)))
         assert "more below" not in seen(pilot), "all of it is in sight"
         said = [note for note in notes(pilot) if "tour ·" in note]
-        assert [note.split()[3].strip(":") for note in said] == ["what", "fork", "copy", "each", "free"]
+        assert [note.split()[3].strip(":") for note in said] == ["text", "fork", "copy", "each", "free"]
         turn = talk.conversation.turns[0]
         below = talk.transcript.items[talk.transcript.items.index(turn) + 1 :]
         told = [item.text.split()[2].strip(":") for item in below if isinstance(item, Remark)]

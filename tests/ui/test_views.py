@@ -317,7 +317,7 @@ async def test_tables_show_runs_fill_and_sharers() -> None:
         assert "×4 turn 2 · 2 +2" in lines[start + 5]
         swapped = next(i for i, line in enumerate(lines) if line.startswith("turn 4 · 1"))
         assert "swapped" in lines[swapped]
-        assert "on the host" in lines[swapped + 1]
+        assert "on the CPU" in lines[swapped + 1]
         assert start < next(i for i, line in enumerate(lines) if line.startswith("system prompt")), "the current first"
 
 
@@ -407,7 +407,7 @@ async def test_the_tree_tells_what_is_shared_and_what_is_private() -> None:
             "├─ system prompt pinned  0 own",
             "│     └─ turn 2 · 4 running  1 own",
             "└─ turn 3 · 3 running  2 own",
-            "turn 4 · 1 swapped  3 on the host",
+            "turn 4 · 1 swapped  3 on the CPU",
             "9 texts in the memory of 2.9 · 68% saved",
             "16 blocks, 50 without sharing",
         ):
@@ -435,7 +435,7 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
     before = picture(TABLES[:4], log=[LogEntry(1.2, "hit", 2, "", [0, 1, 2], detail=48)])
     before.words = {20: "The first words", 21: "and the last"}
     async with panel_of(before, view="strands") as (pilot, panel, pool):
-        assert "48 of 75 tokens were here" in seen(pilot)
+        assert "48 of 75 tokens were cached" in seen(pilot)
         copied = table(4, "turn 2", 1, "running", 91, [0, 1, 2, 4, 5, 60])
         feed(
             panel, pool, CacheChanged([copied], gone=[3], log=[LogEntry(2.1, "copy", 4, "turn 2", [21, 60], detail=3)])
@@ -443,7 +443,7 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
         await pilot.pause()
         await pilot.pause()
         assert "❐ 21→60" in seen(pilot)
-        assert "✕ turn 2 · 1  2.0 KiB came back" in seen(pilot)
+        assert "✕ turn 2 · 1  2.0 KiB freed" in seen(pilot)
         assert "╎ The first words" in seen(pilot)
         monkeypatch.setattr(strands, "_WORDS", 0.0)
         panel.query_one(Strands)._fade()
@@ -454,7 +454,7 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
         panel.query_one(Strands)._fade()
         await pilot.pause()
         assert "❐ 21→60" in seen(pilot), "as long as its block lives"
-        assert "came back" not in seen(pilot)
+        assert "freed" not in seen(pilot)
         feed(panel, pool, CacheChanged(gone=[4]))
         await pilot.pause()
         await pilot.pause()
@@ -490,7 +490,7 @@ async def test_a_sequence_that_goes_on_in_another_table_has_not_gone() -> None:
     async with panel_of(picture(TABLES[:4]), view="strands") as (pilot, panel, pool):
         feed(panel, pool, CacheChanged([table(9, "turn 2", 0, "idle", 80, [0, 1, 2, 4, 5, 20])], gone=[3]))
         await pilot.pause()
-        assert "came back" not in seen(pilot)
+        assert "freed" not in seen(pilot)
         assert not pool.left
         lines = [line for line in seen(pilot).splitlines() if "turn 2 ·" in line]
         assert ["turn 2 · 1" in line for line in lines] == [True, False], "in the order of the answers"
@@ -542,7 +542,7 @@ async def test_beams_have_their_scores_at_the_tips_and_are_gone_in_one_line() ->
         await pilot.pause()
         await pilot.pause()
         assert "turn 2 · 1  -0.250" in seen(pilot)
-        assert "✕ beams of turn 2  4.0 KiB came back" in seen(pilot)
+        assert "✕ beams of turn 2  4.0 KiB freed" in seen(pilot)
         assert seen(pilot).count("✕") == 1, "two beams"
 
 
@@ -553,7 +553,7 @@ async def test_where_no_block_is_held_the_strands_say_what_they_are(size: tuple[
         assert "/tour shows it in a minute." in seen(pilot)
         await pilot.resize_terminal(size[0] + 40, size[1])
         await pilot.pause()
-        assert "its first words" in seen(pilot) or "gone, and its blocks" in seen(pilot)
+        assert "its first words" in seen(pilot) or "an answer that is gone" in seen(pilot)
         feed(panel, pool, picture(TABLES[:2]))
         await pilot.pause()
         await pilot.pause()
@@ -610,8 +610,8 @@ def test_events_in_words() -> None:
     assert told[1] == "saved 48 tokens (blocks 0–2) for ?"
     assert told[3] == "turn 2 · 2 shares 6 blocks with turn 2 · 1: 0–2, 4–5, 20"
     assert told[4] == "20 → 21  turn 2 · 2 writes to a block that 3 others hold"
-    assert told[6] == "a cached block makes room: 50"
-    assert "waits" in told[7]
+    assert told[6] == "a cached block is evicted: 50"
+    assert "is preempted" in told[7]
     assert "to" not in told[9].split()
     short = event_words(script.LOG[4], lambda seq_id, owner: who.get(seq_id, ""), short=True)
     assert short == "20→21 turn 2 · 2, 3 share"
@@ -750,7 +750,7 @@ def test_the_chart_of_a_pool_that_is_hardly_filled_is_true_to_scale() -> None:
     pool = Pool(2048, 16, 4096)
     pool.apply(CacheChanged([table(1, "turn 1", 0, "idle", 111, [0, 4, 8, 12, 16, 20, 24])]))  # one slot is left
     lines = figures_text(pool, 42, 40)
-    chart = [line[-1:] for line in lines[lines.index("drawn to 16 of 2,048 blocks") + 1 :]]
+    chart = [line[-1:] for line in lines[lines.index("showing 16 of 2,048 blocks") + 1 :]]
     assert (chart.count("~"), abs(chart.count("o") / len(chart) - 7 / 16) < 0.1) == (0, True)
     pool.apply(CacheChanged([table(1, "turn 1", 0, "idle", 1, [0])], gone=[1]))
     assert figures_text(pool, 42, 40)[-1].endswith(("o", "~")), "what is used is seen, however little it is"
