@@ -109,6 +109,8 @@ async def test_an_answer_without_blocks_tells_what_is_still_cached() -> None:
         await pilot.pause()
         words = "branch · 0: 48 of 57 tokens still cached, the rest would be read again"
         assert words.replace(" · 0", "") in " ".join(seen(pilot).replace("│", " ").split())
+        panel.view = "tables"
+        await until(pilot, lambda: words.replace(" · 0", "") in " ".join(seen(pilot).replace("│", " ").split()))
         feed(panel, pool, CacheChanged(uncached=[4], log=[LogEntry(3.0, "evict", -1, "", [4])]))
         panel.show_news(name, "branch", origin=("turn 2", 1))
         panel.view = "pool"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
+from textwrap import wrap
 
 from msgspec import structs
 
@@ -312,6 +313,10 @@ class Memory:
             return f"{name}: all {plural(cached, 'token')} still cached"
         still = f"{count(cached)} of {plural(past.num_tokens, 'token')} still cached"
         return f"{name}: {still}, the rest would be read again"
+
+    def lost_lines(self, width: int) -> list[str]:
+        """Return `lost_words` in lines of about ``width`` cells."""
+        return wrap(self.lost_words(), max(20, width))
 
     def name(self, owner: str, index: int) -> str:
         """Return a sequence's name for display: one line, safe for a terminal."""

@@ -138,8 +138,7 @@ class Strands(LineView):
 
     def _lost(self, width: int) -> list[tuple[str, str]]:
         """Return lines about the visible answer if it has no strand, or about candidates without one."""
-        words = self.memory.lost_words()
-        lines = [(line, "name") for line in wrap(words, max(20, width))] if words else []
+        lines = [(line, "name") for line in self.memory.lost_lines(width)]
         held = {table.index for table in self.memory.current_tables}
         owner, num_beams = self.memory.current, self.memory.num_beams if held else 0
         without = [self.memory.name(owner or "", index) for index in range(num_beams) if index not in held]

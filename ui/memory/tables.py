@@ -24,7 +24,8 @@ HEADING = "  logical  physical   filled    ×"
 class BlockTableView(LineView):
     """Shows one table or several. The bracket on the left joins blocks that are adjacent in the pool.
 
-    With several, each table has a heading, and shared blocks name their sharers.
+    With several, each table has a heading, and shared blocks name their sharers. If the visible answer has no table,
+    the first lines say how much of it is cached.
     """
 
     COMPONENT_CLASSES = {"run", "index", "block", "owned", "shared", "swapped", "header", "cursor"}  # noqa: RUF012
@@ -38,13 +39,16 @@ class BlockTableView(LineView):
         self._headers = headers
         self.follows = not headers  # a single table grows at its end
         self._tables: list[TableView] = []
+        self._lost: list[str] = []  # the first lines
         self._starts: list[int] = [0]  # the line of each table's heading or first block, then the number of lines
         self._cursor = (-1, 0)  # seq_id, line within its table
         self._tells_tokens = False
 
     def catch_up(self) -> None:
         self._tables = self.memory.tables if self._headers else self.memory.current_tables[:1]
-        self._starts = [0, *accumulate(self._headers + len(table.blocks) for table in self._tables)]
+        self._lost = self.memory.lost_lines(self.scrollable_content_region.width) if self._headers else []
+        lengths = (self._headers + len(table.blocks) for table in self._tables)
+        self._starts = list(accumulate(lengths, initial=len(self._lost)))
         self.set_lines(self._starts[-1])
 
     def _at(self, line: int) -> tuple[TableView, int]:
@@ -52,6 +56,7 @@ class BlockTableView(LineView):
         return self._tables[number], line - self._starts[number] - self._headers
 
     def on_resize(self) -> None:
+        self.catch_up()
         super().on_resize()
         self.refresh()
 
@@ -72,15 +77,15 @@ class BlockTableView(LineView):
             if table.seq_id == self._cursor[0]:
                 length = self._starts[number + 1] - self._starts[number]
                 return self._starts[number] + max(0, min(self._cursor[1], length - 1))
-        return 0
+        return self._starts[0]
 
     def _move_to(self, line: int) -> None:
-        if not self._starts[-1]:
+        if not self._tables:
             return
-        line = max(0, min(line, self._starts[-1] - 1))
+        line = max(self._starts[0], min(line, self._starts[-1] - 1))
         table, index = self._at(line)
         self._cursor = (table.seq_id, index + self._headers)
-        self.show_line(line)
+        self.show_line(line if line > self._starts[0] else 0)
         self.refresh()
         if self._tells_tokens:
             self._ask()
@@ -93,7 +98,7 @@ class BlockTableView(LineView):
 
     def on_click(self, event: events.Click) -> None:
         line = event.y + self.scroll_offset.y
-        if 0 <= line < self._starts[-1]:
+        if self._starts[0] <= line < self._starts[-1]:
             self._move_to(line)
 
     def action_tokens(self) -> None:
@@ -114,6 +119,8 @@ class BlockTableView(LineView):
         self.post_message(BlockChosen(table.blocks[max(0, index)], table if table.state == "swapped" else None))
 
     def line(self, row: int, width: int) -> Parts:
+        if row < len(self._lost):
+            return [(self._lost[row], "header")]
         table, index = self._at(row)
         parts = self._header(table, width) if index < 0 else self._block(table, index)
         if self.has_focus and row == self._cursor_line():
