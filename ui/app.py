@@ -162,7 +162,7 @@ class ChatApp(EngineApp):
     def action_leave(self) -> None:
         """Quit, after asking once if that would cut something off."""
         talk = self.chat.talk
-        if not talk.unfinished or talk.is_asked_twice_to_end("ctrl+q", talk.unfinished):
+        if not talk.unfinished or talk.is_asked_twice_to_end(self.chat.key_of("quit"), talk.unfinished):
             self.exit()
 
     def action_command_palette(self) -> None:

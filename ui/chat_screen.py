@@ -210,8 +210,14 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.app.copy_to_clipboard(selected)
         elif self.talk.run is not None or self._phase == "loading":
             self.action_stop()
-        elif self.talk.is_asked_twice_to_end("ctrl+c"):
+        elif self.talk.is_asked_twice_to_end(self.key_of("interrupt")):
             self.app.exit()
+
+    def key_of(self, action: str) -> str:
+        """Return the key bound to a named action, for display."""
+        from minillm.ui.keymap import bound_keys, shown_keys
+
+        return shown_keys(bound_keys(self.app.settings.keymap, bindings_by_name())[action])
 
     def lead(self, event: events.Key | events.Paste) -> None:
         """Focus the prompt before a letter or pasted text arrives, unless the focused widget uses it.

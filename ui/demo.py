@@ -227,7 +227,7 @@ class DemoApp(ChatApp):
 
     def _tell(self, text: str) -> None:
         state = "paused" if self.paused else f"speed {self.speed:g}"
-        keys = (f"\n{state} · space: next · p: pause · + −: speed · ctrl+q: leave", "$text-muted")
+        keys = (f"\n{state} · space: next · p: pause · + −: speed · {self.chat.key_of('quit')}: quit", "$text-muted")
         line = Content.assemble((f"{self.number}/{len(STOPS)}  {text}", "bold"), keys)
         self.chat.query_one(Narration).update(line)
 

@@ -178,6 +178,18 @@ async def test_a_command_after_a_choice_by_digit_is_a_command(monkeypatch: pytes
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(("key", "shown"), [("f11", "F11, Alt+Q"), ("f12", "F12")])
+async def test_the_notice_before_quitting_names_the_key_that_is_bound(key: str, shown: str) -> None:
+    async with chat(keymap={"quit": "f12", "interrupt": ["f11", "alt+q"]}) as pilot:
+        await pilot.press("x", key)
+        words = f"press {shown} again to quit"
+        await until(pilot, lambda: any(words in note.message for note in pilot.app._notifications))
+        assert pilot.app.return_code is None
+        await pilot.press(key)
+        await until(pilot, lambda: pilot.app.return_code == 0)
+
+
+@pytest.mark.anyio
 async def test_control_q_asks_during_an_answer_and_with_a_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,16 +201,16 @@ async def test_control_q_asks_during_an_answer_and_with_a_draft(
         def told() -> str:
             return [each.message for each in pilot.app._notifications][-1]
 
-        await pilot.press(*"a draft", "ctrl+q")
-        await until(pilot, lambda: told() == "your text is not sent: press ctrl+q again to quit")
+        await pilot.press(*"draft", "ctrl+q")
+        await until(pilot, lambda: told() == "your text is not sent: press Ctrl+Q again to quit")
         now += 3
         await pilot.press("ctrl+q")  # too late: it asks again
         await pilot.press("ctrl+u")
-        await say(pilot, "endless")
-        await until(pilot, lambda: "word word" in seen(pilot))
+        await say(pilot, "never")
+        await until(pilot, lambda: screen(pilot).talk.run is not None)
         now += 3
-        await pilot.press("ctrl+q")
-        await until(pilot, lambda: told() == "an answer is being generated: press ctrl+q again to quit")
+        await pilot.press("ctrl+q")  # at once, before the first word
+        await until(pilot, lambda: told() == "an answer is being generated: press Ctrl+Q again to quit")
         assert pilot.app.return_code is None
         assert screen(pilot).talk.run is not None, "the answer goes on"
         await pilot.press(*"a draft", "ctrl+q")
@@ -232,8 +244,8 @@ async def test_two_keys_that_quit_or_the_command_end_the_chat(keys: list[str]) -
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("keys", ["", "alt+e", "x"])
-async def test_control_q_quits_at_once_where_little_would_be_lost(keys: str) -> None:
+@pytest.mark.parametrize("keys", ["", "alt+e"])
+async def test_control_q_quits_at_once_where_nothing_would_be_lost(keys: str) -> None:
     resumed = Conversation()
     resumed.ask("a question\x1b[31m of old").finish_reason = "stop"
     async with chat() as pilot:
@@ -285,6 +297,8 @@ def test_control_z_goes_back_to_the_shell() -> None:
         running.wait_for("ready")
         running.type("again")
         running.wait_for("again")
+        running.type("\x11")
+        running.wait_for("again to quit")
         running.type("\x11")
         running.wait_for("ended")
         assert running.end() == 0

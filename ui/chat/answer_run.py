@@ -55,10 +55,6 @@ class AnswerRun:
         return self.turn.answer
 
     @property
-    def has_words(self) -> bool:
-        return bool(self.answer.text) or any(each.text for each in self.answer.candidates)
-
-    @property
     def view(self) -> AnswerView | CandidatesView | None:
         shown = self.transcript.view_of(self.turn)
         return None if shown is None else shown.answer_view

@@ -214,21 +214,17 @@ class Talk(Vertical):
 
     @property
     def unfinished(self) -> str:
-        """Say what the end of the chat would cut off: an answer with its first words, or a long wait for them; or an
-        unsent text of several words. Empty where there is nothing.
-        """
-        run = self.run
-        if self.compaction is not None or (run is not None and (run.has_words or run.seconds > LONG_ANSWER)):
+        """Return what quitting now would cut off: an answer or an unsent text. Empty if nothing."""
+        if self.run is not None or self.compaction is not None:
             return "an answer is being generated"
-        draft = "" if self._last_prompt is None else self._last_prompt.draft
-        return "your text is not sent" if len(draft.split()) > 1 else ""
+        return "your text is not sent" if self.unsent else ""
 
     def is_asked_twice_to_end(self, key: str, reason: str = "") -> bool:
-        """Return whether a key to quit is pressed again within `_GRACE` seconds; say the first time what it does."""
+        """Return whether a key to quit is pressed again within `_GRACE` seconds. The first time, show a notice."""
         before, self._end_asked_at = self._end_asked_at, time.monotonic()
         if self._end_asked_at - before < _GRACE:
             return True
-        self.notify(": ".join(filter(None, [reason, f"{key} again quits"])), timeout=_GRACE)
+        self.notify(": ".join(filter(None, [reason, f"press {key} again to quit"])), timeout=_GRACE)
         return False
 
     async def offer_draft(self) -> None:
