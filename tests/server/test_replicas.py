@@ -302,7 +302,7 @@ def test_torchruns_processes_are_the_replicas(tiny: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--replicas", "0"], "--replicas must be from 1"), (["--replicas", "2", "--device", "cuda:1"], "say 'cuda'")],
+    [(["--replicas", "0"], "--replicas must be from 1"), (["--replicas", "2", "--device", "cuda:1"], "give 'cuda'")],
 )
 def test_wrong_numbers_are_refused(tiny: Path, options: list[str], said: str) -> None:
     command = [sys.executable, "-m", "minillm", "serve", str(tiny), "--port", "0", *options]

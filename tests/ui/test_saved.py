@@ -29,7 +29,7 @@ def questions(store: SessionStore) -> list[list[str]]:
     return sorted([turn.question for turn in store.load(each.path).turns] for each in store.list())
 
 
-@pytest.mark.parametrize("name", ["1-first", "2-candidates", "3-title", "4-summary", "5-drafts"])
+@pytest.mark.parametrize("name", ["1-first", "2-candidates", "3-title", "4-summary", "5-drafts", "6-notes"])
 def test_files_of_every_earlier_version_open(name: str) -> None:
     path = SAVED / f"{name}.json"
     conversation = SessionStore(SAVED).load(path)
@@ -40,10 +40,13 @@ def test_files_of_every_earlier_version_open(name: str) -> None:
         "What is paging?", "Pages of memory.", "stop"
     )  # fmt: skip
     assert (first.answer.num_prompt_tokens, first.answer.time_to_first_token) == (12, 0.25)
-    assert second.answer.num_guessed_tokens == (3 if version == 5 else 0)
+    assert second.answer.num_guessed_tokens == (3 if version >= 5 else 0)
     assert (turns[-1].answer.text, turns[-1].answer.finish_reason) == ("half an ans", "lost")
     assert conversation.title == ("Memory" if version >= 3 else "")
     assert second.summary == ("We spoke of paging." if version >= 4 else "")
+    assert (conversation.notes, first.notes) == (
+        (["tour · before"], ["tour · a", "tour · b"]) if version >= 6 else ([], [])
+    )
     candidates = [(each.text, each.finish_reason) for turn in turns for each in turn.answer.candidates]
     assert candidates == ([("one", "stop"), ("two", "lost")] if version >= 2 else [])
     assert to_data(from_data(to_data(conversation))) == to_data(conversation)
@@ -52,7 +55,7 @@ def test_files_of_every_earlier_version_open(name: str) -> None:
 
 def changed(path: str, value: Any) -> Any:
     """A saved conversation with another value in the place ``turns.0.answer.text``."""
-    data: Any = json.loads((SAVED / "5-drafts.json").read_text())
+    data: Any = json.loads((SAVED / "6-notes.json").read_text())
     *above, last = path.split(".")
     place = data
     for key in above:
@@ -82,6 +85,7 @@ def changed(path: str, value: Any) -> Any:
         ("turns.0.answer.candidates", 3), ("turns.2.answer.candidates.0.score", "x"),
         ("turns.2.answer.candidates.0.num_tokens", None), ("shortened", []), ("shortened", {"a": "b"}),
         ("shortened", {"/": 1}), ("shortened", {"a": 1.5}), ("shortened", {"a": True}), ("shortened", {"a": 10**400}),
+        ("notes", "text"), ("notes", [1]), ("turns.0.notes", None), ("turns.1.notes", [["x"]]),
     ],
 )  # fmt: skip
 def test_every_field_is_checked(path: str, value: Any, tmp_path: Path) -> None:
@@ -91,6 +95,14 @@ def test_every_field_is_checked(path: str, value: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(data))
     with pytest.raises(MinillmError, match=r"^a\.json cannot be opened: not a conversation: [^\0]*$"):
         SessionStore(tmp_path).load(tmp_path / "a.json")
+
+
+def test_a_file_with_fields_of_a_later_version_opens() -> None:
+    """As versions without notes open a file with notes."""
+    known = changed("title", "Memory")
+    later = changed("later", [1])
+    later["turns"][0] |= {"later": {"a": 1}}
+    assert to_data(from_data(later)) == to_data(from_data(known))
 
 
 def test_what_two_chats_say_in_one_conversation_is_all_kept(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
+from textual.pilot import Pilot
 
 from lib.ui import ask, chat, notes, say, screen, seen, until
 from minillm.ui.chat import tour
-from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.conversation import Conversation, Turn
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.transcript import Remark, Transcript
 
 pytestmark = pytest.mark.anyio
@@ -54,6 +57,35 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
         assert len(talk.store.list()) == 1, "the conversation of before is kept, and the tour's is the tour's"
         await ask(pilot, "echo my own")
         assert len(talk.store.list()) == 2
+
+
+async def test_the_notes_of_the_tour_are_there_again_in_a_resumed_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tour, "QUESTION", "echo three")
+    monkeypatch.setattr(tour, "_READING", 0.05)
+    store = SessionStore(tmp_path)
+
+    def shown(pilot: Pilot[None]) -> list[str]:
+        items = screen(pilot).talk.transcript.items
+        return [item.question if isinstance(item, Turn) else item.text for item in items if _is_kept(item)]
+
+    async with chat(size=(140, 40), store=store) as pilot:
+        await say(pilot, "/tour")
+        await until(pilot, lambda: any("tour · free" in note for note in notes(pilot)))
+        await ask(pilot, "echo my own")
+        before = shown(pilot)
+        assert [text.split()[-1] if "echo" in text else text.split()[2] for text in before] == [
+            "text", "three", "fork:", "copy", "each", "free:", "own"
+        ]  # fmt: skip
+    async with chat(size=(140, 40), store=store) as pilot:
+        talk = screen(pilot).talk
+        talk.call_later(talk.open_conversation, store.load(store.latest()))
+        await until(pilot, lambda: shown(pilot) == before)
+
+
+def _is_kept(item: Turn | Remark) -> bool:
+    return isinstance(item, Turn) or item.kind == "tour"
 
 
 @pytest.mark.parametrize("size", [(40, 12), (80, 24)])

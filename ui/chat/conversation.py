@@ -79,6 +79,7 @@ class Turn:
     parent: Turn | None = None
     children: list[Turn] = field(default_factory=list)
     summary: str = ""  # shown to the model instead of all turns before this one
+    notes: list[str] = field(default_factory=list)  # the tour's, shown after this turn
 
 
 class Fork(NamedTuple):
@@ -122,6 +123,7 @@ class Conversation:
     title: str = ""  # given by the user; not cleaned for a terminal
     origins: dict[str, tuple[str, int]] = field(default_factory=dict)  # branch -> the candidate it was; not saved
     shortened: dict[str, int] = field(default_factory=dict)  # request -> tokens removed by a later summary
+    notes: list[str] = field(default_factory=list)  # the tour's, shown before the first turn
     is_trial: bool = False  # saved only once the user continues after its first answer
     copy_id: str = ""  # of its file, if another program changed the one under ``conversation_id``
     file_version: tuple[int, ...] | None = None  # of its file, when last read or written

@@ -31,11 +31,13 @@ def to_data(conversation: Conversation) -> dict[str, Any]:
         "title": conversation.title,
         "shortened": conversation.shortened,
         "leaf": None if conversation.leaf is None else number[id(conversation.leaf)],
+        **({"notes": conversation.notes} if conversation.notes else {}),
         "turns": [
             {
                 "parent": None if turn.parent is None else number[id(turn.parent)],
                 "question": turn.question,
                 "summary": turn.summary,
+                **({"notes": turn.notes} if turn.notes else {}),
                 "answer": _answer_data(turn.answer),
             }
             for turn in turns
@@ -71,6 +73,7 @@ def _conversation_of(data: Mapping[str, Any]) -> Conversation:
         _checked(data["model"], "model", "str"),
         float(_checked(data["began"], "began", "float")),
         title=_checked(data.get("title", ""), "title", "str"),
+        notes=_checked(data.get("notes", []), "notes", "texts"),
     )
     conversation.shortened = {
         _checked(name, "shortened", "id"): _checked(value, "shortened", "change")
@@ -81,6 +84,7 @@ def _conversation_of(data: Mapping[str, Any]) -> Conversation:
         parent = _turn_at(item["parent"], turns, "parent")
         turn = Turn(_checked(item["question"], "question", "str"), _answer_of(item["answer"]), parent)
         turn.summary = _checked(item.get("summary", ""), "summary", "str")
+        turn.notes = _checked(item.get("notes", []), "notes", "texts")
         conversation.siblings(turn).append(turn)
         turns.append(turn)
     conversation.leaf = _turn_at(data["leaf"], turns, "leaf")
@@ -118,6 +122,7 @@ def _values(kind: type[Answer] | type[Candidate], names: Collection[str], data: 
 _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("text", lambda value: isinstance(value, str)),
     "list": ("a list", lambda value: isinstance(value, list)),
+    "texts": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value)),
     "dict": ("an object", lambda value: isinstance(value, dict)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("a whole number from 0", lambda value: type(value) is int and 0 <= value < _LARGEST),

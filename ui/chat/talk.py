@@ -422,6 +422,8 @@ class Talk(Vertical):
         self.search.close()
         self.conversation = conversation
         await self.transcript.clear()
+        for note in conversation.notes:
+            await self.transcript.add_note(note, "tour")
         if conversation.leaf is not None:
             await self.transcript.show_path(conversation)
             for turn in conversation.turns:

@@ -52,6 +52,8 @@ def reading_time(text: str) -> float:
 
 
 async def _play(talk: Talk, caption: Static) -> None:
+    conversation = talk.conversation
+
     def copies() -> int:
         return 0 if talk.pool is None else talk.pool.counts.num_copies
 
@@ -69,7 +71,11 @@ async def _play(talk: Talk, caption: Static) -> None:
 
     async def tell(text: str, *, wait: bool = True) -> None:
         caption.update(Content(text))
-        await talk.transcript.add_note(f"tour · {text}", "tour")
+        note = f"tour · {text}"
+        if talk.conversation is conversation:
+            (conversation if conversation.leaf is None else conversation.leaf).notes.append(note)
+            talk.save()
+        await talk.transcript.add_note(note, "tour")
         if wait:
             await asyncio.sleep(reading_time(text))
 

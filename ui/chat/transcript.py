@@ -95,7 +95,10 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
             await self.query("#welcome").remove()
         # Everything below the first removed turn belongs to the branch that is left.
         end = self.items.index(before[same]) if before[same:] else len(self.items)
-        await self.replace_items(end, turns[same:], into_sight=bool(turns[same:]))
+        added: list[Turn | Remark] = []
+        for turn in turns[same:]:
+            added += [turn, *(Remark(note, "tour") for note in turn.notes)]
+        await self.replace_items(end, added, into_sight=bool(added))
         for view in self.turn_views:
             view.show_branch(self._branch(view.turn))
 
