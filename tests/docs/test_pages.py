@@ -13,8 +13,8 @@ The convention for a page. A fence has one of these names, and no other:
 - ``text`` right after ``python``: the block's output, which is compared.
 - ``text``, ``toml``, ``json`` elsewhere: shown, not run. TOML and JSON must parse. Source excerpts are ``text``.
 
-In expected output ``…`` stands for any text. Use it for sampled text, which depends on the weights, and for paths,
-figures and versions.
+Expected output is what the default model's weights of the Python package give on a CPU in float32, seeds included; with
+other weights of that model, only the exit is checked. ``…`` stands for any text: use it for paths, times, versions.
 
 Commands run in a copy of the checkout's top level (`examples/`, `docs/`, …) with the files of tests/docs/files/
 (prompts.jsonl, notes.txt, spider.json), so a page can use them. What a command writes there is gone afterwards.
@@ -46,6 +46,8 @@ from lib.commands import Shell
 from lib.fences import fences_of, matches, normalized, steps_of
 from minillm.cli.main import command_parser
 from minillm.llm import LLM
+from minillm.weights.files import find_downloaded
+from minillm.weights.manifest import load_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -80,6 +82,13 @@ def pages_that_run() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
+def is_read() -> bool:
+    """Whether the default model has the weights that pages show the output of; a hub's differ in last digits."""
+    files = find_downloaded(load_manifest().default)
+    return files is not None and files.source.startswith("the package")
+
+
+@pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Shell]:
     """A directory to run commands in, and the tiny models."""
     with Shell.made(tmp_path_factory.mktemp("pages"), ROOT, tiny_model) as made:
@@ -90,6 +99,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
 def test_all_that_a_page_shows_runs(
     page: Path,
     shell: Shell,
+    is_read: bool,
     request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -113,14 +123,14 @@ def test_all_that_a_page_shows_runs(
                 source = shell.reachable(fence.text)
                 exec(compile(ast.parse(source, where), where, "exec"), names)
                 output = capsys.readouterr().out
-                if following is not None and following.is_output_of(fence):
+                if is_read and following is not None and following.is_output_of(fence):
                     assert matches(following.text, output), f"{where} printed:\n{output}"
             elif fence.kind in ("sh", "console"):
                 for command, expected in steps_of(fence):
                     if is_listed(command):
                         continue
                     output = shell.run(command, where, real=fence.kind == "console")
-                    if expected:
+                    if is_read and expected:
                         assert matches(expected, output), f"{where}: {command} printed:\n{output}"
     if "llm" in names:
         assert names["llm"].cache_stats().used_blocks == 0, f"{name_of(page)} leaves blocks in use"
