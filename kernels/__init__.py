@@ -188,10 +188,12 @@ class LinearWeight:
 
 
 def _is_by_parts(x: Tensor, weight: LinearWeight) -> bool:
+    """Return whether a matmul of this many tokens uses the low-bit matrices instead of their 16-bit copy."""
     return x.shape[0] <= weight.most_by_parts
 
 
 def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
+    """Return whether the matrix-vector kernel takes this few tokens on a GPU."""
     return x.is_cuda and matvec.takes(x.shape[0], weight.weight)
 
 

@@ -123,6 +123,7 @@ class SamplingInputs(NamedTuple):
     positions: Tensor  # [rows] int64, of the drawn token; with the seed, the counter of the draw
 
     def rows(self, index: Tensor | slice) -> SamplingInputs:
+        """Return the inputs of some rows."""
         return SamplingInputs(*(each[index] for each in self))
 
 

@@ -231,6 +231,7 @@ def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
 
 
 def _as_signed(value: int, bits: int) -> int:
+    """Reinterpret an unsigned number of ``bits`` bits as signed."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 

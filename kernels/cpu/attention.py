@@ -69,6 +69,7 @@ def _turn(places: Places) -> tuple[Tensor, Tensor]:
 
 
 def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
+    """Choose between batched decode attention and one sequence at a time, by the lengths of the contexts."""
     _, _, num_kv_heads, head_dim = pages.k.shape
     lengths = pages.lens.tolist()
     seen = [min(length, pages.window or length) for length in lengths]

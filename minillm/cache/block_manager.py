@@ -216,6 +216,7 @@ class BlockManager:
         return self._copies.get(block, block)
 
     def _grow(self, table: BlockTable, end: int) -> None:
+        """Give ``table`` blocks for ``end`` tokens; copy its last block on write if another table shares it."""
         partly_filled = table.num_tokens % self.block_size > 0
         shared = partly_filled and self.ref_counts[table.blocks[-1]] > 1
         fresh = -(-end // self.block_size) - len(table.blocks)
@@ -235,6 +236,7 @@ class BlockManager:
         table.writable = len(table.blocks) * self.block_size
 
     def _take(self, count: int, after: int | None) -> list[int]:
+        """Take free blocks, and evict cached ones if too few are free."""
         while len(self._free) < count:
             self._evict()
         return self._free.take(count, after)

@@ -21,6 +21,7 @@ class FreeBlocks:
             self._insert(0, num_blocks)
 
     def __len__(self) -> int:
+        """Return the number of free blocks."""
         return self._count
 
     def take(self, count: int, after: int | None = None) -> list[int]:
@@ -82,6 +83,7 @@ class FreeBlocks:
         return list(range(first, end))
 
     def _insert(self, start: int, length: int) -> None:
+        """Add a run of free blocks to the list of its size class."""
         self._length[start] = length
         self._start[start + length - 1] = start
         size_class = length.bit_length()
@@ -89,6 +91,7 @@ class FreeBlocks:
         self._nonempty |= 1 << size_class
 
     def _remove(self, start: int) -> None:
+        """Remove a run from the list of its size class."""
         size_class = self._length[start].bit_length()
         del self._classes[size_class][start]
         if not self._classes[size_class]:

@@ -40,6 +40,7 @@ class PrefixCache:
         self._next_node = 0
 
     def __contains__(self, block: int) -> bool:
+        """Return whether ``block`` can be found by its tokens."""
         return block in self._entries
 
     def after(self, node: Node) -> Iterator[tuple[int, ...]]:

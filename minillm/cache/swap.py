@@ -123,6 +123,7 @@ class SwapSpace:
         self._let_go([] if saved is None else saved.blocks)
 
     def _let_go(self, hosts: Sequence[int]) -> None:
+        """Drop one reference of each CPU block, and free those without references."""
         for host in hosts:
             self._ref_counts[host] -= 1
             if not self._ref_counts[host]:

@@ -119,10 +119,12 @@ class Llama:
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the weights."""
         return self.norm.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of the activations."""
         return self.norm.dtype
 
     @property
@@ -199,6 +201,7 @@ class Llama:
         return self._logits(hidden if rows is None else hidden[rows], out)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings ``[num_tokens, hidden]`` of ``token_ids [num_tokens]``."""
         return kernels.embedding(token_ids, self.embedding, self.dtype)
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
@@ -214,10 +217,12 @@ class Llama:
         return self._mlp(x, layer, x)
 
     def _mlp(self, x: Tensor, layer: Layer, residual: Tensor | None) -> Tensor:
+        """Return a layer's norm and MLP of ``x``, plus ``residual`` if there is one."""
         eps = self.config.rms_norm_eps
         return self.ops.mlp(x, layer.post_attention_norm, eps, layer.gate_up, layer.down, residual)
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """Return the logits ``[n, vocab]`` of ``x [n, hidden]``: the final norm, then the output head."""
         return self.ops.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
     def _steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:

@@ -19,6 +19,7 @@ class OutputText:
     """
 
     def __init__(self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """Begin an empty text that ends at the first of ``stops`` after ``min_tokens`` tokens."""
         self._detokenizer, self._stops = detokenizer, tuple(stops)
         self._not_yet = min_tokens  # next tokens that cannot complete a stop string
         self._held = ""
@@ -51,6 +52,7 @@ class OutputText:
         return other
 
     def _take(self, text: str) -> str:
+        """Add decoded text; return the part that no stop string can still match."""
         if self.matched is not None:
             return ""
         self._held += text
@@ -104,6 +106,7 @@ class StreamingDetokenizer:
     def __init__(
         self, table: Sequence[bytes], prompt_ids: Sequence[int] = (), *, strips: tuple[int, int] = (0, 0)
     ) -> None:
+        """Begin after the prompt, with the bytes of its last character if that is incomplete."""
         self._table = table
         self._decoder = _Utf8Decoder("replace")
         tail = b""
@@ -135,6 +138,7 @@ class StreamingDetokenizer:
         return text
 
     def _bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token; none for an id outside the table."""
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def _trim(self, text: str) -> str:
