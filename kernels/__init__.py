@@ -152,9 +152,7 @@ class LinearWeight:
         return self
 
     def copied_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a copy of low-bit matrices in ``dtype``; 0 for FP8, whose kernels are faster than a
-        copy.
-        """
+        """Return the bytes of a copy of low-bit matrices in ``dtype``; 0 for FP8, which gains nothing from a copy."""
         is_copied = bool(self.parts) and all(part.layout != FP8 for part in self.parts)
         return self.out_features * self.in_features * dtype.itemsize if is_copied else 0
 

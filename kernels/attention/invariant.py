@@ -338,7 +338,7 @@ def tile_of(element_size: int, head_dim: int, device: torch.device) -> int:
 
 
 def num_segments_of(tokens: int, tile: int) -> int:
-    """Return the number of segments of a context of so many tokens: see `_segment_of`."""
+    """Return the number of segments of a context of ``tokens`` tokens: see `_segment_of`."""
     return -(-tokens // (2 * tile)) if tokens <= 16 * tile else 6 - (-tokens // (8 * tile))
 
 
@@ -346,7 +346,7 @@ def partial_bytes(
     max_num_seqs: int, max_context: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int,
     device: torch.device,
 ) -> int:  # fmt: skip
-    """Return the maximum bytes of segment results for up to so many sequences; with many sequences none are kept."""
+    """Return the maximum bytes of segment results for a batch of sequences. Large batches have none."""
     segments = num_segments_of(max_context, tile_of(element_size, head_dim, device))
     seqs = [n for n in range(1, max_num_seqs + 1) if num_splits_for(n, num_kv_heads, segments, device, 1) > 1]
     return max(seqs, default=0) * segments * num_heads * (head_dim + 2) * 4

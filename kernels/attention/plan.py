@@ -33,7 +33,7 @@ def most_parts(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
 
 @dataclass(frozen=True)
 class Spread:
-    """How nodes are split into items, and assigned to multiprocessors."""
+    """A way to split nodes into items and assign them to multiprocessors."""
 
     at_a_time: int  # items that share a multiprocessor
     num_processors: int  # with items
@@ -48,8 +48,9 @@ class Costs:
     """Times in microseconds, and rates in bytes per microsecond, that decide whether and how shared blocks are read
     once.
 
-    Sharing saves reads, most of which would hit the L2. It costs two more launches, writing and merging results, and a
-    kernel for the tails that is tuned for short ones. docs/decisions/shared-blocks.md has the figures of an H200.
+    Sharing saves reads, although most of them would hit the L2. It costs two more launches, writing and merging
+    results, and a kernel for the tails that is tuned for short ones. docs/decisions/shared-blocks.md has the figures of
+    an H200.
     """
 
     launch: float = 3.0

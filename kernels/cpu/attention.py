@@ -1,8 +1,8 @@
 """Rotary embedding and attention on a CPU, over the paged cache.
 
-Attention of one sequence needs no gather when its blocks happen to be consecutive, and the block manager makes that the
-usual case; several of similar lengths go through one call that gathers K only. A cache in 8 bits becomes float32 on the
-way, K and V of the tokens that are read: its scales multiply scores, and the weights of the softmax.
+Attention of one sequence needs no gather if its blocks are consecutive, which the block manager makes the usual case.
+Several sequences of similar lengths go through one call that gathers only K. A cache in 8 bits is converted to float32
+for the tokens that are read; its scales multiply the scores, and the softmax weights.
 """
 
 from dataclasses import dataclass
@@ -17,54 +17,58 @@ from minillm.kernels.arguments import HeadNorms, LayerCache, Pages, Places
 from minillm.kernels.attention.plan import WorkList
 from minillm.kernels.cpu.linear import rms_norm
 
-# Several sequences at once are faster than one by one (16 of 270 tokens, 9/3 heads x 64: 0.83 ms a layer, 1.46) unless
-# padding spoils it.
+# Batching several sequences is faster than one by one (16 of 270 tokens, 9/3 heads x 64: 0.83 ms per layer instead of
+# 1.46), unless padding spoils it.
 _GATHERED_SEQS = 2
-_GATHERED_PADDING = 2  # slots that are computed, per slot that counts
+_GATHERED_PADDING = 2  # maximum computed slots per real slot
 _GATHERED_FLOATS = 16 << 20  # of K: 64 MB of scratch
-_SHORT_CONTEXT = 1024  # up to here two plain products are faster than the fused attention with its set-up: 64 to 104 us
+_SHORT_CONTEXT = 1024  # up to here two plain matmuls are faster than fused attention with its setup: 64 to 104 us
 
 
 @dataclass(frozen=True)
 class Together:
-    """The KV slots of several sequences side by side: see `_attend_together`."""
+    """The KV slots of several sequences, padded to one batch: see `_attend_together`."""
 
-    rows: Tensor  # [seqs * kv heads * longest] int64, rows of a cache seen as [slots * kv heads, head_dim]
-    mask: Tensor  # [seqs * kv heads, query heads of each as padded, longest], -inf behind a sequence's end
-    gathered: Tensor  # [seqs * kv heads * longest, head_dim], room for K: new memory for each layer costs more
-    queries: Tensor  # [seqs * kv heads, query heads of each as padded, head_dim], room for q, and zeros
-    heads: Tensor  # [seqs, kv heads, query heads of each, head_dim], where in `queries` q goes
+    rows: Tensor  # [seqs * kv heads * longest] int64, rows of a cache viewed as [slots * kv heads, head_dim]
+    mask: Tensor  # [seqs * kv heads, query heads of each as padded, longest], -inf after a sequence's end
+    gathered: Tensor  # [seqs * kv heads * longest, head_dim], buffer for K, reused by all layers
+    queries: Tensor  # [seqs * kv heads, query heads of each as padded, head_dim], buffer for q, padded with zeros
+    heads: Tensor  # [seqs, kv heads, query heads of each, head_dim], the view of `queries` that holds q
     heads_rows: Tensor  # [seqs * heads * longest] int64, `rows` for each query head
-    heads_starts: Tensor  # [seqs * heads] int64, where each query head's begin
-    scales_at: Tensor | None  # [seqs * kv heads * longest] int64, where the scales of `rows` lie
+    heads_starts: Tensor  # [seqs * heads] int64, starts of each query head's rows
+    scales_at: Tensor | None  # [seqs * kv heads * longest] int64, indices of the scales of `rows`
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where the tokens lie that one sequence sees: all, or the last of them."""
+    """The slots of a sequence's visible tokens: all tokens, or the last of them."""
 
     length: int  # in tokens
-    skipped: int  # slots of the first block in front of them
+    skipped: int  # slots of the first block before them
     first: int  # the first block
-    blocks: Tensor | None  # all of them, where they are not consecutive: int64
+    blocks: Tensor | None  # all blocks if they are not consecutive, int64
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Facts of a step that every layer's ops would otherwise work out again from its places and pages."""
+    """Facts of a step that all layers' ops share, computed once from places and pages."""
 
-    padded: bool  # whether a slot is -1
+    padded: bool  # whether any slot is -1
     turn: tuple[Tensor, Tensor]  # see `_turn`
-    decodes: Together | list[Span]  # at once where that is the fastest way, else one by one
+    decodes: Together | list[Span]  # batched if that is faster, else one by one
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
-    """Work out once for all layers the facts that depend on where the tokens, and the decodes' in any layer, lie."""
+    """Compute once the facts of a step that all layers share: they depend on the slots of the tokens, not on the
+    layer.
+    """
     return HostPlan(bool((places.slots < 0).any()), _turn(places), _plan_decodes(decodes, num_heads))
 
 
 def _turn(places: Places) -> tuple[Tensor, Tensor]:
-    """Multipliers of a head's halves ``[tokens, 1, 1, half]``, and of the swapped ``[tokens, 1, 2, half]``."""
+    """Return the multipliers of a head's halves ``[tokens, 1, 1, half]``, and of the swapped ones ``[tokens, 1, 2,
+    half]``.
+    """
     return places.cos[:, None, None], torch.stack((-places.sin, places.sin), dim=1)[:, None]
 
 
@@ -128,7 +132,7 @@ def rotary_write_kv(
     norms: HeadNorms | None = None,
     plan: HostPlan | None = None,
 ) -> None:
-    """See `reference.rotary_write_kv`; for whole heads in float32, and q and k at once where they lie side by side."""
+    """Compute `reference.rotary_write_kv`; fast for whole heads in float32, and for q and k adjacent in memory."""
     half, num_tokens, num_heads = places.cos.shape[1], *q.shape[:2]
     side_by_side = k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.itemsize and k.stride() == q.stride()
     padded = bool((places.slots < 0).any()) if plan is None else plan.padded
@@ -151,7 +155,9 @@ def rotary_write_kv(
 
 
 def _write_in_8_bits(cache: LayerCache, slots: Tensor, rows: Tensor) -> None:
-    """`reference.write_rows` of K and V, ``rows [2, tokens, heads, dim]``, at once: a token's time goes into calls."""
+    """Write K and V in one call, ``rows [2, tokens, heads, dim]``: see `reference.write_rows`. Call overhead
+    dominates.
+    """
     assert cache.k_scales is not None
     assert cache.v_scales is not None
     levels, scales = reference.quantise_rows(rows)
@@ -164,19 +170,19 @@ def _write_in_8_bits(cache: LayerCache, slots: Tensor, rows: Tensor) -> None:
 
 
 def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
-    """One sequence's ``[num_kv_heads, length, head_dim]``: a view if its blocks are consecutive, else a copy."""
+    """Return one sequence's ``[num_kv_heads, length, head_dim]``: a view if its blocks are consecutive, else a copy."""
     _, block_size, num_kv_heads, head_dim = cache.shape
     first = span.first
     if span.blocks is not None:
         cache, first = cache.index_select(0, span.blocks), 0
-    # One call instead of a slice, a flatten, a slice and a transpose: decoding here spends its time on views.
+    # One call instead of a slice, a flatten, a slice and a transpose: views take most of the time here.
     shape, strides = (num_kv_heads, span.length, head_dim), (head_dim, num_kv_heads * head_dim, 1)
     slot = first * block_size + span.skipped
     return cache.as_strided(shape, strides, cache.storage_offset() + slot * num_kv_heads * head_dim)
 
 
 def _sequence_scales(scales: Tensor, span: Span) -> Tensor:
-    """One sequence's ``[num_kv_heads, length]``."""
+    """Return one sequence's scales ``[num_kv_heads, length]``."""
     block_size = scales.shape[2]
     end = span.skipped + span.length
     count = -(-end // block_size)
@@ -185,7 +191,7 @@ def _sequence_scales(scales: Tensor, span: Span) -> Tensor:
 
 
 def _numbers(pages: Pages, span: Span) -> tuple[Tensor, Tensor]:
-    """One sequence's K and V ``[num_kv_heads, length, head_dim]`` as numbers that a product takes."""
+    """Return one sequence's K and V ``[num_kv_heads, length, head_dim]`` as operands of a matmul."""
     k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
     if pages.k_scales is None or pages.v_scales is None:
         return k, v
@@ -194,7 +200,7 @@ def _numbers(pages: Pages, span: Span) -> tuple[Tensor, Tensor]:
 
 
 def _spans(pages: Pages, lengths: list[int], seen: list[int]) -> list[Span]:
-    """Where the last ``seen`` tokens of each sequence lie."""
+    """Return the slots of the last ``seen`` tokens of each sequence."""
     spans, block_size = [], pages.k.shape[1]
     for row, length, count in zip(pages.tables.tolist(), lengths, seen, strict=True):
         begin, skipped = divmod(length - count, block_size)
@@ -206,13 +212,13 @@ def _spans(pages: Pages, lengths: list[int], seen: list[int]) -> list[Span]:
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
-    """See `reference.paged_attention`."""
+    """Compute `reference.paged_attention`."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = pages.k.shape[2]
     decodes = _plan_decodes(pages, num_heads) if plan is None else plan.decodes
     if isinstance(decodes, Together):
         return _attend_together(q, pages, decodes, softmax_scale)
-    # The query heads of a kv head stand as a batch of queries: nothing is repeated.
+    # The query heads of a kv head form a batch of queries, so K and V are not repeated.
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim).unbind(0)
     outputs = [_attend_one(query, pages, span, softmax_scale) for query, span in zip(grouped, decodes, strict=True)]
     if num_seqs == 1:
@@ -221,12 +227,12 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPla
 
 
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
-    """See `reference.prefix_attention`."""
+    """Compute `reference.prefix_attention`."""
     return paged_attention(q, pages, softmax_scale)
 
 
 def _attend_one(query: Tensor, pages: Pages, span: Span, softmax_scale: float) -> Tensor:
-    """``query [kv heads, group, head_dim]`` over one sequence; zeros where it is empty."""
+    """Compute attention of ``query [kv heads, group, head_dim]`` over one sequence; zeros if it is empty."""
     if not span.length:
         return torch.zeros_like(query)
     k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
@@ -242,25 +248,26 @@ def _attend_one(query: Tensor, pages: Pages, span: Span, softmax_scale: float) -
 
 
 def _padded(group: int) -> int:
-    """Rows of a product for a group of query heads: MKL multiplies 4 faster than 3."""
+    """Return the number of matmul rows for a group of query heads: MKL multiplies 4 rows faster than 3."""
     return 4 if group == 3 else group
 
 
 def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
-    """All sequences at once: a batched product over gathered K, and sums of V's rows where they lie.
+    """Compute attention of all sequences at once: a batched matmul over gathered K, and weighted sums of V's rows in
+    place.
 
-    FBGEMM, which torch has for recommendation models, forms weighted sums of listed rows at the speed of memory.
+    FBGEMM, which torch includes for recommendation models, computes weighted sums of listed rows at memory speed.
     """
     num_kv_heads, head_dim = pages.k.shape[2:]
     if together.scales_at is not None:
         return _attend_together_in_8_bits(q, pages, together, softmax_scale)
-    # The query heads of a kv head are the rows of one product: nothing is repeated.
+    # The query heads of a kv head are the rows of one matmul, so K and V are not repeated.
     together.heads.copy_(q.view(together.heads.shape))
     torch.index_select(pages.k.view(-1, head_dim), 0, together.rows, out=together.gathered)
     k = together.gathered.view(together.queries.shape[0], -1, head_dim)
     scores = torch.baddbmm(together.mask, together.queries, k.transpose(1, 2), alpha=softmax_scale)
     weights = scores[:, : q.shape[1] // num_kv_heads].softmax(-1)
-    # `functional.embedding_bag` checks known facts: 0 for sums, no gradient scaled by frequency, none sparse.
+    # Skips the checks of `functional.embedding_bag`: mode 0 (sum), no gradient scaling, no sparse gradient.
     attended = torch.embedding_bag(
         pages.v.view(-1, head_dim), together.heads_rows, together.heads_starts, False, 0, False, weights.view(-1)
     )[0]
@@ -268,7 +275,7 @@ def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale:
 
 
 def _attend_together_in_8_bits(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
-    """`_attend_together` over gathered K and V."""
+    """Compute `_attend_together` over gathered K and V."""
     assert together.scales_at is not None
     assert pages.k_scales is not None
     assert pages.v_scales is not None
@@ -287,10 +294,10 @@ def _attend_together_in_8_bits(q: Tensor, pages: Pages, together: Together, soft
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """See `reference.prefill_attention`."""
+    """Compute `reference.prefill_attention`."""
     out = torch.empty_like(q)
     chunks, lengths = list(pairwise(cu_seqlens.tolist())), pages.lens.tolist()
-    # The first query of a chunk sees farthest back.
+    # The first query of a chunk attends farthest back.
     seen = [min(n, (pages.window or n) + end - begin - 1) for n, (begin, end) in zip(lengths, chunks, strict=True)]
     for (begin, end), span in zip(chunks, _spans(pages, lengths, seen), strict=True):
         if begin == end:
@@ -306,7 +313,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
 
 
 def _visible(count: int, length: int, window: int | None) -> Tensor | None:
-    """The tokens ``[count, length]`` that the last ``count`` of ``length`` see; None for a whole causal triangle."""
+    """Return the mask ``[count, length]`` of the last ``count`` of ``length`` tokens; None for a plain causal mask."""
     if count == length and (window is None or window >= length):
         return None
     tokens, queries = torch.arange(length), torch.arange(length - count, length)[:, None]

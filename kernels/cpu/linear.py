@@ -10,11 +10,11 @@ from torch.nn import functional
 
 from minillm.kernels import reference
 
-# oneDNN picks its blocked layout for one batch size. The layout for 16 is fast from 1 to 32 rows: 538 MB of weights
-# take 30 ms at 1 row and 50 at 16, with the layout for 1 they take 31 and 69 (2 cores of an EPYC 7003).
+# oneDNN chooses its blocked layout for one batch size. The layout for 16 is fast from 1 to 32 rows: 538 MB of weights
+# take 30 ms at 1 row and 50 at 16, instead of 31 and 69 with the layout for 1 (2 cores of an EPYC 7003).
 _PACKED_FOR_ROWS = 16
-# Each of its calls takes 30 us, which a small product never wins back: 96 x 48 weights take 34 us at 1 row, torch's own
-# linear 3; 256 x 256 at 16 rows 69 and 42; 576 x 576 210 and 210.
+# Each of its calls takes 30 us, too much for a small matmul: 96 x 48 weights take 34 us at 1 row and 3 with torch's own
+# linear, 256 x 256 at 16 rows 69 and 42, 576 x 576 210 and 210.
 _LEAST_BLOCKED = 1 << 18  # weights
 FBGEMM = ("x86", "fbgemm")  # torch's names for the engines that multiply float32 by float16 weights
 _CHECKED_AT_ONCE = 1 << 18  # weights
@@ -25,15 +25,15 @@ class PackedLinear:
     apply: Callable[[Tensor], Tensor]  # x [rows, in] -> x @ weight.T + bias [rows, out], float32
     num_bytes: int  # of the weight
     add_to: Callable[[Tensor, Tensor], Tensor] | None = None  # residual, x -> residual += apply(x)
-    in_4_bits: tuple[Tensor, Tensor] | None = None  # see `low_bit`; of a weight that is held so besides
+    in_4_bits: tuple[Tensor, Tensor] | None = None  # see `low_bit`; if the weight is also kept in 4 bits
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
-    """The layout from which ``weight [out, in]`` is read fastest, with ``bias [out]``; arithmetic is float32.
+    """Pack ``weight [out, in]``, with ``bias [out]``, in the layout that is read fastest; arithmetic is float32.
 
-    The weight is kept in float16, half the bytes, where float32 could not tell the difference (`float16_scales`): so it
-    is with every checkpoint that was published in bfloat16 or float16. None where nothing is faster than torch's own
-    `linear`: weights that are not float32 on a CPU, or are small, or a torch without these libraries.
+    The weight is kept in float16, half the bytes, if float32 arithmetic cannot tell the difference (`float16_scales`),
+    as with every checkpoint published in bfloat16 or float16. Return None if torch's own `linear` is the fastest:
+    weights that are not float32 on a CPU, small weights, or a torch without these libraries.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
         return None
@@ -61,23 +61,24 @@ def _in_float16(weight: Tensor, bias: Tensor | None, scales: Tensor) -> Callable
 
 
 def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
-    # torch asks every argument for `__torch_function__` first, and a packed weight answers with C++ exceptions, which
-    # cost a quarter of a token's time.
+    # torch looks up `__torch_function__` on every argument; for a packed weight this raises C++ exceptions, which cost
+    # a quarter of a token's time.
     with torch._C.DisableTorchFunctionSubclass():
         return torch.ops.quantized.linear_dynamic_fp16.op(x, half)
 
 
 def float16_scales(weight: Tensor) -> Tensor | None:
-    """Powers of two ``[out]`` with which float32 cannot tell the rows of ``weight [out, in]`` from those in float16.
+    """Return powers of two ``[out]`` that make the rows of ``weight [out, in]`` equal in float16 for float32
+    arithmetic.
 
-    That is, no number changes by more than 2^-23 of the length (Euclidean norm) of its row, nor of its column: a change
-    that is lost in the rounding of float32 sums, also where a row is small and its result is multiplied later, or a
-    column is small because its input is large. bfloat16 has fewer digits than float16; its numbers below 2^-14 alone
-    may lose some, 2^-25 at most. So nearly all rows have scale 1. None where no scale helps: the weights have more
+    That is, no number changes by more than 2^-23 of the Euclidean norm of its row, nor of its column. Such a change is
+    lost in the rounding of float32 sums, even if a row is small and its result is multiplied later, or a column is
+    small because its input is large. bfloat16 has fewer digits than float16; only its numbers below 2^-14 may lose
+    some, at most 2^-25. Nearly all rows therefore have scale 1. Return None if no scale helps: the weights have more
     digits, or are infinite or NaN.
     """
     scales, columns = torch.ones(len(weight)), None
-    at_once = max(1, _CHECKED_AT_ONCE // weight.shape[1])  # so that the copies stay in the cache
+    at_once = max(1, _CHECKED_AT_ONCE // weight.shape[1])  # keeps the copies in the cache
     for rows, scale in zip(weight.split(at_once), scales.split(at_once), strict=True):
         change = (rows.half().float() - rows).abs_()
         largest = float(change.max())
@@ -89,7 +90,7 @@ def float16_scales(weight: Tensor) -> Tensor | None:
         if largest <= 2**-23 * min(float(lengths.min()), float(columns.min())):
             continue
         limit = torch.minimum(lengths, columns).mul_(2**-23)
-        # The largest number of a row goes to 2^14: as far up as float16 reaches, as far from where digits are lost.
+        # Scale a row's largest number to 2^14: near float16's maximum, and far from subnormal numbers.
         exponent = (15 - torch.frexp(rows.abs().amax(1)).exponent).clamp_(max=100)
         scale.copy_(torch.where((change <= limit).all(1), scale, torch.ldexp(scale, exponent)))
         held = (rows * scale[:, None]).half().float() / scale[:, None]
@@ -99,25 +100,25 @@ def float16_scales(weight: Tensor) -> Tensor | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`; in float32 there is no cast whose order could matter."""
+    """Compute `reference.rms_norm`; in float32 there is no order of casts to respect."""
     if x.dtype != torch.float32:
         return reference.rms_norm(x, weight, eps)
     if x.shape[0] == 1:  # four small ops instead of twelve: with cold caches each costs as much as 576 multiplications
         row = x.view(-1)
         return (x * weight).mul_((torch.dot(row, row).item() / row.shape[0] + eps) ** -0.5)
-    # sqrt(mean(x^2) + eps) in three ops, which is faster than torch's own.
+    # sqrt(mean(x^2) + eps) in three ops, faster than torch's own rms_norm.
     root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5).hypot_(scalar(eps**0.5))
     return (x * weight).div_(root)
 
 
 @cache
 def scalar(value: float) -> Tensor:
-    """For ops that take tensors only."""
+    """Return a tensor of one number, for ops that take only tensors."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.silu_mul`."""
+    """Compute `reference.silu_mul`."""
     if gate_up.dtype != torch.float32:
         return reference.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -1,15 +1,15 @@
-"""Linear layers whose weights are held in 8 bits on a CPU, FBGEMM's products of whole numbers, or in 4, torch's own.
+"""Linear layers with weights in 8 bits on a CPU, by FBGEMM's integer matmuls, or in 4 bits, by torch's own.
 
     weight[n, k] = scale[n] * level[n, k]              levels of 8 bits, a scale for each row
     x[k] = peak / 63 * (high[k] + low[k] / 126)        both of 7 bits: 14 bits of a row's largest number, `peak`
 
-The product of whole numbers is exact, and 2 rows take little longer than 1: the weights have to be read either way. (7
-bits, because where the processor lacks VNNI the sum of two products of 8 bits overflows.) FBGEMM rounds activations by
-their least and largest number; two more columns hold -64 and 63, by which its rounding changes nothing.
+The integer matmul is exact, and 2 rows take little longer than 1, because the weights must be read in any case. (7
+bits, because without VNNI the sum of two 8-bit products overflows.) FBGEMM quantizes activations by their minimum and
+maximum; two additional columns hold -64 and 63, so that its rounding changes nothing.
 
-What is lost is in the weights: half a level, 2^-8 of a row's largest weight. It matters where an activation is large,
-and those lie in a few columns, the same ones for nearly any input: for these the weights' remainders are further
-columns. Which columns that are the first input shows.
+The error is in the weights: half a level, 2^-8 of a row's largest weight. It matters for large activations, which are
+in a few columns, the same ones for nearly any input. For these the weights' remainders are stored as additional
+columns. The first input determines which columns these are.
 """
 
 import math
@@ -26,13 +26,13 @@ from minillm.kernels.linear.low_bit.layouts import AT_ONCE_ON_CPU, GROUP, LowBit
 
 Rows = Callable[[slice], Tensor]  # rows of a weight [out, in] in float32
 _LEVELS = 127  # of a weight: -127 to 127
-_HIGH = 63  # of an activation's first part
-_LOW = 2 * _HIGH  # of the second one, for each step of the first
+_HIGH = 63  # maximum of an activation's first part
+_LOW = 2 * _HIGH  # steps of the second part per step of the first
 _LIMITS = (-_HIGH - 1.0, float(_HIGH))  # of an activation's parts
-_FINER = 2 * _LEVELS  # steps of a remainder's level in one of a level
-_FINER_COLUMNS = 12  # one in so many
-_SMALLEST = 1e-36  # activations below are computed as if they were zero
-# Multiplications, and rows, of products by 4 bits: below, the ops that make two parts of an activation take longer.
+_FINER = 2 * _LEVELS  # steps of a remainder per level
+_FINER_COLUMNS = 12  # one of this many columns has a remainder
+_SMALLEST = 1e-36  # smaller activations count as zero
+# Maximum multiplications, and rows, of 4-bit matmuls: below them, splitting activations in two parts takes longer.
 _MOST_BY_4_BITS, _MOST_ROWS_BY_4_BITS = 1 << 24, 16
 _ROWS_OF_4_BITS = 64  # that torch packs together, at most
 _MOST_ROWS = 512
@@ -42,11 +42,11 @@ _KEPT_ROWS = 32
 def packed_int8(
     weight: Callable[[], Rows], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
 ) -> PackedLinear | None:
-    """The weight ``[out, in]`` float32 whose rows ``weight`` gives, in 8 bits; None where torch cannot multiply these.
+    """Pack the weight ``[out, in]`` float32 from the rows that ``weight`` returns, in 8 bits; None if torch cannot.
 
-    It is asked for at the first product, which is computed exactly, and only some rows are float32 at a time. The input
-    of that product should be like later ones: its large columns get 16 bits. ``stored``: the same weights, if they are
-    held in few bits; those of 4 bits stay so besides, for the products of one row or a few.
+    ``weight`` is called at the first matmul, which is computed exactly, and only some rows are float32 at a time. The
+    input of that matmul should resemble later ones: its large columns get 16 bits. ``stored`` are the same weights, if
+    they are low-bit; those of 4 bits are also kept as they are, for matmuls of one row or a few.
     """
     if torch.backends.quantized.engine not in FBGEMM or not hasattr(torch, "_make_per_channel_quantized_tensor"):
         return None
@@ -62,12 +62,12 @@ def packed_int8(
 
 
 def _usable(scales: Tensor) -> Tensor:
-    """Finite scales ``[rows, 1]``."""
+    """Replace unusable scales ``[rows, 1]`` by finite ones."""
     return torch.where(scales.isfinite(), scales, 1.0)[:, None]
 
 
 class _Int8Linear:
-    """``x @ weight.T + bias``, packed when it is first called."""
+    """``x @ weight.T + bias``, packed at the first call."""
 
     def __init__(self, weight: Callable[[], Rows], shape: tuple[int, int], bias: Tensor | None) -> None:
         self._out_features, self._in_features = shape
@@ -90,14 +90,14 @@ class _Int8Linear:
         return result if self._bias is None else result.add_(self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """``residual += x @ weight.T + bias``."""
+        """Compute ``residual += x @ weight.T + bias``."""
         if x.shape[0] != 1 or self._weight is not None:
             return residual.add_(self(x))
         residual.addmm_(*self._one(x))
         return residual if self._bias is None else residual.add_(self._bias)
 
     def _pack(self, weight: Rows, x: Tensor) -> Tensor:
-        """Pack the weight by the input of the first product; return this product."""
+        """Pack the weight using the input of the first matmul; return its result."""
         scales = torch.empty(self._out_features)
         product = x.new_empty(x.shape[0], self._out_features)
         levels = torch.zeros(self._out_features, self._width + len(_LIMITS), dtype=torch.int8)
@@ -108,7 +108,7 @@ class _Int8Linear:
             some = weight(rows)
             torch.mm(x, some.t(), out=product[:, rows])
             largest = torch.maximum(some.amax(1), -some.amin(1))
-            # Rows of zeros get any scale; those with a NaN or an infinity keep it, and are NaN in every product.
+            # Rows of zeros get an arbitrary scale. Rows with NaN or infinity keep it, and their results are NaN.
             scales[rows] = torch.where(largest == 0, 1.0, largest / _LEVELS)
             scale = _usable(scales[rows])
             exact = (some / scale).nan_to_num_(0.0, 0.0, 0.0)
@@ -125,7 +125,7 @@ class _Int8Linear:
         zeros = torch.zeros(self._out_features, dtype=torch.long)
         scales = torch.where(scales.isfinite(), scales / _HIGH, math.nan).double()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.13 says that these tensors will be removed, and has no other way
+            warnings.simplefilter("ignore")  # torch 2.13 announces their removal, without an alternative
             quantised = torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0)
         del levels
         self._packed = torch.ops.quantized.linear_prepack(quantised, None)
@@ -133,7 +133,9 @@ class _Int8Linear:
         return product if self._bias is None else product.add_(self._bias)
 
     def _one(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors ``[1, 2]`` and the products ``[2, out]`` of the two parts of one row: the result is their product."""
+        """Return factors ``[1, 2]`` and the matmuls ``[2, out]`` of the two parts of one row; the result is their
+        product.
+        """
         least, most = torch.aminmax(x)
         low, high = least.item(), most.item()
         if not -math.inf < low <= high < math.inf:
@@ -145,9 +147,9 @@ class _Int8Linear:
 
     def _several(self, x: Tensor) -> Tensor:
         count = x.shape[0]
-        peak = x.abs().amax(1, keepdim=True)  # a norm of order infinity takes six times as long
+        peak = x.abs().amax(1, keepdim=True)  # an infinity norm takes six times as long
         finite = math.isfinite(peak.sum().item())
-        if not finite:  # one row's NaN is not another's: FBGEMM would look for its limits in all of them
+        if not finite:  # row by row, because FBGEMM takes its limits over all rows and would spread a NaN
             wrong = ~peak.isfinite()
             x, peak = x.masked_fill(wrong, 0.0), peak.masked_fill(wrong, 1.0)
         peak.clamp_(min=_SMALLEST)
@@ -165,20 +167,20 @@ class _Int8Linear:
         torch.mul(scratch.given.index_select(1, self._finer), scalar(1 / _FINER), out=scratch.finer)
         torch.round(scratch.row, out=scratch.high)
         torch.sub(scratch.row, scratch.high, out=scratch.low).mul_(scalar(float(_LOW)))
-        # As in `linear._multiply_float16`, no argument is asked for `__torch_function__`.
+        # As in `linear._multiply_float16`, skips the lookup of `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             product: Tensor = torch.ops.quantized.linear_dynamic.op(scratch.room, self._packed, True)
         return product
 
 
 class _Scratch:
-    """Room for the activations of a product, and views of it: each view costs as much as an addition of a row."""
+    """A buffer for the activations of a matmul, with its views: creating a view costs as much as adding a row."""
 
-    @torch.inference_mode(False)  # a tensor of that mode could not be written to outside it
+    @torch.inference_mode(False)  # tensors of inference mode cannot be written outside it
     def __init__(self, rows: int, in_features: int, width: int) -> None:
         self.row = torch.empty(rows, width)
         self.given, self.finer = self.row.split_with_sizes((in_features, width - in_features), 1)
-        self.room = torch.empty(2 * rows, width + len(_LIMITS))  # the high parts, and the low parts below them
+        self.room = torch.empty(2 * rows, width + len(_LIMITS))  # the high parts, then the low parts
         parts, limits = self.room.split_with_sizes((width, len(_LIMITS)), 1)
         limits.copy_(_limits())
         self.high, self.low = parts.split(rows)
@@ -186,21 +188,21 @@ class _Scratch:
 
 @lru_cache(maxsize=32)
 def _kept_scratch(thread: int, rows: int, in_features: int, width: int) -> _Scratch:
-    """The same room for all layers' products of one thread."""
+    """Return the buffer shared by all layers' matmuls of one thread."""
     return _Scratch(rows, in_features, width)
 
 
 def _takes_4_bits(parts: tuple[LowBit, ...]) -> bool:
-    """Whether torch can pack these in 4 bits."""
+    """Return whether torch can pack these in 4 bits."""
     fit = all(part.layout.bits == 4 and not part.layout.table and part.order is None for part in parts)
     return bool(parts) and fit and sum(part.shape[0] for part in parts) % 16 == 0
 
 
 def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear | None:
-    """Matrices of 4 bits, one below the other, with activations in bfloat16; None where torch cannot multiply these.
+    """Pack matrices of 4 bits, stacked by rows, with activations in bfloat16; None if torch cannot multiply them.
 
-    With their scales they take 5 bits a weight. One row is bound by these bytes. Of more rows each multiplication takes
-    longer than in products of 8 bits, but all are a single op; many rows take 1.2 to 3 times as long.
+    With their scales they take 5 bits per weight. A matmul of one row is bound by these bytes. With more rows each
+    multiplication takes longer than in 8 bits, but there is only one op; many rows take 1.2 to 3 times as long.
     """
     if not _takes_4_bits(parts):
         return None
@@ -209,7 +211,7 @@ def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear 
     if _packs_by_rows():
         at_once = max(1, AT_ONCE_ON_CPU // in_features // _ROWS_OF_4_BITS) * _ROWS_OF_4_BITS
     held = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
-    # torch wants [in / group, out, 2], and a weight is (level - 8) * scale + zero.
+    # torch expects [in / group, out, 2], and a weight is (level - 8) * scale + zero.
     pairs = torch.empty(in_features // GROUP, out_features, 2, dtype=torch.bfloat16)
     for first in range(0, out_features, at_once):
         rows = slice(first, min(first + at_once, out_features))
@@ -235,20 +237,20 @@ def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear 
 
 
 def _pack_4_bits(levels: Tensor) -> Tensor:
-    """Levels ``[out, in]`` as torch's products want them, ``[out, in / 2]``."""
+    """Pack levels ``[out, in]`` for torch's 4-bit matmuls, ``[out, in / 2]``."""
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
     return packed
 
 
 @cache
 def _packs_by_rows() -> bool:
-    """Whether torch packs so many rows like any others, so that a matrix can be packed in parts."""
+    """Return whether torch packs each run of rows independently, so that a matrix can be packed in parts."""
     levels = torch.arange(3 * _ROWS_OF_4_BITS * GROUP, dtype=torch.int32).mul_(7).remainder_(16).view(-1, GROUP)
     return torch.equal(_pack_4_bits(levels), torch.cat([_pack_4_bits(each) for each in levels.split(_ROWS_OF_4_BITS)]))
 
 
 def _by_rows(few: PackedLinear, many: PackedLinear, most_rows: int) -> PackedLinear:
-    """The same weight in two layouts: products of ``most_rows`` rows at most by the one, of more by the other."""
+    """Combine two layouts of the same weight: ``few`` for matmuls of at most ``most_rows`` rows, ``many`` for more."""
     add_few, add_many = few.add_to, many.add_to
     assert add_few is not None
     assert add_many is not None

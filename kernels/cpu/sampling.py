@@ -1,4 +1,4 @@
-"""The sampler on a CPU: it looks at the likeliest thousand tokens first, and sorts all only where it has to."""
+"""The sampler on a CPU: considers the thousand most probable tokens first, and sorts all only if necessary."""
 
 import numpy as np
 import torch
@@ -7,11 +7,11 @@ from torch import Tensor
 from minillm.kernels import reference
 from minillm.kernels.arguments import SamplingInputs
 
-_CANDIDATES = 1024  # tokens that the sampler looks at before it falls back to the whole vocabulary
+_CANDIDATES = 1024  # tokens considered before falling back to the whole vocabulary
 
 
 def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
-    """See `reference.mask_logits`: twice as fast as its shifts, and rows without a mask cost nothing in place."""
+    """Compute `reference.mask_logits`: twice as fast as its shifts, and in place rows without a mask cost nothing."""
     if out is not logits:
         out.copy_(logits)
     bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
@@ -22,7 +22,7 @@ def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> No
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """See `reference.sample`: the same draws."""
+    """Draw like `reference.sample`, with the same results."""
     token_ids = logits.argmax(-1)
     drawn = inputs.temperature > 0
     truncated = drawn & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
@@ -32,7 +32,7 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
         temperature, *_, seeds, positions = inputs.rows(rows)
         ids = torch.arange(logits.shape[1], dtype=torch.int32)[None]
         scaled = logits[rows]
-        scaled.sub_(scaled.gather(1, token_ids[rows, None]))  # the largest is 0 now: nothing overflows
+        scaled.sub_(scaled.gather(1, token_ids[rows, None]))  # the largest is 0 now, so nothing overflows
         scaled.div_(temperature[:, None])
         token_ids[rows] = (scaled + reference.gumbel(seeds, positions, ids)).argmax(-1)
     if bool(truncated.any()):
@@ -47,17 +47,17 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-    """See `reference.sample_with_logprobs`."""
+    """Compute `reference.sample_with_logprobs`."""
     tokens = sample(logits.float(), inputs)
     return tokens, reference.log_probabilities(logits, tokens)
 
 
 def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-    """Draw from the largest logits only. Returns (token ids, whether no token outside could have been drawn)."""
+    """Draw from the largest logits only. Return token ids, and whether no other token could have been drawn."""
     temperature, top_k, top_p, min_p, seeds, positions = inputs
     vocab = logits.shape[1]
     wanted = torch.where(top_k > 0, top_k, _CANDIDATES)
-    count = min(vocab, int(wanted.max()) + 1)  # one more than is kept shows whether the cut falls among equals
+    count = min(vocab, int(wanted.max()) + 1)  # one more than kept, to detect equal values at the limit
     values, ids = _largest(logits, count)
     scaled = (values - values[:, :1]) / temperature[:, None]
 
@@ -74,7 +74,7 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
     before = probabilities.cumsum(-1) - probabilities
     cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
     cut |= scaled < torch.log(min_p)[:, None]
-    # Tokens behind the last candidate are cut if it and its equals are: `topk` picks any among equals.
+    # Tokens after the last candidate are cut if it and its equals are: `topk` returns any of equal values.
     tail_is_cut = (cut | (values != values[:, -1:])).all(-1)
     sure |= ((top_k == 0) & tail_is_cut) | (count == vocab)
     score = scaled + reference.gumbel(seeds, positions, ids.to(torch.int32))
@@ -83,7 +83,7 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
 
 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``torch.topk``, the lower id first among equals; of those equal to the last one it may hold any."""
+    """Compute ``torch.topk``, lower id first among equals; of those equal to the last one it may return any."""
     values, ids = logits.topk(count)
     ids, by_id = ids.sort(-1)
     values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
@@ -91,10 +91,10 @@ def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """See `reference.top_log_probabilities`; without sorting the vocabulary."""
+    """Compute `reference.top_log_probabilities` without sorting the vocabulary."""
     values, ids = _largest(logits, count)
     equal = values == values[:, -1:]
     more = (logits == values[:, -1:]).sum(-1) > equal.sum(-1)
-    for row in more.nonzero()[:, 0].tolist():  # rows whose last token has equals outside: those of the lowest ids count
+    for row in more.nonzero()[:, 0].tolist():  # rows with equals of the last token outside: the lowest ids count
         ids[row, equal[row]] = (logits[row] == values[row, -1]).nonzero()[: int(equal[row].sum()), 0]
     return values - logits.logsumexp(-1, keepdim=True), ids

@@ -1,1 +1,1 @@
-"""Ops on the state of decode steps that is kept on the device."""
+"""Ops on the state of decoding sequences, which is kept on the device."""

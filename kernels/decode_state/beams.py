@@ -1,12 +1,12 @@
-"""Steps of beam searches on the device: which continuations live on, and what that does to the rows of the beams.
+"""Steps of beam searches on the device: choose the continuations that live on, and update the beams' slots.
 
-- ``choose_beams`` finds each search's best continuations among the likeliest tokens of its beams, and writes those
-  that live on to the rows. Grid: (searches). Bytes: the candidates. Each program takes its best one again and again; a
-  key of 64 bits has the log-probability, then the candidate's place, so that no two are equal.
-- ``fork_rows`` gives a row whose beam has died the block table of another beam's row, and lists the partly filled
-  blocks that are to be copied. Grid: (rows). Bytes: the tables of the beams that fork: 8 per block of context.
+- ``choose_beams`` chooses each search's best continuations among the most probable tokens of its beams, and writes
+  those that live on to the slots. Grid: (searches). Bytes: the candidates. Each program extracts its best candidate
+  repeatedly; a 64-bit key has the log-probability, then the candidate's index, so that no two are equal.
+- ``fork_rows`` copies the block table of a living beam to the slot of a dead one, and lists the partly filled blocks to
+  copy. Grid: (slots). Bytes: the tables of the beams that fork: 8 per block of context.
 
-Row -1 is padding, and so is a search of width 0: nothing is written for them.
+Slot -1 is padding, and so is a search of width 0: nothing is written for them.
 """
 
 import torch
@@ -55,7 +55,7 @@ def _choose_beams_kernel(
         at = (first + beam).to(tl.int64) * count + number
         value = tl.load(values_ptr + at, mask=valid, other=float("-inf")) + so_far
         token = tl.load(ids_ptr + at, mask=valid, other=0)
-        token = tl.minimum(tl.maximum(token, 0), vocab - 1).to(tl.int32)  # behind NaN it may be anything
+        token = tl.minimum(tl.maximum(token, 0), vocab - 1).to(tl.int32)  # arbitrary if the logits are NaN
         order = tl.where(value == value, ordered(value), 0x7FFFFFFF).to(tl.int64)
         lowest = tl.full([WIDTH * COUNT], -0x7FFFFFFFFFFFFFFF, tl.int64)
         key = tl.where(valid, (order << 32) + (0x7FFFFFFF - (rank * COUNT + number)).to(tl.int64), lowest)
@@ -75,13 +75,13 @@ def _choose_beams_kernel(
             tl.store(choices_ptr + out, best_beam)
             tl.store(choices_ptr + out + count, best_token)
             ended = tl.sum((ends == best_token).to(tl.int32), axis=0)
-            here = (slots == running) & (ended == 0)  # beyond the width: nowhere, or a place that nobody reads
+            here = (slots == running) & (ended == 0)  # beyond the width: nowhere, or an unused index
             parents = tl.where(here, best_beam, parents)
             tokens = tl.where(here, best_token, tokens)
             logprobs = tl.where(here, best_value, logprobs)
             running += (ended == 0).to(tl.int32)
 
-        # The first child of a beam takes its row, the others take the rows of dead beams, in order.
+        # The first child of a beam takes its slot, the others take the slots of dead beams, in order.
         lives = slots < width
         twins = (parents[:, None] == parents[None, :]) & (slots[None, :] < slots[:, None]) & lives[None, :]
         is_first = tl.sum(twins.to(tl.int32), axis=1) == 0
@@ -95,7 +95,7 @@ def _choose_beams_kernel(
         target = tl.load(rows_ptr + first + slot, mask=lives, other=-1).to(tl.int64)
         written = lives & (target >= 0)
         word_ptr = words_ptr + target * row_stride
-        tl.debug_barrier()  # everyone has read the rows before they are written
+        tl.debug_barrier()  # all threads have read the slots before they are written
         tl.store(word_ptr + _TOKEN, tokens, mask=written)
         tl.store(word_ptr + _LOGPROB, logprobs.to(tl.int32, bitcast=True), mask=written)
         tl.store(word_ptr + _RANK, slots, mask=written)
@@ -131,7 +131,7 @@ def _fork_rows_kernel(
 def choose_beams(
     words: Tensor, rows: Tensor, searches: Tensor, values: Tensor, ids: Tensor, vocab: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.choose_beams`."""
+    """Compute `reference.choose_beams`."""
     n, count = values.shape
     parents = words.new_empty(n)
     logprobs = values.new_empty(searches.shape[0], count)
@@ -145,7 +145,7 @@ def choose_beams(
 
 
 def fork_rows(words: Tensor, rows: Tensor, parents: Tensor, block_size: int) -> Tensor:
-    """See `reference.fork_rows`."""
+    """Compute `reference.fork_rows`."""
     copies = rows.new_empty(rows.shape[0], 2, dtype=torch.int64)
     _fork_rows_kernel[(rows.shape[0],)](
         words, rows, parents, copies, words.stride(0),

@@ -1,14 +1,15 @@
-"""The device's memory of the decoding sequences: one row of 32-bit words each, read and written by every step.
+"""Device state of the decoding sequences: one slot of 32-bit words each, read and written by every step.
 
-A row holds the words of `Field`. For a step the host sends only the list of rows and the changes since the last one.
+A slot holds the words of `Field`. For each step the host sends only the list of slots and the changes since the last
+one.
 
-- ``begin_decode`` gathers n rows into the tensors that the model and the sampler take, and moves each row's position on
-  by one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.
-- ``penalise`` applies repetition, frequency and presence penalties by counting tables. Grid: (n, pieces of the
+- ``begin_decode`` gathers n slots into the inputs of the model and the sampler, and advances each slot's position by
+  one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.
+- ``penalise`` applies repetition, frequency and presence penalties from tables of counts. Grid: (n, pieces of the
   vocabulary). Bytes: logits and counts read, float32 logits written: 4 + 4 + the logits' own per token.
 - ``end_decode`` stores the drawn tokens, which the next step computes. Grid: (1).
 
-Row -1 is padding: its slot is -1, its context empty, and nothing is written for it.
+Slot -1 is padding: its KV slot is -1, its context empty, and nothing is written for it.
 """
 
 import triton
@@ -128,7 +129,7 @@ def _penalise_kernel(
 
 
 def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
-    """Fill ``inputs`` from the rows and move their positions on: see `reference.begin_decode`."""
+    """Fill ``inputs`` from the slots and advance their positions: see `reference.begin_decode`."""
     _begin_decode_kernel[(rows.shape[0],)](
         words, rows,
         inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.block_tables,
@@ -139,7 +140,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 
 
 def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write the logits with their rows' penalties to ``out``: see `reference.penalise`."""
+    """Write the logits with their slots' penalties to ``out``: see `reference.penalise`."""
     n, vocab = logits.shape
     _penalise_kernel[(n, triton.cdiv(vocab, _PIECE))](
         out, logits, words, counts, rows, words.stride(0), logits.stride(0), vocab,
@@ -148,7 +149,7 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
 
 
 def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """Store the drawn tokens in their rows, and count them: see `reference.end_decode`."""
+    """Store the drawn tokens in their slots, and count them: see `reference.end_decode`."""
     n = rows.shape[0]
     _end_decode_kernel[(1,)](
         words, counts, rows, token_ids, n, words.stride(0), counts.shape[1],

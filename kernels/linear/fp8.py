@@ -5,14 +5,14 @@
 =================  ==================================================================================================
 tokens             computed by
 =================  ==================================================================================================
-up to MOST_FUSED   `fp8_matvec` or `matvec`: weights become float32 in registers, x keeps its bits
-more               `torch._scaled_mm`: x rounded token by token, FP8 x FP8 on the matrix unit
+up to MOST_FUSED   `fp8_matvec` or `matvec`: weights are converted to float32 in registers, x is not quantized
+more               `torch._scaled_mm`: x is quantized per token, FP8 x FP8 on the tensor cores
 =================  ==================================================================================================
 
-`_quantise_kernel`: grid (tokens); tile: a whole row, read once and written in 8 bits. The norm in front is fused: its
+`_quantise_kernel`: grid (tokens); tile: a whole row, read once and written in 8 bits. The norm before it is fused: its
 ``1 / sqrt(mean(x^2) + eps)`` is a factor of the scale. `_finish_kernel`: grid (tokens, columns / TILE); scales the sums
-of levels, with SwiGLU or the residual, for `torch._scaled_mm` with scales of tokens and columns takes twice the time at
-few tokens. It is the faster one from `_SCALED_INSIDE` tokens on. What `takes` refuses is unpacked: see
+of levels, with SwiGLU or the residual, because with few tokens `torch._scaled_mm` with scales of tokens and columns
+takes twice the time. It is faster from `_SCALED_INSIDE` tokens on. Matmuls that `takes` rejects are dequantized: see
 `minillm.kernels.linear.low_bit.choose`.
 """
 
@@ -30,10 +30,10 @@ from minillm.kernels.linear.low_bit.layouts import LARGEST_FP8, LowBit
 from minillm.kernels.norm.activation import silu_mul
 
 MOST_FUSED = 2  # tokens
-_UNIT = 16  # of which both sides of a matrix are a multiple, for `torch._scaled_mm`
+_UNIT = 16  # both sizes of a matrix must be multiples, for `torch._scaled_mm`
 _SCALED_INSIDE = 1024  # tokens
 _TILE = 1024
-_LEAST = tl.constexpr(1e-30)  # of a scale: zeros stay zeros, and numbers far below it become zeros
+_LEAST = tl.constexpr(1e-30)  # minimum scale: zeros stay zeros, and much smaller numbers become zeros
 
 
 @triton.jit
@@ -50,14 +50,15 @@ def _quantise_kernel(
     if NORM:
         factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
         x *= tl.load(norm_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    # Infinity makes an infinite scale, and becomes NaN itself; so the token is NaN in every product.
+    # Infinity makes the scale infinite and becomes NaN, so the token's results are NaN.
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=0), LARGEST), _LEAST)
     tl.store(out_ptr + row * SIZE + offsets, narrow(x * tl.div_rn(1.0, scale)), mask=mask)
     tl.store(scales_ptr + row, scale * factor)
 
 
 def quantise(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """Levels ``[tokens, in]`` float8_e4m3fn and scales ``[tokens, 1]`` float32 of x, with ``norm`` of its RMSNorm.
+    """Quantize x, after ``norm`` if given: return levels ``[tokens, in]`` float8_e4m3fn and scales ``[tokens, 1]``
+    float32.
 
     Rows of ``x`` may be strided.
     """
@@ -103,7 +104,7 @@ def _finish_kernel(
 
 
 def takes(x: Tensor, matrix: LowBit) -> bool:
-    """Whether the product of any number of tokens is computed here: more than a few where the GPU computes with FP8."""
+    """Return whether this matmul is computed here. More than a few tokens need a GPU that computes with FP8."""
     fits = not (matrix.shape[0] % _UNIT or matrix.shape[1] % _UNIT)
     return _are_few(x) or (fits and x.dtype == torch.bfloat16 and has_fp8(x.device))
 
@@ -113,17 +114,19 @@ def _are_few(x: Tensor) -> bool:
 
 
 def linear(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
-    """``x [tokens, in] @ matrix.T + bias``, in ``out`` if given, contiguous; with ``norm`` of RMSNorm's result."""
+    """Compute ``x [tokens, in] @ matrix.T + bias``, after ``norm`` (RMSNorm) if given; in ``out`` if given,
+    contiguous.
+    """
     return _product(x, matrix, bias, x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out, norm)
 
 
 def gated_linear(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm) -> Tensor:
-    """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
+    """Compute ``silu(gate) * up`` with ``gate, up = linear(x, …)``."""
     return _product(x, matrix, bias, x.new_empty(x.shape[0], matrix.shape[0] // 2), norm, gated=True)
 
 
 def linear_add(x: Tensor, matrix: LowBit, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """``residual += linear(x, …)``."""
+    """Compute ``residual += linear(x, …)``."""
     return _product(x, matrix, bias, residual, None, add=True)
 
 
@@ -151,7 +154,7 @@ def _product_of_many(
     one = _one(x.device)
     sums = torch._scaled_mm(
         levels, matrix.levels.t(), scale_a=one, scale_b=one, out_dtype=x.dtype, use_fast_accum=True
-    )  # in bfloat16, which has the range
+    )  # in bfloat16, for its range
     columns = out.shape[1]
     _finish_kernel[(x.shape[0], triton.cdiv(columns, _TILE))](
         out, sums, token_scales, matrix.scales, token_scales if bias is None else bias, columns, out.stride(0),

@@ -1,12 +1,12 @@
-"""A matrix of FP8 times the activations of one token, where a program has many of its weights: long rows, or a gate.
+"""FP8 matrix-vector kernel for one token, for programs with many weights: long rows, or a gate.
 
-Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes a load, the next one on its way while one is
-multiplied. Bytes: the matrix, once. Weights become float32 in registers, so x keeps its bits.
+Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes per load; the next tile loads while one is
+multiplied. Bytes: the matrix, once. Weights are converted to float32 in registers, so x is not quantized.
 
-Half the bytes leave half the time for a weight's instructions. So a thread adds up its own weights, from one tile to
-the next, and the threads' sums come together once, at the end. (In `matvec` they do so for every tile: a weight of a
-long row takes 4.2 instructions there, 3.5 here, and a program's warps wait for each other.) With short rows and no
-gate, and with two tokens, `matvec` is faster.
+Half the bytes leave half the time for a weight's instructions. Therefore a thread sums its own weights from tile to
+tile, and the threads' sums are combined once, at the end. (`matvec` combines them for every tile: a weight of a long
+row takes 4.2 instructions there, 3.5 here, and a program's warps wait for each other.) With short rows and no gate, and
+with two tokens, `matvec` is faster.
 """
 
 import triton
@@ -19,12 +19,12 @@ from minillm.kernels.linear.matvec import load_weights
 
 Norm = tuple[Tensor, float]  # weight, eps
 _SHORT = 4096  # columns
-_RUN = tl.constexpr(16)  # weights of a load
+_RUN = tl.constexpr(16)  # weights per load
 
 
 @triton.jit
 def _sums(weights, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Products ``[rows, columns / _RUN]`` of weights and ``x [columns]``, summed within a thread."""
+    """Multiply weights and ``x [columns]``, summed within a thread: ``[rows, columns / _RUN]``."""
     return tl.sum(tl.reshape(widen(weights) * x[None, :], [ROWS, COLUMNS // _RUN, _RUN]), axis=2)
 
 
@@ -79,7 +79,7 @@ def _product_kernel(
 
 
 def takes(tokens: int, matrix: LowBit, *, gated: bool = False) -> bool:
-    """Whether this is the fastest way to multiply the matrix with so many tokens."""
+    """Return whether this is the fastest way to multiply the matrix with this many tokens."""
     return tokens == 1 and (gated or matrix.shape[1] > _SHORT)
 
 
@@ -93,15 +93,15 @@ def product(
     gated: bool = False,
     add: bool = False,
 ) -> Tensor:
-    """``x [1, in] @ matrix.T + bias``, written to ``out [1, out]``, or added to it.
+    """Compute ``x [1, in] @ matrix.T + bias``, written to ``out [1, out]``, or added to it.
 
     Args:
-        norm: weight and eps of an RMSNorm of x in front.
-        gated: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[1, out / 2]``.
+        norm: weight and eps of an RMSNorm of x before the matmul.
+        gated: the matrix is gate and up, and the result is ``silu(gate) * up``, ``[1, out / 2]``.
     """
     features, columns = matrix.shape
     num_rows = features // 2 if gated else features
-    rows, widest = (4, 4096) if gated else (8, 2048)  # the fastest within an 8B model on an H100
+    rows, widest = (4, 4096) if gated else (8, 2048)  # fastest in an 8B model on an H100
     width = min(widest, max(_RUN.value, triton.next_power_of_2(columns)))
     weight, eps = norm or (x, 0.0)
     _product_kernel[(triton.cdiv(num_rows, rows),)](

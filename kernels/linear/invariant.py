@@ -1,20 +1,20 @@
-"""Linear layers whose result for a token has the same bits whatever other tokens are computed beside it.
+"""Batch-invariant linear layers: a token's result is bitwise the same whatever other tokens are computed with it.
 
-A sum of floats depends on its order. So every element is one chain: the input's columns from first to last, by the
-matrix unit, sixteen (of float32: one) at a time, in float32. Tiles decide only which elements a program computes, not
-in which order: so they may differ by the number of tokens. No library's product is called, and no sum is split.
-(He et al. 2025, "Defeating Nondeterminism in LLM Inference".)
+A sum of floats depends on its order. Every element is therefore one chain: the input's columns from first to last, by
+the tensor cores, sixteen at a time (in float32 one), in float32. Tiles only decide which elements a program computes,
+not the order, so they may depend on the number of tokens. No library matmul is called, and no sum is split. (He et al.
+2025, "Defeating Nondeterminism in LLM Inference".)
 
 Bytes: the weight, once for each TOKENS tokens, and the tokens. FLOPs: 2 x tokens x weights.
 
-- ``_few_kernel``, grid (rows of the weight / ROWS, tokens / TOKENS): pieces of the weight are called into the L2 before
-  the kernel in front has ended, for they do not depend on it. Up to eight tokens are the matrix unit's second operand,
-  which may be as narrow.
-- ``_many_kernel``, grid (multiprocessors): tiles come by the tensor copy engine; a program computes one after another,
-  eight rows of tiles at a time, so that what they share stays in the L2.
-- ``_two_parts_kernel``, grid (multiprocessors): the same with the weight as the matrix unit's first operand, so that
-  tokens are its columns. Two powers of two of them make a tile, for 65 to 96 or 129 to 192 tokens: tiles of 128 or 256
-  would compute a third for nothing, or take the multiprocessors another turn.
+- ``_few_kernel``, grid (rows of the weight / ROWS, tokens / TOKENS): pieces of the weight are prefetched into the L2
+  before the previous kernel has ended, because they do not depend on it. Up to eight tokens are the tensor cores'
+  second operand, which may be that narrow.
+- ``_many_kernel``, grid (multiprocessors): tiles are loaded by the TMA; a program computes one after another, eight
+  rows of tiles at a time, so that shared data stays in the L2.
+- ``_two_parts_kernel``, grid (multiprocessors): the same with the weight as the tensor cores' first operand, so that
+  tokens are its columns. A tile is two powers of two of tokens, for 65 to 96 or 129 to 192 tokens: with tiles of 128 or
+  256, a third of the work would be wasted, or the multiprocessors would need another turn.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from minillm.kernels.compat import (
 )
 
 _PROCESSORS = 132  # of an H100 or H200
-_FULL = 90  # programs that are enough for it
+_FULL = 90  # programs that fill it
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _store(
     out_ptr, bias_ptr, total, up_total, tokens, rows, num_tokens, num_rows, out_stride,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the result ``[tokens, rows]``, or its gated product, or add it to what is there."""
+    """Write a tile of the result ``[tokens, rows]``, or its gated form, or add it to the output."""
     is_row = rows < num_rows
     mask = (tokens < num_tokens)[:, None] & is_row[None, :]
     if BIAS:
@@ -60,7 +60,7 @@ def _store(
 
 @triton.jit
 def _call(ptr, rows, last_row, num_columns, COLUMNS: tl.constexpr):
-    """Call the first COLUMNS columns of some rows into the L2, by lines of 128 bytes."""
+    """Prefetch the first COLUMNS columns of some rows into the L2, by lines of 128 bytes."""
     at = tl.minimum(rows, last_row).to(tl.int64)[:, None] * num_columns + tl.arange(0, COLUMNS // 64)[None, :] * 64
     call_into_l2(ptr + at)
 
@@ -84,7 +84,7 @@ def _few_kernel(
     wait_for_inputs(PDL)
     x_at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + lanes[None, :]
     weight_at = rows.to(tl.int64)[None, :] * num_columns + lanes[:, None]
-    IS_SMALL: tl.constexpr = TOKENS < 16  # than the matrix unit's first operand: then the weight is that
+    IS_SMALL: tl.constexpr = TOKENS < 16  # smaller than the tensor cores' first operand, which is then the weight
     if IS_SMALL:
         total, up_total = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
     else:
@@ -169,16 +169,16 @@ def _two_parts_kernel(
 
 
 class Tile(NamedTuple):
-    """How a product is cut; `few` and `more` say by which kernel."""
+    """The tile sizes of a matmul; `few` and `more` select the kernel."""
 
     few: bool
     tokens: int
-    rows: int  # of the weight; with a gate so many of each half
+    rows: int  # of the weight; with a gate, of each half
     columns: int  # of the input at a time
     warps: int
     stages: int
-    ahead: int = 0  # columns that are called into the L2
-    more: int = 0  # tokens besides, so that their number need not be a power of two
+    ahead: int = 0  # columns to prefetch into the L2
+    more: int = 0  # additional tokens, so that their number need not be a power of two
 
 
 def product(
@@ -191,23 +191,23 @@ def product(
     add: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias``, written to ``out [tokens, out]``, or added to it.
+    """Compute ``x @ weight.T + bias``, written to ``out [tokens, out]``, or added to it.
 
-    ``gated``: the weight is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``. Rows of ``x``
-    and ``out`` may lie apart; the weight is contiguous. Raises ValueError where a shape or layout is wrong.
+    ``gated``: the weight is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``. Rows of ``x``
+    and ``out`` may be strided; the weight is contiguous. Raises ValueError for a wrong shape or layout.
     """
     (tokens, columns), features = x.shape, weight.shape[0]
     num_rows = features // 2 if gated else features
     fits = weight.shape[1] == columns and out.shape == (tokens, num_rows) and weight.is_contiguous()
     if not fits or x.stride(1) != 1 or out.stride(1) != 1 or not x.dtype == weight.dtype == out.dtype:
         raise ValueError(
-            f"a product of {weight.dtype} {tuple(weight.shape)} takes such [tokens, {weight.shape[1]}] in whole rows, "
+            f"a matmul with {weight.dtype} {tuple(weight.shape)} takes [tokens, {weight.shape[1]}], contiguous rows, "
             f"not {x.dtype} {tuple(x.shape)} for {out.dtype} {tuple(out.shape)}"
         )
     if not tokens:
         return out
     few, width, rows, depth, warps, stages, ahead, more = tile or tile_for(x, features, gated=gated)
-    # A gate's product and what it is added to could be contracted in one kernel and not in another.
+    # The compiler could contract gating and an addition in one kernel and not in another.
     options = {"enable_fp_fusion": not gated, **pdl_options(x.device)}
     shared = {"GATED": gated, "ADD": add, "BIAS": bias is not None}
     bias = x if bias is None else bias
@@ -239,24 +239,24 @@ def _tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def tile_for(x: Tensor, features: int, *, gated: bool) -> Tile:
-    """The tile of a product of ``x [tokens, in]`` and ``features`` rows; see `Tile`. Measured on an H100."""
+    """Return the tile of a matmul of ``x [tokens, in]`` with ``features`` rows; see `Tile`. Measured on an H100."""
     tokens, columns = x.shape
     rows = features // 2 if gated else features
     if INTERPRETED.value:
         return Tile(True, 16, 16, 32, 4, 2)
-    if x.element_size() == 4:  # no matrix unit
+    if x.element_size() == 4:  # no tensor cores
         return Tile(True, 32, 32, 32, 4, 2)
     if not has_large_shared_memory(x.device):
         return Tile(True, 16, 16, 256, 2, 4) if tokens <= 16 else Tile(True, 64, 32 if gated else 64, 64, 4, 3)
     if tokens <= 8:
-        programs = triton.cdiv(rows, 16)  # three of four stages have room on a multiprocessor, or two of five
+        programs = triton.cdiv(rows, 16)  # three of four stages fit on a multiprocessor, or two of five
         return Tile(True, 8, 16, 512, 2, 4 if 2 * _PROCESSORS < programs <= 3 * _PROCESSORS else 5, ahead=1024)
     if tokens <= 16:
         if gated:
             return Tile(True, 16, 32, 256, 4, 4, ahead=512)
         is_large = columns >= 8192 or features >= 1 << 15
         return Tile(True, 16, 16, 512, 2, 4, ahead=1024) if is_large else Tile(True, 16, 16, 256, 2, 5, ahead=1024)
-    has_engine = columns % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # what it asks for
+    has_engine = columns % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # requirements of the TMA
     if not has_engine or (gated and tokens <= 64):
         return Tile(True, 64, 64, 128, 4, 4 if gated else 3, ahead=512)
     if tokens <= 64 and features >= 1 << 15:
@@ -274,7 +274,7 @@ def tile_for(x: Tensor, features: int, *, gated: bool) -> Tile:
     if is_between:
         if rows >= 1 << 15:
             return Tile(False, 128, 128, 64, 8, 4, more=64)
-        if across <= _PROCESSORS // 4:  # as many programs, each for half of the tokens
+        if across <= _PROCESSORS // 4:  # the same number of programs, each for half of the tokens
             return Tile(False, 64, 64, 128, 4, 4, more=32)
         if across <= _PROCESSORS // 2:
             return Tile(False, 128, 64, 128, 4, 3, more=64)

@@ -1,14 +1,15 @@
-"""A weight matrix times the activations of one token, or a few; the norm before or the addition behind it may be fused.
+"""Matrix-vector kernels for one or a few tokens, fused with the norm before or the addition after them.
 
-Bytes: the weight, once; the rest is nothing. So a launch is as fast as memory if enough loads are in flight all the
-time, also while one kernel ends and the next one begins: a program asks for its first tile of weights, which depend on
-nothing, *before* it waits for the kernel in front of it (programmatic dependent launch, compute capability 9.0 on).
+Bytes: the weight, once; the rest is negligible. A launch runs at memory speed if enough loads are always in flight,
+even while one kernel ends and the next begins. A program therefore issues the loads of its first tile of weights, which
+depend on nothing, *before* it waits for the previous kernel (programmatic dependent launch, compute capability 9.0 on).
 
-Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes a load; most rows fit into one tile. The norm costs
-no pass of its own: ``sum(x^2)`` is collected beside the product and applied to its result, for it is one factor.
-Arithmetic is float32 throughout, without the matrix unit, so several tokens come here only where the weight is small
-(`takes`). A weight of FP8 is half the bytes; it becomes float32 in registers, and its rows' scales are factors of the
-result, too. `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
+Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes per load; most rows fit into one tile. The norm
+needs no extra pass: ``sum(x^2)`` is accumulated along with the product and applied to its result, because it is a
+single factor. All arithmetic is float32 without tensor cores, so several tokens are computed here only if the weight is
+small (`takes`). FP8 weights take half the bytes; they are converted to float32 in registers, and their rows' scales are
+also factors of the result. `TILES` is measured; ``minillm bench matvec`` prints it again. `_tile_for` chooses the tiles
+of other shapes.
 """
 
 import triton
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 
-# Tokens, up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps): on an H200 with a cold L2, one
-# token of the 135m's layers in a chain of whole layers.
+# Tokens, up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps), on an H200 with a cold L2. One
+# token of the 135m's layers is measured in a chain of whole layers.
 TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     1: {
         (960, 576): (4, 1024, 4),
@@ -66,23 +67,26 @@ TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     },
 }
 MOST_TOKENS = max(TILES)
-# Most elements of a weight for each number of tokens; with larger weights cuBLAS is as fast with the norm in front.
+# Maximum elements of a weight for each number of tokens; with larger weights cuBLAS after a norm is as fast.
 _LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
 
 
 @triton.jit
 def load_weights(weight_ptr, rows, columns, num_rows, num_columns):
-    """A tile ``[rows, columns]`` of a weight; zeros outside of it."""
+    """Load a tile ``[rows, columns]`` of a weight, with zeros outside of it."""
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     offsets = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-    # Each weight is read once: it should push nothing out of the cache that is read again.
+    # Each weight is read once, so it should not evict data that is read again.
     return tl.load(weight_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _product(weights, x, TOKENS: tl.constexpr):
-    """Weights ``[rows, columns]`` times activations: ``[rows]`` for ``[columns]`` of one token, ``[tokens, rows]`` for
-    ``[tokens, 1, columns]`` of a few. (The general path costs a single token more instructions.)"""
+    """Multiply weights ``[rows, columns]`` and activations.
+
+    The result is ``[rows]`` for ``[columns]`` of one token, ``[tokens, rows]`` for ``[tokens, 1, columns]`` of a few.
+    (The general path costs a single token more instructions.)
+    """
     weights = widen(weights)
     if TOKENS == 1:
         return tl.sum(weights * x[None, :], axis=1)
@@ -156,34 +160,38 @@ def _matvec_kernel(
 
 
 def takes(num_tokens: int, weight: Tensor) -> bool:
-    """Whether these kernels are the fastest way to multiply a weight ``[out, in]`` with this many tokens."""
+    """Return whether these kernels are the fastest way to multiply a weight ``[out, in]`` with this many tokens."""
     return num_tokens == 1 or weight.numel() <= _LARGEST.get(num_tokens, 0)
 
 
 def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``; as the next three, of at most `MOST_TOKENS` tokens and contiguous, else ValueError."""
+    """Compute ``x @ weight.T + bias``; like the next three for at most `MOST_TOKENS` contiguous tokens, else
+    ValueError.
+    """
     return launch(_target(x, weight), x, weight, bias)
 
 
 def norm_matvec(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``, in ``out`` if given: see `reference.norm_linear`."""
+    """Compute ``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``, in ``out`` if given: see
+    `reference.norm_linear`.
+    """
     return launch(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
 
 
 def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up``, ``[tokens, out / 2]``, of a packed weight: see `reference.norm_gated_linear`."""
+    """Compute ``silu(gate) * up``, ``[tokens, out / 2]``, of a fused weight: see `reference.norm_gated_linear`."""
     return launch(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
 
 
 def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """``residual += x @ weight.T + bias``, ``[tokens, out]``, in place: see `reference.linear_add`."""
+    """Compute ``residual += x @ weight.T + bias``, ``[tokens, out]``, in place: see `reference.linear_add`."""
     return launch(_target(x, weight, residual), x, weight, bias, add=True)
 
 
 def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
-    """``out``, or room for the product with one of the weight's matrices, once shapes and layouts are checked."""
+    """Check shapes and layouts; return ``out``, or a new tensor for the matmul with one of the weight's matrices."""
     fits = x.shape[1:] == weight.shape[1:] and 1 <= x.shape[0] <= MOST_TOKENS and x.dtype == weight.dtype
     if not (fits and x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
         raise ValueError(
@@ -205,9 +213,10 @@ def launch(
     tile: tuple[int, int, int] | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Any of the four, with ``norm`` (weight, eps) in front, by ``tile`` (rows, columns, warps) or the recorded one.
+    """Launch any of the four, after ``norm`` (weight, eps) if given, with ``tile`` (rows, columns, warps) or the
+    recorded one.
 
-    ``scales [out, 1]`` float32 are of a weight of FP8.
+    ``scales [out, 1]`` float32 belong to an FP8 weight.
     """
     norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
@@ -228,21 +237,21 @@ def launch(
 
 
 def recorded_tile(num_tokens: int, features: int, columns: int) -> tuple[int, int, int] | None:
-    """The entry of `TILES` for this many tokens and a weight ``[features, columns]``."""
+    """Return the entry of `TILES` for this many tokens and a weight ``[features, columns]``."""
     return TILES[triton.next_power_of_2(num_tokens)].get((features, columns))
 
 
 def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
-    """Whole rows where they are short, and enough programs to keep every multiprocessor busy."""
+    """Choose whole rows if they are short, and enough programs to keep every multiprocessor busy."""
     width = min(2048 if tokens == 1 else 1024, max(16, triton.next_power_of_2(columns)))
     rows = max(1, min(8 if tokens == 1 else 4, 8192 // width, triton.next_power_of_2(features) // 512))
     return rows, width, (4 if width <= 1024 else 8) if tokens == 1 else 2
 
 
 def _fp8_tile(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
-    """Take more rows than in 16 bits, so that each number of x is converted for more weights.
+    """Choose more rows than in 16 bits, so that each converted number of x is used for more weights.
 
-    Half the bytes leave half the time for a weight's instructions. Measured within an 8B model.
+    Half the bytes leave half the time for a weight's instructions. Measured in an 8B model.
     """
     rows, width = 8 if tokens == 1 and features <= 4096 else 4, min(2048, max(16, triton.next_power_of_2(columns)))
     return rows, width, max(1, width // 512)

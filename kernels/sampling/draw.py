@@ -1,19 +1,19 @@
-"""One token per row from logits, without sorting them.
+"""Draw one token per row from logits, without sorting them.
 
 top-k, top-p and min-p each keep the upper part of a row in one order (larger logit first, lower id among equals): a cut
 is a logit and an id. The draw is Gumbel-max (Gumbel 1954): the kept token with the largest ``logit / temperature +
-noise``, where noise is a hash of (seed, position, token id). With E = -log(1 - uniform), that is the token with the
+noise``, with noise as a hash of (seed, position, token id). With E = -log(1 - uniform), that is the token with the
 largest ``exp(logit / temperature) / E``, which saves a logarithm per token.
 
-Two launches: the scan, grid (rows, pieces of the vocabulary), see `kernels.sampling.scan`; then ``_draw_kernel``, grid
-(rows), merges the pieces, and goes on by the row:
+There are two launches: the scan, grid (rows, pieces of the vocabulary), see `kernels.sampling.scan`; then
+``_draw_kernel``, grid (rows), which merges the pieces, and continues depending on the row:
 
-- nothing cut: the best score of all pieces is the draw.
+- no cut: the best score of all pieces is the draw.
 - top-k: the largest logits are collected on chip (`kernels.sampling.top_k`), and cut there by count and by mass.
-- no top-k: the best score is the draw if the mass above its token is small enough. If it is not, every token up to that
-  one is cut as well, and the best of the rest is tried: the same draw as after a search for the cut, which takes about
+- no top-k: the best score is the draw if the mass above its token is small enough. Otherwise every token up to that one
+  is cut as well, and the best of the rest is tried. The draw is the same as after a search for the cut, and takes about
   one pass (rejection with a rising pivot, as in FlashInfer's sampler, on fixed noise).
-- top-k too large, or too many equal logits: bisections over the whole row. Slower, and exact.
+- top-k too large, or too many equal logits: bisections over the whole row, which are slower but exact.
 
 Bytes: the logits once, at memory speed; the second kernel reads from L2.
 """
@@ -31,7 +31,7 @@ from minillm.kernels.sampling.top_k import collect, is_above, keep_top, row_abov
 
 @triton.jit
 def _row_best(row_ptr, vocab, key, token, least, anchor, temperature, seed, position, TILE: tl.constexpr):
-    """The token of the best score among those above ``(key, token)`` that min-p keeps, over the whole row."""
+    """Return the token with the best score among those above ``(key, token)`` that min-p keeps, over the whole row."""
     best = tl.full([TILE], -1.0, tl.float32)
     best_ids = tl.zeros([TILE], tl.int32)
     for start in tl.range(0, vocab, TILE, num_stages=3):
@@ -63,7 +63,7 @@ def _draw_kernel(
     temperature = tl.load(temperature_ptr + row)
     piece_ids = tl.load(part_ptr + 1, mask=is_piece, other=0.0).to(tl.int32)
     token = tl.min(tl.where(is_piece & (piece_maxima == maximum), piece_ids, vocab - 1), axis=0)
-    # A row with NaN has no order, and a search for a cut in it might never end. Its log-probability is NaN.
+    # A row with NaN has no order, and searching a cut in it might never end. Its log-probability is NaN.
     if (temperature > 0) & (total_at_one == total_at_one):
         top_k = tl.minimum(tl.load(top_k_ptr + row), vocab).to(tl.int32)
         top_p = tl.load(top_p_ptr + row)
@@ -124,18 +124,18 @@ def _draw_kernel(
                     drawn = 1
                 else:
                     token = _row_best(row_ptr, vocab, key, token, least, anchor, temperature, seed, position, ROW_TILE)
-    token = tl.minimum(token, vocab - 1)  # of a row of NaN nothing is the largest
+    token = tl.minimum(token, vocab - 1)  # a row of NaN has no largest
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(logprobs_ptr + row, tl.load(row_ptr + token).to(tl.float32) - (anchor + tl.log(total_at_one)))
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """See `reference.sample`, and for the arguments `sample_with_logprobs`."""
+    """Compute `reference.sample`, with the arguments of `sample_with_logprobs`."""
     return sample_with_logprobs(logits, inputs)[0]
 
 
 def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-    """See `reference.sample_with_logprobs`; raises ValueError where a shape or layout is wrong.
+    """Compute `reference.sample_with_logprobs`. Raises ValueError for a wrong shape or layout.
 
     ``logits`` are float32, bfloat16 or float16, rows may be strided; vocab is below 2^24; ``inputs`` are contiguous.
     """
@@ -167,9 +167,9 @@ def _log_probability_kernel(
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """See `reference.log_probabilities`: the bits are those of `sample_with_logprobs` for logits of one type.
+    """Compute `reference.log_probabilities`, bitwise equal to `sample_with_logprobs` for logits of one dtype.
 
-    Grid of the second launch: (rows). It merges what the scan found of the row's pieces.
+    Grid of the second launch: (rows). It merges the scan's results of the row's pieces.
     """
     rows, _vocab = check_logits(logits)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)

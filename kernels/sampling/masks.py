@@ -1,6 +1,6 @@
-"""Logits of tokens that must not follow become -inf, by one bit for each token. NaN stays, for the sampler to find.
+"""Set logits of forbidden tokens to -inf, by a mask of one bit per token. NaN stays, so that the sampler finds it.
 
-Grid: (n, pieces of the vocabulary). Bytes: logits read and written, and a bit for each in a row that has a mask.
+Grid: (n, pieces of the vocabulary). Bytes: logits read and written, and a bit for each in a row with a mask.
 """
 
 import triton
@@ -31,7 +31,7 @@ def _mask_kernel(
 
 
 def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
-    """Write the logits of tokens that may follow, and -inf for others, to ``out``: see `reference.mask_logits`."""
+    """Write the logits of allowed tokens, and -inf for others, to ``out``: see `reference.mask_logits`."""
     n, vocab = logits.shape
     _mask_kernel[(n, triton.cdiv(vocab, _PIECE))](
         out, logits, masks, words, out.stride(0), logits.stride(0), words.stride(0), vocab,

@@ -1,9 +1,9 @@
-"""One pass over logits, with which the sampler and the search for the most probable tokens begin.
+"""One pass over logits: the first step of the sampler and of the search for the most probable tokens.
 
-``_scan_kernel``, grid (rows, pieces of the vocabulary), tile: a piece: of each piece it keeps the largest logit with
+``_scan_kernel``, grid (rows, pieces of the vocabulary), tile: a piece. For each piece it stores the largest logit with
 its id, the sum of ``exp`` at temperature 1 (for log-probabilities) and at the row's own, the best score of a draw, and
-the maximum of every 32 neighbours. Bytes: the logits once, at memory speed. A score is ``exp(logit / temperature) / E``
-with E = -log(1 - uniform): see `minillm.kernels.sampling.draw`. The uniforms are those of `reference.uniform`.
+the maximum of every 32 adjacent logits. Bytes: the logits once, at memory speed. A score is ``exp(logit / temperature)
+/ E`` with E = -log(1 - uniform): see `minillm.kernels.sampling.draw`. The uniforms are those of `reference.uniform`.
 """
 
 from typing import NamedTuple
@@ -17,15 +17,15 @@ from minillm.kernels.arguments import SamplingInputs
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 PIECE = 4096  # logits per program of the scan
-_GROUP = 32  # neighbours that share one maximum
-_CANDIDATES = 2048  # logits that the kernel behind it can hold on chip
+_GROUP = 32  # adjacent logits that share one maximum
+_CANDIDATES = 2048  # logits that the next kernel can hold on chip
 _NO_INPUTS = (None,) * 4
 _PARTS = 6  # values per piece: maximum, its id, exp-sum at 1, exp-sum at the temperature, best score, its id
 
 
 @triton.jit
 def _mix64(x):
-    """SplitMix64's finaliser; see `reference._mix64`."""
+    """Apply SplitMix64's finalizer; see `reference._mix64`."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -40,7 +40,7 @@ def _mix32(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def exponential(seed, position, ids):
-    """-log(1 - u) for the uniforms of `reference.uniform`: one row's (seed, position), a tile of token ids."""
+    """Return -log(1 - u) for the uniforms of `reference.uniform`: one row's (seed, position), a tile of token ids."""
     key = _mix64(_mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64))
     low = (key & 0xFFFFFFFF).to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
@@ -49,14 +49,14 @@ def exponential(seed, position, ids):
     x = _mix32(x, 0x7FEB352D, 0x846CA68B) & 0x7FFFFFFF
     uniform = (x.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
     uniform = tl.minimum(uniform, 0.99999994)
-    # 1 - u is rounded; where u is small, which is where the draw is decided, the series is exact.
+    # 1 - u is rounded. For small u, which decide the draw, the series is exact.
     series = uniform * (1.0 + uniform * (0.5 + uniform * 0.3333333333))
     return tl.where(uniform < 0.004, series, -tl.log(1.0 - uniform))
 
 
 @triton.jit
 def ordered(x):
-    """An int32 that orders like the float, for bisection. Both zeros are one."""
+    """Return an int32 with the same order as the float, for bisection. Both zeros are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -98,7 +98,7 @@ def _scan_kernel(
                 _store_group_maxima(maxima_ptr, x, row, piece, num_groups, PIECE, GROUP)
             else:
                 scores = weights / exponential(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids)
-                # min-p is a cut that needs the whole row's maximum; it is made when the pieces are merged.
+                # min-p needs the whole row's maximum, so it is applied when the pieces are merged.
                 best, where = tl.max(scores, axis=0, return_indices=True)
                 tl.store(out + 4, best)
                 tl.store(out + 5, (piece * PIECE + where).to(tl.float32))
@@ -108,8 +108,8 @@ def _scan_kernel(
 def read_parts(parts_ptr, row, num_pieces, PIECES_TILE: tl.constexpr, PARTS: tl.constexpr):
     """Read the scan's results for a row's pieces.
 
-    Returns (where each piece's values lie, which pieces there are, their maxima, the row's maximum, it or 0 where it is
-    -inf, the sum of ``exp(logit - that)``).
+    Returns (offsets of each piece's values, mask of existing pieces, their maxima, the row's maximum, the same or 0 if
+    it is -inf, the sum of ``exp(logit - that)``).
     """
     pieces = tl.arange(0, PIECES_TILE)
     is_piece = pieces < num_pieces
@@ -122,7 +122,7 @@ def read_parts(parts_ptr, row, num_pieces, PIECES_TILE: tl.constexpr, PARTS: tl.
 
 
 class Scratch(NamedTuple):
-    """The scan's results for the kernel behind it, and room for that kernel's candidates."""
+    """The scan's results for the next kernel, and memory for that kernel's candidates."""
 
     tensors: tuple[Tensor, ...]  # group ids, candidates' values and ids, parts, maxima
     counts: tuple[int, int]  # pieces, groups
@@ -134,7 +134,9 @@ class Scratch(NamedTuple):
 
 
 def scan(logits: Tensor, inputs: SamplingInputs | None) -> Scratch:
-    """Launch the scan of ``logits [rows, vocab]``; without ``inputs`` for the most probable tokens, and no draw."""
+    """Launch the scan of ``logits [rows, vocab]``; without ``inputs`` only for the most probable tokens, without a
+    draw.
+    """
     rows, vocab = logits.shape
     num_pieces, num_groups = counts = triton.cdiv(vocab, PIECE), triton.cdiv(vocab, _GROUP)
     groups_tile = triton.next_power_of_2(num_groups)
@@ -159,7 +161,7 @@ def _read(inputs: SamplingInputs) -> tuple[Tensor, ...]:
 
 
 def check_logits(logits: Tensor) -> tuple[int, int]:
-    """The shape of ``logits``; ValueError where the scan cannot read them."""
+    """Return the shape of ``logits``; ValueError if the scan cannot read them."""
     rows, vocab = logits.shape
     if not logits.is_floating_point() or logits.stride(1) != 1 or vocab >= 1 << 24:
         taken = "floating point [rows, vocab < 2^24], rows contiguous"

@@ -1,11 +1,11 @@
-"""The k largest logits of a row, in order, without sorting it; and the cuts of a row that the sampler makes.
+"""The k largest logits of a row, in order, without sorting it; and the sampler's cuts of a row.
 
-If the k-th largest of the neighbours' maxima (`sampling.scan`) is t, at least k logits are >= t, and usually few
-more. Those are collected on chip, and cut there by count, by bisection over the ordered bits of a float. Where k is too
-large for that, or too many logits are equal, the bisection runs over the whole row: slower, and exact. Up to 16, which
-beams ask for, are taken one after the other: first the groups with the largest maxima, then the largest of their
-logits. Equals stand in order of their ids, the lower first. Grid: (rows). Bytes: the scan's, and its groups that are
-searched again, from L2.
+If the k-th largest of the groups' maxima (`sampling.scan`) is t, at least k logits are >= t, and usually few more.
+These are collected on chip, and cut there by count, by bisection over the ordered bits of a float. If k is too large
+for that, or too many logits are equal, the bisection runs over the whole row, which is slower but exact. Up to 16
+tokens, as for beams, are taken one after another: first the groups with the largest maxima, then the largest of their
+logits. Equal logits are ordered by id, lower first. Grid: (rows). Bytes: the scan's, and its groups that are read
+again, from L2.
 """
 
 import torch
@@ -17,14 +17,14 @@ from minillm.kernels import reference
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.sampling.scan import PIECE, check_logits, ordered, read_parts, scan
 
-_MOST = 256  # tokens that are ranked each against each
-_FEW = 16  # tokens that are taken one after the other
+_MOST = 256  # maximum tokens to rank by comparing all pairs
+_FEW = 16  # maximum tokens to take one after another
 _LOWEST = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
 def _nth_largest(keys, n, low, high):
-    """A key that the ``n`` largest of ``keys`` reach and, but for equals, no others; it lies in ``low … high``."""
+    """Return a key in ``low … high`` that the ``n`` largest of ``keys`` reach and, except for equals, no others."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -33,20 +33,20 @@ def _nth_largest(keys, n, low, high):
             low = middle
         else:
             high = middle - 1
-        if count == n:  # it separates them already
+        if count == n:  # it already separates them
             high = low
     return low.to(tl.int32)
 
 
 @triton.jit
 def is_above(keys, ids, key, token):
-    """Which (key, id) come before ``(key, token)``: larger, or equal with a lower id."""
+    """Return which (key, id) come before ``(key, token)``: larger, or equal with a lower id."""
     return (keys > key) | ((keys == key) & (ids < token))
 
 
 @triton.jit
 def row_above(row_ptr, vocab, key, token, anchor, temperature, TILE: tl.constexpr):
-    """(count, mass) of a row's tokens above ``(key, token)``, over the whole row."""
+    """Return (count, mass) of a row's tokens above ``(key, token)``, over the whole row."""
     counts = tl.zeros([TILE], tl.int32)
     masses = tl.zeros([TILE], tl.float32)
     for start in tl.range(0, vocab, TILE, num_stages=3):
@@ -60,7 +60,7 @@ def row_above(row_ptr, vocab, key, token, anchor, temperature, TILE: tl.constexp
 
 @triton.jit
 def row_top_k(row_ptr, vocab, top_k, low, high, TILE: tl.constexpr):
-    """The ``(key, id)`` that exactly ``top_k`` tokens come before, by bisections over the whole row."""
+    """Return the ``(key, id)`` that exactly ``top_k`` tokens come before, by bisections over the whole row."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -72,7 +72,7 @@ def row_top_k(row_ptr, vocab, top_k, low, high, TILE: tl.constexpr):
         if count == top_k:
             high = low
     key = low.to(tl.int32)
-    # Among the logits equal to the cut, those with the lowest ids stay.
+    # Among logits equal to the cut, those with the lowest ids stay.
     first, last = 0, vocab
     while first < last:
         middle = (first + last) // 2
@@ -91,7 +91,7 @@ def collect(
 ):  # fmt: skip
     """Write the logits that reach a threshold, at least ``n`` of them, and their ids next to each other, by id.
 
-    The threshold is the n-th largest of the groups' maxima. Returns (it, how many there are); those beyond
+    The threshold is the n-th largest of the groups' maxima. Returns (threshold, number of logits); those beyond
     ``CANDIDATES`` are not written.
     """
     groups = tl.arange(0, GROUPS_TILE)
@@ -103,7 +103,7 @@ def collect(
     places = tl.cumsum(active.to(tl.int32), axis=0) - 1
     tl.store(groups_ptr + row * GROUPS_TILE + places, groups, mask=active)
     num_active = tl.sum(active.to(tl.int32), axis=0)
-    tl.debug_barrier()  # the program reads its other threads' results
+    tl.debug_barrier()  # threads read the results of others
     found = 0
     flat = tl.arange(0, CANDIDATES)
     for start in range(0, num_active * GROUP, CANDIDATES):
@@ -124,7 +124,9 @@ def collect(
 
 @triton.jit
 def keep_top(keys, held, n, threshold, low, high):
-    """Exactly ``n`` of the held candidates, which stand in order of id: the largest, lower ids first among equals."""
+    """Keep exactly ``n`` of the held candidates, which are in order of id: the largest, lower ids first among
+    equals.
+    """
     cut = _nth_largest(tl.where(held, keys, low), n, threshold, high)
     equal = held & (keys == cut)
     missing = n - tl.sum((held & (keys > cut)).to(tl.int32), axis=0)
@@ -138,7 +140,7 @@ def _top_kernel(
     PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     CANDIDATES: tl.constexpr, COUNT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The ``count`` largest logits of a row in order, as log-probabilities."""
+    """Compute the ``count`` largest logits of a row in order, as log-probabilities."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -153,7 +155,7 @@ def _top_kernel(
         GROUPS_TILE, GROUP, CANDIDATES,
     )  # fmt: skip
     if (found > CANDIDATES) | (count > num_groups):
-        # Too many candidates: write exactly the wanted ones over them.
+        # Too many candidates: overwrite them with exactly the needed ones.
         key, limit = row_top_k(row_ptr, vocab, count, low, high, ROW_TILE)
         found = 0
         for start in range(0, vocab, ROW_TILE):
@@ -172,14 +174,14 @@ def _top_kernel(
     ids = tl.load(ids_ptr + row * CANDIDATES + flat, mask=held, other=vocab)
     kept = keep_top(ordered(x), held, count, threshold, low, high)
     places = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-    tl.debug_barrier()  # everyone has read the candidates before they are overwritten
+    tl.debug_barrier()  # all threads have read the candidates before they are overwritten
     tl.store(values_ptr + row * CANDIDATES + places, x, mask=kept)
     tl.store(ids_ptr + row * CANDIDATES + places, ids, mask=kept)
     tl.debug_barrier()
     slots = tl.arange(0, COUNT_TILE)
     x = tl.load(values_ptr + row * CANDIDATES + slots, mask=slots < count, other=float("-inf"))
     ids = tl.load(ids_ptr + row * CANDIDATES + slots, mask=slots < count, other=vocab)
-    # Few enough to rank each against each; candidates stand in order of id, so equals keep their order.
+    # Few enough to compare all pairs; candidates are in order of id, so equals keep their order.
     before = (x[:, None] > x[None, :]) | ((x[:, None] == x[None, :]) & (ids[:, None] < ids[None, :]))
     rank = tl.sum(before.to(tl.int32), axis=0)
     tl.store(out_logprobs_ptr + row * count + rank, x - log_total, mask=slots < count)
@@ -188,7 +190,7 @@ def _top_kernel(
 
 @triton.jit
 def _before(x, ids):
-    """A number for each logit that is the larger the earlier it comes: by its size, then by its id, the lower first."""
+    """Return a number for each logit that sorts it: larger logits first, then lower ids."""
     return (ordered(x).to(tl.int64) << 32) + (0x7FFFFFFF - ids).to(tl.int64)
 
 
@@ -199,10 +201,10 @@ def _few_kernel(
     PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     COUNT_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`_top_kernel` for at most `_FEW` tokens, and no more than there are groups.
+    """Compute `_top_kernel` for at most `_FEW` tokens, and no more than there are groups.
 
-    No logit outside of the ``count`` first groups can be among the ``count`` first logits: each of these groups has one
-    that comes before it.
+    No logit outside the ``count`` first groups can be among the ``count`` first logits, because each of these groups
+    has one that comes before it.
     """
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -232,9 +234,10 @@ def _few_kernel(
 
 
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """See `reference.top_log_probabilities`; logits as in `sampling.sample_with_logprobs`, ``count`` from 1 to vocab.
+    """Compute `reference.top_log_probabilities`; logits as in `sampling.sample_with_logprobs`, ``count`` from 1 to
+    vocab.
 
-    Raises ValueError where they are not. Where ``count`` is above 256 torch sorts the rows.
+    Raises ValueError otherwise. If ``count`` is above 256, torch sorts the rows.
     """
     rows, vocab = check_logits(logits)
     if not 1 <= count <= vocab:

@@ -1,10 +1,10 @@
-"""How large numbers behind a norm can be, whatever is in front of it: a scale that needs no look at the numbers.
+"""Bounds for results after a norm that hold for any input: they give a scale without looking at the numbers.
 
-RMSNorm's result is ``y * w``, and y is no longer than the square root of in. So, by Cauchy and Schwarz, a row g of the
-gate's matrix gives no more than ``sqrt(in) * |w * g|`` and its bias, a row of up's alike, and ``silu(gate) * up`` no
-more than both multiplied. Attention's result is a mean of values, so it is within the bounds of v's rows. The largest
-of these bounds is brought near to the end of float16's range. Numbers stay far below it, by 1,000 times as a rule, and
-what is another 100,000 times smaller has all its digits still.
+RMSNorm's result is ``y * w``, and the norm of y is at most the square root of in. By the Cauchy-Schwarz inequality, a
+row g of the gate's matrix gives at most ``sqrt(in) * |w * g|`` plus its bias, a row of up's likewise, and ``silu(gate)
+* up`` at most the product of both. Attention's result is a mean of values, so the bounds of v's rows hold for it. The
+largest of these bounds is scaled to the upper end of float16's range. Results usually stay 1,000 times below it, and
+numbers another 100,000 times smaller still have all their digits.
 """
 
 import torch
@@ -16,14 +16,14 @@ from minillm.kernels.linear.low_bit.lanes import GROWTH
 from minillm.kernels.linear.low_bit.layouts import LowBit
 
 _AT_ONCE = 1 << 23  # weights, 32 MiB of them
-# The exponents of bounds whose growth, and what takes it back, are normal numbers; none of float32 is beyond the upper.
+# Exponents of bounds for which the growth and its inverse are normal numbers. No float32 exceeds the upper one.
 _LOWEST, _HIGHEST = -97, 128
 
 
 def scale_of_gated(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> FixedScale:
-    """The scale of ``silu(gate) * up`` behind RMSNorm, of a matrix that is both; the device is not waited for.
+    """Return the scale of ``silu(gate) * up`` after RMSNorm, for a matrix of both; does not wait for the device.
 
-    A bound that says nothing, zero or none, has no growth.
+    If the bound is zero or not finite, the growth is 1.
     """
     gate, up = _bounds(matrix, bias, norm_weight).chunk(2)
     return _scale_below((gate * up).max())
@@ -32,7 +32,9 @@ def scale_of_gated(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> 
 def scale_of_attended(
     parts: tuple[LowBit, ...], bias: Tensor | None, norm_weight: Tensor, num_values: int
 ) -> FixedScale:
-    """The scale of attention's result, where the last ``num_values`` rows of ``parts`` are v's; as `scale_of_gated`."""
+    """Return the scale of attention's result; the last ``num_values`` rows of ``parts`` are v's. See
+    `scale_of_gated`.
+    """
     most, end = [], sum(part.shape[0] for part in parts)
     first = end - num_values
     for part in reversed(parts):
@@ -46,7 +48,7 @@ def scale_of_attended(
 
 
 def _bounds(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> Tensor:
-    """How large each row's product behind RMSNorm can be, float64 ``[rows]``."""
+    """Return the bound of each row's result after RMSNorm, float64 ``[rows]``."""
     norm = norm_weight.float() if matrix.order is None else norm_weight[matrix.order].float()
     lengths = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     for rows, weights in slabs(matrix, norm, _AT_ONCE):
@@ -57,6 +59,6 @@ def _bounds(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> Tensor:
 
 def _scale_below(bound: Tensor) -> FixedScale:
     exponent = bound.frexp().exponent.clamp(_LOWEST, _HIGHEST)
-    power = torch.exp2(15 - exponent.double())  # the bound times this is from 2^14 to 2^15: half of the range is spare
+    power = torch.exp2(15 - exponent.double())  # the bound times this is 2^14 to 2^15: half of the range is left
     growth = torch.where((bound > 0) & bound.isfinite(), power, 1.0).float().view(1)
     return FixedScale(growth, (1 / (growth * GROWTH.value)).expand(MOST_FUSED).contiguous())

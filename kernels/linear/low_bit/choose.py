@@ -1,22 +1,22 @@
-"""Linear layers of low-bit matrices on a GPU: which kernel computes which number of tokens.
+"""Linear layers of low-bit matrices on a GPU: choose the kernel by the number of tokens.
 
-A layer's matrix may consist of several, one below the other, of different layouts: a file may store v finer than q and
-k. Each computes its own columns of the output.
+A layer's matrix may consist of several, stacked by rows, with different layouts: a file may store v with more bits than
+q and k. Each computes its own columns of the output.
 
 =============  ======================================================================================================
 tokens         computed by
 =============  ======================================================================================================
-1, 2           `low_bit_matvec`: activations in whole numbers of 16 bits, products of bytes
-up to 64       `low_bit_matmul`: weights become float16 in registers, the matrix unit does the rest
-17 to 256      `low_bit_dot`, where the GPU has a matrix unit that four warps use together; of 8 bits up to 128
-more           cuBLAS, for a part of the rows at a time, unpacked to scratch memory
+1, 2           `low_bit_matvec`: activations in 16-bit integers, products of bytes
+up to 64       `low_bit_matmul`: weights are converted to float16 in registers, for the tensor cores
+17 to 256      `low_bit_dot`, on GPUs with warp-group matmuls; with 8 bits up to 128
+more           cuBLAS, on some rows at a time, dequantized to scratch memory
 =============  ======================================================================================================
 
-Where both products of a gated layer are `low_bit_matmul`'s, the first hands the second its input as that reads it.
+If `low_bit_matmul` computes both matmuls of a gated layer, the first writes its result in the second's input layout.
 
-In float32 all but the first unpack, and so does a matrix whose tiles say that it is faster: `LowBit.tiles`. FP8 has
-kernels of its own (`fp8_linear`), and is unpacked where they refuse. Where a model keeps a copy in 16 bits besides
-(`minillm.kernels.LinearWeight.keep_copy`), cuBLAS multiplies that from `most_tokens_beside_a_copy` on.
+In float32 all but the first dequantize, and so does a matrix if tuning found that faster: `LowBit.tiles`. FP8 has its
+own kernels (`fp8_linear`), and is dequantized if they do not support it. If a model also keeps a 16-bit copy
+(`minillm.kernels.LinearWeight.keep_copy`), cuBLAS multiplies that for more tokens than `most_tokens_beside_a_copy`.
 """
 
 from collections.abc import Iterator
@@ -35,16 +35,16 @@ from minillm.kernels.norm.activation import silu_mul_into
 from minillm.kernels.norm.rms_norm import rms_norm
 
 Norm = tuple[Tensor, float]  # weight, eps
-MOST_FUSED = 64  # tokens; of `low_bit_dot` more
-# Weights at a time, 64 MiB of them. Pieces that stay in the L2 take the GPU less time, and the host three times as
-# much: some 100 us each, which 14 pieces a layer make 45 ms for an 8B model's prompt.
+MOST_FUSED = 64  # tokens; `low_bit_dot` takes more
+# Weights at a time, 64 MiB of them. Pieces that fit the L2 take the GPU less time, but the CPU three times as much:
+# some 100 us each. With 14 pieces per layer, these add 45 ms to an 8B model's prompt.
 _UNPACKED = 1 << 25
-# By bits: the most tokens of which products are at least as fast as cuBLAS's with weights that are in 16 bits already.
+# By bits: the maximum tokens for which these kernels are at least as fast as cuBLAS with a 16-bit copy.
 _MOST_BESIDE_A_COPY = {4: 64, 5: 32, 6: 16, 8: 16}
 
 
 def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
-    """``x [tokens, in] @ matrix.T + bias``, in ``out`` if given; with ``norm`` of RMSNorm's result."""
+    """Compute ``x [tokens, in] @ matrix.T + bias``, after ``norm`` (RMSNorm) if given; in ``out`` if given."""
     if _is_for_fp8(x, parts):
         return fp8_linear.linear(x, parts[0], bias, out, norm)
     if out is None:
@@ -53,10 +53,10 @@ def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tenso
 
 
 def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm: Norm) -> Tensor:
-    """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
+    """Compute ``silu(gate) * up`` with ``gate, up = linear(x, …)``."""
     if _is_for_fp8(x, parts):
         return fp8_linear.gated_linear(x, parts[0], bias, norm)
-    # First of all: behind the pieces of weights it would take a part of their memory, and the next need more.
+    # Allocated first: after the pieces of weights, it would take a part of their memory, and the next pieces need more.
     out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts) // 2)
     if len(parts) > 1 or not _is_fused(x, parts):
         return silu_mul_into(out, linear(x, parts, bias, None, norm))
@@ -64,24 +64,24 @@ def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm
 
 
 def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residual: Tensor) -> Tensor:
-    """``residual += linear(x, …)``."""
+    """Compute ``residual += linear(x, …)``."""
     if _is_for_fp8(x, parts):
         return fp8_linear.linear_add(x, parts[0], bias, residual)
     return _compute(x, parts, bias, residual, None, add=True)
 
 
 def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
-    """Whether the gated product of so many tokens writes what the product behind it reads: `gated_halves`."""
+    """Return whether a gated matmul of this many tokens writes the input layout of the next matmul: `gated_halves`."""
     return len(parts) == 1 and _is_for_matmul(x, parts) and reads_halves(x, following)
 
 
 def reads_halves(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    """Whether the product of so many tokens reads `HalfActivations` in the order of their columns."""
-    return parts[0].order is None and _is_for_matmul(x, parts)  # an order all parts have, or none
+    """Return whether a matmul of this many tokens reads `HalfActivations` in the order of its columns."""
+    return parts[0].order is None and _is_for_matmul(x, parts)  # all parts have an order, or none
 
 
 def gated_halves(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm, by: FixedScale) -> HalfActivations:
-    """`gated_linear`'s result, for `linear_of_halves`."""
+    """Compute `gated_linear` for `linear_of_halves`."""
     return matmul.gated_halves(matmul.halve_activations(x, norm, matrix.order), matrix, bias, by)
 
 
@@ -89,7 +89,7 @@ def linear_of_halves(
     x: HalfActivations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor,
     *, gated: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``x @ matrix.T + bias``, in ``out`` or added to it; with a gate there is one part."""
+    """Compute ``x @ matrix.T + bias``, in ``out`` or added to it; with a gate there is one part."""
     for place, part, bias_part, columns in _placed(parts, bias, out):
         matmul.matmul(x, part, bias_part, columns, gated=gated, add=add, part=place)
     return out
@@ -101,7 +101,7 @@ def _compute(
     if _is_fused(x, parts):
         return _multiply(x, parts, bias, out, norm, add=add)
     x = x if norm is None else rms_norm(x, *norm)
-    if parts[0].order is not None:  # which all have
+    if parts[0].order is not None:  # all parts have one, or none
         x = x[:, parts[0].order]
     for part, bias_part, columns in columns_of(parts, bias, out):
         _unpacked(x, part, bias_part, columns, add)
@@ -112,8 +112,8 @@ def _multiply(
     x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None,
     *, gated: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The product by the kernel of so many tokens; with a gate there is one part."""
-    if not x.shape[0]:  # a chunk of a prompt of which no logits are wanted
+    """Multiply with the kernel for this many tokens; with a gate there is one part."""
+    if not x.shape[0]:  # a prompt chunk without logits
         return out
     if x.shape[0] <= matvec.MOST_TOKENS:
         for place, part, bias_part, columns in _placed(parts, bias, out):
@@ -133,8 +133,8 @@ def _is_for_fp8(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
 
 
 def _is_fused(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    """Whether no matrix is unpacked; where one is, all are."""
-    if any(part.layout == FP8 for part in parts):  # beside others, or too many tokens for its own kernels
+    """Return whether no matrix is dequantized; if one is, all are."""
+    if any(part.layout == FP8 for part in parts):  # mixed with other layouts, or too many tokens for its own kernels
         return False
     tokens = x.shape[0]
     if tokens <= matvec.MOST_TOKENS or dot.takes(x, parts):
@@ -150,7 +150,7 @@ def _is_for_matmul(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
 def columns_of(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[LowBit, Tensor | None, Tensor]]:
-    """Each part with its elements of the bias and its columns of the output; with a gate there is one part."""
+    """Yield each part with its elements of the bias and its columns of the output; with a gate there is one part."""
     start = 0
     for part in parts:
         end = start + part.shape[0]
@@ -161,13 +161,13 @@ def columns_of(
 def _placed(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[int, LowBit, Tensor | None, Tensor]]:
-    """`columns_of`, each with its place among the launches, from 1; 0 where it is alone."""
+    """Yield `columns_of` with each part's index among the launches, from 1; 0 for a single part."""
     for number, each in enumerate(columns_of(parts, bias, out), 1):
         yield number if len(parts) > 1 else 0, *each
 
 
 def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: bool) -> None:
-    """``x @ matrix.T + bias`` in ``out``, or with ``add`` added to it; cuBLAS writes to ``out``'s columns."""
+    """Compute ``x @ matrix.T + bias`` in ``out``, or with ``add`` added to it; cuBLAS writes to ``out``'s columns."""
     if add and bias is not None:
         out.add_(bias)
     for rows, weights in slabs(matrix, x):
@@ -181,9 +181,9 @@ def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: 
 
 
 def slabs(matrix: LowBit, x: Tensor, at_once: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows of the matrix after another, unpacked to numbers of ``x``'s dtype; each until the next is asked for.
+    """Yield slabs of rows of the matrix, dequantized to ``x``'s dtype; each is valid until the next.
 
-    ``at_once``: weights.
+    ``at_once``: weights per slab.
     """
     num_rows, features = matrix.shape
     count = min(max(1, (at_once or _UNPACKED) // features), num_rows)
@@ -195,7 +195,7 @@ def slabs(matrix: LowBit, x: Tensor, at_once: int | None = None) -> Iterator[tup
 
 
 def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
-    """The weights ``[out, in]`` of matrices one below the other, in ``dtype``."""
+    """Return the weights ``[out, in]`` of matrices stacked by rows, in ``dtype``."""
     out = torch.empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=dtype, device=parts[0].device)
     start = 0
     for part in parts:
@@ -209,10 +209,10 @@ def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
 
 
 def most_tokens_beside_a_copy(parts: tuple[LowBit, ...], copy: Tensor) -> int:
-    """The most tokens that low-bit matrices multiply where there is a copy in 16 bits: those of 4 bits 64.
+    """Return the maximum tokens that low-bit matrices multiply if there is a 16-bit copy: 64 for 4 bits.
 
-    None of a small weight: its matmuls take as long as their launches, so fewer bytes save nothing. One H200, the 135m
-    in Q4_1 / bfloat16: 1 sequence 2,070 / 2,450 tokens a second.
+    Return 0 for a small weight: its matmuls take as long as their launches, so fewer bytes save nothing. On one H200,
+    the 135m in Q4_1 decodes 2,070 tokens a second, in bfloat16 2,450.
     """
     columns = copy.shape[-1]
     largest = 5_000_000 if columns <= 1536 else 2_500_000
@@ -222,6 +222,6 @@ def most_tokens_beside_a_copy(parts: tuple[LowBit, ...], copy: Tensor) -> int:
 
 
 def embedding(token_ids: Tensor, matrix: LowBit, dtype: torch.dtype) -> Tensor:
-    """Rows ``[tokens, in]`` of the matrix, unpacked."""
+    """Return rows ``[tokens, in]`` of the matrix, dequantized."""
     out = torch.empty(token_ids.shape[0], matrix.shape[1], dtype=dtype, device=matrix.device)
     return dequantise(matrix, out, token_ids)

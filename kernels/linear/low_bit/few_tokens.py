@@ -1,22 +1,23 @@
-"""Low-bit matrices times a few tokens to a few dozen, by the matrix unit; norm, gate and addition fused.
+"""Low-bit matmuls of a few to a few dozen tokens, by the tensor cores; norm, gating and addition are fused.
 
 `_matmul_kernel`: grid (out features / rows of a program, tokens / tokens of a program). Weights go from memory to
-registers as they lie there, and become float16 by their bits, just as an ``mma`` instruction wants them; it sums in
-float32. So no weight is in shared memory, and no program waits for another of its warps before its rows end. For that
-the kernel is written by lanes: a tensor has one element for each of the program's threads. Warps share the input, in
-turns of 128 columns, and add their sums at the end, in their order. Bytes: the matrix, once for each TILES x 8 tokens.
+registers as they are stored, and are converted to float16 by bit operations, exactly as an ``mma`` instruction needs
+them; it sums in float32. No weight is in shared memory, and no warp of a program waits for another before its rows end.
+The kernel is therefore written by lanes: a tensor has one element for each of the program's threads. Warps divide the
+input in turns of 128 columns, and add their sums at the end, in order. Bytes: the matrix, once for each TILES x 8
+tokens.
 
-``mma`` multiplies 16 rows by 8 tokens. Lane 4r + t has rows r and r + 8 and token r, and a sixteenth of the input: two
-neighbours at 2t and two at 2t + 8. Which columns these are is free, if both sides agree: here lane t has group t of
-the four, a word of each at a time, so a lane needs one scale a row. Activations are put in that order, eight tokens
-next to each other, so that a warp reads whole lines (`halve_activations`: grid (tokens), a whole row each). Where the
-next product is one of these too, a gated one writes its result in that order itself (`gated_halves`).
+``mma`` multiplies 16 rows by 8 tokens. Lane 4r + t has rows r and r + 8 and token r, and four of sixteen columns: two
+adjacent ones at 2t and two at 2t + 8. The assignment of columns is free if both operands agree: here lane t has group t
+of four groups, a word of each at a time, so a lane needs one scale per row. Activations are stored in that order, eight
+tokens adjacent, so that a warp reads whole lines (`halve_activations`: grid (tokens), a whole row each). If this kernel
+also computes the next matmul, a gated one writes its result in that order itself (`gated_halves`).
 
-Frantar et al. 2024, https://arxiv.org/abs/2408.11743, and Kim et al. 2022, https://arxiv.org/abs/2211.10017, have the
-ideas: weights that need no shared memory, and numbers made by their bits.
+Weights without shared memory are from Frantar et al. 2024, https://arxiv.org/abs/2408.11743, conversion by bit
+operations is from Kim et al. 2022, https://arxiv.org/abs/2211.10017.
 """
 
-# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+# ruff: noqa: RUF005 (Triton cannot unpack tuples)
 import functools
 from typing import NamedTuple
 
@@ -30,13 +31,13 @@ from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, eight_weights, f
 from minillm.kernels.linear.low_bit.layouts import GROUP, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, pair, planes_of
 
-SPAN = 2048  # columns, in zeros if need be: a turn for each of 16 warps
+SPAN = 2048  # columns, padded with zeros: a turn for each of 16 warps
 
 
 class HalfActivations(NamedTuple):
     """Activations ``[tokens, in]`` in float16, in the kernel's order, and the scale of each token, float32.
 
-    In is rounded up to turns of 128, and these to spans. The order is that of tokens for `low_bit_dot`.
+    The input is padded to turns of 128 columns, and these to spans. `low_bit_dot` uses the order by tokens.
     """
 
     # by eights: [eights of tokens, turns, 4 words, 8 tokens, 4 groups, 8 columns]
@@ -48,13 +49,15 @@ class HalfActivations(NamedTuple):
 class FixedScale(NamedTuple):
     """A scale for all tokens, known before them: see `minillm.kernels.linear.low_bit.bound`."""
 
-    growth: Tensor  # [1] float32, a power of two: the largest number times this is in float16's range
-    scales: Tensor  # [tokens, the most of them] float32, of `HalfActivations`: what takes the growth back
+    growth: Tensor  # [1] float32, a power of two that scales the largest number into float16's range
+    scales: Tensor  # [maximum tokens] float32, of `HalfActivations`: the inverse of the growth
 
 
 @triton.jit
 def by_eights(tokens, token, columns, column, num_turns):
-    """The place in `HalfActivations.x` of a token of these eight tokens, and a column of these eight columns."""
+    """Return the offset in `HalfActivations.x` of a token of these eight tokens, and a column of these eight
+    columns.
+    """
     turn, group, word = columns // 16, columns % 16 // 4, columns % 4
     return (tokens * num_turns + turn) * 1024 + word * 256 + token * 32 + group * 8 + column
 
@@ -78,10 +81,10 @@ def _halve_kernel(
     if NORM:
         norm_scale = tl.rsqrt(tl.sum(x * x, 0) / num_columns + eps)
         x *= norm
-    # A power of two, so that nothing is lost, brings the largest near to the end of float16's range.
+    # Scale the largest near the end of float16's range, by a power of two, which is exact.
     largest = tl.max(tl.abs(x), 0)
     largest = tl.where((largest > 1e-30) & (largest < 1e30), largest, 1.0)
-    exponent = largest.to(tl.int32, bitcast=True) >> 23  # 127 more than it is
+    exponent = largest.to(tl.int32, bitcast=True) >> 23  # biased by 127
     growth = ((127 + 13 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
     turn, group, word = columns // 128, columns % 128 // 32, columns % 32 // 8
     if BY_EIGHTS:
@@ -95,10 +98,10 @@ def _halve_kernel(
 def halve_activations(
     x: Tensor, norm: tuple[Tensor, float] | None = None, order: Tensor | None = None, *, by_eights: bool = True
 ) -> HalfActivations:
-    """``x [tokens, in]``, with ``norm`` (weight, eps) normalised, in float16, whose range a scale extends.
+    """Convert ``x [tokens, in]``, normalized with ``norm`` (weight, eps) if given, to float16 with a scale per token.
 
-    Columns come in ``order [in]`` where that is given, a matrix's.
-    NaN and infinity stay. There are rows, of any numbers, for tokens that fill an eight, or a tile of `low_bit_dot`.
+    Columns are in ``order [in]`` of a matrix, if given. NaN and infinity stay. Rows for padding tokens, up to a
+    multiple of eight or a tile of `low_bit_dot`, are arbitrary.
     """
     tokens, columns = x.shape
     turns = _turns(columns)
@@ -119,13 +122,13 @@ def _turns(columns: int) -> int:
 
 
 def empty_eights(x: Tensor, columns: int) -> Tensor:
-    """Room for `HalfActivations.x` by eights, of the tokens of ``x [tokens, …]`` and so many columns."""
+    """Allocate `HalfActivations.x` by eights, for the tokens of ``x [tokens, …]`` and ``columns`` columns."""
     return x.new_empty((triton.cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
 
 
 @triton.jit
 def _sixteenth(upper, lower, x, WARPS: tl.constexpr):
-    """Sums over two neighbours of every lane of a quad, for one pair of rows r or r + 8: ``[warps, 8 rows, 8 tokens]``.
+    """Sum over two adjacent columns of every lane of a quad, for rows r or r + 8: ``[warps, 8 rows, 8 tokens]``.
 
     The plain twin's part of ``mma``: ``upper`` and ``x`` are words of two float16.
     """
@@ -140,7 +143,7 @@ def _sixteenth(upper, lower, x, WARPS: tl.constexpr):
 
 @triton.jit
 def _mma(upper, lower, x, c, FIRST: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr):
-    """Sixteen columns' products added to ``c``: rows r and r + 8, tokens 2t and 2t + 1, for lane 4r + t."""
+    """Add the products of sixteen columns to ``c``: rows r and r + 8, tokens 2t and 2t + 1, for lane 4r + t."""
     u0, u1, l0, l1 = upper[FIRST], upper[FIRST + 1], lower[FIRST], lower[FIRST + 1]
     b0, b1 = x[FIRST], x[FIRST + 1]
     if INTERPRETED:
@@ -155,7 +158,7 @@ def _mma(upper, lower, x, c, FIRST: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.
             "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [u0, l0, u1, l1, b0, b1, c[0], c[1], c[2], c[3]],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
-    else:  # compute capability 7.5 has half of it
+    else:  # compute capability 7.5 has only half of it
         return tl.inline_asm_elementwise(
             "{ .reg .f32 p, q, r, s; "
             "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {p,q,r,s}, {$4,$5}, {$8}, {$10,$11,$12,$13}; "
@@ -167,7 +170,7 @@ def _mma(upper, lower, x, c, FIRST: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def _end_span(out_ptr, num_tokens, num_columns, num_turns, TILES: tl.constexpr):
-    """Write zeros behind the last column: the next product's warps take turns to the end of the span."""
+    """Write zeros after the last column, because the next matmul's warps take turns up to the end of the span."""
     place = tl.arange(0, 256)  # of a word, for eight tokens
     for word in range(num_columns // 128 * 4 + tl.program_id(0), num_turns * 4, tl.num_programs(0)):
         is_behind = word // 4 * 128 + place % 32 // 8 * 32 + word % 4 * 8 >= num_columns
@@ -191,8 +194,8 @@ def _matmul_kernel(
     lanes = tl.arange(0, LANES)
     warp, r, t = lanes // 32, lanes % 32 // 4, lanes % 4
     first_token = tl.program_id(1) * TILES * 8
-    # Rows r and r + 8 of each tile; with a gate, row r of it and of the matrix behind it. What is outside is computed
-    # again from the last row, group or token, and not stored; x has zeros behind its end.
+    # Rows r and r + 8 of each tile; with a gate, row r of gate and of up. Positions outside repeat the last row, group
+    # or token, and are not stored; x has zeros after its end.
     rows = ()
     for tile in tl.static_range(ROW_TILES):
         start = tl.program_id(0) * ROW_TILES + tile
@@ -201,7 +204,7 @@ def _matmul_kernel(
             rows = rows + (row, num_rows + row)
         else:
             rows = rows + (tl.minimum(start * 16 + r, num_rows - 1), tl.minimum(start * 16 + 8 + r, num_rows - 1))
-    queue = ()  # of what is on its way, for AHEAD turns
+    queue = ()  # of pending loads, for AHEAD turns
     for step in tl.static_range(AHEAD):
         group = tl.minimum((warp + step * WARPS) * 4 + t, num_groups - 1)
         loaded = ()
@@ -237,7 +240,7 @@ def _matmul_kernel(
                 weights = weights + (eight_weights(now[i], factors[i], word, BITS, SCALES, ZERO, TABLE, CODES, LANES),)
             x = ()
             for tile in tl.static_range(TILES):
-                # Tokens behind the last one are it again: fewer lines are read.
+                # Tokens after the last one repeat it, so that fewer lines are read.
                 token = tl.minimum(r, num_tokens - 1 - (first_token + tile * 8))
                 eight = tl.minimum(tl.program_id(1) * TILES + tile, (num_tokens - 1) // 8)
                 at = x_ptr + (eight * x_turns + turn) * 512 + word * 128 + tl.maximum(token, 0) * 16 + t * 4
@@ -291,12 +294,12 @@ def _matmul_kernel(
 
 
 class Tile(NamedTuple):
-    """How a program is cut."""
+    """The sizes of a program."""
 
-    warps: int  # that share the input
-    rows: int  # sixteens of them, with a gate eights of each matrix
-    tokens: int  # eights
-    ahead: int  # turns of 128 columns that are on their way
+    warps: int  # that divide the input
+    rows: int  # in sixteens, with a gate in eights of each matrix
+    tokens: int  # in eights
+    ahead: int  # turns of 128 columns to load ahead
 
 
 def matmul(
@@ -310,10 +313,10 @@ def matmul(
     tile: Tile | None = None,
     part: int = 0,
 ) -> Tensor:
-    """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
+    """Compute ``x @ matrix.T + bias``, written to ``out [tokens, out]``, which may have strided rows, or added to it.
 
-    ``gated``: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``. ``part``: of
-    products of the same x that are launched one after the other, the place of this one, from 1.
+    ``gated``: the matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``. ``part``: the
+    index of this matmul, from 1, among those of the same x that are launched one after another.
     """
     _launch(x, matrix, bias, out, out.stride(0), None, gated=gated, add=add, tile=tile, part=part)
     return out
@@ -322,7 +325,7 @@ def matmul(
 def gated_halves(
     x: HalfActivations, matrix: LowBit, bias: Tensor | None, by: FixedScale, tile: Tile | None = None
 ) -> HalfActivations:
-    """`matmul`'s ``silu(gate) * up``, as the product behind it reads it."""
+    """Compute `matmul`'s ``silu(gate) * up`` in the input layout of the next matmul."""
     half = empty_eights(x.scales, matrix.shape[0] // 2)
     _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=True, add=False, tile=tile, part=0)
     return HalfActivations(half, by.scales[: x.scales.shape[0]])
@@ -354,10 +357,10 @@ def _has_wide_mma(device: torch.device) -> bool:
 
 
 def tile_for(tokens: int, features: int, columns: int) -> Tile:
-    """More warps where there are fewer rows, so that every multiprocessor has work; measured on an H200."""
+    """Choose more warps for fewer rows, so that every multiprocessor has work; measured on an H200."""
     tiles = min(8, triton.next_power_of_2(triton.cdiv(tokens, 8)))
     if INTERPRETED.value:
-        return Tile(8, 1, min(tiles, 2), 1)  # few turns, for each has its cost
+        return Tile(8, 1, min(tiles, 2), 1)  # few turns, because each has overhead
     is_tall, is_long = features >= 12288, columns > 8192
     if tiles == 1:
         return Tile(4, 2, 1, 1) if is_tall else Tile(16, 1, 1, 1) if is_long else Tile(8, 1, 1, 2)

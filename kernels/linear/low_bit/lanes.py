@@ -1,6 +1,6 @@
-"""A lane's weights of a low-bit matrix as float16 pairs, as `linear.low_bit.few_tokens` multiplies them."""
+"""Load a lane's weights of a low-bit matrix as float16 pairs, for `linear.low_bit.few_tokens`."""
 
-# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+# ruff: noqa: RUF005 (Triton cannot unpack tuples)
 import functools
 import struct
 
@@ -11,24 +11,25 @@ from minillm.kernels.compat import INTERPRETED
 from minillm.kernels.linear.low_bit.layouts import Layout
 from minillm.kernels.linear.low_bit.planes import look_up, pair
 
-GROWTH = tl.constexpr(64.0)  # of weights, so that small scales are no subnormal numbers
+GROWTH = tl.constexpr(64.0)  # factor of weights, so that small scales are not subnormal
 _SIGNS = tl.constexpr(-0x7F7F7F80)  # of four bytes
 
 
 @functools.cache
 def codes(layout: Layout) -> tuple[str, str, str, str]:
-    """PTX for each of a group's four nibble words: its eight weights, ``(level - zero) * scale + offset``, in float16.
+    """Return PTX for each of a group's four nibble words: its eight weights, ``(level - zero) * scale + offset``, in
+    float16.
 
-    A number's bits are its exponent's and then the level: 1,024 + level, or 64 + level where the level lies 4 bits
-    higher. Subtracting is exact. $0 to $3: pairs of neighbours; $4: the word; $5: of 8 bits the next word, else the
-    higher plane's; $6: the scale, $7: the offset, both twice.
+    A number is composed of exponent bits followed by the level: 1,024 + level, or 64 + level if the level is 4 bits
+    higher. Subtracting is exact. $0 to $3: pairs of adjacent weights; $4: the word; $5: with 8 bits the next word, else
+    that of the higher plane; $6: the scale, $7: the offset, each twice.
     """
 
     def twice(value: float) -> str:
         number = struct.unpack("<H", struct.pack("<e", value))[0]
         return f"0x{number:04x}{number:04x}"
 
-    eight = layout.bits == 8 or layout.table  # levels in bytes, 128 more than they are
+    eight = layout.bits == 8 or layout.table  # levels in bytes, plus 128
     higher = layout.bits - 4
     result = []
     for word in range(4):
@@ -54,14 +55,14 @@ def codes(layout: Layout) -> tuple[str, str, str, str]:
 
 @triton.jit
 def _twice(number):
-    """A float32 number as two float16 in a word."""
+    """Pack a float32 number as two float16 in a word."""
     half = number.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     return (half << 16) | (half & 0xFFFF)
 
 
 @triton.jit
 def fours(words, LANES: tl.constexpr):
-    """The columns of ``[lanes, 4]``."""
+    """Split ``[lanes, 4]`` into its columns."""
     even, odd = tl.split(tl.reshape(words, [LANES, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -73,7 +74,9 @@ def load_row(
     levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Each lane's group of a row: its words, those from the fifth on of 8 bits, its higher plane's, and its scales."""
+    """Load each lane's group of a row: its words (with 8 bits those from the fifth on separately), its higher plane's
+    words, and its scales.
+    """
     at = row.to(tl.int64) * num_groups + group
     four = tl.arange(0, 4)[None, :]
     words_at = (levels_ptr + at * (8 if BITS == 8 else 4))[:, None] + four
@@ -89,7 +92,7 @@ def load_row(
     if SCALES == "super":
         scales = tl.load((scales_ptr + (row * (num_groups // 8) + group // 8) * 4)[:, None] + four)
     elif SCALES == "bytes":
-        scales = tl.load(scales_ptr + at)  # of groups of 16 both
+        scales = tl.load(scales_ptr + at)  # with groups of 16, both
         unit = tl.load(units_ptr + row * (num_groups // 8) + group // 8)
     elif GROUP == 0:
         scales = tl.load(scales_ptr + row)
@@ -100,7 +103,9 @@ def load_row(
 
 @triton.jit
 def row_factors(row, group, SCALES: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr):
-    """Scales of a lane's first 16 weights and of the others, and its offset: ``[lanes]``, each twice in float16."""
+    """Return scales of a lane's first 16 weights and of the others, and its offset: ``[lanes]``, each twice in
+    float16.
+    """
     _, _, _, scales, unit = row
     offset = group
     if SCALES == "super":
@@ -139,7 +144,7 @@ def eight_weights(
     row, factors, WORD: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr,
     TABLE: tl.constexpr, CODES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Eight of a lane's weights: four words of two float16."""
+    """Return eight of a lane's weights: four words of two float16."""
     words, more, high, _, _ = row
     scale = factors[1] if WORD > 1 else factors[0]
     other = fours(words, LANES)[WORD]

@@ -1,25 +1,25 @@
-"""Matrices of 4 to 8 bits a weight as kernels read them, and how each is made and read back.
+"""Layouts of matrices of 4 to 8 bits per weight in memory, with their packing and dequantization.
 
-A row is cut into groups of 32 weights along the input. A weight is ``scale * (level - zero) + offset``; levels are
-whole numbers, or numbers of FP8. `Layout` says where scales, zeros and offsets come from. Every layout keeps the bits
-per weight of the format that it is for:
+A row is divided into groups of 32 weights along the input. A weight is ``scale * (level - zero) + offset``; levels are
+integers, or FP8 numbers. `Layout` defines the source of scales, zeros and offsets. Every layout keeps the bits per
+weight of the format that it is for:
 
 =========  ========================================================================  =====================
 layout     levels; scales                                                            stored formats
 =========  ========================================================================  =====================
-``plain``  one scale a group, one zero for all                                       Q4_0, Q5_0, Q8_0, IQ4_NL, int8
-``zeros``  a scale and a zero a group                                                AWQ, GPTQ
-``offset`` a scale and an offset a group                                             Q4_1, Q5_1
+``plain``  one scale per group, one zero for all                                     Q4_0, Q5_0, Q8_0, IQ4_NL, int8
+``zeros``  a scale and a zero per group                                              AWQ, GPTQ
+``offset`` a scale and an offset per group                                           Q4_1, Q5_1
 ``super``  256 weights share a scale and an offset; 8 groups multiply them by 6 bits  Q4_K, Q5_K
 ``bytes``  256 weights share a scale; groups of 16 or 32 multiply it by 8 bits       Q6_K, IQ4_XS
-``float``  levels of float8_e4m3fn; one scale a row                                  FP8
+``float``  levels of float8_e4m3fn; one scale per row                                FP8
 =========  ========================================================================  =====================
 
-Levels of up to 6 bits lie in a plane of nibbles and a plane of the bits above them. A 32-bit word of nibbles has eight
-neighbours along the input, the first four in the low halves of its bytes and the next four in the high halves; a word
-of 8-bit levels holds four. The four are in bytes 0, 2, 1, 3: so one mask makes of a word four whole numbers in bytes,
-or, with the bits of 1,024 above them, two neighbours as two float16. The higher plane is in the same order for shifts
-by whole words: see `_high_shifts`. Levels of FP8 lie in a row as they are.
+Levels of up to 6 bits are stored in a plane of nibbles and a plane of the bits above them. A 32-bit word of nibbles has
+eight weights adjacent along the input, the first four in the low nibbles of its bytes and the next four in the high
+nibbles; a word of 8-bit levels has four. The four are in bytes 0, 2, 1, 3, so one mask extracts four integers in bytes
+from a word, or, with the bits of 1,024 above them, two adjacent weights as two float16. The higher plane has the same
+order, for shifts of whole words: see `_high_shifts`. FP8 levels are stored row by row.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch import Tensor
 
 GROUP = 32  # weights
 SUPER = 256  # weights that share a scale of scales
-LARGEST_FP8 = 448.0  # in float8_e4m3fn
-# Weights that a CPU packs or unpacks at a time: their numbers of 32 bits stay in its cache, and are so few that the
-# heap uses the same memory for the next ones (`minillm.system.compact_heap`).
+LARGEST_FP8 = 448.0  # of float8_e4m3fn
+# Weights that a CPU packs or dequantizes at a time: their float32 values stay in its cache, and are few enough that the
+# heap reuses their memory (`minillm.system.compact_heap`).
 _ROUNDED_AT_ONCE = 1 << 22  # weights
 AT_ONCE_ON_CPU = 1 << 17
 
@@ -44,22 +44,22 @@ Scales = Literal["plain", "zeros", "offset", "super", "bytes", "float"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a matrix of few bits is held. Hashable: kernels are compiled for it."""
+    """The storage layout of a low-bit matrix. Hashable, because kernels are compiled for it."""
 
-    bits: int  # of a level: 4, 5, 6 or 8
+    bits: int  # per level: 4, 5, 6 or 8
     scales: Scales
     zero: int = 0  # subtracted from every level
     group: int = GROUP  # weights that share a scale: 16 (``bytes`` only), a multiple of 32, or 0 for the whole row
-    table: bool = False  # a nibble is a place in `IQ4_TABLE`
+    table: bool = False  # a nibble is an index into `IQ4_TABLE`
 
     @property
     def words_per_group(self) -> int:
-        """32-bit words of the first plane."""
+        """32-bit words per group in the first plane."""
         return 8 if self.bits == 8 else 4
 
     @property
     def block(self) -> int:
-        """Weights of a row that belong together."""
+        """Weights of a row that must not be separated."""
         return SUPER if self.scales in ("super", "bytes") else max(self.group, GROUP)
 
 
@@ -70,20 +70,20 @@ IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89
 
 @dataclass(frozen=True)
 class LowBit:
-    """A matrix ``[out, in]`` of few bits."""
+    """A low-bit matrix ``[out, in]``."""
 
     layout: Layout
     shape: tuple[int, int]
-    # [out, in / 32 * words_per_group] int32, of 8 bits 128 more than the level; ``float``: [out, in] float8_e4m3fn
+    # [out, in / 32 * words_per_group] int32, 8-bit levels plus 128; ``float``: [out, in] float8_e4m3fn
     levels: Tensor
     high: Tensor | None  # [out, in / 32 * (bits - 4)] int32
     # ``plain``: [out, groups], a floating dtype. ``zeros``, ``offset``: [out, groups, 2] float16. ``super``: [out,
     # in / 256, 4] int32, see `pack_super`. ``bytes``: [out, in / group] int8. ``float``: [out, 1] float32.
     scales: Tensor
     units: Tensor | None = None  # ``bytes``: [out, in / 256] float16, the scales of the scales
-    # [in] int32, the column of x that each column is for, where groups are no neighbours of x; of FP8 none
+    # [in] int32, the column of x for each column, if groups are not adjacent in x; None for FP8
     order: Tensor | None = None
-    # How its products are cut on this card, by `bucket`, where that was measured: see `kernels.linear.low_bit.tuning`.
+    # Measured tile sizes on this card, by `bucket`: see `kernels.linear.low_bit.tuning`.
     tiles: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -96,7 +96,7 @@ class LowBit:
         return sum(each.nbytes for each in (self.levels, self.high, self.scales, self.units) if each is not None)
 
     def rows(self, index: slice | Tensor) -> LowBit:
-        """The matrix of some rows."""
+        """Return the matrix of some rows."""
         taken = [None if each is None else each[index] for each in (self.levels, self.high, self.scales, self.units)]
         assert taken[0] is not None
         return replace(
@@ -106,18 +106,18 @@ class LowBit:
         )  # fmt: skip
 
 
-UNPACKED = ()  # the tile of a product that is fastest by unpacking the matrix
+UNPACKED = ()  # the tile of a matmul that is fastest with a dequantized matrix
 
 
 def bucket(tokens: int) -> int:
-    """The numbers of tokens that share a tile, by the largest of them; the matrix unit takes eight at a time."""
+    """Return the largest number of tokens that shares its tile with ``tokens``; tensor cores take eight at a time."""
     return tokens if tokens <= 2 else max(8, 1 << (tokens - 1).bit_length())
 
 
 def concatenated(matrices: list[LowBit | None]) -> tuple[LowBit, ...]:
-    """The matrices one below the other, neighbours of one layout as one.
+    """Stack matrices by rows, merging adjacent ones of one layout.
 
-    None where one of them is None, or where they read x in different orders.
+    Return an empty tuple if any is None, or if they read x in different orders.
     """
     result: list[LowBit] = []
     for each in matrices:
@@ -137,7 +137,7 @@ def _have_one_order(first: LowBit, second: LowBit) -> bool:
 
 
 def rows_of(matrices: tuple[LowBit, ...], rows: slice) -> list[LowBit]:
-    """Rows of matrices one below the other."""
+    """Return rows of matrices stacked by rows."""
     found, start = [], 0
     for each in matrices:
         first, end = max(0, rows.start - start), min(each.shape[0], rows.stop - start)
@@ -148,11 +148,11 @@ def rows_of(matrices: tuple[LowBit, ...], rows: slice) -> list[LowBit]:
 
 
 def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
-    """The weights ``[out, in]`` float32 of matrices one below the other."""
+    """Return the weights ``[out, in]`` float32 of matrices stacked by rows."""
     result = torch.empty(sum(each.shape[0] for each in matrices), matrices[0].shape[1], device=matrices[0].device)
     start = 0
     for each in matrices:
-        step = max(1, AT_ONCE_ON_CPU // each.shape[1])  # by parts: whole levels would take more memory than the result
+        step = max(1, AT_ONCE_ON_CPU // each.shape[1])  # in parts: all levels would take more memory than the result
         for first in range(0, each.shape[0], step):
             some = dequantise(each.rows(slice(first, first + step)))
             result[start + first : start + first + some.shape[0]] = some
@@ -161,7 +161,7 @@ def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
 
 
 def padded(matrix: LowBit, rows: int) -> LowBit:
-    """The matrix filled up with zeros to ``rows`` rows."""
+    """Pad the matrix with zeros to ``rows`` rows."""
     missing = rows - matrix.shape[0]
     if not missing:
         return matrix
@@ -183,7 +183,7 @@ def _stacked(first: LowBit, second: LowBit) -> LowBit:
 
 
 def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, generator: torch.Generator) -> LowBit:
-    """Random levels, and scales that give the weights a mean of zero and about this standard deviation."""
+    """Return random levels, with scales that give the weights a mean of zero and about this standard deviation."""
     (out, width), device = shape, generator.device
 
     def random(low: int, high: int, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -213,18 +213,18 @@ def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, gene
     return LowBit(layout, shape, words, high, scales, units)
 
 
-_BYTES = (0, 16, 8, 24)  # shifts of four neighbours
+_BYTES = (0, 16, 8, 24)  # shifts of four adjacent weights
 
 
 def unpack_levels(matrix: LowBit) -> Tensor:
-    """The levels ``[out, in]``, int32, zeros not yet subtracted; of FP8 as they are."""
+    """Return the levels ``[out, in]``, int32, before subtracting zeros; FP8 levels unchanged."""
     out, width = matrix.shape
     if matrix.layout == FP8:
         return matrix.levels
     shifts = torch.tensor(_BYTES, dtype=torch.int32, device=matrix.device)
     if matrix.layout.bits == 8:
         return ((matrix.levels[..., None] >> shifts) & 255).view(out, width) - 128
-    words = matrix.levels.view(out, width // GROUP, 4, 1, 1)  # [.., .., word, half, neighbour]
+    words = matrix.levels.view(out, width // GROUP, 4, 1, 1)  # [.., .., word, half, weight]
     levels = (words >> (shifts + 4 * torch.arange(2, dtype=torch.int32, device=matrix.device)[:, None])) & 15
     if matrix.high is not None:
         bits = matrix.layout.bits - 4
@@ -238,12 +238,14 @@ def unpack_levels(matrix: LowBit) -> Tensor:
 
 
 def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """The planes of ``levels [out, in]``: of 8 bits -128 to 127, else 0 to ``2^bits - 1`` (or places in the table)."""
+    """Pack ``levels [out, in]`` in planes: -128 to 127 with 8 bits, else 0 to ``2^bits - 1`` (or indices into the
+    table).
+    """
     out, width = levels.shape
     shifts = torch.tensor(_BYTES, dtype=torch.int32, device=levels.device)
     if bits == 8:
         return ((levels.int() + 128).view(out, -1, 4) << shifts).sum(-1, dtype=torch.int32), None
-    split = levels.to(torch.int32).view(out, width // GROUP, 4, 2, 4)  # group, word, half, neighbour
+    split = levels.to(torch.int32).view(out, width // GROUP, 4, 2, 4)  # group, word, half, weight
     halves = shifts + 4 * torch.arange(2, dtype=torch.int32, device=levels.device)[:, None]
     words = ((split & 15) << halves).sum((3, 4), dtype=torch.int32).flatten(1)
     if bits == 4:
@@ -254,16 +256,16 @@ def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _high_shifts(bits: int, device: torch.device) -> Tensor:
-    """Where a weight's ``bits`` above the nibble lie: ``[words that share one, half, neighbour]``.
+    """Return the shifts of a weight's ``bits`` above the nibble: ``[words that share one, half, weight]``.
 
-    Each half of 16 bits has those of two bytes of a nibble word: first of their low halves, then of their high ones.
+    Each 16-bit half has those of two bytes of a nibble word: first of their low nibbles, then of their high ones.
     """
     word, half, at = (torch.arange(size, dtype=torch.int32, device=device) for size in (4 // bits, 2, 4))
     return 4 * bits * word[:, None, None] + 2 * bits * half[:, None] + bits * (at >> 1) + 16 * (at & 1)
 
 
 def pack_super(scales: Tensor, mins: Tensor, unit: Tensor, min_unit: Tensor) -> Tensor:
-    """The words ``[out, supers, 4]`` of 6-bit ``scales`` and ``mins [out, supers, 8]`` and their float16 units.
+    """Pack 6-bit ``scales`` and ``mins [out, supers, 8]`` and their float16 units in words ``[out, supers, 4]``.
 
     Words: the scales' low 4 bits; the mins'; the high 2 bits of both; both units.
     """
@@ -277,7 +279,7 @@ def pack_super(scales: Tensor, mins: Tensor, unit: Tensor, min_unit: Tensor) -> 
 
 
 def in_eight_bits(weight: Tensor) -> LowBit:
-    """A matrix ``[out, in]`` rounded to 8 bits in groups of 32, each with the scale of its largest weight."""
+    """Quantize a matrix ``[out, in]`` to 8 bits in groups of 32, each with the scale of its largest weight."""
     out, width = weight.shape
     parts = [_in_eight_bits(rows) for rows in weight.split(max(1, _ROUNDED_AT_ONCE // max(1, width)))]
     words, scales = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -285,7 +287,7 @@ def in_eight_bits(weight: Tensor) -> LowBit:
 
 
 def _in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Words and scales of some rows."""
+    """Return words and scales of some rows."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 127).half()
     levels = torch.where(scales[..., None] == 0, 0.0, groups / scales[..., None].float()).round_().clamp_(-127, 127)
@@ -293,7 +295,9 @@ def _in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_fp8(weight: Tensor) -> LowBit:
-    """A matrix ``[out, in]`` rounded to FP8, each row with the scale of its largest weight; NaN spoils a row."""
+    """Quantize a matrix ``[out, in]`` to FP8, each row with the scale of its largest weight; a NaN makes its row
+    NaN.
+    """
     wide = weight.float()
     scales = wide.abs().amax(1, keepdim=True) / LARGEST_FP8
     levels = (wide / torch.where(scales == 0, 1.0, scales)).to(torch.float8_e4m3fn)
@@ -301,9 +305,9 @@ def in_fp8(weight: Tensor) -> LowBit:
 
 
 def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """``scales``, ``zeros`` and ``offsets`` of every group, each ``[out, groups]``, in ``dtype``.
+    """Return ``scales``, ``zeros`` and ``offsets`` of every group, each ``[out, groups]``, in ``dtype``.
 
-    Groups are of 16 or 32; of FP8 a row is one.
+    Groups are of 16 or 32 weights; in FP8 a row is one group.
     """
     layout, (out, width) = matrix.layout, matrix.shape
     groups = 1 if layout == FP8 else width // min(layout.group or width, GROUP)
@@ -331,7 +335,9 @@ def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor,
 
 
 def dequantise(matrix: LowBit, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights ``[out, in]`` in ``dtype``, by the columns of x; computed in it or in float32, the wider."""
+    """Return the weights ``[out, in]`` in ``dtype``, in the order of x's columns; computed in the wider of it and
+    float32.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     scales, zeros, offsets = (each[..., None] for each in factors(matrix, wide))
     levels = unpack_levels(matrix).to(wide).view(matrix.shape[0], scales.shape[1], -1)

@@ -1,17 +1,17 @@
-"""Low-bit matrices times dozens of tokens to a few hundred: weights become float16 in registers, `tl.dot` the rest.
+"""Low-bit matmuls of dozens to a few hundred tokens: weights are converted to float16 in registers, for `tl.dot`.
 
-`_dot_kernel`: grid (rows of the matrix / ROWS, tokens / TOKENS, parts of the input). A turn's tile is ROWS x 128
-weights, which are read once for each TOKENS tokens, times 128 x TOKENS activations. Both come through shared memory as
-they lie in memory, several turns ahead. A thread makes the weights that ``wgmma`` wants from it, so they are never
-written: lane 4r + t has row r of eight and a quarter of each sixteen columns, two neighbours at 2t and two at 2t + 8.
-Which columns these are is free, if both sides agree: here lane t has group t of four, as in `low_bit_matmul`, and
-activations lie in that order. With a gate, the second eight of every sixteen rows are of the matrix behind it.
+`_dot_kernel`: grid (rows of the matrix / ROWS, tokens / TOKENS, parts of the input). The tile of a turn is ROWS x 128
+weights, which are read once for each TOKENS tokens, times 128 x TOKENS activations. Both are loaded into shared memory
+as they are stored, several turns ahead. A thread converts from it the weights that ``wgmma`` expects, so converted
+weights are never written: lane 4r + t has row r of eight and four of each sixteen columns, two adjacent ones at 2t and
+two at 2t + 8. The assignment of columns is free if both operands agree: here lane t has group t of four, as in
+`low_bit_matmul`, and activations have that order. With a gate, the second eight of every sixteen rows are those of up.
 
-Where a matrix has few rows, several programs share the input: they write sums in float32, and `_add_kernel`, grid
-(tokens, rows / COLUMNS), adds them in their order.
+If a matrix has few rows, several programs divide the input: they write sums in float32, and `_add_kernel`, grid
+(tokens, rows / COLUMNS), adds them in order.
 """
 
-# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+# ruff: noqa: RUF005 (Triton cannot unpack tuples)
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -26,8 +26,8 @@ from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, row_facto
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit
 from minillm.kernels.linear.low_bit.planes import constants_of, planes_of
 
-# Fewer tokens: `low_bit_matmul` is faster. More: cuBLAS; of 8 bits it is faster with 195 us for gate and up of an 8B
-# model and 256 tokens, unpacked beforehand, where this takes 199 and 231 in tiles that fit.
+# With fewer tokens `low_bit_matmul` is faster, with more cuBLAS. With 8 bits, gate and up of an 8B model and 256
+# tokens, cuBLAS including dequantization takes 195 us, and this kernel 199 and 231 with the tiles that fit.
 _TOKENS, _TOKENS_OF_8_BITS = range(17, 257), range(17, 129)
 _PROGRAMS = 132  # of the largest tile at a time: an H200's multiprocessors
 _COLUMNS = 1024
@@ -35,7 +35,7 @@ _COLUMNS = 1024
 
 @triton.jit
 def _load_small(ptr, at, BITS: tl.constexpr):
-    """Elements of 8 or 16 bits, read with their neighbours as words, for less than a word is not read ahead."""
+    """Load elements of 8 or 16 bits as part of words, because smaller loads are not pipelined."""
     SHARE: tl.constexpr = 32 // BITS
     words = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at // SHARE)
     return (words >> (at % SHARE * BITS)).to(tl.int8 if BITS == 8 else tl.int16)
@@ -46,7 +46,7 @@ def _load_groups(
     levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """What `low_bit_lanes.load_row` reads, by words that lie in one piece."""
+    """Load the same data as `low_bit_lanes.load_row`, by contiguous words."""
     at = row.to(tl.int64) * num_groups + group
     four = tl.arange(0, 4)[None, :]
     words_at = (levels_ptr + at * (8 if BITS == 8 else 4))[:, None] + four
@@ -78,7 +78,7 @@ def _load_groups(
 
 @triton.jit
 def joined(values, COUNT: tl.constexpr):
-    """A power of two of tensors ``[lanes]`` as one, ``[lanes, 2, 2, …]``, in their order."""
+    """Join a power of two of tensors ``[lanes]`` to one, ``[lanes, 2, 2, …]``, in order."""
     HALF: tl.constexpr = COUNT // 2
     pairs = ()
     for i in tl.static_range(HALF):
@@ -91,7 +91,7 @@ def joined(values, COUNT: tl.constexpr):
 
 @triton.jit
 def unpacked(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
-    """Pairs of numbers of 16 bits ``[ROWS, COLUMNS / 2]`` as numbers ``[ROWS, COLUMNS]``."""
+    """Split pairs of 16-bit numbers ``[ROWS, COLUMNS / 2]`` into numbers ``[ROWS, COLUMNS]``."""
     words = tl.reshape(words, [ROWS, COLUMNS // 2])
     first = (words & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
     second = (words >> 16).to(tl.int16).to(TYPE, bitcast=True)
@@ -103,7 +103,7 @@ def _weights(
     groups, group, BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     TABLE: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The tile ``[ROWS, 128]`` float16: rows in their order, columns by word, pair, group and neighbour."""
+    """Return the tile ``[ROWS, 128]`` float16: rows in order, columns by word, pair, group and weight."""
     factors = row_factors(groups, group, SCALES, GROUP, ROWS * 4)
     pairs = ()
     for word in tl.static_range(4):
@@ -120,7 +120,7 @@ def _dot_kernel(
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # A lane's rows: r and, with the higher registers, r + 8 of the sixteen of its warp, then those of the next tile.
+    # A lane's rows: r and, with the higher registers, r + 8 of its warp's sixteen, then those of the next tile.
     lanes = tl.arange(0, ROWS * 4)
     t, r, warp, tile = lanes % 4, lanes // 4 % 8, lanes // 32 % WARPS, lanes // (64 * WARPS)
     sixteen, is_second = tile * WARPS + warp, lanes // (32 * WARPS) % 2
@@ -129,17 +129,17 @@ def _dot_kernel(
     if GATED:
         lane_rows = tl.minimum(first + sixteen * 8 + r, num_rows - 1) + is_second * num_rows
     else:
-        lane_rows = tl.minimum(first + sixteen * 16 + is_second * 8 + r, num_rows - 1)  # outside: not stored
+        lane_rows = tl.minimum(first + sixteen * 16 + is_second * 8 + r, num_rows - 1)  # rows outside are not stored
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
-    x_at = tokens[None, :] * (num_turns * 128) + tl.arange(0, 128)[:, None]  # there are rows behind the last token's
+    x_at = tokens[None, :] * (num_turns * 128) + tl.arange(0, 128)[:, None]  # x is padded after the last token
     share = (num_turns + PARTS - 1) // PARTS
     begin = tl.program_id(2) * share
     wait_for_inputs(PDL)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for turn in range(begin, tl.minimum(begin + share, num_turns)):
         x = tl.load(x_ptr + x_at + turn * 128)
-        group = tl.minimum(turn * 4 + t, num_groups - 1)  # x has zeros behind its end
+        group = tl.minimum(turn * 4 + t, num_groups - 1)  # x has zeros after its end
         groups = _load_groups(
             levels_ptr, high_ptr, scales_ptr, units_ptr, lane_rows, group, num_groups, BITS, SCALES, GROUP
         )
@@ -189,13 +189,13 @@ def _add_kernel(
 
 
 class Tile(NamedTuple):
-    """How a program is cut."""
+    """The sizes of a program."""
 
-    rows: int  # of the matrix, 16 for each warp or a multiple of that
+    rows: int  # of the matrix, a multiple of 16 per warp
     tokens: int
-    parts: int  # of the input, each with a program; with a gate 1
-    warps: int  # fours
-    stages: int  # turns that are on their way, and the one that is computed
+    parts: int  # of the input, one program each; with a gate 1
+    warps: int  # in fours
+    stages: int  # turns that load ahead, and the current one
 
 
 def product(
@@ -208,16 +208,16 @@ def product(
     add: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
+    """Compute ``x @ matrix.T + bias``, written to ``out [tokens, out]``, which may have strided rows, or added to it.
 
-    ``x`` is in the order of tokens. ``gated``: the matrix is gate and up, and ``silu(gate) * up`` is the result,
+    ``x`` is in the order by tokens. ``gated``: the matrix is gate and up, and the result is ``silu(gate) * up``,
     ``[tokens, out / 2]``.
     """
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
     rows, width, parts, warps, stages = tile or tile_for(layout, tokens, features, gated)
     levels, high, *small = planes_of(matrix)
-    scales, units = (each if each.data_ptr() % 4 == 0 else each.clone() for each in small)  # they are read as words
+    scales, units = (each if each.data_ptr() % 4 == 0 else each.clone() for each in small)  # they are loaded as words
     bias_or_not, options = x.scales if bias is None else bias, pdl_options(out.device)
     sums = out if parts == 1 else torch.empty(parts, tokens, num_rows, dtype=torch.float32, device=out.device)
     _dot_kernel[(triton.cdiv(num_rows, rows // 2 if gated else rows), triton.cdiv(tokens, width), parts)](
@@ -235,7 +235,7 @@ def product(
 
 
 def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
-    """Whether this kernel is for so many tokens and the GPU has ``wgmma``: compute capability 9."""
+    """Return whether this kernel is for this many tokens and the GPU has ``wgmma``: compute capability 9."""
     has_8_bits = any(matrix.layout.bits == 8 for matrix in matrices)
     if x.shape[0] not in (_TOKENS_OF_8_BITS if has_8_bits else _TOKENS) or x.dtype.itemsize != 2:
         return False
@@ -243,7 +243,7 @@ def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
 
 
 def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
-    """More parts of the input where there are fewer rows, so that every multiprocessor has work; see `Tile`.
+    """Choose more parts of the input for fewer rows, so that every multiprocessor has work; see `Tile`.
 
     Measured on an H200.
     """
@@ -259,11 +259,11 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
         return Tile(128, 128, parts, 8, 3)
     if tokens > 32 and parts == 1:
         return Tile(128, 64, 1, 4, 4)
-    # Three programs of three stages have room where two of four have.
+    # Three programs of three stages fit instead of two of four.
     stages = 3 if tokens > 32 and triton.cdiv(features, 64) * parts > 2 * _PROGRAMS else 4
     return Tile(64, 32 if tokens <= 32 else 64, parts, 4, stages)
 
 
 def parts_for(features: int, gated: bool) -> int:
-    """The parts of the input where a few tokens are multiplied; by the matrix alone."""
+    """Return the parts of the input for a few tokens, depending only on the matrix."""
     return 1 if gated or features >= 12288 else 4

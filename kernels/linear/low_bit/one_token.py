@@ -1,17 +1,17 @@
-"""A low-bit matrix times the activations of a token, or of two; norm, gate and addition fused as in `matvec`.
+"""Low-bit matrix-vector kernel for one or two tokens; norm, gating and addition are fused as in `matvec`.
 
-Products are sums of bytes (``dp4a``), so activations become whole numbers first: 16 bits in groups of 32 with one
-scale, as two planes of bytes. With 8 bits, as llama.cpp has them, the next token's distribution differs by a KL of 3e-3
-on the default model; with 16 by 1e-7, for half as many instructions again.
+It computes sums of byte products (``dp4a``), so activations are first quantized to integers: 16 bits in groups of 32
+with one scale, as two planes of bytes. With 8 bits, as in llama.cpp, the next token's distribution differs by a KL
+divergence of 3e-3 on the default model; with 16 by 1e-7, at the cost of half as many instructions again.
 
-`_product_kernel`: as many programs as run at a time, each of which rounds x, keeps it in registers, and takes ROWS
-whole rows after another; the next rows' weights are on their way while these are multiplied, and the first rows' before
-the program waits for the kernel in front of it. Bytes: the matrix, once. Every program rounds x anew, which costs less
-than a launch of its own as long as programs are few and large: on an H200 a layer of an 8B model in Q4_0 takes 44 us,
-and 52 with the rounding in front.
+`_product_kernel`: as many programs as run at a time. Each quantizes x, keeps it in registers, and computes ROWS whole
+rows at a time; the next rows' weights load during the current multiplication, and the first rows' weights before the
+program waits for the previous kernel. Bytes: the matrix, once. Every program quantizes x again, which costs less than a
+separate launch as long as programs are few and large: on an H200 a layer of an 8B model in Q4_0 takes 44 us, and 52
+with separate quantization.
 """
 
-# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+# ruff: noqa: RUF005 (Triton cannot unpack tuples)
 
 import triton
 import triton.language as tl
@@ -21,13 +21,13 @@ from minillm.kernels.compat import INTERPRETED, begin_part, end_part, num_multip
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
 
-Tile = tuple[int, int, int]  # rows and warps of a program, and programs of a multiprocessor
+Tile = tuple[int, int, int]  # rows and warps per program, and programs per multiprocessor
 
 MOST_TOKENS = 2
-_FEWEST = 32  # groups of a tile: with 8 of them in a warp results were wrong, compiled by Triton 3.6
+_FEWEST = 32  # groups per tile: with 8 of them per warp, Triton 3.6 compiles wrong code
 _ANY = 1 << 31
-# Tokens -> groups of a row, up to a power of two -> at most so many rows -> the tiles of 4 bits, of 4 with scales of 6
-# bits, of 5 or 6, and of 8: on an H200 with a cold L2.
+# Tokens -> groups per row, up to a power of two -> maximum rows -> the tiles for 4 bits, for 4 with 6-bit scales, for 5
+# or 6, and for 8, on an H200 with a cold L2.
 TILES: dict[int, dict[int, dict[int, tuple[Tile, Tile, Tile, Tile]]]] = {
     1: {
         32: {_ANY: ((4, 1, 16), (4, 1, 16), (4, 1, 16), (4, 1, 12))},
@@ -60,16 +60,16 @@ TILES: dict[int, dict[int, dict[int, tuple[Tile, Tile, Tile, Tile]]]] = {
         1024: {_ANY: ((1, 16, 1), (1, 16, 1), (1, 16, 1), (1, 16, 1))},  # not measured
     },
 }
-_LARGEST = tl.constexpr(127 * 256 + 127)  # as two bytes, both of which are signed
+_LARGEST = tl.constexpr(127 * 256 + 127)  # two signed bytes
 
 
 @triton.jit
 def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.constexpr):
-    """A token in whole numbers, and its sum of squares from before the norm's weight.
+    """Quantize a token to integers, and return its sum of squares before the norm's weight.
 
-    ``scale * (256 * coarse + fine)``: words of four bytes as levels lie (see `low_bit.layouts`), of the first
-    four of each eight and of the others, coarse and fine: four times ``[1, groups, 4]``. Then scales, and the sums of
-    each half of the groups: three times ``[1, groups]`` float32.
+    A number is ``scale * (256 * coarse + fine)``. The result has words of four bytes in the order of levels (see
+    `low_bit.layouts`), for the first four of each eight and for the others, coarse and fine: four times ``[1, groups,
+    4]``. Then follow scales, and the sums of each half of the groups: three times ``[1, groups]`` float32.
     """
     columns = (groups * 32)[:, None, None] + (tl.arange(0, 4) * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
     mask = (groups < num_groups)[:, None, None]
@@ -80,14 +80,14 @@ def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.cons
     if NORM:
         squares = tl.sum(tl.sum(tl.sum(x * x, 2), 1), 0)
         x *= tl.load(norm_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    # NaN and infinity, which no whole number holds, make the scale NaN.
+    # NaN and infinity cannot be quantized: they make the scale NaN.
     scale = tl.max(tl.max(tl.abs(x), 2), 1) / _LARGEST + 0.0 * tl.sum(tl.sum(x, 2), 1)
     inverse = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
-    # Added to 1.5 x 2^23, a whole number lies in a float's low bits. It is 128 more than the one of 16 bits: so its
-    # second byte is the coarse one, and its first is 128 more than the fine one.
+    # Adding 1.5 x 2^23 places an integer in a float's low bits. It is the 16-bit integer plus 128: its second byte is
+    # the coarse one, and its first is the fine one plus 128.
     level = (x * inverse[:, None, None] + 12583040.0).to(tl.int32, bitcast=True)
     even, odd = tl.split(tl.reshape(level, [x.shape[0], 4, 2, 2, 2]))
-    first, second = tl.split((even & 0xFFFF) | (odd << 16))  # neighbours 0 and 1, 2 and 3
+    first, second = tl.split((even & 0xFFFF) | (odd << 16))  # weights 0 and 1, 2 and 3
     coarse = ((first >> 8) & 0x00FF00FF) | (second & -0x00FF0100)
     fine = ((first & 0x00FF00FF) | ((second & 0x00FF00FF) << 8)) ^ -0x7F7F7F80
     none = coarse & 0
@@ -103,7 +103,7 @@ def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.cons
 def _tile_product(
     levels, factors, x, BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr
 ):
-    """``[rows]``: the product of whole rows with one token."""
+    """Multiply whole rows with one token: ``[rows]``."""
     low, upper = level_bytes(levels[0], levels[1], levels[2], BITS, TABLE)
     first_scale, second_scale, zero, offset = factors
     coarse_x, coarse_y, fine_x, fine_y, scale, first_sum, second_sum = x
@@ -138,7 +138,7 @@ def _product_kernel(
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The rows of the second matrix, where there is one, follow those of the first.
+    # The rows of up, with a gate, follow those of gate.
     all_rows = num_rows * (2 if GATED else 1)
     lanes, groups = tl.arange(0, ROWS), tl.arange(0, GROUPS)
     first_row = tl.program_id(0) * ROWS
@@ -163,7 +163,7 @@ def _product_kernel(
     for row in range(first_row, num_rows, tl.num_programs(0) * ROWS):
         rows = row + lanes
         following = rows + tl.num_programs(0) * ROWS
-        # The next rows are on their way while these are multiplied.
+        # The next rows load during the current multiplication.
         next_levels = load_levels(levels_ptr, high_ptr, following, groups, num_rows, num_groups, BITS)
         next_factors = load_factors(scales_ptr, units_ptr, following, groups, num_rows, num_groups, SCALES, GROUP, ZERO)
         next_up_levels, next_up_factors = next_levels, next_factors
@@ -177,7 +177,7 @@ def _product_kernel(
         at = out_ptr + tokens[None, :].to(tl.int64) * out_stride + rows[:, None]
         totals = tl.zeros([ROWS, TOKENS], tl.float32)
         up_totals, before = totals, totals
-        if ADD:  # asked for here, it is there when the sums are
+        if ADD:  # loaded early, so that it arrives with the sums
             before = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
         for token in tl.static_range(TOKENS):
             is_token = tokens[None, :] == token
@@ -213,14 +213,14 @@ def product(
     tile: tuple[int, ...] | None = None,
     part: int = 0,
 ) -> Tensor:
-    """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
+    """Compute ``x @ matrix.T + bias``, written to ``out [tokens, out]``, which may have strided rows, or added to it.
 
     Args:
-        x: ``[tokens, in]``, at most `MOST_TOKENS`, whose rows may lie apart.
-        norm: weight and eps of an RMSNorm of x in front.
-        gated: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``.
-        tile: rows and warps of a program, and programs of a multiprocessor.
-        part: of products of the same x that are launched one after the other, the place of this one, from 1.
+        x: ``[tokens, in]``, at most `MOST_TOKENS`; rows may be strided.
+        norm: weight and eps of an RMSNorm of x before the matmul.
+        gated: the matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``.
+        tile: rows and warps per program, and programs per multiprocessor.
+        part: the index of this matmul, from 1, among those of the same x that are launched one after another.
     """
     (tokens, columns), features = x.shape, matrix.shape[0]
     num_rows, groups = features // 2 if gated else features, columns // GROUP
@@ -239,7 +239,7 @@ def product(
 
 
 def tile_for(tokens: int, layout: Layout, groups: int, rows: int) -> Tile:
-    """The recorded tile; of a wider row, that of the widest."""
+    """Return the recorded tile; for a wider row, that of the widest."""
     if INTERPRETED.value:
         return 64, 4, 1
     by_groups = TILES[tokens]

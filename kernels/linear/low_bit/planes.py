@@ -1,4 +1,4 @@
-"""The parts that kernels of low-bit matrices share: levels and factors of a tile. See `low_bit.layouts`."""
+"""Shared parts of the kernels for low-bit matrices: levels and factors of a tile. See `low_bit.layouts`."""
 
 import struct
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from minillm.kernels.compat import INTERPRETED
 from minillm.kernels.linear.low_bit.layouts import IQ4_TABLE, LowBit
 
-# Four levels a word.
+# Four levels per word.
 _TABLE = struct.unpack("<4i", struct.pack("16b", *IQ4_TABLE))
 _T0 = tl.constexpr(_TABLE[0])
 _T1 = tl.constexpr(_TABLE[1])
@@ -21,8 +21,11 @@ _SIGNS = tl.constexpr(-0x7F7F7F80)  # of four bytes
 
 @triton.jit
 def load_levels(levels_ptr, high_ptr, rows, groups, num_rows, num_groups, BITS: tl.constexpr):
-    """What `level_bytes` makes levels of, zeros outside: words ``[rows, groups, 4]``, of 8 bits also those at odd
-    places, and the higher plane ``[rows, groups, BITS - 4]``."""
+    """Load the inputs of `level_bytes`, with zeros outside.
+
+    These are words ``[rows, groups, 4]``, with 8 bits also those at odd indices, and the higher plane ``[rows, groups,
+    BITS - 4]``.
+    """
     mask = ((rows < num_rows)[:, None] & (groups < num_groups)[None, :])[:, :, None]
     group = (rows * num_groups)[:, None, None] + groups[None, :, None]  # below 2^31: see `low_bit.MOST_WORDS`
     WORDS: tl.constexpr = 8 if BITS == 8 else 4
@@ -42,7 +45,7 @@ def load_levels(levels_ptr, high_ptr, rows, groups, num_rows, num_groups, BITS: 
 
 @triton.jit
 def look_up(nibbles):
-    """The table's levels at four nibbles, each the low half of a byte."""
+    """Look up the table's levels of four nibbles, each the low half of a byte."""
     result = nibbles * 0
     for byte in tl.static_range(4):
         at = (nibbles >> (8 * byte)) & 15
@@ -53,7 +56,9 @@ def look_up(nibbles):
 
 @triton.jit
 def level_bytes(words, odd, high, BITS: tl.constexpr, TABLE: tl.constexpr):
-    """Levels of the first four weights of each eight and of the others: two ``[rows, groups, 4]`` of bytes in words."""
+    """Return levels of the first four weights of each eight and of the others: two ``[rows, groups, 4]`` of bytes in
+    words.
+    """
     if BITS == 8:
         low, upper = words ^ _SIGNS, odd ^ _SIGNS
     else:
@@ -62,7 +67,7 @@ def level_bytes(words, odd, high, BITS: tl.constexpr, TABLE: tl.constexpr):
         low, upper = look_up(low), look_up(upper)
     if BITS == 5 or BITS == 6:
         PLANES: tl.constexpr = BITS - 4
-        SHARE: tl.constexpr = 4 // PLANES  # words of nibbles with one word of the higher plane
+        SHARE: tl.constexpr = 4 // PLANES  # words of nibbles per word of the higher plane
         high = tl.broadcast_to(high[:, :, :, None], [words.shape[0], words.shape[1], PLANES, SHARE])
         high = tl.reshape(high, [words.shape[0], words.shape[1], 4])
         high >>= (4 * PLANES * (tl.arange(0, 4) % SHARE))[None, None, :]
@@ -77,7 +82,7 @@ def level_bytes(words, odd, high, BITS: tl.constexpr, TABLE: tl.constexpr):
 
 @triton.jit
 def pair(words):
-    """Both float16 numbers of each word."""
+    """Split each word into its two float16 numbers."""
     first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return first, second
@@ -88,7 +93,7 @@ def load_factors(
     scales_ptr, units_ptr, rows, groups, num_rows, num_groups,
     SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Scales of both halves, zeros and offsets of groups of 32: four tensors ``[rows, groups]`` float32."""
+    """Load scales of both halves, zeros and offsets of groups of 32: four tensors ``[rows, groups]`` float32."""
     mask = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
     row = rows[:, None]
     each = groups[None, :]
@@ -123,7 +128,7 @@ def load_factors(
         if SCALES == "plain":
             scale = scale.to(tl.float32)
         elif SCALES == "zeros":
-            scale, zero = pair(scale)  # two float16 numbers, seen as a word
+            scale, zero = pair(scale)  # two float16 numbers in a word
         else:
             scale, offset = pair(scale)
         second = scale
@@ -132,7 +137,9 @@ def load_factors(
 
 @triton.jit
 def dot4(a, b, total):
-    """``total`` plus the product of four signed bytes a word of ``a`` and of ``b``: ``dp4a``, or its plain twin."""
+    """Add the dot product of four signed bytes per word of ``a`` and ``b`` to ``total``: ``dp4a``, or its plain
+    twin.
+    """
     if INTERPRETED:
         for byte in tl.static_range(4):
             total += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
@@ -144,14 +151,14 @@ def dot4(a, b, total):
 
 
 def planes_of(matrix: LowBit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Levels, high bits, scales and units as kernels take them, with something else where there are none."""
+    """Return levels, high bits, scales and units as kernel arguments, with a placeholder for missing ones."""
     scales = matrix.scales.view(torch.int32) if matrix.layout.scales in ("zeros", "offset") else matrix.scales
     high = matrix.levels if matrix.high is None else matrix.high
     return matrix.levels, high, scales, scales if matrix.units is None else matrix.units
 
 
 def constants_of(matrix: LowBit) -> dict[str, object]:
-    """What kernels are compiled for."""
+    """Return the compile-time constants of kernels."""
     layout = matrix.layout
     return {
         "BITS": layout.bits,

@@ -1,4 +1,4 @@
-"""Numbers rounded to 4 or 8 bits in groups, with a search for each group's scale and offset."""
+"""Quantize to 4 or 8 bits in groups, searching for each group's best scale and offset."""
 
 import torch
 from torch import Tensor
@@ -6,15 +6,15 @@ from torch import Tensor
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit, concatenated, pack_levels
 
 _AT_ONCE = 1 << 22  # weights
-# By how many levels the first scale is wider than a group, in turns: the ends may be cut off for finer levels between.
+# How many levels wider than a group each initial scale is: clipping the ends may allow finer levels between them.
 _WIDER = {4: tuple(0.2 * step - 0.9 for step in range(16)), 8: (0.0,)}
 
 
 def rounded(weight: Tensor, bits: int) -> LowBit:
-    """``weight [out, in]`` in 4 or 8 bits, on its device; ``in`` is a multiple of 32.
+    """Quantize ``weight [out, in]`` to 4 or 8 bits, on its device; ``in`` is a multiple of 32.
 
-    Groups of 32 have a scale and an offset in float16, those of least squares for their levels. Of several scales to
-    begin with, the one is taken that leaves the smallest error, as llama.cpp's ``make_qkx2_quants`` does.
+    Groups of 32 have a scale and an offset in float16, the least-squares solution for their levels. Of several initial
+    scales, the one with the smallest error is used, as in llama.cpp's ``make_qkx2_quants``.
     """
     rows = max(1, _AT_ONCE // weight.shape[1])
     (whole,) = concatenated([_rounded(part, bits) for part in weight.split(rows)])
@@ -25,9 +25,9 @@ def _rounded(weight: Tensor, bits: int) -> LowBit:
     out, width = weight.shape
     groups = weight.float().view(-1, GROUP)
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
-    top, shift = (1 << bits) - 1, 128 if bits == 8 else 0  # levels of 8 bits are stored from -128 on
+    top, shift = (1 << bits) - 1, 128 if bits == 8 else 0  # 8-bit levels are stored minus 128
     least = torch.full_like(low, torch.inf)
-    best = [torch.zeros_like(groups), 0.0 * (low + high), low]  # stays where an error is no number
+    best = [torch.zeros_like(groups), 0.0 * (low + high), low]  # stays if an error is NaN
     for wider in _WIDER[bits]:
         scale, offset = (high - low) / (top + wider), low
         for _ in range(2):
@@ -52,7 +52,9 @@ def _levels(groups: Tensor, scale: Tensor, offset: Tensor, top: int) -> Tensor:
 
 
 def _least_squares(groups: Tensor, levels: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and offset for which ``levels`` come closest; those given where all levels of a group are one."""
+    """Return the least-squares scale and offset for ``levels``, or the given ones if all levels of a group are
+    equal.
+    """
     mean_level, mean = levels.mean(1, keepdim=True), groups.mean(1, keepdim=True)
     spread = (levels - mean_level).square().sum(1, keepdim=True)
     slope = ((levels - mean_level) * (groups - mean)).sum(1, keepdim=True) / torch.where(spread == 0, 1.0, spread)

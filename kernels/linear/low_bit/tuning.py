@@ -1,11 +1,12 @@
-"""Tiles of low-bit products on this card: the candidates of each number of tokens, and their times.
+"""Tune the tile sizes of low-bit matmuls on this card: candidates for each number of tokens, and their times.
 
-The rules of `low_bit_matvec` and `low_bit_matmul` were measured on an H200. Another card has other rates of bytes to
-instructions, fewer registers and smaller caches, so a few neighbours of the rules' tiles are timed there, and beside
-them a product that unpacks the matrix first. Most of the time goes to the compiler, so candidates are chosen that share
-kernels: programs of a multiprocessor are no part of one, and 32 and 64 tokens share the tiles of 32.
+The built-in tiles of `low_bit_matvec` and `low_bit_matmul` were measured on an H200. Another card has another ratio of
+bandwidth to instructions, fewer registers and smaller caches. Therefore a few variations of the built-in tiles are
+timed there, and also a matmul that dequantizes the matrix first. Compiling takes most of the time, so the candidates
+share kernels: the number of programs per multiprocessor does not change the kernel, and 32 and 64 tokens share the
+tiles of 32.
 
-What is timed is what a model does, from its 16-bit numbers on, with the matrices of its layers in turn.
+The measurement runs what a model runs, from 16-bit activations on, with the matrices of its layers in turn.
 """
 
 import os
@@ -26,15 +27,15 @@ from minillm.kernels.linear.low_bit.layouts import GROUP, UNPACKED, Layout, LowB
 from minillm.kernels.timing import graph_microseconds
 
 Tile = tuple[int, ...]
-Place = Literal["norm", "gated", "add"]  # of a matrix: behind a norm, also with a gate, or in front of an addition
-Clock = Callable[[Callable[[int], object], int], float]  # microseconds of ``launch(i)``, of so many i
-OnCount = Callable[[int, int], None]  # done, in all
-_UNFIT = (OutOfResources, PTXASError, torch.OutOfMemoryError)  # of a tile that is too large for this card
+Place = Literal["norm", "gated", "add"]  # of a matrix: after a norm, after a norm with a gate, or before an addition
+Clock = Callable[[Callable[[int], object], int], float]  # microseconds of ``launch(i)``, for a number of i
+OnCount = Callable[[int, int], None]  # done, total
+_UNFIT = (OutOfResources, PTXASError, torch.OutOfMemoryError)  # the tile is too large for this card
 
 
 @dataclass(frozen=True)
 class Product:
-    """What a model's matrices of one layout, shape and place have in common: their tiles."""
+    """A kind of matmul: a model's matrices of one layout, shape and place, which share their tiles."""
 
     layout: Layout
     shape: tuple[int, int]
@@ -51,7 +52,7 @@ class Product:
 
 
 class Job(NamedTuple):
-    """A candidate."""
+    """A candidate tile of a matmul."""
 
     product: Product
     tokens: int  # a `bucket`
@@ -66,7 +67,7 @@ class Job(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """The fastest tile of a product."""
+    """The fastest tile of a matmul."""
 
     product: Product
     tokens: int
@@ -75,18 +76,18 @@ class Timed(NamedTuple):
 
 
 def buckets(dtype: torch.dtype) -> tuple[int, ...]:
-    """The numbers of tokens whose products of ``dtype`` have tiles."""
+    """Return the numbers of tokens with tiles, for matmuls of ``dtype``."""
     return (1, 2, 8, 16, 32, 64) if dtype.itemsize == 2 else (1, 2)
 
 
 def candidates(product: Product, tokens: int) -> list[Tile]:
-    """The tiles that are worth a measurement, the H200's first."""
+    """Return the tiles to measure, the H200's first."""
     features, columns = product.shape
     if tokens <= matvec.MOST_TOKENS:
         groups = columns // GROUP
         lanes = triton.next_power_of_2(groups)
         found = [matvec.tile_for(tokens, product.layout, groups, product.num_rows)]
-        for rows, share in ((2, 64), (2, 128), (4, 128), (8, 256)):  # groups of a warp
+        for rows, share in ((2, 64), (2, 128), (4, 128), (8, 256)):  # groups per warp
             warps = min(16, max(1, rows * lanes // share))
             found += [(rows, warps, max(1, 12 // warps)), (rows, warps, max(1, 16 // warps))]
         return list(dict.fromkeys(found))
@@ -97,7 +98,7 @@ def candidates(product: Product, tokens: int) -> list[Tile]:
 
 
 def launcher(job: Job, matrices: Sequence[LowBit], dtype: torch.dtype) -> Callable[[int], Tensor]:
-    """The job's product with one matrix after another."""
+    """Return a function that launches the job's matmul with matrix number i."""
     place, (features, columns) = job.product.place, job.product.shape
     cut = [(replace(each, tiles={job.tokens: job.tile}),) for each in matrices]
     x = torch.linspace(-1, 1, job.tokens * columns, device=matrices[0].device).view(-1, columns).to(dtype)
@@ -113,11 +114,11 @@ def launcher(job: Job, matrices: Sequence[LowBit], dtype: torch.dtype) -> Callab
 def prepared(
     products: Mapping[Product, Sequence[LowBit]], dtype: torch.dtype, on_count: OnCount = lambda done, total: None
 ) -> list[Job]:
-    """All candidates of the products that this card can run, compiled side by side; counts kernels."""
+    """Compile all candidates that this card can run, in parallel; report the number of kernels."""
     jobs = [
         Job(each, tokens, tile) for each in products for tokens in buckets(dtype) for tile in candidates(each, tokens)
     ]
-    kernels = {job.kernel: job for job in jobs if job.tile}  # cuBLAS would keep memory for every thread
+    kernels = {job.kernel: job for job in jobs if job.tile}  # cuBLAS would reserve memory for every thread
 
     def rehearse(job: Job) -> bool:
         matrix = products[job.product][0]
@@ -131,7 +132,7 @@ def prepared(
         return True
 
     runs = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # ctrl-c does not wait for what has not begun: `map` cancels it
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # on ctrl-c, `map` cancels jobs that have not started
         for done, (kernel, fits) in enumerate(zip(kernels, pool.map(rehearse, kernels.values()), strict=True), 1):
             runs[kernel] = fits
             on_count(done, len(kernels))
@@ -146,7 +147,9 @@ def fastest(
     clock: Clock = graph_microseconds,
     on_count: OnCount = lambda done, total: None,
 ) -> Iterator[Timed]:
-    """The fastest of the candidates of each product and number of tokens, as soon as it is known; counts candidates."""
+    """Yield the fastest candidate of each matmul and number of tokens, once it is known; report the number of
+    candidates.
+    """
     jobs, done = list(jobs), 0
     rivals: dict[tuple[Product, int], list[Job]] = {}
     for job in jobs:
@@ -157,12 +160,12 @@ def fastest(
             times.append(clock(launcher(job, matrices, dtype), len(matrices)))
             done += 1
             on_count(done, len(jobs))
-        best = min(range(len(group)), key=times.__getitem__)  # the first of equals, which may be the H200's
+        best = min(range(len(group)), key=times.__getitem__)  # the first of equals, possibly the H200's
         yield Timed(product, tokens, group[best].tile, times[best])
 
 
 def _rotation(matrices: Sequence[LowBit]) -> list[LowBit]:
-    """As many matrices that each is read from memory in its turn; the first ones again, where a model has too few."""
+    """Return enough matrices that each is read from memory in its turn, repeating those of a small model."""
     first, device = matrices[0], matrices[0].device
     cold = 2 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     count = min(64, max(4, -(-cold // first.nbytes)))
@@ -176,5 +179,5 @@ def measure(
     on_compiled: OnCount,
     on_timed: OnCount,
 ) -> Iterator[Timed]:
-    """Compile the candidates of all products, and time them: see `prepared` and `fastest`."""
+    """Compile the candidates of all matmuls, and time them: see `prepared` and `fastest`."""
     yield from fastest(prepared(products, dtype, on_compiled), products, dtype, on_count=on_timed)

@@ -1,7 +1,7 @@
-"""Low-bit matrices, or rows of them, unpacked: for embeddings, and for cuBLAS.
+"""Dequantize low-bit matrices, or rows of them, for embeddings and for cuBLAS.
 
-`_dequantise_kernel`: grid (rows / ROWS, groups / GROUPS); reads the matrix or the chosen rows, writes them unpacked.
-`_widen_kernel` does so for FP8; its grid is (rows, columns / COLUMNS).
+`_dequantise_kernel`: grid (rows / ROWS, groups / GROUPS); reads the matrix or the chosen rows, writes them dequantized.
+`_widen_kernel` does the same for FP8; its grid is (rows, columns / COLUMNS).
 """
 
 import triton
@@ -15,7 +15,9 @@ from minillm.kernels.linear.low_bit.planes import constants_of, level_bytes, loa
 
 @triton.jit
 def _bytes(words):
-    """The four weights of each word of signed bytes, in the weights' order, float32: ``[rows, groups, 4, 2, 2]``."""
+    """Return the four weights of each word of signed bytes, in the weights' order, float32: ``[rows, groups, 4, 2,
+    2]``.
+    """
     first = ((words << 24) >> 24).to(tl.float32)
     second = ((words << 16) >> 24).to(tl.float32)
     third = ((words << 8) >> 24).to(tl.float32)
@@ -25,7 +27,7 @@ def _bytes(words):
 
 @triton.jit
 def _weights(levels, factors, ROWS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr):
-    """The tile's weights ``[rows, groups * 32]`` in float32."""
+    """Return the tile's weights ``[rows, groups * 32]`` in float32."""
     low, upper = level_bytes(levels[0], levels[1], levels[2], BITS, TABLE)
     first_scale, second_scale, zero, offset = factors
     zero, offset = zero[:, :, None, None, None], offset[:, :, None, None, None]
@@ -75,7 +77,7 @@ def _widen_kernel(
 
 
 def dequantise(matrix: LowBit, out: Tensor, index: Tensor | None = None) -> Tensor:
-    """Write the matrix's rows, or those that ``index [rows]`` names, unpacked to ``out [rows, in]``, contiguous.
+    """Write the matrix's rows, or the rows ``index [rows]``, dequantized to ``out [rows, in]``, contiguous.
 
     Columns are in the matrix's own order.
     """
