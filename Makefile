@@ -1,9 +1,9 @@
 # make chat   set up .venv, fetch the default model, open the chat
-# make serve  the same, and serve it: OpenAI's protocol at 127.0.0.1:8000
+# make serve  the same, then serve it: OpenAI's protocol at 127.0.0.1:8000
 # make test   ruff, mypy, pytest
-# make test-gpu  the same on a CUDA GPU, with the tests that only run there
-# TORCH=...        which torch is installed; anything pip takes: TORCH="torch==2.11.0", TORCH=/path/to/torch.whl
-# TORCH_INDEX=...  the package index that it comes from: the address that PyTorch's installation page gives for a platform
+# make test-gpu  tests on a CUDA GPU, including those that need one
+# TORCH=...        the torch to install, in any form that pip accepts: TORCH="torch==2.11.0", TORCH=/path/to/torch.whl
+# TORCH_INDEX=...  its package index: the address on PyTorch's installation page for your platform
 
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
@@ -17,7 +17,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 HAS_DRIVER := $(shell command -v nvidia-smi || ls -d /proc/driver/nvidia 2>/dev/null)
 
-# pip compiles none of the 13,000 modules, most of which nobody imports. Python keeps those that it has compiled.
+# pip compiles none of the 13,000 modules: most are never imported. Python caches the ones that it compiles.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: chat serve test test-fast test-gpu lint format bench parity soak mutants clean
@@ -26,9 +26,9 @@ export PYTHONDONTWRITEBYTECODE :=
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch goes first, alone: otherwise pip would resolve it to the largest build it knows. On Linux the public index has only
-# the build for CUDA. Where no driver is that could use it, and pip would take it (it names NVIDIA's libraries), uv installs
-# the build for CPUs, for it knows PyTorch's own indexes.
+# torch is installed first and alone: otherwise pip would choose the largest build. On Linux the public index has only the
+# CUDA build. If there is no driver for it, and pip would install it (it lists NVIDIA's libraries), uv installs the CPU
+# build, because it knows PyTorch's own indexes.
 $(VENV)/torch: pyproject.toml | $(BIN)/python
 ifneq ($(TORCH_INDEX),)
 	@echo "minillm: installing $(TORCH) from $(TORCH_INDEX)"
@@ -69,11 +69,11 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Processes of one thread each: small tensors gain nothing from two threads, and lose by waiting for each other. Three on
-# two cores: many tests wait for a process or a clock.
-# The default weights are fetched first, so that a failed download reads as one and not as fifty failed tests.
-# Hypothesis draws the same examples in each run, as on its profile for CI; `make soak` draws others.
-# At the end stand the slowest tests and what each folder of tests costs.
+# Each process has one thread: small tensors gain nothing from two threads, which wait for each other. There are three
+# processes on two cores, because many tests wait for a process or a clock.
+# The default weights are downloaded first, so that a failed download is one error instead of fifty failed tests.
+# Hypothesis draws the same examples in each run, by its CI profile; `make soak` draws others.
+# The report ends with the slowest tests and the time of each test folder.
 test: lint
 	$(BIN)/minillm pull
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --hypothesis-profile=ci --durations=15 \
@@ -82,7 +82,7 @@ test: lint
 test-fast: $(VENV)/installed-dev
 	$(BIN)/pytest -m "not slow and not weights and not parity and not soak and not gpu"
 
-# The Triton kernels compiled, not interpreted, and everything that runs the engine on the GPU where there is one.
+# Compiles the Triton kernels instead of interpreting them, and runs the engine's tests on the GPU if there is one.
 test-gpu: $(VENV)/installed-dev
 	$(BIN)/pytest -m "not parity and not soak and not weights" tests/kernels tests/model tests/engine
 
@@ -90,14 +90,13 @@ parity: $(VENV)/installed-dev
 	$(BIN)/minillm pull
 	$(BIN)/pytest tests/parity
 
-# Long random work: operations on the books of the cache, requests, typing at the chat. Then fresh examples of all that
-# Hypothesis draws.
+# Long random runs: cache operations, requests, typing in the chat. Then new examples for all Hypothesis tests.
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -m soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "hypothesis and not parity and not soak and not gpu"
 
 # Seeded faults: each must make a test fail. MUTANTS="--only NAME", "--jobs N", "--list"
-# Then 200 drawn changes, of which 90 % must. MUTATE="--only NAME", "--jobs N", "--reach FILE" (what tests reach, kept)
+# Then 200 random mutations: 90 % must make a test fail. MUTATE="--only NAME", "--jobs N", "--reach FILE" (cached coverage)
 mutants: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(MUTANTS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutate.py $(MUTATE)
