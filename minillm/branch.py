@@ -19,8 +19,8 @@ from minillm.sequence import Sequence
 
 
 class Branch:
-    """Made by `LLM.branch` and `fork`. Free it, or use it in a ``with`` statement; blocks of one that is forgotten are
-    given up when the pool needs them.
+    """Made by `LLM.branch` and `fork`. Free it, or use it in a ``with`` statement; blocks of a forgotten branch are
+    freed when the pool needs them.
     """
 
     def __init__(self, driver: Driver, token_ids: list[int], sequence: Sequence | None = None) -> None:
@@ -30,13 +30,13 @@ class Branch:
         self.freed = False
 
     def fork(self) -> Branch:
-        """Another branch at this point. It shares every block; the first to write to a partly filled one copies it."""
+        """Return another branch at this point. It shares every block; partly filled ones are copied on write."""
         self.check()
         sequence = None if self.sequence is None else held.fork_idle(self._driver, self.sequence)
         return Branch(self._driver, list(self.token_ids), sequence)
 
     def append(self, text: str | SequenceOf[int]) -> Self:
-        """Go on with text or token ids that the caller gives.
+        """Append the caller's text or token ids.
 
         Raises:
             UsageError: ids beyond the vocabulary, or more than the context holds; the branch stays as it was.
@@ -48,15 +48,15 @@ class Branch:
         return self
 
     def sample(self, params: SamplingParams | None = None) -> CompletionOutput:
-        """Go on with a completion of the model's, without its end-of-sequence token. Several at once: `LLM.sample`."""
+        """Append a completion by the model, without its end-of-sequence token. For several at once: `LLM.sample`."""
         return sample(self._driver, [self], [params or SamplingParams()])[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:
-        """The most probable next tokens, best first, as (token id, log-probability). The branch stays where it is."""
+        """Return the most probable next tokens, best first, as (token id, log-probability); nothing is appended."""
         return next_logprobs(self._driver, [self], count)[0]
 
     def rollback(self, num_tokens: int) -> Self:
-        """Take the last tokens back; raises UsageError where none would be left."""
+        """Remove the last tokens; raise UsageError if none would be left."""
         self.check()
         if not 0 <= num_tokens < len(self.token_ids):
             raise UsageError(f"cannot roll back {num_tokens} of {len(self.token_ids)} tokens: one must be left")
@@ -69,7 +69,7 @@ class Branch:
         return self
 
     def free(self) -> None:
-        """Let the blocks go. A freed branch cannot be used; freeing it again does nothing."""
+        """Free the blocks. A freed branch cannot be used; freeing it again does nothing."""
         if not self.freed and self.sequence is not None:
             held.release(self._driver, self.sequence)
         self.freed, self.sequence = True, None
@@ -95,7 +95,7 @@ class Branch:
 
 
 def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[SamplingParams]) -> list[CompletionOutput]:
-    """Go on with several branches in one batch; each grows by its completion."""
+    """Continue several branches in one batch; each grows by its completion."""
     if any(each.n != 1 for each in params):
         raise UsageError("a branch goes on with one completion: SamplingParams with n=1; fork it to have several")
     if any(each.prompt_logprobs is not None for each in params):
@@ -113,7 +113,7 @@ def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[Samp
 
 
 def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> list[list[tuple[int, float]]]:
-    """The ``count`` most probable next tokens of each branch, in one batch; the branches stay as they are."""
+    """Return the ``count`` most probable next tokens of each branch, in one batch; nothing is appended."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
     result = []
     for branch, (sequence, output) in zip(branches, _go_on(driver, branches, [params] * len(branches)), strict=True):

@@ -1,4 +1,4 @@
-"""How probable a model finds texts that it is given: scores of prompts, of continuations, and perplexity."""
+"""Log-probabilities of given texts: scores of prompts and of continuations, and perplexity."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,7 +76,7 @@ def score(
 
 
 def perplexity(llm: Host, text: Prompt, *, stride: int | None = None) -> float:
-    """``exp`` of the mean negative log-probability of all tokens of a text but the first.
+    """Return ``exp`` of the mean negative log-probability of all tokens of a text but the first.
 
     A text longer than the context is read through a window of ``max_model_len`` tokens that moves on by ``stride``
     tokens. Every token is scored once, in the first window that reaches it, behind at least
@@ -118,7 +118,7 @@ def _pairs(
 
 
 def _windows(count: int, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(first token, first scored token, end) of each window over ``count`` tokens; each but token 0 is scored once."""
+    """Yield (first token, first scored token, end) of each window over ``count`` tokens; token 0 is not scored."""
     first, scored = 0, 1
     while scored < count:
         end = min(first + size, count)

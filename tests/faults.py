@@ -297,7 +297,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("every-lookup-is-waited-for", "Lookups.expects", "Compare 0", "False",
          GUESSES + "test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups"),
     ],
-    "minillm/runner/token_rows.py": [
+    "minillm/runner/device/token_rows.py": [
         ("guesses-at-one-position", "TokenRows.write", "For 0.body[4].value", "$args[0]", KNOWN_DRAFTS, TOKEN_ROWS),
         ("padding-writes", "TokenRows.write", "Assign 11", "pass", TOKEN_ROWS),
     ],
@@ -478,7 +478,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("load-of-others-unknown-at-the-first-layer", "FreeCores.__init__", "BoolOp 1", "$values[1]",
          "tests/loading/test_threads.py::test_weights_are_loaded_with_as_many_threads_as_cores_are_free"),
     ],
-    "minillm/runner/rows.py": [
+    "minillm/runner/device/rows.py": [
         ("plan-for-ever", "Rows._plan", "AugAssign 0", "pass",
          ROWS + "test_a_plan_is_made_anew_when_own_tokens_have_doubled"),
         ("rows-trusted-behind-guesses", "Rows.outdate", "Assign 0", "pass",
@@ -525,29 +525,37 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("run-of-blocks-saved-in-part", "HostPool.save", "Expr 3",
          "pool[host:host + 1].copy_(staging[first:first + 1], non_blocking=True)", SWAPPED_BEAMS),
     ],
-    "minillm/runner/short_prompts.py": [
+    "minillm/runner/device/prompts.py": [
         ("padding-is-written", "ShortPrompts._run", "UnaryOp 0", "0", SHORT_PROMPTS + "test_padding_changes_nothing",
          SHORT_PROMPTS + "test_single_prompts_are_recorded_while_nobody_waits"),
         ("short-prompts-with-guesses", "ShortPrompts.takes", "BoolOp 1", "$values[1]",
          SHORT_PROMPTS + "test_only_short_steps_of_prompts_come_here"),
     ],
-    "minillm/runner/graphs.py": [
+    "minillm/runner/device/graphs.py": [
         ("rows-of-a-failed-recording", "Graphs._capture", "Expr 2", "pass",
          SHORT_PROMPTS + "test_rows_are_back_when_a_recording_fails"),
     ],
-    "minillm/runner/device_runner.py": [
+    "minillm/runner/device/listed.py": [
         ("most-probable-tokens-too-few", "num_listed", "Call 1", "next(($args[0].elt for count in _LISTED), 0)",
          ROWS + "test_the_most_probable_tokens_are_those_without_graphs"),
+    ],
+    "minillm/runner/device/mixed.py": [
+        ("prompts-logits-of-another-row", "MixedSteps.batch", "BinOp 1", "$left", AHEAD + "[0]"),
+    ],
+    "minillm/runner/device/state.py": [
+        ("prompt-counts-as-answer", "DeviceState.count_tokens", "Assign 1.value", "2", AHEAD),
+        ("rows-of-beams-taken-for-samples", "DeviceState.drawn", "Compare 0", "False", AHEAD),
+        ("draws-ahead-of-what-the-host-must-know", "runs_ahead", "UnaryOp 0", "True or $operand", AHEAD, BAD_WORDS),
+    ],
+    "minillm/runner/device/decode.py": [
+        ("mask-of-another-row", "DecodeSteps._send", "Subscript 1", "$value[len(rows) - 1 - $slice]",
+         CONSTRAINED + "test_a_mix_of_requests_gives_what_each_gives_alone"),
+    ],
+    "minillm/runner/device/runner.py": [
         ("short-memory-ends-the-engine", "DeviceRunner.prepare_ahead", "ExceptHandler 0.type", "ZeroDivisionError",
          SHORT_PROMPTS + "test_memory_that_is_short_leaves_prompts_as_they_are"),
-        ("prompts-logits-of-another-row", "DeviceRunner._join", "BinOp 1", "$left", AHEAD + "[0]"),
-        ("prompt-counts-as-answer", "DeviceRunner._count_tokens", "Assign 1.value", "2", AHEAD),
-        ("rows-of-beams-taken-for-samples", "DeviceRunner._drawn", "Compare 0", "False", AHEAD),
         ("guesses-without-a-graph", "DeviceRunner.work_for", "Call 0", "False",
          DRAFTS + "test_on_the_device_guesses_are_computed_as_if_they_decoded"),
-        ("draws-ahead-of-what-the-host-must-know", "_ahead", "UnaryOp 0", "True or $operand", AHEAD, BAD_WORDS),
-        ("mask-of-another-row", "DeviceRunner._send", "Subscript 1", "$value[len(rows) - 1 - $slice]",
-         CONSTRAINED + "test_a_mix_of_requests_gives_what_each_gives_alone"),
     ],
     # --- ranks --------------------------------------------------------------------------------------------------------
     "minillm/runner/wire.py": [

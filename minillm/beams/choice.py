@@ -8,7 +8,7 @@ from minillm.beams.search import BeamSearch, Candidate
 from minillm.cache import BlockTable
 from minillm.grammar.matcher import Matcher
 from minillm.outputs import FinishReason, TokenLogprobs
-from minillm.runner.device_beams import DeviceSearch
+from minillm.runner.device.beams import DeviceSearch
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.text.stop import OutputText
 

@@ -11,7 +11,7 @@ from minillm.beams.choice import Choice
 from minillm.beams.search import Candidate
 from minillm.engine.requests import Requests
 from minillm.outputs import Delta
-from minillm.runner.device_beams import Chosen
+from minillm.runner.device.beams import Chosen
 from minillm.sequence import Flight, SequenceGroup
 
 

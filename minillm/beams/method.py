@@ -20,8 +20,8 @@ from minillm.engine.requests import Requests
 from minillm.kernels import Search
 from minillm.outputs import CompletionOutput, Delta, TokenLogprobs
 from minillm.params import BeamSearchParams
-from minillm.runner.device_beams import DeviceSearch
-from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.device.beams import DeviceSearch
+from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.penalties import NO_TOKEN, needs_processing
 from minillm.sequence import PROMPT, Chunk, Flight, Sequence, SequenceGroup, Stage
 from minillm.text.stop import OutputText
@@ -75,7 +75,7 @@ class Beams:
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
         on_device = [chunk for chunk in chunks if chunk.group.device]
         hosted = [chunk for chunk in chunks if not chunk.group.device]
-        choices = None if self._device is None else self._device.take_choices()
+        choices = None if self._device is None else self._device.beams.take_choices()
         if choices is None:
             assert not on_device, "the device has run no step of its searches"
             return self._search(logits, hosted)

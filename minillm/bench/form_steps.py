@@ -23,8 +23,8 @@ from minillm.grammar.grammar import Grammar
 from minillm.kernels import AttentionShape, Costs, Field
 from minillm.loading.engine import methods_for
 from minillm.params import SamplingParams
+from minillm.runner.device.rows import Rows, Sharing
 from minillm.runner.masks import Masks, masks_of
-from minillm.runner.rows import Rows, Sharing
 from minillm.sequence import Chunk, Schedule, Stage
 from minillm.text.tokenizer import Tokenizer
 

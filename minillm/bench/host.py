@@ -22,8 +22,8 @@ from minillm.engine.scheduler import Scheduler
 from minillm.kernels import AttentionShape, Costs, Field
 from minillm.loading.engine import methods_for
 from minillm.params import BeamSearchParams, Params, SamplingParams
-from minillm.runner.device_runner import DeviceRunner
-from minillm.runner.rows import Rows, Sharing
+from minillm.runner.device.rows import Rows, Sharing
+from minillm.runner.device.runner import DeviceRunner
 from minillm.sequence import Chunk, Schedule, SequenceGroup
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.files import find_downloaded

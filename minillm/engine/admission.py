@@ -1,8 +1,7 @@
-"""Admission: whether a request suits its model, and how many blocks it will need.
+"""Admission: check that a request suits its model, and predict the blocks that it needs.
 
-A group is admitted when its prompt fits, and when the peak that it and the running ones are heading for does, too, as
-in LightLLM's router: after the i-th of the running sequences to finish, those that are left hold their present
-tokens and i times as many more.
+A group is admitted if its prompt fits, and if the predicted peak of all running groups also fits, as in LightLLM's
+router: when the i-th sequence finishes, the others hold their present tokens and i times as many new ones.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from minillm.text.tokenizer import Tokenizer
 
 
 def blocks_at_most(group: SequenceGroup, block_size: int) -> int:
-    """The blocks that a group holds if none of its sequences ends before it has to."""
+    """Return the blocks that a group holds if all its sequences reach their maximum length."""
     shared = group.num_prompt_tokens // block_size
     longest = group.num_prompt_tokens + group.max_tokens
     return shared + group.params.num_sequences * (-(-longest // block_size) - shared)
@@ -41,7 +40,7 @@ def check_capacity(group: SequenceGroup, max_num_seqs: int, cache: BlockManager,
 
 
 def blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:
-    """The blocks of all tokens that the group has so far, and of one more token for each of its sequences."""
+    """Return the blocks of all tokens of a group so far, and of one more token for each of its sequences."""
     shared = group.num_prompt_tokens // block_size
     lengths = [len(sequence.token_ids) for sequence in group.unfinished]
     lengths += [group.num_prompt_tokens] * (group.num_seqs - len(lengths))
@@ -50,7 +49,7 @@ def blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:
 
 
 def blocks_promised(group: SequenceGroup, block_size: int) -> int:
-    """The blocks that a running group still needs to finish its prompt."""
+    """Return the blocks that a running group still needs to finish its prompt."""
     prompt = group.num_prompt_tokens if group.stage is Stage.PROMPT else 0
     if all((prompt or sequence.num_tokens) - sequence.num_computed <= 1 for sequence in group.computing):
         return 0
@@ -60,9 +59,9 @@ def blocks_promised(group: SequenceGroup, block_size: int) -> int:
 
 
 def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: BlockManager, num_pinned: int) -> bool:
-    """Whether the blocks that the running sequences and those of ``group`` are heading for fit at their peak.
+    """Return whether the predicted peak of the running groups and ``group`` fits.
 
-    Worst cases rarely come true, so where half of the pool is free the group is admitted in any case.
+    Worst cases are rare, so with half of the pool free the group is always admitted.
     """
     if not running or 2 * cache.num_free > cache.num_blocks:
         return True
@@ -85,7 +84,7 @@ def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: Blo
 def is_being_computed(
     group: SequenceGroup, prompt: list[int], known: int, running: Sequence[SequenceGroup], block_size: int
 ) -> bool:
-    """Whether a running group computes a block of ``prompt`` right now that lies behind its ``known`` tokens."""
+    """Return whether a running group is computing the block of ``prompt`` after its first ``known`` tokens."""
     end = known + block_size
     if end >= len(prompt):
         return False
@@ -122,7 +121,7 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, 
 
 
 def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """The runs of token ids that must not be generated; a text at the start of a line and within one."""
+    """Return the banned runs of token ids; a text is banned at the start of a line and within one."""
     runs: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         if not isinstance(word, str):

@@ -20,7 +20,7 @@ class Figures:
         self.reset_peaks()
 
     def reset_peaks(self) -> None:
-        """Begin to count peak and mean use anew: a run begins."""
+        """Reset peak and mean use at the start of a run."""
         self._peak_used = self._sum_used = self._steps_counted = 0
 
     def count_blocks(self) -> None:

@@ -1,4 +1,4 @@
-"""Sequences whose blocks stay when their request has ended: the verbs of branches, pinned prefixes and the chat."""
+"""Sequences that keep their blocks after their request: the operations of branches, pinned prefixes and the chat."""
 
 from minillm.engine.admission import blocks_at_most
 from minillm.engine.driver import Driver
@@ -9,10 +9,10 @@ from minillm.sequence import Sequence, SequenceGroup
 
 
 def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, RequestOutput]]:
-    """Run requests of one completion each whose blocks stay: their sequences are idle then.
+    """Run requests of one completion each, and keep their blocks: their sequences become idle.
 
     Raises:
-        MinillmError: one of them failed; nothing stays then.
+        MinillmError: one of them failed; no blocks are kept.
     """
     groups: dict[int, SequenceGroup] = {}
     outputs: dict[int, RequestOutput] = {}
@@ -31,7 +31,7 @@ def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, Reques
 
 
 def fork_idle(driver: Driver, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
-    """Another idle sequence that shares the first ``num_tokens`` tokens (all by default) of an idle one."""
+    """Return a new idle sequence that shares the first ``num_tokens`` tokens (all by default) of an idle one."""
     count = len(sequence.token_ids) if num_tokens is None else num_tokens
     with driver.locked() as engine:
         if sequence.table is None:  # pressure has taken its blocks

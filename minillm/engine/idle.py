@@ -1,4 +1,4 @@
-"""Sequences that nothing computes, kept because their blocks may be forked from again."""
+"""Ended sequences, kept because later requests may fork from their blocks."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from minillm.sequence import Sequence
 
 @dataclass
 class IdleSequences:
-    """Idle sequences, whose blocks are given up under pressure, and pinned ones, whose blocks are not."""
+    """Idle sequences, evicted when blocks run out, and pinned sequences, never evicted."""
 
     cache: BlockManager
     idle: dict[int, Sequence] = field(default_factory=dict)  # by seq_id, the longest unused first
     pinned: dict[int, Sequence] = field(default_factory=dict)
 
     def keep(self, sequence: Sequence) -> None:
-        """Keep a sequence's blocks until it is released, or until others need them."""
+        """Keep a sequence's blocks until it is released or others need them."""
         self.idle[sequence.seq_id] = sequence
 
     def keep_ended(self, sequence: Sequence, new_seq_id: Callable[[], int]) -> None:
@@ -31,14 +31,14 @@ class IdleSequences:
         self.keep(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Free an idle sequence's blocks; does nothing where pressure has taken them already."""
+        """Free an idle sequence's blocks, if they have not been evicted."""
         self.idle.pop(sequence.seq_id, None)
         if sequence.table is not None:
             self.cache.free(sequence.table)
         sequence.table, sequence.num_computed = None, 0
 
     def evict(self, spare: Sequence | None = None) -> bool:
-        """Give up the longest unused idle sequence, ``spare`` last. Returns False where there is none."""
+        """Evict the longest unused idle sequence, ``spare`` last. Return False if there is nothing to evict."""
         victim = next((s for s in self.idle.values() if s is not spare), spare)
         if victim is None or victim.seq_id not in self.idle:
             return False
@@ -77,7 +77,7 @@ class IdleSequences:
 
 
 def shared_length(parent: Sequence | None, ours: list[int], salt: str | None = None) -> int:
-    """How many of these tokens ``parent`` holds, the last one excepted: its logits are needed."""
+    """Return how many of these tokens ``parent`` holds, except the last one, since its logits are needed."""
     if parent is None or parent.table is None or parent.table.salt != salt:
         return 0
     limit = min(parent.num_computed, len(ours) - 1)

@@ -1,6 +1,6 @@
-"""Preemption: a group gives its blocks up as a whole, and comes back later.
+"""Preemption: take a whole group out of the pool, and bring it back later.
 
-Its blocks move to the host (swap), or are freed and its tokens computed again (recompute).
+Its blocks move to host memory (swap), or are freed and its tokens computed again (recompute).
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Preemption:
         self.idle = IdleSequences(self.cache)
 
     def take_out(self, group: SequenceGroup, schedule: Schedule) -> None:
-        """Free a running group's blocks; they are copied to the host first, where there is room for all of them."""
+        """Free a running group's blocks; first copy them to host memory, if all of them fit."""
         self.count += 1
         group.metrics.num_preemptions += 1
         schedule.preempted.append(group)
@@ -39,14 +39,14 @@ class Preemption:
             self.start_over(group)
 
     def bring_back(self, group: SequenceGroup, promised: int, running: bool, schedule: Schedule) -> bool:
-        """Give a saved group its tables again, if all of it and its next tokens fit.
+        """Restore a saved group's tables, if all of it and its next tokens fit.
 
         Args:
             promised: blocks that running groups will need.
-            running: whether there are any, so that blocks will become free.
+            running: whether any group runs, so that blocks will become free.
 
         Returns:
-            False where it has to wait, or to start over: its stage tells.
+            False if it has to wait or to start over, as its stage then says.
         """
         saved = [sequence for sequence in group.unfinished if sequence.seq_id in self.swap.saved]
         unsaved = sum(sequence.num_tokens - sequence.num_computed for sequence in saved) // self.cache.block_size
@@ -69,9 +69,9 @@ class Preemption:
         return True
 
     def fork_into(self, child: Sequence, parent: Sequence, num_tokens: int) -> None:
-        """Let ``child`` hold what ``parent`` holds of its first ``num_tokens`` tokens, wherever their blocks are.
+        """Let ``child`` share the blocks of ``parent``'s first ``num_tokens`` tokens, on the device or the host.
 
-        The device has forked the one's row into the other's already: see `cache.rewriting.fork_into`.
+        The device has already forked the rows: see `cache.rewriting.fork_into`.
         """
         if child.table is not None and parent.table is not None:
             fork_into(self.cache, child.table, parent.table, num_tokens)
@@ -79,14 +79,14 @@ class Preemption:
             self.swap.fork_into(child.seq_id, parent.seq_id, num_tokens // self.cache.block_size)
 
     def start_over(self, group: SequenceGroup) -> None:
-        """Give up everything computed of a group, on the device and on the host: its tokens will be computed again."""
+        """Discard everything computed of a group, on the device and the host; its tokens are computed again."""
         for sequence in group.unfinished:
             self.free(sequence)
             sequence.num_computed = 0
         group.stage = _stage_of(group)
 
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks, wherever they are."""
+        """Free a sequence's blocks, on the device and the host."""
         if sequence.table is not None:
             self.cache.free(sequence.table)
             sequence.table = None
@@ -94,6 +94,6 @@ class Preemption:
 
 
 def _stage_of(group: SequenceGroup) -> Stage:
-    """SPLIT where each unfinished sequence can go on by itself: the prompt, if several share it, is computed."""
+    """Return SPLIT if each unfinished sequence can continue alone: a prompt that several share is computed."""
     alone, leader = group.params.num_sequences == 1, group.unfinished[0]
     return Stage.SPLIT if alone or leader.num_computed >= group.num_prompt_tokens else Stage.PROMPT

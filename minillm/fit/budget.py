@@ -136,7 +136,7 @@ class Budget:
         if not self.on_gpu:
             return activations + logits + _CPU_BYTES
         tables = 2 * 4 * -(-shape.context // self.config.block_size)
-        kept = rows * (shape.vocabulary * (element + 2 * 4) + tables)  # see `device_runner.decode_bytes`
+        kept = rows * (shape.vocabulary * (element + 2 * 4) + tables)  # see `device.state.decode_bytes`
         return max(activations, logits) + kept + GRAPH_BYTES
 
     def step_tokens(self, shape: Shape, left: int) -> int:

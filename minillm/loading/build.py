@@ -27,7 +27,8 @@ from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message, ignore_progress, size
-from minillm.runner.device_runner import DeviceRunner, decode_bytes
+from minillm.runner.device.runner import DeviceRunner
+from minillm.runner.device.state import decode_bytes
 from minillm.runner.runner import Runner
 from minillm.speculation.drafter import MOST_SEQS, Drafter
 from minillm.system import compact_heap

@@ -32,7 +32,7 @@ from minillm.parallel.launch import Torchrun, begin_to_beat, join, lead
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.runner import wire
-from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.observers import StepObserver
 from minillm.runner.runner import Runner
 from minillm.runner.step import StepWork

@@ -1,4 +1,4 @@
-"""Blocks on the host: the bytes of sequences that had to leave the device."""
+"""Host memory for blocks of preempted sequences."""
 
 from collections.abc import Iterator
 
@@ -14,10 +14,10 @@ _STAGED_BLOCKS = 256  # moved at a time: the room that it takes on the device
 
 
 class HostPool:
-    """Room for ``num_blocks`` blocks of ``kv_cache``, taken when it is first needed; pinned where there is a GPU.
+    """Space for ``num_blocks`` blocks of ``kv_cache``, allocated at first use; pinned if there is a GPU.
 
-    All moves are queued on one stream, between pinned memory and the device: each sees the writes before it, and the
-    host waits for none.
+    All moves are queued on one stream, between pinned memory and the device: each sees earlier writes, and the CPU
+    never waits.
     """
 
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
@@ -56,7 +56,7 @@ class HostPool:
                 kernels.scatter_blocks(tensor, torch.tensor(blocks, device=staging.device), staging)
 
     def _staged(self, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Each tensor of the pool, its room on the host, and room for ``count`` of its blocks on the device."""
+        """Yield each tensor of the pool, its host buffer, and a device buffer for ``count`` of its blocks."""
         assert self._pools, "blocks return that were never saved"
         for tensor, pool in zip(self._tensors, self._pools, strict=True):
             yield tensor, pool, pool.new_empty((count, *pool.shape[1:]), device=tensor.device)

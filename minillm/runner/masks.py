@@ -1,4 +1,4 @@
-"""The tokens that may follow, as bits, computed on the host while the device computes the logits."""
+"""Masks of allowed tokens, one bit each, computed on the CPU while the device computes the logits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Masks:
 
 
 def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, device: torch.device) -> Masks:
-    """The masks of those sequences that need one; row i of the logits is that of sequence i.
+    """Return the masks of the sequences that need one; row i of the logits belongs to sequence i.
 
     Tokens that end an answer may follow exactly where its grammar is complete, if it has one, and not before
     ``min_tokens`` unless nothing else may. A sequence whose grammar fails has no mask; its matcher has the error. The
@@ -80,12 +80,12 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
 
 
 def needs_mask(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Whether a token exists that must not be the next one."""
+    """Return whether any token is banned as the next one."""
     return sequence.matcher is not None or _is_bounded(group, sequence)
 
 
 def needs_tokens(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Whether the next draw depends on which tokens came before it, in ways that only the host knows."""
+    """Return whether the next draw depends on earlier tokens in ways that only the CPU computes."""
     params = group.params
     if sequence.matcher is not None or params.no_repeat_ngram_size or params.logits_processor is not None:
         return True
@@ -93,12 +93,12 @@ def needs_tokens(group: SequenceGroup, sequence: Sequence) -> bool:
 
 
 def is_early(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Whether the answer must not end with its next token yet."""
+    """Return whether the answer must not end with its next token yet."""
     return bool(group.end_ids) and sequence.num_tokens - sequence.num_prompt_tokens < group.params.min_tokens
 
 
 def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
-    """The tokens that would make the last ``size`` tokens a run that occurred before."""
+    """Return the tokens that would repeat an earlier run of ``size`` tokens."""
     if len(token_ids) < size:
         return []
     if size == 1:
@@ -109,12 +109,12 @@ def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
 
 
 def completing_tokens(token_ids: list[int], words: tuple[tuple[int, ...], ...]) -> list[int]:
-    """The tokens that would complete one of ``words``, given as runs of token ids."""
+    """Return the tokens that would complete one of ``words``, given as runs of token ids."""
     return [word[-1] for word in words if len(word) == 1 or tuple(token_ids[1 - len(word) :]) == word[:-1]]
 
 
 def bits_of(token_ids: list[int], vocab: int) -> NDArray[np.uint32]:
-    """``[words]``: 1 at the bits of these tokens."""
+    """Return ``[words]`` with the bits of these tokens set."""
     bits = np.zeros((vocab // 32 + 1) * 32, dtype=np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
@@ -145,7 +145,7 @@ def _follow_grammars(owners: SequenceOf[tuple[SequenceGroup, Sequence]], words: 
 
 
 def _is_bounded(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Whether a request's parameters, its grammar apart, may exclude a token."""
+    """Return whether a request's parameters, apart from its grammar, may ban a token."""
     if group.allowed is not None or group.bad_words or group.params.no_repeat_ngram_size:
         return True
     return sequence.matcher is None and is_early(group, sequence)

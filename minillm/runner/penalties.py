@@ -15,7 +15,7 @@ Owner = tuple[SequenceGroup, Sequence]  # of a row of logits: those of its next 
 
 
 def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Whether `process_logits` would change anything at this step."""
+    """Return whether `process_logits` would change anything in this step."""
     params = group.params
     changes = params.has_penalties or params.logit_bias or params.logits_processor is not None
     return bool(changes) or needs_mask(group, sequence)

@@ -1,7 +1,7 @@
 """From a schedule to logits to drawn tokens: a step becomes plain data (`StepWork`), then tensors.
 
 This runner sends everything to the device at every step, which costs nothing on a CPU. On a GPU, the runner is a
-`minillm.runner.device_runner`, which keeps the state of decoding sequences on the device.
+`minillm.runner.device.runner`, which keeps the state of decoding sequences on the device.
 """
 
 import torch

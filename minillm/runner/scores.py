@@ -1,4 +1,4 @@
-"""How probable tokens are that are given: the log-probabilities of a prompt, beside the computation of its K and V."""
+"""Log-probabilities of a prompt's tokens, computed together with its K and V."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ class Scored:
         self._counts, self._targets, self._results = counts, targets, ToHost(results)
 
     def wait(self) -> list[list[PromptTokenLogprobs]]:
-        """The scores of each chunk with targets, by target. NaN where a logit is."""
+        """Return the scores of each chunk with targets, by target; NaN if a logit is NaN."""
         logprobs, ranks, *top = self._results.wait()
         found: list[list[PromptTokenLogprobs]] = []
         at = 0
@@ -73,9 +73,9 @@ def add_targets(work: ChunkWork, chunk: Chunk) -> None:
 
 
 def score(model: Llama, hidden: Tensor, chunks: list[ChunkWork], first: int) -> Scored | None:
-    """Compute how probable the chunks' targets are; None where they have none, and on ranks other than the first.
+    """Compute the log-probabilities of the chunks' targets; return None without targets, and on ranks but the first.
 
-    Logits are computed for these rows alone, and some rows at a time.
+    Logits are computed only for these rows, a piece at a time.
 
     Args:
         hidden: ``[num_tokens, hidden]``, the last layer's output.
@@ -106,6 +106,6 @@ def score(model: Llama, hidden: Tensor, chunks: list[ChunkWork], first: int) -> 
 
 
 def _score_rows(logits: Tensor, targets: Tensor, most: int) -> tuple[Tensor, ...]:
-    """See `Scored`; of ``logits [n, vocab]`` float32 and ``targets [n]``."""
+    """Return the results of `Scored` for ``logits [n, vocab]`` float32 and ``targets [n]``."""
     results = kernels.log_probabilities(logits, targets), (logits > logits.gather(1, targets[:, None])).sum(-1) + 1
     return (*results, *kernels.top_log_probabilities(logits, min(most, logits.shape[1]))) if most else results

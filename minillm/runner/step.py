@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from minillm.cache import HostMoves
-from minillm.runner.decode_work import DecodeWork
+from minillm.runner.device.work import DecodeWork
 
 
 @dataclass(slots=True)

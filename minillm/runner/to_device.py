@@ -1,4 +1,4 @@
-"""The host's numbers on the device, without waiting for it."""
+"""Copy numbers to the device without waiting for it."""
 
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def to_device(values: SequenceOf[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``values``, numbers or lists of them, in ``dtype`` on the device, there before whatever is launched next.
+    """Return numbers, or lists of them, as a tensor on the device, copied before the next launch.
 
-    From memory that may be moved a copy waits until the device has done all that it has been given.
+    The source is pinned: a copy from pageable memory would wait for all earlier work of the device.
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)

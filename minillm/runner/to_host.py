@@ -1,4 +1,4 @@
-"""Results of a step on their way from the device."""
+"""Copy a step's results to the CPU asynchronously."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,20 +8,20 @@ from torch import Tensor
 
 
 class ToHost:
-    """Tensors that the device has computed, or is about to; `wait` gives their values."""
+    """Tensors that the device has computed, or is computing; `wait` returns their values."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         self._tensors = list(tensors)
         if self._tensors[0].is_cuda:
-            # Into pinned memory of these results' own: the next step may be under way before they are looked at.
+            # Each result has its own pinned buffer, since the next step may start before it is read.
             hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in self._tensors]
             self._tensors = [host.copy_(each, non_blocking=True) for host, each in zip(hosts, tensors, strict=True)]
             self._event = torch.cuda.Event()
             self._event.record()
 
     def wait(self) -> list[Any]:
-        """The values of each tensor, as nested lists."""
+        """Return the values of each tensor, as nested lists."""
         if self._event is not None:
             self._event.synchronize()
         return [each.tolist() for each in self._tensors]

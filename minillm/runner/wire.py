@@ -1,10 +1,10 @@
-"""A step's work as a message to another rank, in JSON: ranks need nothing installed beside torch."""
+"""A step's work as a JSON message to another rank, so that ranks need only torch."""
 
 import json
 from typing import Any
 
 from minillm.cache import HostMoves
-from minillm.runner.decode_work import DecodeWork
+from minillm.runner.device.work import DecodeWork
 from minillm.runner.step import ChunkWork, StepWork
 
 
@@ -21,5 +21,5 @@ def decode(message: bytes) -> StepWork:
 
 
 def _values(record: Any) -> list[Any]:
-    """A record's values in their order: names would be most of the message."""
+    """Return a record's values in order, without names, which would be most of the message."""
     return [getattr(record, name) for name in record.__slots__]

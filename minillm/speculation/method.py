@@ -23,11 +23,11 @@ from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
 from minillm.model.llama import Llama
 from minillm.outputs import Delta, TokenLogprobs
-from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.device.runner import DeviceRunner
+from minillm.runner.device.token_rows import MOST_TOKENS
 from minillm.runner.penalties import needs_processing
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, sample_tokens
-from minillm.runner.token_rows import MOST_TOKENS
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 from minillm.speculation.drafter import MOST_SEQS, token_bytes
 from minillm.speculation.guesses import DraftChunk, Guesses, Lookups

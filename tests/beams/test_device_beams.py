@@ -19,8 +19,8 @@ from minillm.engine.engine import Engine
 from minillm.kernels import Field
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.runner.device_beams import Chosen
-from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.device.beams import Chosen
+from minillm.runner.device.runner import DeviceRunner
 from minillm.sequence import Chunk, Schedule, SequenceGroup
 
 
@@ -37,11 +37,11 @@ class Witness:
         self.runner, self.cache = engine.runner, engine.cache
         self.num_compared = self.num_ahead = 0  # beams; of them, those whose next step was under way
         self.rows: dict[int, list[list[int]]] = {}  # by flight: all rows as the device left them
-        choose, conclude = engine.runner._beams.choose, Followed.conclude
+        choose, conclude = engine.runner.beams.choose, Followed.conclude
 
         def noted(*arguments: Any, **options: Any) -> Chosen:
             chosen = choose(*arguments, **options)
-            self.rows[id(chosen)] = self.runner._words.tolist()
+            self.rows[id(chosen)] = self.runner.state.words.tolist()
             return chosen
 
         def compared(flight: Followed) -> list[Any]:
@@ -51,11 +51,11 @@ class Witness:
                 self.compare(group, rows)
             return deltas
 
-        monkeypatch.setattr(engine.runner._beams, "choose", noted)
+        monkeypatch.setattr(engine.runner.beams, "choose", noted)
         monkeypatch.setattr(Followed, "conclude", compared)
 
     def compare(self, group: SequenceGroup, rows: list[list[int]]) -> None:
-        held, size = self.runner._books._held, self.cache.block_size
+        held, size = self.runner.state.books._held, self.cache.block_size
         for beam in group.unfinished:
             if beam.table is None or beam.seq_id not in held:  # preempted meanwhile
                 continue
@@ -270,7 +270,7 @@ def test_logits_of_nan_end_the_request_alone(models: tuple[Any, Any], monkeypatc
     [expected_] = run(engine_for(model, on_device=False), [([5, 6, 7], params)])
     engine = engine_for(model, on_device=True)
     assert isinstance(engine.runner, DeviceRunner)
-    choose, steps = engine.runner._beams.choose, []
+    choose, steps = engine.runner.beams.choose, []
 
     def poisoned(logits: torch.Tensor, places: list[int], searches: Any, **options: Any) -> Chosen:
         steps.append(places)
@@ -278,7 +278,7 @@ def test_logits_of_nan_end_the_request_alone(models: tuple[Any, Any], monkeypatc
             logits[places[1]] = float("nan")
         return choose(logits, places, searches, **options)
 
-    monkeypatch.setattr(engine.runner._beams, "choose", poisoned)
+    monkeypatch.setattr(engine.runner.beams, "choose", poisoned)
     engine.add_request("bad", [9, 9], params)
     engine.add_request("good", [5, 6, 7], params)
     while engine.has_work:
@@ -332,5 +332,5 @@ def test_what_the_host_must_see_it_decides(
     expected_ = run(engine_for(model, num_blocks=400, on_device=False), [([5, 6, 7], params)])
     engine = engine_for(model, num_blocks=400, on_device=True)
     assert isinstance(engine.runner, DeviceRunner)
-    monkeypatch.setattr(engine.runner._beams, "choose", None)
+    monkeypatch.setattr(engine.runner.beams, "choose", None)
     assert told(run(engine, [([5, 6, 7], params)])[0]) == told(expected_[0])

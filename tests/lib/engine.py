@@ -18,7 +18,7 @@ from minillm.kernels.attention.plan import FREE
 from minillm.loading.engine import methods_for
 from minillm.model.llama import Batch, Llama
 from minillm.outputs import RequestOutput
-from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.runner import Runner
 from minillm.speculation.drafter import Drafter
 from minillm.text.tokenizer import Tokenizer

@@ -48,8 +48,8 @@ from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import Torchrun
 from minillm.params import Params
 from minillm.runner import scores, wire
-from minillm.runner.decode_work import DecodeWork
-from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.device.runner import DeviceRunner
+from minillm.runner.device.work import DecodeWork
 from minillm.runner.runner import Runner
 from minillm.runner.step import ChunkWork, StepWork
 

@@ -23,9 +23,10 @@ from minillm.engine.scheduler import Schedule
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.runner import device_runner, rows
-from minillm.runner.device_runner import DeviceRunner
-from minillm.runner.rows import padded_length, padded_size
+from minillm.runner.device import rows, state
+from minillm.runner.device.rows import padded_length, padded_size
+from minillm.runner.device.runner import DeviceRunner
+from minillm.runner.device.state import DeviceState
 
 
 @pytest.fixture(scope="module")
@@ -349,22 +350,22 @@ def test_padded_lengths() -> None:
 def test_tables_are_as_wide_as_the_longest_context_asks(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few sequences, as attention cuts their contexts into more parts; of many the whole tables."""
     monkeypatch.setattr(rows, "SHORTEST", 8)
-    monkeypatch.setattr(device_runner, "SHORTEST", 8 * 1024)
+    monkeypatch.setattr(state, "SHORTEST", 8 * 1024)
     engines = [engine_for(model, on_device=on_device, max_num_seqs=8, sharing=None) for on_device in (True, False)]
     runner = engines[0].runner
     assert isinstance(runner, DeviceRunner)
-    few, whole = 2, runner._width
-    monkeypatch.setattr(type(runner._shape), "num_parts", lambda self, n: 1 << 20 if n <= few else 1)
-    widths, blocks_for = set(), DeviceRunner._blocks_for
+    few, whole = 2, runner.state.width
+    monkeypatch.setattr(type(runner.state.shape), "num_parts", lambda self, n: 1 << 20 if n <= few else 1)
+    widths, blocks_for = set(), DeviceState.blocks_for
 
-    def noted(self: DeviceRunner, size: int, longest: int) -> int:
+    def noted(self: DeviceState, size: int, longest: int) -> int:
         blocks = blocks_for(self, size, longest)
         most = padded_length(longest, 4 * whole) if size <= few else 4 * whole
         assert blocks == -(-most // 4)
         widths.add((size, blocks))
         return blocks
 
-    monkeypatch.setattr(DeviceRunner, "_blocks_for", noted)
+    monkeypatch.setattr(DeviceState, "blocks_for", noted)
     for number, count in enumerate((1, 2, 5)):
         rng = random.Random(number)
         requests = [([rng.randrange(3, 96) for _ in range(3 + 2 * i)], SamplingParams(max_tokens=40, temperature=0.0))

@@ -16,11 +16,11 @@ from lib.models import DEVICE, hf_model, ours
 from minillm.cache import HostMoves
 from minillm.model.llama import Llama
 from minillm.params import SamplingParams
-from minillm.runner import short_prompts
-from minillm.runner.device_runner import DeviceRunner
-from minillm.runner.graphs import Graphs
+from minillm.runner.device import prompts as short_prompts
+from minillm.runner.device.graphs import Graphs
+from minillm.runner.device.prompts import SIZES, ShortPrompts, most_tokens
+from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.runner import Runner
-from minillm.runner.short_prompts import SIZES, ShortPrompts, most_tokens
 from minillm.runner.step import ChunkWork, StepWork
 from minillm.speculation.drafter import Drafter
 
@@ -63,9 +63,9 @@ def test_padding_changes_nothing(model: Llama, seed: int) -> None:
     count = rng.choice([1, 1, 2, 3, 5, 9])
     chunks = chunks_of(rng, count, 60 // count)
     padded, plain = runner_of(model), runner_of(model)
-    assert padded._prompts is not None
-    assert padded._prompts.takes(chunks)
-    plain._prompts = None
+    assert padded.prompts is not None
+    assert padded.prompts.takes(chunks)
+    plain.prompts = None
     # The numbers of a longer step are still there.
     padded.compute(step(chunks_of(random.Random(99), 9, 12)))
     for tensor in padded.kv_cache.tensors:
@@ -84,7 +84,7 @@ def test_what_is_computed_has_a_padded_size(model: Llama, monkeypatch: pytest.Mo
         keys.append(key)
         work()
 
-    monkeypatch.setattr(runner._forwards, "run", noted)
+    monkeypatch.setattr(runner.state.forwards, "run", noted)
     for lengths in ([1], [16], [17], [5, 5, 5], [30, 30, 30]):
         free = iter(range(1, BLOCKS))
         chunks = [ChunkWork([5] * n, 0, [next(free) for _ in range(-(-n // BLOCK_SIZE))], n, 1) for n in lengths]
@@ -94,7 +94,7 @@ def test_what_is_computed_has_a_padded_size(model: Llama, monkeypatch: pytest.Mo
 
 def test_only_short_steps_of_prompts_come_here(model: Llama) -> None:
     runner = runner_of(model)
-    takes = runner._prompts.takes  # type: ignore[union-attr]
+    takes = runner.prompts.takes  # type: ignore[union-attr]
 
     def chunk(length: int, **changes: Any) -> ChunkWork:
         return replace(ChunkWork([5] * length, 0, list(range(-(-length // BLOCK_SIZE))), length, 1), **changes)
@@ -125,8 +125,8 @@ def test_a_model_too_large_for_them_goes_without(model: Llama, monkeypatch: pyte
     monkeypatch.setattr(short_prompts, "_MOST_WORK", 1)
     runner = runner_of(model)
     chunks = chunks_of(random.Random(1), 2, 9)
-    assert isinstance(runner._prompts, ShortPrompts)
-    assert not runner._prompts.takes(chunks)
+    assert isinstance(runner.prompts, ShortPrompts)
+    assert not runner.prompts.takes(chunks)
     assert runner.compute(step(chunks)).shape[0] == sum(chunk.num_logits for chunk in chunks)
 
 
@@ -165,9 +165,9 @@ class Recording(Graphs):
 
 def recording(model: Llama) -> tuple[DeviceRunner, Recording]:
     runner = runner_of(model)
-    graphs = Recording(runner._rows, enabled=False)
-    assert runner._prompts is not None
-    runner._forwards = runner._prompts._graphs = graphs
+    graphs = Recording(runner.state.rows, enabled=False)
+    assert runner.prompts is not None
+    runner.state.forwards = runner.prompts._graphs = graphs
     return runner, graphs
 
 

@@ -10,9 +10,9 @@ import torch
 from lib.models import DEVICE
 from minillm import kernels
 from minillm.kernels import DecodeInputs, Field
-from minillm.runner.rows import padded_size
+from minillm.runner.device.rows import padded_size
+from minillm.runner.device.token_rows import TokenRows
 from minillm.runner.step import ChunkWork, packed
-from minillm.runner.token_rows import TokenRows
 
 SIZE, WIDTH = 4, 12  # of a block in tokens, and of a table in blocks
 

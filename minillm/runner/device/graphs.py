@@ -13,12 +13,11 @@ Result = TypeVar("Result")
 
 
 class Graphs:
-    """Recorded work, by a key that names its shape. Recordings share their memory: they run one after another.
+    """Recorded work, by a key that names its shape. Recordings share memory, so they run one after another.
 
     Args:
-        rows: lists of the rows that recorded work computes; while it is recorded they are padding, which writes
-            nowhere.
-        enabled: record and replay; otherwise do the work anew each time.
+        rows: lists of the rows that recorded work computes; padding while it is recorded, so that nothing is written.
+        enabled: record and replay; otherwise do the work each time.
     """
 
     def __init__(self, *rows: Tensor, enabled: bool) -> None:
@@ -27,11 +26,11 @@ class Graphs:
         self._pool: Any = None
 
     def lacks(self, key: Hashable) -> bool:
-        """Whether ``key`` would be recorded first."""
+        """Return whether ``key`` has not been recorded."""
         return self._enabled and key not in self._recorded
 
     def run(self, key: Hashable, work: Callable[[], Result]) -> Result:
-        """Do ``work``, or replay its recording; the result's tensors are then those of the recording."""
+        """Do ``work``, or replay its recording; the result's tensors belong to the recording."""
         if not self._enabled:
             return work()
         if key not in self._recorded:
@@ -41,7 +40,7 @@ class Graphs:
         return result
 
     def clear(self) -> None:
-        """Forget all recordings, and their memory, which ends with the last of them."""
+        """Discard all recordings and their memory."""
         self._recorded.clear()
         self._pool = None
 

@@ -1,6 +1,6 @@
-"""The rows of decoding sequences on the device (`minillm.kernels.decode_state.decode`), as the host knows them.
+"""The CPU's record of the rows of decoding sequences on the device (`minillm.kernels.decode_state.decode`).
 
-A row has a sequence's next token, that token's position, its sampling parameters and its block table. The host sends
+A row has a sequence's next token, that token's position, its sampling parameters and its block table. The CPU sends
 only the words that have changed since the last step.
 """
 
@@ -12,7 +12,7 @@ from minillm import kernels
 from minillm.cache import BlockTable
 from minillm.kernels import AttentionShape, Costs, Field
 from minillm.params import SamplingParams
-from minillm.runner.decode_work import DecodeWork
+from minillm.runner.device.work import DecodeWork
 from minillm.sequence import Chunk, Sequence
 
 SHORTEST = 256  # tokens of a context that attention is cut up for, at least
@@ -57,7 +57,7 @@ class Sharing:
 
 
 class Rows:
-    """The books of ``count`` rows of ``width`` words each.
+    """The record of ``count`` rows of ``width`` words each.
 
     Args:
         sharing: None where shared blocks are never read once.
@@ -68,7 +68,7 @@ class Rows:
         self.forget()
 
     def forget(self) -> None:
-        """Give every row up: after a failure the state of the device is unknown."""
+        """Free every row: after a failure the state of the device is unknown."""
         self._held: dict[int, Row] = {}  # by seq_id
         self._free = list(range(self._count - 1, -1, -1))
         self._changes: dict[int, int] = {}  # index into the words -> value
@@ -82,7 +82,7 @@ class Rows:
         self._told_beams: list[int] = []
 
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
-        """Write down the work of computing one token of each sequence; with ``joins``, beside chunks of prompts."""
+        """Return the work of computing one token of each sequence; ``joins``: in a batch with chunks of prompts."""
         n = len(chunks)
         rows, longest = self._rows_of(chunks)
         rows += [-1] * (padded_size(n) - n)
@@ -99,28 +99,28 @@ class Rows:
         return work
 
     def take_counted(self) -> list[tuple[int, Sequence]]:
-        """The rows that sequences have taken since the last call whose requests have penalties."""
+        """Return the rows taken since the last call by sequences with penalties."""
         counted, self._counted = self._counted, []
         return counted
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """The places in the rows' words that have changed since the last call, and the words there."""
+        """Return the indices of the words that have changed since the last call, and the new words."""
         changes, self._changes = self._changes, {}
         return list(changes), list(changes.values())
 
     def rows_for(self, chunks: list[Chunk], decodes: list[Chunk]) -> list[Row]:
-        """The rows of sequences that are about to draw, beside ``decodes``, whose beams need theirs still."""
+        """Return the rows of sequences that are about to draw; beams among ``decodes`` still need theirs."""
         current = {chunk.sequence.seq_id for chunk in chunks}
         current |= {chunk.sequence.seq_id for chunk in decodes if chunk.group.device}
         return [self._held.get(chunk.sequence.seq_id) or self._take(chunk, current) for chunk in chunks]
 
     def note_drawn(self, chunks: list[Chunk]) -> None:
-        """The last token of these sequences lies in their rows."""
+        """Note that the rows of these sequences hold their last tokens."""
         for chunk in chunks:
             self._held[chunk.sequence.seq_id].has_token = True
 
     def give_up(self, sequences: list[Sequence]) -> None:
-        """Take the rows of sequences that went on without them: when they decode again, theirs will be written anew."""
+        """Free the rows of sequences that continued without them; when they decode again, rows are written again."""
         for sequence in sequences:
             row = self._held.pop(sequence.seq_id, None)
             if row is not None:
@@ -133,7 +133,7 @@ class Rows:
                 row.has_token = False
 
     def _rows_of(self, chunks: list[Chunk]) -> tuple[list[int], int]:
-        """Each sequence's row, with every change since the last step noted, and the longest one's tokens."""
+        """Return each sequence's row, noting all changes since the last step, and the longest sequence's tokens."""
         held, changes, width = self._held, self._changes, self._width
         current: set[int] | None = None
         rows, longest = [], 0
@@ -180,7 +180,7 @@ class Rows:
         return rows, longest
 
     def _take(self, chunk: Chunk, current: set[int]) -> Row:
-        """A row for a sequence that has none; where all are held, sequences that are not at work give theirs up."""
+        """Return a free row for a sequence; if all are taken, first free those of sequences not in this step."""
         sequence, params = chunk.sequence, chunk.group.params
         if not self._free:
             for seq_id in [seq_id for seq_id in self._held if seq_id not in current]:
@@ -221,7 +221,7 @@ class Rows:
         return [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
 
     def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
-        """How many of each sequence's first blocks stay where they are (None: all do), and of beams', the sum."""
+        """Return how many first blocks of each sequence cannot change (None: all), and their sum over beams."""
         common = sum(chunk.group.device.num_common_blocks for chunk in chunks if chunk.group.device)
         if not any(chunk.group.device for chunk in chunks):
             return None, 0

@@ -1,9 +1,9 @@
-"""Short prompts by CUDA graphs: steps that the host would need longer to launch than the GPU to compute.
+"""Short prompts as CUDA graphs: steps that take the CPU longer to launch than the GPU to compute.
 
-A model of 30 layers is some 300 launches, 6 to 20 ms of a host's time; a prompt of a few hundred tokens takes a small
-model less than 2. Graphs are recorded for padded numbers of tokens and of sequences, when a pair is first met; those of
-single prompts also while nobody waits. Tokens of padding belong to no sequence and are written nowhere; sequences of
-padding have no tokens.
+A model of 30 layers is some 300 launches, 6 to 20 ms of CPU time; a prompt of a few hundred tokens takes a small
+model less than 2. Graphs are recorded for padded numbers of tokens and of sequences, when a pair first occurs; graphs
+of single prompts also while the engine is idle. Padding tokens belong to no sequence and are written nowhere; padding
+sequences have no tokens.
 """
 
 from functools import partial
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from minillm.kernels import KVCache
 from minillm.model.llama import Batch, Llama
-from minillm.runner.graphs import Graphs
-from minillm.runner.rows import padded_size
+from minillm.runner.device.graphs import Graphs
+from minillm.runner.device.rows import padded_size
 from minillm.runner.step import ChunkWork, Packed, packed
 from minillm.runner.to_device import to_device
 
@@ -27,13 +27,13 @@ _MOST_IN_8_BITS = 192  # of a cache in 8 bits: for longer chunks whole contexts 
 
 
 class ShortPrompts:
-    """The inputs of such steps, on the device, and their recordings.
+    """The inputs of such steps on the device, and their recordings.
 
     Args:
-        graphs: where recordings are kept; beside others, so that they share memory.
-        max_num_seqs: sequences of a step at most.
+        graphs: keeps the recordings, together with others, so that they share memory.
+        max_num_seqs: maximum sequences of a step.
         width: blocks of the longest sequence.
-        logits: ``[>= padded_size(max_num_seqs), vocab]``, where a step's are written.
+        logits: ``[>= padded_size(max_num_seqs), vocab]``, to be written.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ShortPrompts:
         self._tables = torch.zeros(seqs, width, dtype=torch.int32, device=model.device)
 
     def takes(self, chunks: list[ChunkWork]) -> bool:
-        """Whether a step of these chunks alone is so short; none of them may want more than one row of logits."""
+        """Return whether a step of only these chunks is short enough; each may need one row of logits at most."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         if not self._sizes or num_tokens > self._sizes[-1] or len(chunks) > self._most_seqs:
             return False
@@ -70,7 +70,7 @@ class ShortPrompts:
         self._run(numbers, tokens, padded_size(len(chunks)))
 
     def record_next(self) -> bool:
-        """Record the shortest prompt's size that is not yet, of one sequence; returns False where there is none."""
+        """Record the shortest size of single prompts that is missing; return False if none is."""
         tokens = next((size for size in self._sizes if self._graphs.lacks(_key(size, 1))), None)
         if tokens is None:
             return False
@@ -78,7 +78,7 @@ class ShortPrompts:
         return True
 
     def _run(self, numbers: Packed, tokens: int, seqs: int) -> None:
-        """Send the numbers, filled up to so many tokens and sequences, and compute them."""
+        """Send the numbers, padded to this many tokens and sequences, and compute them."""
         count = len(numbers.tables)
         if count:
             tables = to_device(numbers.tables, torch.int32, self._tables.device)
@@ -114,7 +114,7 @@ def _key(tokens: int, seqs: int) -> tuple[str, int, int]:
 
 
 def most_tokens(model: Llama) -> int:
-    """Return the tokens of the longest step whose launches take longer than its work."""
+    """Return the tokens of the longest step that takes longer to launch than to compute."""
     most = min(SIZES[-1], _MOST_WORK // model.local.num_parameters)
     if model.copied_bytes:
         most = min(most, _MOST_LOW_BIT)

@@ -1,8 +1,7 @@
-"""Beam searches whose steps the device takes by itself, behind the computation of their logits.
+"""Beam searches that the device runs by itself, after computing their logits.
 
-The host tells which rows are beams of which search, and hears a step later what was chosen: its books follow. Each of
-them holds its last, partly filled block alone, so a row that goes on with another's beam has a block to copy that
-one's into, and nothing is allocated here.
+The CPU says which rows are beams of which search, and applies the choices one step later. Each beam owns its last,
+partly filled block, so a row that continues another's beam has a block to copy into, and nothing is allocated here.
 """
 
 from collections.abc import Sequence
@@ -14,29 +13,30 @@ from torch import Tensor
 from minillm import kernels
 from minillm.kernels import KVCache, Search, SearchField
 from minillm.parallel.collectives import Ranks
-from minillm.runner.graphs import Graphs
-from minillm.runner.rows import padded_size
+from minillm.runner.device.graphs import Graphs
+from minillm.runner.device.rows import Rows, padded_size
 from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
+from minillm.sequence import Chunk, SequenceGroup
 
 
 @dataclass(slots=True)
 class DeviceSearch:
-    """A beam search whose steps the device runs by itself: `SequenceGroup.device`."""
+    """A beam search that the device runs by itself: `SequenceGroup.device`."""
 
     search: Search
     num_common_blocks: int = 0  # the first blocks of its sequences, the same ones whatever the device decides
 
 
 class Chosen:
-    """The continuations that each search has looked at; `wait` brings them to the host."""
+    """The candidates of each search; `wait` copies them to the CPU."""
 
     def __init__(self, searches: Sequence[Search], logprobs: Tensor, choices: Tensor) -> None:
         self._counts = [search.num_candidates for search in searches]
         self._results = ToHost([logprobs[: len(searches)], choices[: len(searches)]])
 
     def wait(self) -> list[list[tuple[float, int, int]]]:
-        """For each search (log-probability, beam, token), the best first; the beam by its place among the search's."""
+        """Return (log-probability, beam, token) of each search, best first; a beam is its index in the search."""
         logprobs, choices = self._results.wait()
         return [
             list(zip(values[:count], beams[:count], tokens[:count], strict=True))
@@ -45,7 +45,7 @@ class Chosen:
 
 
 class DeviceBeams:
-    """The rows that are beams, the searches that they belong to, and the graphs that take a step.
+    """The rows that are beams, their searches, and the graphs of a step.
 
     Args:
         words: the rows of all decoding sequences.
@@ -76,26 +76,50 @@ class DeviceBeams:
         self.forget()
 
     def forget(self) -> None:
-        """Rely on nothing that was sent."""
+        """Send everything again: a step has failed."""
         self._size = 0
         self._told: tuple[list[int], list[Search]] | None = None
+        self._choices: tuple[list[SequenceGroup], Chosen] | None = None  # of the last step, until they are taken
 
     def close(self) -> None:
         self._graphs.clear()
 
     def begin(self, rows: list[int] | None) -> None:
-        """Take the rows that are beams in this step, padding included; None: those of the last step with any."""
+        """Set the rows that are beams in this step, with padding; None: as in the last step with any."""
         if rows is not None:
             self._size = len(rows)
             self._rows[: self._size].copy_(to_device(rows, torch.int32, self._rows.device))
 
+    def run(self, logits: Tensor, recorded: Tensor, decodes: list[Chunk], books: Rows) -> None:
+        """Run the step of the searches among ``decodes``, rows and blocks included, for `take_choices`.
+
+        Args:
+            logits: ``[n, vocab]`` of the step; a graph can read them if they begin where ``recorded`` begin.
+        """
+        if self._ranks is not None and self._ranks.rank:
+            self.fork()
+            return
+        beams = [chunk for chunk in decodes if chunk.group.device]
+        groups = list(dict.fromkeys(chunk.group for chunk in beams))
+        searches = [group.device.search for group in groups]
+        is_recorded = logits.data_ptr() == recorded.data_ptr()
+        places = [chunk.row for chunk in beams]
+        chosen = self.choose(recorded if is_recorded else logits, places, searches, recorded=is_recorded)
+        books.note_drawn(beams)
+        self._choices = groups, chosen
+
+    def take_choices(self) -> tuple[list[SequenceGroup], Chosen] | None:
+        """Return the last step's choices, once: the groups with forked sequences, and how they forked."""
+        choices, self._choices = self._choices, None
+        return choices
+
     def choose(self, logits: Tensor, places: list[int], searches: list[Search], *, recorded: bool) -> Chosen:
-        """Let each search take a step, and fork the rows accordingly.
+        """Run a step of each search, and fork the rows accordingly.
 
         Args:
             logits: ``[n, vocab]``.
-            places: each beam's row of logits; the beams of a search lie next to each other.
-            recorded: ``logits`` lie where those of all steps lie, so that a graph can read them.
+            places: each beam's row of logits; the beams of a search are consecutive.
+            recorded: ``logits`` have the address of every step's logits, so that a graph can read them.
         """
         if self._told != (places, searches):
             self._tell(places, searches)
@@ -125,7 +149,7 @@ class DeviceBeams:
         return Chosen(searches, logprobs, choices)
 
     def fork(self) -> None:
-        """Fork the rows as rank 0 has chosen."""
+        """Fork the rows by the choices of rank 0."""
         size = self._size
         self._graphs.run(("fork", size), lambda: self._fork(size, self._parents[:size]))
 
@@ -137,7 +161,7 @@ class DeviceBeams:
             kernels.block_copy(tensor, copies)
 
     def _tell(self, places: list[int], searches: list[Search]) -> None:
-        """Send the list of searches, and where their logits are."""
+        """Send the list of searches, and the rows of their logits."""
         words: list[int] = []
         first = 0
         for search in searches:

@@ -1,7 +1,7 @@
-"""Rows of the device for the tokens of a step that are computed as if each were the last one of its own sequence.
+"""Rows on the device for tokens that are computed as if each were the last one of its own sequence.
 
-They are rows as `kernels.decode_state.decode` reads them, but no sequence keeps one: they are written anew for every
-step, in one transfer. A sequence's guesses have the same block table and sampling parameters as its last token.
+`kernels.decode_state.decode` reads them like other rows, but no sequence keeps one: they are written for every step, in
+one transfer. A sequence's draft tokens have the same block table and sampling parameters as its last token.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -12,11 +12,11 @@ from torch import Tensor
 from minillm.kernels import Field
 from minillm.runner.step import ChunkWork
 
-MOST_TOKENS = 40  # of a step with guesses
+MOST_TOKENS = 40  # of a step with draft tokens
 
 
 class TokenRows:
-    """Room for ``count`` tokens of sequences of up to ``width`` blocks.
+    """Buffers for ``count`` tokens of sequences of up to ``width`` blocks.
 
     Attributes:
         rows: ``[count]`` int32, the numbers of a step's rows, and -1 for padding.
@@ -28,15 +28,15 @@ class TokenRows:
         self.rows = self._all[:count]
 
     def words(self, size: int, blocks: int) -> Tensor:
-        """The words ``[size, words]`` of the first rows, whose tables have ``blocks`` columns."""
+        """Return the words ``[size, words]`` of the first rows, with tables of ``blocks`` columns."""
         columns = Field.TABLE + blocks
         return self._all[self._count : self._count + size * columns].view(size, columns)
 
     def write(self, chunks: list[ChunkWork], sampling: SequenceOf[dict[int, int]], size: int, blocks: int) -> None:
-        """Write the tokens of ``chunks`` to the first rows of `words`, the other ones becoming padding.
+        """Write the tokens of ``chunks`` to the first rows of `words`; the others become padding.
 
         Args:
-            sampling: of each chunk the words that decide what is drawn; empty where nothing is.
+            sampling: the words that decide the draws of each chunk; empty if nothing is drawn.
         """
         there = torch.zeros(self._count + size * (Field.TABLE + blocks), dtype=torch.int32, pin_memory=self._pinned)
         numbers = there.numpy()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class DecodeWork:
-    """One token of each of the sequences that have a row on the device (`minillm.runner.rows`)."""
+    """One token of each of the sequences that have a row on the device (`minillm.runner.device.rows`)."""
 
     num_seqs: int
     longest: int  # tokens of the longest of them, this step's included

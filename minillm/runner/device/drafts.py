@@ -1,0 +1,99 @@
+"""Steps with draft tokens: each token is computed as if it were the last one of its own sequence.
+
+They share a table and have different lengths: a layer writes all K and V before any token reads them. The CPU writes
+their rows again for each step (`TokenRows`). Graph keys: the padded number of tokens and the columns of their tables;
+of the draw the number of tokens and of the most probable ones.
+"""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from minillm import kernels
+from minillm.params import SamplingParams
+from minillm.runner.device.listed import listed, num_listed, wants_logprobs
+from minillm.runner.device.rows import padded_size, sampling_words
+from minillm.runner.device.state import DeviceState, Found
+from minillm.runner.penalties import needs_processing
+from minillm.runner.sampler import Drawn
+from minillm.runner.step import ChunkWork
+from minillm.sequence import Chunk, Schedule, Sequence
+
+
+class DraftSteps:
+    """The forward pass and the draws of such steps."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the last step."""
+        self._sampling: list[dict[int, int]] = []  # of the next step's chunks
+        self._last: tuple[int, list[int]] | None = None  # rows of the last step, and those of its logits
+
+    def takes(self, schedule: Schedule) -> bool:
+        """Return whether a step has optional tokens, no prompts, and only tokens that the CPU knows."""
+        if not schedule.extended or schedule.prefills:
+            return False
+        known = all(not (chunk.sequence.num_pending or chunk.group.device) for chunk in schedule.decodes)
+        num_tokens = sum(len(chunk.token_ids) for chunk in schedule.chunks)
+        return known and num_tokens <= len(self._state.tokens.rows)
+
+    def prepare(self, schedule: Schedule) -> None:
+        """Note the sampling parameters of the next step's chunks."""
+        self._sampling = [_sampling(chunk) for chunk in schedule.chunks]
+
+    def compute(self, chunks: list[ChunkWork], out: Tensor) -> Tensor:
+        """Compute the tokens; return the logits that are wanted, in ``out`` or the state's."""
+        state = self._state
+        ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
+        wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
+        size = padded_size(ends[-1])
+        blocks = state.blocks_for(size, max(chunk.end for chunk in chunks))
+        state.tokens.write(chunks, self._sampling or [{}] * len(chunks), size, blocks)
+        self._sampling, self._last = [], (size, wanted)
+        state.forwards.run((size, blocks, "each"), lambda: self._forward(size, blocks))
+        if len(wanted) == ends[-1]:
+            return state.logits[: len(wanted)]
+        return out.copy_(state.logits[state.numbers(wanted, torch.int64)])
+
+    def pass_over(self) -> None:
+        """Note that the step is of another kind."""
+        self._last = None
+
+    def draw(self, draws: list[Chunk], holders: list[Sequence]) -> Drawn | None:
+        """Draw from the last step's rows; None if it was of another kind, or logits need processing.
+
+        Args:
+            draws: of sequences that may never exist: those that ``holders`` become if draft tokens are accepted.
+        """
+        if self._last is None or any(needs_processing(draw.group, draw.sequence) for draw in draws):
+            return None
+        state = self._state
+        state.books.outdate(holders)  # they have no penalties
+        (size, wanted), count = self._last, num_listed(draws, state.vocab)
+        found = state.draws.run((size, "each", count), lambda: self._draw(size, count))
+        rows = [wanted[draw.row] for draw in draws]
+        return state.drawn(draws, found, rows, wants_logprobs(draws), may_compute_ahead=False)
+
+    # --- recorded in graphs -------------------------------------------------------------------------------------------
+
+    def _forward(self, size: int, blocks: int) -> None:
+        state = self._state
+        inputs, words = state.inputs.first(size), state.tokens.words(size, blocks)
+        inputs = inputs._replace(block_tables=inputs.block_tables[:, :blocks])
+        kernels.begin_decode(words, state.tokens.rows[:size], state.block_size, inputs)
+        state.forward(inputs, size, blocks, None)
+
+    def _draw(self, size: int, count: int) -> Found:
+        raw = self._state.as_drawn_from(self._state.logits[:size])
+        sampling = self._state.inputs.first(size).sampling
+        return *kernels.sample_with_logprobs(raw, sampling), *listed(raw, count)
+
+
+def _sampling(chunk: Chunk) -> dict[int, int]:
+    """Return the words that decide the draws after a chunk."""
+    params = chunk.group.params
+    return sampling_words(params, chunk.sequence) if isinstance(params, SamplingParams) else {}

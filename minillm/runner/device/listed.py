@@ -1,0 +1,27 @@
+"""The most probable tokens that graphs find for every row."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from minillm import kernels
+from minillm.runner.sampler import MANY
+from minillm.sequence import Chunk
+
+_LISTED = 5, 8, 16, 32  # their numbers
+
+
+def wants_logprobs(draws: Sequence[Chunk]) -> bool:
+    """Return whether a request wants log-probabilities of its draws."""
+    return any(draw.group.params.logprobs is not None for draw in draws)
+
+
+def num_listed(draws: Sequence[Chunk], vocab: int) -> int:
+    """Return how many most probable tokens a graph finds for each row: 0 if nobody wants any, or somebody many."""
+    most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= MANY), default=0)
+    return next((min(count, vocab) for count in _LISTED if count >= most), 0) if most else 0
+
+
+def listed(logits: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return log-probabilities and ids of each row's ``count`` most probable tokens; nothing for 0."""
+    return kernels.top_log_probabilities(logits, count) if count else ()

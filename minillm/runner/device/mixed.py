@@ -1,0 +1,71 @@
+"""Steps of decoding sequences and chunks of prompts in one batch, without a graph: weights are read once.
+
+Their draws run one operation after the other, and so do draws with biases or the caller's own processors.
+"""
+
+import torch
+from torch import Tensor
+
+from minillm import kernels
+from minillm.model.llama import Batch
+from minillm.runner.device.decode import DecodeSteps
+from minillm.runner.device.state import DeviceState, runs_ahead
+from minillm.runner.device.work import DecodeWork
+from minillm.runner.masks import Masks
+from minillm.runner.penalties import run_processors
+from minillm.runner.sampler import Drawn, draw_tokens
+from minillm.sequence import Chunk
+
+
+class MixedSteps:
+    """The batch and the draws of such steps."""
+
+    def __init__(self, state: DeviceState, decode: DecodeSteps) -> None:
+        self._state, self._decode = state, decode
+
+    def batch(self, work: DecodeWork, prefill: Batch) -> Batch:
+        """Join decoding sequences and chunks of prompts."""
+        state, n, p = self._state, work.num_seqs, prefill.context_lens.shape[0]
+        state.gather(state.begin(work))
+        inputs = state.inputs.first(n + p)
+        inputs.block_tables[n:, : prefill.block_tables.shape[1]] = prefill.block_tables
+        inputs.context_lens[n:] = prefill.context_lens
+        logit_rows = torch.arange(n, device=state.device)
+        if prefill.logit_rows is not None:
+            logit_rows = torch.cat((logit_rows, prefill.logit_rows + n))
+        return Batch(
+            token_ids=torch.cat((inputs.token_ids[:n], prefill.token_ids)),
+            positions=torch.cat((inputs.positions[:n], prefill.positions)),
+            slot_mapping=torch.cat((inputs.slot_mapping[:n], prefill.slot_mapping)),
+            block_tables=inputs.block_tables,
+            context_lens=inputs.context_lens,
+            num_decodes=n,
+            cu_seqlens=prefill.cu_seqlens,
+            shared=self._decode.shared(work, n),
+            logit_rows=logit_rows,
+        )
+
+    def draw(self, logits: Tensor, draws: list[Chunk], masks: Masks, decodes: list[Chunk]) -> Drawn:
+        """Draw from any rows of logits; ``decodes`` are the step's decoding sequences."""
+        state = self._state
+        rows = state.books.rows_for(draws, decodes)
+        state.count_tokens()
+        state.change(*state.books.take_changes())
+        raw = processed = state.as_drawn_from(logits[state.numbers([draw.row for draw in draws], torch.int64)])
+        indices = state.numbers([row.index for row in rows], torch.int32)
+        params = [draw.group.params for draw in draws]
+        if masks.rows or any(p.has_penalties or p.logit_bias or p.logits_processor is not None for p in params):
+            processed = raw.to(torch.float32, copy=True)
+            biases = [(row, bias) for row, p in enumerate(params) for bias in (p.logit_bias or {}).items()]
+            if biases:
+                at = state.numbers([row * raw.shape[1] + token_id for row, (token_id, _) in biases], torch.int64)
+                processed.view(-1).index_add_(0, at, state.numbers([bias for _, (_, bias) in biases], torch.float32))
+            if any(p.has_penalties for p in params):
+                kernels.penalise(processed, state.words, state.counts, indices, processed)
+            masks.apply(processed)
+            run_processors(processed, [(draw.group, draw.sequence) for draw in draws], masks)
+        tokens = draw_tokens(processed, draws)
+        kernels.end_decode(state.words, state.counts, indices, tokens)
+        state.books.note_drawn(draws)
+        logprobs = kernels.log_probabilities(raw, tokens)
+        return Drawn(draws, tokens, logprobs, raw, may_run_ahead=runs_ahead(draws), may_compute_ahead=True)

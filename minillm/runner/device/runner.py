@@ -1,0 +1,172 @@
+"""A runner for GPUs: the state of decoding sequences stays on the device, and a decode step replays a CUDA graph.
+
+The CPU sends only changes (`minillm.runner.device.rows`). A step is three launches for a model of any depth: the list
+of rows (if it has changed), a graph from token ids to logits, and a graph from logits to drawn tokens, which go back
+into the rows. The next step can be launched before the CPU has seen them. Graphs are captured for padded numbers of
+sequences, and of few sequences for padded lengths of the longest, when these first occur; everything else, including
+shared blocks, is data.
+
+There are four kinds of steps, each with its graph keys, forward pass and draws in one file: `decode`, `mixed` (decodes
+and prompts), `drafts` and short `prompts`. Other prompts are computed as by any runner. On-device beam searches
+(`beams`) continue a decode step.
+
+If several ranks share the model, rank 0 does the accounting and draws. The others hold the same rows, get the changes
+(`DecodeWork`) and replay graphs of their own. Each step begins with a broadcast of its token ids, inside the graph.
+(If all ranks drew, all would need every request's parameters, and one differing bit would separate them for good.)
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minillm import kernels
+from minillm.cache import HostMoves
+from minillm.kernels import Costs
+from minillm.model.llama import Llama
+from minillm.runner.device.beams import DeviceBeams
+from minillm.runner.device.decode import DecodeSteps
+from minillm.runner.device.drafts import DraftSteps
+from minillm.runner.device.mixed import MixedSteps
+from minillm.runner.device.prompts import ShortPrompts
+from minillm.runner.device.state import DeviceState
+from minillm.runner.masks import masks_of
+from minillm.runner.penalties import note_empty
+from minillm.runner.runner import Runner
+from minillm.runner.sampler import Drawn
+from minillm.runner.step import ChunkWork, StepWork
+from minillm.sequence import Chunk, Schedule, Sequence
+
+_REHEARSED = 37  # tokens of a prompt: no multiple of anything, like most prompts
+
+
+class DeviceRunner(Runner):
+    """The model, its pool, the state of decoding sequences, and the kinds of steps that compute them.
+
+    Args:
+        max_num_seqs: rows.
+        max_model_len: longest sequence in tokens; a row has space for its block table.
+        graphs: capture CUDA graphs; without, the same operations run one by one.
+        sharing: the least that reading shared blocks once must save; None: never do it.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        graphs: bool,
+        sharing: Costs | None,
+    ) -> None:
+        super().__init__(model, num_blocks, block_size, num_host_blocks)
+        self.state = state = DeviceState(
+            model, self.kv_cache, block_size,
+            max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=graphs, sharing=sharing,
+        )  # fmt: skip
+        self.prompts: ShortPrompts | None = None
+        if state.ranks is None:
+            self.prompts = ShortPrompts(
+                model, self.kv_cache, block_size, state.forwards,
+                max_num_seqs=max_num_seqs, width=state.width, logits=state.logits,
+            )  # fmt: skip
+        self.decode, self.drafts = DecodeSteps(state), DraftSteps(state)
+        self.mixed = MixedSteps(state, self.decode)
+        self.beams = DeviceBeams(
+            state.words, self.kv_cache, block_size, state.capacity, state.vocab, state.ranks, graphs=graphs
+        )
+        self._decodes: list[Chunk] = []  # of the last step
+
+    def work_for(self, schedule: Schedule, copies: list[tuple[int, int]]) -> StepWork:
+        if self.drafts.takes(schedule):
+            self._decodes = []
+            self.drafts.prepare(schedule)
+            chunks = [self.chunk_work(chunk) for chunk in schedule.chunks]
+            return StepWork(schedule.moves, copies, None, chunks, len(chunks))
+        self._decodes, prefills = schedule.decodes, schedule.prefills + schedule.extended
+        decode = self.state.books.work_for(schedule.decodes, joins=bool(prefills)) if schedule.decodes else None
+        self.state.count_tokens()
+        return StepWork(schedule.moves, copies, decode, [self.chunk_work(chunk) for chunk in prefills], 0)
+
+    @torch.inference_mode()
+    def compute(self, work: StepWork) -> Tensor:
+        """Compute a step; return logits ``[n, vocab]`` in the model's dtype, the decoding sequences' first."""
+        self.prepare(work)
+        self.drafts.pass_over()
+        wanted = sum(chunk.num_logits for chunk in work.chunks) + (0 if work.decode is None else work.decode.num_seqs)
+        logits = self.state.logits[:wanted]
+        if wanted > len(logits):  # draft tokens come on top of the sequences
+            logits = self.state.logits.new_empty(wanted, self.state.logits.shape[1])
+        if work.num_decodes:
+            return self.drafts.compute(work.chunks, logits)
+        if work.decode is not None and work.decode.num_beams:
+            self.beams.begin(work.decode.beam_rows)
+        if work.chunks and work.decode is None and self.prompts is not None and self.prompts.takes(work.chunks):
+            self.prompts.compute(work.chunks)
+        elif work.chunks:
+            batch = self.batch(work.chunks, 0)
+            if work.decode is not None:
+                batch = self.mixed.batch(work.decode, batch)
+            self.forward(batch, work.chunks, batch.num_decodes, logits)
+        elif work.decode is not None:
+            self.decode.compute(work.decode)
+        if work.decode is not None and work.decode.num_beams:
+            self.beams.run(logits, self.state.logits, self._decodes, self.state.books)
+        return logits
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, draws: list[Chunk]) -> Drawn:
+        owners = [(draw.group, draw.sequence) for draw in draws]
+        masks = masks_of(owners, logits.shape[1], self.state.device)  # while the device still computes the logits
+        note_empty(owners, masks)
+        unusual = any(group.params.logit_bias or group.params.logits_processor is not None for group, _ in owners)
+        if len(logits) > len(self._decodes) or unusual:
+            return self.mixed.draw(logits, draws, masks, self._decodes)
+        found, wanted = self.decode.draw(draws, masks)
+        for observer in self.observers:
+            observer.end()
+        # Rows of another method may lie between.
+        return self.state.drawn(draws, found, [draw.row for draw in draws], wanted, may_compute_ahead=True)
+
+    @torch.inference_mode()
+    def draw_each(self, draws: list[Chunk], holders: list[Sequence]) -> Drawn | None:
+        """See `DraftSteps.draw`."""
+        return self.drafts.draw(draws, holders)
+
+    @torch.inference_mode()
+    def prepare_ahead(self) -> bool:
+        if self.prompts is not None:
+            try:
+                if self.prompts.record_next():
+                    return True
+            except torch.OutOfMemoryError:  # taken by others on the device: compute short prompts like long ones
+                self.prompts = None
+        return super().prepare_ahead()
+
+    def give_up(self, sequences: list[Sequence]) -> None:
+        self.state.books.give_up(sequences)
+
+    def rehearsals(self) -> list[Callable[[], object]]:
+        """Return the independent parts of a first request's work; their numbers are meaningless."""
+        chunk = ChunkWork([0] * _REHEARSED, 0, [0] * -(-_REHEARSED // self.block_size), _REHEARSED, 1)
+        row = torch.zeros(1, self.state.vocab, dtype=self.model.dtype, device=self.state.device)
+        return [
+            lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),
+            lambda: self.decode.forward(1, self.state.blocks_for(1, _REHEARSED), None),
+            lambda: self.decode.draw_rows(1, penalised=False, masked=False, told=False, count=0),
+            lambda: kernels.log_probabilities(row, row.argmax(-1)),
+        ]
+
+    def forget(self) -> None:
+        super().forget()
+        self.state.books.forget()
+        for kind in (self.decode, self.drafts, self.beams):
+            kind.forget()
+
+    def close(self) -> None:
+        super().close()
+        self.state.close()
+        self.beams.close()
