@@ -291,10 +291,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("an-end-among-guesses-missed", "Verification._go_on", "BoolOp 1", "$values[1]",
          GUESSES + "test_an_answer_ends_at_any_of_the_guesses"),
     ],
-    "minillm/speculation/guesses.py": [
-        ("guesses-beyond-the-answer", "Guesses.chunk", "BinOp 0", "self.pace(sequence).count",
+    "minillm/speculation/drafts.py": [
+        ("guesses-beyond-the-answer", "Drafts.chunk", "BinOp 0", "self.pace(sequence).count",
          GUESSES + "test_right_guesses_are_not_made_beyond_the_answer"),
-        ("every-lookup-is-waited-for", "Lookups.expects", "Compare 0", "False",
+        ("every-lookup-is-waited-for", "LookupDrafts.expects", "Compare 0", "False",
          GUESSES + "test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups"),
     ],
     "minillm/runner/device/token_rows.py": [
@@ -321,7 +321,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "minillm/speculation/drafter.py": [
         ("drafts-stay-where-blocks-move", "Drafter.prepare", "Expr 1", "pass", KNOWN_DRAFTS),
-        ("guess-that-is-no-token", "Drafter._guess", "For 2.body[2]", "$targets[0] = tuple(guesses)",
+        ("guess-that-is-no-token", "Drafter._propose", "For 2.body[2]", "$targets[0] = tuple(drafted)",
          DRAFTS + "test_another_number_of_ids_does_no_harm"),
         ("drafts-drawn-with-other-noise", "Drafter._sequence", "Call 1",
          "$func($args[0], $args[1], $args[2], $args[3])", DRAFTS + "test_right_guesses_become_many"),

@@ -32,7 +32,7 @@ from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import MAX_TOKENS, SamplingParams
 from minillm.speculation.drafter import drafter_of
-from minillm.speculation.method import GuessingSamples
+from minillm.speculation.method import SpeculativeSamples
 from minillm.text.tokenizer import Tokenizer
 
 _ALICE = (
@@ -219,7 +219,7 @@ def _measure(
         asked = [token_ids for token_ids in asked for _ in params]
     drafter = drafter_of(engine.runner)
     prices = [drafter.price if drafter is not None and kind == "model" else None for kind in kinds]
-    guessing = [GuessingSamples(engine.requests, engine.runner, draft=price) for price in prices]
+    guessing = [SpeculativeSamples(engine.requests, engine.runner, draft=price) for price in prices]
     ways: list[Samples] = [Samples(engine.requests, engine.runner), *guessing]
     seconds: list[list[float]] = [[] for _ in ways]
     answers: list[list[list[int]]] = [[] for _ in ways]
@@ -247,8 +247,8 @@ def _measure(
             time,
             plain / time if time else 0.0,
             (1 + options.runs) * tokens / max(1, steps),
-            way.num_guessed,
-            way.num_right,
+            way.num_drafted,
+            way.num_accepted,
             answer == answers[0],
         )
         for kind, way, time, steps, tokens, answer in zip(

@@ -38,7 +38,7 @@ from minillm.runner.runner import Runner
 from minillm.runner.step import StepWork
 from minillm.sequence import Method
 from minillm.speculation.drafter import drafter_of
-from minillm.speculation.method import GuessingSamples
+from minillm.speculation.method import SpeculativeSamples
 from minillm.weights.manifest import default_model
 
 _CHAT_SEQS = 64  # candidates of an answer, or beams, and two more conversations
@@ -192,7 +192,7 @@ def methods_for(
     samples = Samples(requests, runner, seed)
     if speculate != "off":
         drafter = drafter_of(runner)
-        samples = GuessingSamples(requests, runner, seed, None if drafter is None else drafter.price)
+        samples = SpeculativeSamples(requests, runner, seed, None if drafter is None else drafter.price)
     device = runner if isinstance(runner, DeviceRunner) else None
     return {SamplingParams: samples, BeamSearchParams: Beams(requests, device)}
 

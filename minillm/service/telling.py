@@ -10,7 +10,7 @@ from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestOutput
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import CacheView, Owner
-from minillm.speculation.guesses import num_accepted
+from minillm.speculation.drafts import num_accepted
 
 _INTERVAL = 0.1  # seconds between reports of the pool and the beams, unless `Report` says otherwise
 _MOST_STEPS = 100  # per message

@@ -1,8 +1,8 @@
-"""Of each block of a pool, how much of it a second model has computed, too.
+"""How much of each block of a pool a draft model has also computed.
 
-The second model's K and V lie under the same block ids in a pool of its own. They are computed later, or never, so a
-block that is copied, moved to the host or found by its tokens may hold them or not. What is known is the number of a
-block's first slots that hold the second model's K and V of the very tokens that the first model's are of.
+The draft model's K and V have the same block ids in a second pool. They are computed later, or never, so a block that
+is copied, moved to the host or found by its tokens may lack them. Known is the number of first slots that hold the
+draft model's K and V of the same tokens.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from minillm.cache import HostMoves
 
 
 class Drafted:
-    """The books of ``num_blocks`` blocks and ``num_host_blocks`` on the host."""
+    """The counts of ``num_blocks`` blocks and of ``num_host_blocks`` on the host."""
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
         self._block_size = block_size
         self._counts, self._host_counts = [0] * num_blocks, [0] * num_host_blocks
 
     def forget(self) -> None:
-        """Trust nothing that was computed."""
+        """Assume that nothing is computed."""
         self._counts = [0] * len(self._counts)
         self._host_counts = [0] * len(self._host_counts)
 
@@ -33,7 +33,7 @@ class Drafted:
             counts[destination] = counts[source]
 
     def overwrite(self, blocks: Sequence[int], first: int, end: int) -> None:
-        """Other tokens come to the slots from ``first`` to ``end`` (exclusive) of a table."""
+        """Reset the slots from ``first`` to ``end`` (exclusive) of a table: they get other tokens."""
         size, counts = self._block_size, self._counts
         at = first // size
         counts[blocks[at]] = min(counts[blocks[at]], first % size)
@@ -41,7 +41,7 @@ class Drafted:
             counts[block] = 0
 
     def note(self, blocks: Sequence[int], first: int, end: int) -> None:
-        """The second model has computed the tokens from ``first`` to ``end`` (exclusive) of a table."""
+        """Note that the draft model has computed the tokens from ``first`` to ``end`` (exclusive) of a table."""
         size, counts = self._block_size, self._counts
         for block in blocks[first // size : end // size]:
             counts[block] = size
@@ -49,7 +49,7 @@ class Drafted:
             counts[blocks[end // size]] = end % size
 
     def length(self, blocks: Sequence[int]) -> int:
-        """The first tokens of a table that the second model has computed."""
+        """Return how many first tokens of a table the draft model has computed."""
         size, counts = self._block_size, self._counts
         for number, block in enumerate(blocks):
             if counts[block] < size:

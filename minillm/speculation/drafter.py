@@ -1,12 +1,12 @@
-"""A draft model guesses the next tokens of sequences: a smaller model of the same tokens, or the same in few bits.
+"""A draft model proposes the next tokens of sequences: a smaller model with the same tokenizer, or a quantized copy.
 
-It has its own weights, and its own K and V under the block ids of the model that it guesses for. So forks, cached
-prefixes, copies on write and swaps are the other model's books, which this one follows with its own pool, and of
-sequences nothing is kept (`speculation.drafted`). Before it guesses it computes what it has not seen: a prompt, or
-the last tokens. Each guess is drawn as the other model will draw that token, by the request's parameters, the seed and
-the position: the noise is the same, so the two agree where they are nearly of one mind, at any temperature.
+It has its own weights, and its own K and V under the target model's block ids. So it follows the target's forks, cached
+prefixes, copies on write and swaps in a second pool, and keeps nothing per sequence (`speculation.drafted`). Before it
+proposes tokens it computes those it has not seen: a prompt, or the last tokens. Each draft token is drawn as the target
+will draw it, from the request's parameters, the seed and the position. The noise is the same, so models with similar
+logits agree at any temperature.
 
-Whatever goes wrong in these books would cost right guesses, and no token.
+An error in this bookkeeping would cost accepted draft tokens, never a wrong token.
 """
 
 import time
@@ -24,47 +24,49 @@ from minillm.runner.sampler import Drawn
 from minillm.runner.step import StepWork
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 from minillm.speculation.drafted import Drafted
-from minillm.speculation.guesses import DraftChunk
+from minillm.speculation.drafts import DraftChunk
 
-MOST_SEQS = 4  # running at a time where guesses are made: beyond, a step's rows cost as much one by one
+MOST_SEQS = 4  # running sequences with draft tokens; with more, each further row costs as much as a sequence
 _RUNS = 8  # of a token that is timed
-_FEW = 8  # tokens that were not seen: up to so many are computed like guesses, more of them like a prompt
+_FEW = 8  # unseen tokens: up to this many are computed like draft tokens, more like a prompt
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A sequence as the draft model goes on with it."""
+    """A sequence as the draft model continues it."""
 
     chunk: DraftChunk  # of the other model
     group: SequenceGroup
     sequence: Sequence
 
     @property
-    def num_guessed(self) -> int:
+    def num_drafted(self) -> int:
         return self.sequence.num_tokens - self.chunk.sequence.num_tokens
 
     @property
     def goes_on(self) -> bool:
-        """Whether guesses have begun and more are wanted: none behind an end token, where it is known."""
+        """Whether drafting has begun and more tokens are wanted: none after a known end token."""
         known = self.sequence.token_ids[-1] not in self.group.end_ids
-        return 0 < self.num_guessed < self.chunk.optional and known
+        return 0 < self.num_drafted < self.chunk.optional and known
 
 
 class Drafter(StepObserver):
     """A draft model that observes the steps of the runner it drafts for.
 
     Args:
-        runner: the draft model's, with as many blocks, here and on the host, as the other model's.
-        num_blocks, num_host_blocks: those.
-        other: the other model.
-        most_tokens: that it computes in a step, of all that it has not seen.
+        runner: the draft model's, with as many blocks as the target model, on the device and on the host.
+        num_blocks, num_host_blocks: the numbers of blocks.
+        other: the target model.
+        most_tokens: unseen tokens that it computes in a step.
     """
 
     def __init__(self, runner: Runner, num_blocks: int, num_host_blocks: int, other: Llama, most_tokens: int) -> None:
         self.runner, self._most_tokens = runner, most_tokens
         self.price, self._vocab_size = price(runner.model, other), other.config.vocab_size
         self._books = Drafted(num_blocks, runner.block_size, num_host_blocks)
-        self._groups: dict[SequenceGroup, SequenceGroup] = {}  # of the last guesses, and as they are drawn for
+        self._groups: dict[
+            SequenceGroup, SequenceGroup
+        ] = {}  # of the last draft tokens, with the parameters of their draws
 
     def prepare(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
         moves = schedule.moves
@@ -76,7 +78,7 @@ class Drafter(StepObserver):
             self._books.overwrite(chunk.sequence.blocks, first, first + chunk.count + chunk.optional)
         wanted = [chunk for chunk in schedule.extended if isinstance(chunk, DraftChunk) and not chunk.proposed]
         if wanted:
-            self._guess(wanted)
+            self._propose(wanted)
 
     def prepare_ahead(self) -> bool:
         return self.runner.prepare_ahead()
@@ -88,8 +90,8 @@ class Drafter(StepObserver):
     def close(self) -> None:
         self.runner.close()
 
-    def _guess(self, chunks: list[DraftChunk]) -> None:
-        """Fill in the guesses of ``chunks``; none where there is too much that the model has not seen."""
+    def _propose(self, chunks: list[DraftChunk]) -> None:
+        """Propose draft tokens for ``chunks``; none if the draft model has too many unseen tokens."""
         groups = dict.fromkeys(chunk.group for chunk in chunks)
         self._groups = {group: self._groups.get(group) or _drawn_for(group) for group in groups}
         drafts = [_Draft(chunk, self._groups[chunk.group], self._sequence(chunk.sequence)) for chunk in chunks]
@@ -102,13 +104,13 @@ class Drafter(StepObserver):
                 chunk.sequence.token_ids.append(token_id)
         for draft, first in zip(drafts, firsts, strict=True):
             sequence = draft.sequence
-            guesses = sequence.token_ids[draft.chunk.sequence.num_tokens :]
-            draft.chunk.proposed = tuple(takewhile(lambda token_id: token_id < self._vocab_size, guesses))
+            drafted = sequence.token_ids[draft.chunk.sequence.num_tokens :]
+            draft.chunk.proposed = tuple(takewhile(lambda token_id: token_id < self._vocab_size, drafted))
             self._books.note(sequence.blocks, first, sequence.num_computed)
         self.runner.give_up([draft.sequence for draft in drafts])
 
     def _sequence(self, sequence: Sequence) -> Sequence:
-        """A sequence that has a draft's tokens, and of these computed what is known to be."""
+        """Return a copy of a sequence for the draft model, with its own number of computed tokens."""
         ids, vocab_size = list(sequence.token_ids), self.runner.model.config.vocab_size
         if vocab_size < self._vocab_size:  # what it does not know stands for something else there
             ids = [token_id if token_id < vocab_size else 0 for token_id in ids]
@@ -118,7 +120,7 @@ class Drafter(StepObserver):
         return drafted
 
     def _unseen(self, drafts: list[_Draft]) -> Schedule:
-        """The tokens that were not seen, up to the last ones, from whose logits the first guesses are drawn."""
+        """Return the unseen tokens as a schedule; the first draft tokens are drawn from its last logits."""
         schedule, left = Schedule(), self._most_tokens
         for draft in drafts:
             missing = draft.sequence.num_tokens - draft.sequence.num_computed
@@ -130,7 +132,7 @@ class Drafter(StepObserver):
         return schedule
 
     def _compute(self, schedule: Schedule) -> list[tuple[list[Chunk], Drawn]]:
-        """Compute tokens and draw those behind. The result is what the host does not know yet."""
+        """Compute tokens and draw the next ones. Return the draws that the CPU does not know yet."""
         if not schedule.chunks:
             return []
         logits, sampled = self.runner.run(schedule, [])
@@ -154,10 +156,10 @@ def drafter_of(runner: Runner) -> Drafter | None:
 
 
 def price(draft: Llama, model: Llama) -> float:
-    """How long a token of one model takes, in those of another.
+    """Return the time of a draft model's token, relative to the target's.
 
-    On a CPU it is measured. On a GPU it goes by the bytes that a token reads and by the number of layers, for there the
-    number of guesses decides how products are rounded, and a clock would let answers differ from start to start.
+    It is measured on a CPU. On a GPU it is estimated from the bytes per token and the number of layers: the number of
+    draft tokens decides how matmuls round, so a measured value would let outputs differ from start to start.
     """
     if model.device.type == "cpu":
         return _seconds_of_a_token(draft) / _seconds_of_a_token(model)
@@ -166,13 +168,13 @@ def price(draft: Llama, model: Llama) -> float:
 
 def token_bytes(model: Llama) -> int:
     """Return how many bytes a GPU reads in the time of a token."""
-    layer = 33 << 20  # what it reads in the 13 us that a layer takes besides
+    layer = 33 << 20  # what it reads in a layer's overhead of 13 us
     return model.weight_bytes + layer * model.config.num_layers
 
 
 @torch.inference_mode()
 def _seconds_of_a_token(model: Llama) -> float:
-    """The least of some runs, of one token alone."""
+    """Return the fastest of several runs of one token."""
     zeros = torch.zeros(1, dtype=torch.int64)
     table, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     lengths = [1] if model.rotary.dynamic else None
@@ -186,7 +188,7 @@ def _seconds_of_a_token(model: Llama) -> float:
 
 
 def _drawn_for(group: SequenceGroup) -> SequenceGroup:
-    """A group of the same parameters, as far as they decide which tokens are drawn."""
+    """Return a copy of a group with only the parameters that decide the draws."""
     same = copy(group)
     assert isinstance(group.params, SamplingParams)
     same.params = replace(group.params, logprobs=None, prompt_logprobs=None)

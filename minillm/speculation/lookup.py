@@ -1,43 +1,43 @@
-"""Where the last tokens of a text occurred before, in it or in others: an index in the manner of LZ77's hash chains.
+"""N-gram lookup: earlier occurrences of a text's last tokens, in it or in other texts, by hash chains as in LZ77.
 
-Each pair of neighbouring tokens knows its latest occurrence, and each occurrence the one before it. So a token costs
-one entry when it comes, and a search looks at a bounded number of places, however long the texts are.
+Each pair of adjacent tokens links to its latest occurrence, and each occurrence to the previous one. So a new token
+costs one entry, and a search visits a bounded number of places in texts of any length.
 """
 
 from dataclasses import dataclass
 
-LONGEST_MATCH = 16  # tokens that are compared: who agrees in so many mostly goes on alike
-_PLACES = 32  # the latest occurrences of a pair that a search looks at
+LONGEST_MATCH = 16  # tokens to compare: texts that agree in so many mostly continue alike
+_PLACES = 32  # latest occurrences of a pair that a search visits
 
 
 @dataclass(slots=True)
 class Source:
-    """Where the tokens that may follow a text are read."""
+    """A place in a text with tokens that may follow another text."""
 
     text: list[int]
     place: int  # of the first of them
     num_tries: int = 0  # since the text parted from this one
 
     def tokens(self, count: int, text: list[int]) -> tuple[int, ...]:
-        """Up to ``count`` tokens. Where they are read in ``text`` itself, it is taken to go on repeating itself."""
+        """Return up to ``count`` tokens. If the source is ``text`` itself, assume that it keeps repeating itself."""
         found = self.text[self.place : self.place + count]
         period = len(self.text) - self.place
         while found and self.text is text and len(found) < count:
             found.append(found[-period])
         return tuple(found)
 
-    def part(self, num_right: int) -> None:
-        """Note that the text has another token behind ``num_right`` of those here: after it, it may go on as this one.
+    def part(self, num_accepted: int) -> None:
+        """Note that the text diverged after ``num_accepted`` of these tokens; it may resume after the next one.
 
-        Where it has not gone on so, it may do so one token later.
+        If it did not resume there, it may do so one token later.
         """
-        if num_right or not self.num_tries:
-            self.place += num_right + 1
+        if num_accepted or not self.num_tries:
+            self.place += num_accepted + 1
             self.num_tries = 0
 
 
 class Occurrences:
-    """The pairs of tokens of some growing texts. Texts are lists of token ids that others append to."""
+    """Pairs of tokens of growing texts, which are lists of token ids that others append to."""
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}  # a pair -> its latest occurrence
@@ -46,7 +46,7 @@ class Occurrences:
         self._ends: list[int] = []  # of each occurrence, the place of its second token
 
     def add(self, text: list[int], first: int, end: int) -> None:
-        """Note the pairs of ``text`` whose second tokens stand from ``first`` to ``end`` (exclusive)."""
+        """Add the pairs of ``text`` with second tokens from ``first`` to ``end`` (exclusive)."""
         latest, before = self._latest, self._before
         for place in range(max(1, first), end):
             pair = text[place - 1] << 32 | text[place]
@@ -56,7 +56,7 @@ class Occurrences:
             self._ends.append(place)
 
     def source(self, text: list[int]) -> Source | None:
-        """Where the longest end of ``text`` occurred, the latest such place; None unless two tokens agree at least."""
+        """Return the latest occurrence of the longest suffix of ``text``; None if it has fewer than two tokens."""
         if len(text) < 2:
             return None
         found, longest = -1, 0
@@ -76,7 +76,7 @@ class Occurrences:
 
 
 def _common_end(text: list[int], other: list[int], end: int) -> int:
-    """How many tokens, of `LONGEST_MATCH` at most, agree before the end of ``text`` and at place ``end`` of another."""
+    """Return how many tokens, up to `LONGEST_MATCH`, agree at the end of ``text`` and up to ``end`` of another."""
     most = min(LONGEST_MATCH, len(text), end + 1)
     length = 2
     while length < most and text[-1 - length] == other[end - length]:

@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "dtype": "float32"
 
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses pay, however long they take here."""
+    """Drafts pay, however long they take here."""
     monkeypatch.setattr(drafter, "price", lambda draft, model: 0.1)
 
 
@@ -52,7 +52,7 @@ def test_a_smaller_model_guesses(model: Path, small: Path) -> None:
     params = SamplingParams(temperature=1.5, seed=3, max_tokens=60, ignore_eos=True, logprobs=2)
     for one, other in zip(plain.generate(prompts, params), guessing.generate(prompts, params), strict=True):
         assert facts(one) == facts(other)
-    assert guesses_of(guessing.engine).num_guessed > 0
+    assert guesses_of(guessing.engine).num_drafted > 0
 
 
 def test_a_copy_in_8_bits_guesses(model: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_copy_in_8_bits_guesses(model: Path) -> None:
     [one], [other] = plain.generate(["one two"], params), guessing.generate(["one two"], params)
     assert facts(one) == facts(other)
     guesses = guesses_of(guessing.engine)
-    assert guesses.num_right > 0.7 * guesses.num_guessed > 0
+    assert guesses.num_accepted > 0.7 * guesses.num_drafted > 0
 
 
 def test_random_weights_have_a_copy_of_few_bits() -> None:
@@ -74,7 +74,7 @@ def test_random_weights_have_a_copy_of_few_bits() -> None:
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True)
     llm.generate([[5, 6, 7]], params)
     guesses = guesses_of(llm.engine)
-    assert guesses.num_right > 0.6 * guesses.num_guessed > 0
+    assert guesses.num_accepted > 0.6 * guesses.num_drafted > 0
 
 
 def test_the_pools_share_what_there_is(model: Path, small: Path) -> None:
@@ -94,7 +94,7 @@ def test_what_will_hardly_pay_is_told_and_not_done(model: Path, small: Path, mon
     llm = LLM(str(model), on_message=told.append, **OPTIONS, speculate=str(small))
     assert any("a draft token takes 0.95 of the time of a token" in line for line in told)
     llm.generate(["one two"], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
-    assert guesses_of(llm.engine).num_guessed == 0
+    assert guesses_of(llm.engine).num_drafted == 0
 
 
 def test_the_price_is_the_part_of_a_tokens_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,13 +127,13 @@ SEARCHING = ["begin", "due", "prompt_computed", "launch", "outputs", "advance", 
 NAMES = {
     "sample": SAMPLING,
     "samples": SAMPLING,
-    "drafts": [*SAMPLING, "note_guesses", "expects"],
+    "drafts": [*SAMPLING, "note_verified", "expects"],
     "beams": SEARCHING,
     "groups": SEARCHING,
     "score": ["begin", "due", "launch", "outputs"],
 }
 NEVER = {("sample", "prompt_computed"), ("drafts", "prompt_computed"), ("groups", "follow")}
-TOLERATED = {"note_guesses", "expects"}  # what fails there may cost the guesses alone
+TOLERATED = {"note_verified", "expects"}  # what fails there may cost the guesses alone
 
 
 @pytest.mark.parametrize("on_device", [False, True])

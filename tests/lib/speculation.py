@@ -17,12 +17,12 @@ from minillm.engine.requests import Request
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import SamplingParams
-from minillm.speculation.method import GuessingSamples
+from minillm.speculation.method import SpeculativeSamples
 
 
-def guesses_of(engine: Engine) -> GuessingSamples:
+def guesses_of(engine: Engine) -> SpeculativeSamples:
     method = engine._methods[SamplingParams]
-    assert isinstance(method, GuessingSamples)
+    assert isinstance(method, SpeculativeSamples)
     return method
 
 

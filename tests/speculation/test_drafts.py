@@ -158,7 +158,7 @@ def test_what_is_known_of_a_draft_is_so(
         preempted += engine.scheduler.preemption.count
         swapped += engine.scheduler.preemption.swap.num_swapped_in
         hits += engine.cache.num_hit_tokens
-        right += guesses_of(engine).num_right
+        right += guesses_of(engine).num_accepted
     assert min(preempted, swapped, hits) > 0
     assert right > 60
     assert found > 600
@@ -183,10 +183,10 @@ def test_a_draft_model_that_is_wrong_is_soon_left_alone(model: Llama, stranger: 
     seen = Seen(engine)
     run(engine, [(WORDS[0], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))])
     guesses = guesses_of(engine)
-    assert 0 < guesses.num_guessed < 60
-    assert guesses.num_right <= 3
+    assert 0 < guesses.num_drafted < 60
+    assert guesses.num_accepted <= 3
     assert seen.num_tokens < 240, "each token once at most, and the guesses"
-    assert engine.figures.num_steps >= 200 - guesses.num_right
+    assert engine.figures.num_steps >= 200 - guesses.num_accepted
 
 
 def test_right_guesses_become_many(model: Llama) -> None:
@@ -194,7 +194,7 @@ def test_right_guesses_become_many(model: Llama) -> None:
     engine = engine_for(model, draft=model, num_blocks=256)
     run(engine, [(WORDS[0], SamplingParams(temperature=0.8, seed=1, max_tokens=91, ignore_eos=True))])
     guesses = guesses_of(engine)
-    assert guesses.num_right == guesses.num_guessed
+    assert guesses.num_accepted == guesses.num_drafted
     assert engine.figures.num_steps <= 14, "1, then 1 + 8 tokens each, and fewer in the beginning"
 
 
@@ -208,7 +208,7 @@ def test_a_long_prompt_is_drafted_in_pieces(model: Llama, draft: Llama, budget: 
     found = run(engine, [(prompt, params)])
     assert facts(found[0]) == facts(run(engine_for(model, num_blocks=256), [(prompt, params)])[0])
     assert max(work.num_tokens for work in seen.works) <= max(budget, 9)
-    assert guesses_of(engine).num_right > 0
+    assert guesses_of(engine).num_accepted > 0
 
 
 @pytest.mark.parametrize("vocab_size", [60, 130])
@@ -222,7 +222,7 @@ def test_another_number_of_ids_does_no_harm(model: Llama, vocab_size: int) -> No
     engine = engine_for(model, draft=other, num_blocks=256)
     for one, expected in zip(run(engine, requests), run(engine_for(model, num_blocks=256), requests), strict=True):
         assert facts(one) == facts(expected)
-    assert guesses_of(engine).num_guessed > 0
+    assert guesses_of(engine).num_drafted > 0
 
 
 def test_nothing_is_guessed_behind_an_end(model: Llama) -> None:
@@ -233,7 +233,7 @@ def test_nothing_is_guessed_behind_an_end(model: Llama) -> None:
     engine = engine_for(model, draft=model, on_device=False, eos=frozenset({end}))
     [output] = run(engine, [(WORDS[0], params)])
     assert output.outputs[0].token_ids == token_ids[: token_ids.index(end) + 1]
-    assert guesses_of(engine).num_guessed == token_ids.index(end)
+    assert guesses_of(engine).num_drafted == token_ids.index(end)
 
 
 def test_many_requests_are_not_drafted(model: Llama, draft: Llama) -> None:

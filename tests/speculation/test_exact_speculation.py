@@ -21,7 +21,7 @@ from minillm.loading.engine import chat_options
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.speculation import method as speculation
-from minillm.speculation.guesses import num_accepted
+from minillm.speculation.drafts import num_accepted
 from minillm.speculation.lookup import Occurrences
 from minillm.speculation.pace import LookupPace
 from minillm.text.tokenizer import Tokenizer
@@ -177,8 +177,8 @@ def compare_random_requests(parts: Parts, guessers: list[dict[str, Any]], count:
                 assert_same(expected[name], found[name])
                 counts.ended_within += found[name].outputs[0].finish_reason == "stop"
         counts.asked += len(requests)
-        counts.right += guesses_of(guessing).num_right
-        counts.guessed += guesses_of(guessing).num_guessed
+        counts.right += guesses_of(guessing).num_accepted
+        counts.guessed += guesses_of(guessing).num_drafted
         counts.preempted += guessing.scheduler.preemption.count
         counts.swapped += guessing.scheduler.preemption.swap.num_swapped_in
     print(counts)
@@ -260,7 +260,7 @@ def test_a_step_that_fails_takes_its_own_requests_only(
         guessing = engine(parts, num_blocks=512, host_blocks=32, **guesser)
         owners: dict[str, Any] = {
             "run": type(guessing.runner),
-            "draw_drafts": speculation.GuessingSamples,
+            "draw_drafts": speculation.SpeculativeSamples,
             "wait": speculation.Verification,
         }
         owner = owners[where]
@@ -328,5 +328,5 @@ def test_sequences_count_their_guessed_tokens(parts: Parts, guesser: dict[str, A
     while guessing.has_work:
         guessing.step()
     counts = [num_accepted(group, sequence.index) for group in groups for sequence in group.sequences]
-    assert sum(counts) == guesses_of(guessing).num_right
+    assert sum(counts) == guesses_of(guessing).num_accepted
     assert min(counts) > 0

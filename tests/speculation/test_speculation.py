@@ -89,7 +89,7 @@ def test_tokens_are_the_same_whatever_the_options(model: Llama, block_size: int,
         plain = run(engine_for(model, on_device=False, **size), requests)
         engine = engine_for(model, on_device=on_device, speculate="lookup", **size)
         assert_same(plain, run(engine, requests))
-        right += guesses_of(engine).num_right
+        right += guesses_of(engine).num_accepted
     assert right > 150, "too few guesses were right to mean anything"
 
 
@@ -120,7 +120,7 @@ def test_preemption_and_chunks_of_prompts_change_nothing(model: Llama, host_bloc
     )  # fmt: skip
     assert_same(plain, run(engine, requests))
     assert engine.scheduler.preemption.count > 0
-    assert guesses_of(engine).num_right > 0
+    assert guesses_of(engine).num_accepted > 0
     assert (engine.scheduler.preemption.swap.num_swapped_out > 0) == (host_blocks > 0)
 
 
@@ -157,7 +157,7 @@ def test_right_guesses_come_several_at_a_step(loops: Llama) -> None:
     assert output.outputs[0].token_ids == (LOOP * 6) == same.outputs[0].token_ids
     assert plain == 30
     assert fewer <= 7, "1, then 1 + 3, 1 + 6, 1 + 8 and 1 + 8 tokens"
-    assert guesses_of(engine).num_right == guesses_of(engine).num_guessed
+    assert guesses_of(engine).num_accepted == guesses_of(engine).num_drafted
 
 
 @pytest.mark.parametrize("length", range(1, 14))
@@ -194,7 +194,7 @@ def test_right_guesses_are_not_made_beyond_the_answer(loops: Llama) -> None:
     """Of the last token that an answer may have, nothing is computed behind it."""
     engine = engine_for(loops, on_device=False, speculate="lookup")
     run(engine, [looping(max_tokens=3)])
-    assert guesses_of(engine).num_guessed == 1, "the prompt gives one token, a guess and the token behind it the others"
+    assert guesses_of(engine).num_drafted == 1, "the prompt gives one token, a guess and the token behind it the others"
 
 
 def test_what_would_fail_behind_a_wrong_guess_fails_nothing(model: Llama) -> None:
@@ -207,7 +207,7 @@ def test_what_would_fail_behind_a_wrong_guess_fails_nothing(model: Llama) -> Non
     engine = engine_for(model, on_device=False, speculate="lookup")
     assert_same(plain, run(engine, [(prompt, params)]))
     assert plain[0].error is None
-    assert guesses_of(engine).num_guessed > guesses_of(engine).num_right
+    assert guesses_of(engine).num_drafted > guesses_of(engine).num_accepted
 
 
 def test_aborts_give_every_block_back(loops: Llama) -> None:
@@ -237,20 +237,20 @@ def test_wrong_guesses_are_never_found_in_the_prefix_cache(model: Llama) -> None
             prompt, SamplingParams(temperature=1.0, seed=number % 7, max_tokens=20, logit_bias=dict.fromkeys(LOOP, 8.0))
         )  # fmt: skip
         assert_same(run(engine_for(model, block_size=1, num_blocks=512), [request]), run(engine, [request]))
-    assert guesses_of(engine).num_guessed > guesses_of(engine).num_right > 0
+    assert guesses_of(engine).num_drafted > guesses_of(engine).num_accepted > 0
 
 
 def test_requests_that_must_be_asked_at_each_token_do_not_guess(loops: Llama) -> None:
     engine = engine_for(loops, on_device=False, speculate="lookup")
     run(engine, [looping(logits_processor=lambda prompt, answer, logits: logits)])
-    assert guesses_of(engine).num_guessed == 0
+    assert guesses_of(engine).num_drafted == 0
 
 
 def test_many_requests_do_not_guess(loops: Llama) -> None:
     engine = engine_for(loops, on_device=False, num_blocks=256, speculate="lookup")
     _, params = looping()
     run(engine, [(LOOP[i:] + LOOP[:i], params) for i in range(MOST_SEQS + 1)])
-    assert guesses_of(engine).num_guessed == 0
+    assert guesses_of(engine).num_drafted == 0
 
 
 def test_a_stop_string_ends_within_guesses(tiny_model: Path) -> None:
@@ -264,14 +264,14 @@ def test_a_stop_string_ends_within_guesses(tiny_model: Path) -> None:
         params = SamplingParams(seed=seed, max_tokens=40, logit_bias=bias, stop=["eee", "oo", "eth"], ignore_eos=True)
         one, other = plain.generate([prompt], params)[0], guessed.generate([prompt], params)[0]
         assert facts(one) == facts(other)
-    assert guesses_of(guessed.engine).num_right > 20
+    assert guesses_of(guessed.engine).num_accepted > 20
 
 
 def test_a_grammar_goes_the_old_way(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), device="cpu", num_blocks=64, speculate="lookup")
     params = SamplingParams(temperature=0, max_tokens=20, grammar=Grammar.regex("(ab)+"))
     assert set(llm.generate(["ababab"], params)[0].text) <= {"a", "b"}
-    assert guesses_of(llm.engine).num_guessed == 0
+    assert guesses_of(llm.engine).num_drafted == 0
 
 
 # --- the index and the pace -------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups(model: Lla
         method.launch = lambda *args, inner=inner, flights=flights: flights.append(inner(*args)) or flights[-1]
         while engine.has_work:
             engine.step()
-        assert [flight.waits for flight in flights if isinstance(flight, speculation.Unguessed)][: len(waits)] == waits
+        assert [flight.waits for flight in flights if isinstance(flight, speculation.PlainDraws)][: len(waits)] == waits
 
 
 @pytest.mark.parametrize("on_device", [True, False])
