@@ -53,6 +53,20 @@ class Parser(argparse.ArgumentParser):
         essential = self.filled().essential
         return help_text(self, [*essential, "--help", "--help-all"] if essential else ())
 
+    def parse_args(self, *args: Any, **options: Any) -> Any:
+        """Parse all arguments. The innermost command's parser reports unknown ones."""
+        found, rest = self.parse_known_args(*args, **options)
+        parser: Parser = self
+        while commands := next(
+            (each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None
+        ):
+            if (name := getattr(found, commands.dest, None)) is None:
+                break
+            parser = commands.choices[name]
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found
+
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         """Parse the arguments; those after an option belong to the last argument as well if it takes several.
 
@@ -75,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ").split()[0]
             if unknown.startswith("-"):
-                message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], _option_strings(self))
+                message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], self._option_string_actions)
             else:
                 message = f"one argument too many: {unknown!r}; put quotation marks around a text of several words"
         elif "invalid choice: " in message:
@@ -96,16 +110,6 @@ class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser._print_message(help_text(parser, ()), sys.stdout)
         parser.exit()
-
-
-def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
-    """Return the options of a parser and of the given subcommands."""
-    found: set[str] = set()
-    for action in parser._actions:
-        found.update(action.option_strings)
-        if isinstance(action, argparse._SubParsersAction):
-            found.update(*map(_option_strings, action.choices.values()))
-    return found
 
 
 def _meant(word: str, words: Iterable[str], alike: float = 0.5) -> str:
