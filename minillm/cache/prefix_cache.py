@@ -1,8 +1,8 @@
 """Index from tokens to full blocks, so that cached beginnings of prompts are not computed again.
 
-The key of a block is (the node before it, its tokens), and each block gets a node with a number of its own. Blocks are
-thus found along a chain from the first one. Python's dictionary compares keys whole, so a hash collision never gives a
-wrong answer. vLLM uses a chain of hashes instead (Kwon et al. 2023).
+The key of a block is (the node before it, its tokens), and each block gets a new numbered node. Blocks are thus found
+along a chain from the first one. Python's dictionary compares keys whole, so a hash collision never gives a wrong
+answer. vLLM uses a chain of hashes instead (Kwon et al. 2023).
 """
 
 from collections.abc import Iterator, Sequence

@@ -87,7 +87,7 @@ class Sized:
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """The shape that a checked configuration gives."""
+    """Return the shape of a validated configuration."""
     return Shape(
         layers=config.num_layers,
         hidden=config.hidden_size,

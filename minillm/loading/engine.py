@@ -213,7 +213,7 @@ def _tokens_in_a_stall(config: ModelConfig, device: torch.device) -> int:
     (Measurements would differ from start to start, and so would the chunks of prompts and the last bits of results.)
     """
     properties = torch.cuda.get_device_properties(device)
-    # FLOPs of the matrix units per multiprocessor and cycle, in half precision.
+    # FLOPs of the tensor cores per multiprocessor and cycle, in half precision.
     per_cycle = {7: 1024, 8: 2048 if properties.minor == 0 else 1024, 9: 4096}.get(properties.major, 4096)
     rate = 0.65 * properties.multi_processor_count * per_cycle * 1.7e9
     return max(256, int(_STALL_SECONDS * rate / (2 * config.num_parameters)) // 256 * 256)

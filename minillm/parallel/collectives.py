@@ -52,7 +52,7 @@ class Ranks:
             self._sums = sums if self.least(int(sums is not None)) else None  # all ranks or none
 
     def keep_order(self) -> None:
-        """From now on, add in the order of ranks for any size. All ranks must call it."""
+        """Add in the order of ranks from now on, for any size. All ranks must call it."""
         self._in_order = True
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise WeightsError(f"{path}: {error.strerror}") from None
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
+    except BaseException as error:  # the library raises nothing narrower, and its panics are not even an Exception
         raise WeightsError(f"{path}: {clean_line(str(error))}") from None
 
 
