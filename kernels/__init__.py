@@ -114,13 +114,13 @@ class LinearWeight:
 
     def __init__(self, weight: Tensor | tuple[LowBit, ...], bias: Tensor | None = None) -> None:
         self.parts: tuple[LowBit, ...] = ()
-        self.most_by_parts = -1  # maximum tokens of a matmul for which low-bit matrices are used
+        self.max_low_bit_tokens = -1  # maximum tokens of a matmul for which low-bit matrices are used
         self.gated_scale: FixedScale | None = None  # of the gated MLP's result, see `bound_gated`
         self.attended_scale: FixedScale | None = None  # of the input of o, see `bound_attended`
         self.packed, self.bias = None, bias
         if isinstance(weight, tuple):
             self.parts, self.weight = weight, weight[0].levels.new_empty(0)
-            self.most_by_parts = sys.maxsize
+            self.max_low_bit_tokens = sys.maxsize
             self.out_features, self.in_features = sum(part.shape[0] for part in weight), weight[0].shape[1]
             return
         self.out_features, self.in_features = weight.shape
@@ -160,7 +160,7 @@ class LinearWeight:
         """Also keep the weight in ``dtype``, for matmuls of enough tokens that this is faster."""
         if self.copied_bytes(dtype):
             self.weight = low_bit_linear.unpacked(self.parts, dtype)
-            self.most_by_parts = low_bit_linear.most_tokens_beside_a_copy(self.parts, self.weight)
+            self.max_low_bit_tokens = low_bit_linear.most_tokens_beside_a_copy(self.parts, self.weight)
 
     def bound_gated(self, norm_weight: Tensor) -> None:
         """Choose the scale with which `mlp` keeps ``silu(gate) * up`` of a low-bit matrix after a norm in float16."""
@@ -187,7 +187,7 @@ class LinearWeight:
 
 def _is_by_parts(x: Tensor, weight: LinearWeight) -> bool:
     """Return whether a matmul of this many tokens uses the low-bit matrices instead of their 16-bit copy."""
-    return x.shape[0] <= weight.most_by_parts
+    return x.shape[0] <= weight.max_low_bit_tokens
 
 
 def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:

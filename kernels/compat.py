@@ -106,7 +106,7 @@ def end_part(PART: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def call_into_l2(addresses):
+def prefetch_l2(addresses):
     """Prefetch the 128-byte lines at some addresses into the L2."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
@@ -162,7 +162,7 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and _capability(device.index or 0) >= (8, 9)
 
 
-def has_whole_products(device: torch.device) -> bool:
+def has_int8_mma(device: torch.device) -> bool:
     """Return whether tensor cores multiply 16 x 32 int8 (8.0); True for the interpreter."""
     return device.type != "cuda" or _capability(device.index or 0) >= (8, 0)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from minillm.kernels.compat import INTERPRETED
 
-BFLOAT_UNIT = tl.constexpr(2.0**-13)  # the value of one in the results of `neighbours` and `brains`
+BFLOAT_UNIT = tl.constexpr(2.0**-13)  # the value of one in the results of `int8_pair_to_bf16x2` and `int8_to_bf16x4`
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def mma(upper, lower, b, c, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def turned(words, WARPS: tl.constexpr):
+def transpose8x8(words, WARPS: tl.constexpr):
     """Transpose eight rows of eight 16-bit values: lane 4r + t gets columns 2t and 2t + 1 of row r."""
     if INTERPRETED:
         halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
@@ -68,7 +68,7 @@ def _byte(word, place: tl.constexpr):
 
 
 @triton.jit
-def by_number(a, b, c, d):
+def transpose4x4_bytes(a, b, c, d):
     """Transpose four words of four bytes: word i of the result has byte i of each."""
     if INTERPRETED:
         result = ()
@@ -135,7 +135,7 @@ def _half(word, place: tl.constexpr):
 
 
 @triton.jit
-def halves(word):
+def int8_to_f16x4(word):
     """Convert four int8 to two pairs of float16.
 
     The bits of 1,024 with a number, its sign bit flipped, in the mantissa are the number plus 1,152.
@@ -159,7 +159,7 @@ def _bfloat(word, place: tl.constexpr):
 
 
 @triton.jit
-def neighbours(a, b, place: tl.constexpr):
+def int8_pair_to_bf16x2(a, b, place: tl.constexpr):
     """Convert the int8 at the same place of two words to a pair of bfloat16, times `BFLOAT_UNIT`.
 
     A number plus 128, as the bits of a bfloat16, is that sum times 2^-133: it is subnormal or the smallest normal
@@ -176,8 +176,8 @@ def neighbours(a, b, place: tl.constexpr):
 
 
 @triton.jit
-def brains(word):
-    """Convert four int8 to two pairs of bfloat16, times `BFLOAT_UNIT`; see `neighbours`."""
+def int8_to_bf16x4(word):
+    """Convert four int8 to two pairs of bfloat16, times `BFLOAT_UNIT`; see `int8_pair_to_bf16x2`."""
     if INTERPRETED:
         return _bfloat(word, 0) | (_bfloat(word, 1) << 16), _bfloat(word, 2) | (_bfloat(word, 3) << 16)
     else:

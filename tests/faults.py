@@ -747,7 +747,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("digits-are-all-signed", "_products", "UNSIGNED:\n        b = b & 255", "False:\n        pass",
          LANES + "test_instructions_do_what_their_manual_says",
          LANES + "test_scores_and_weighted_sums_are_exact_but_for_16_bits_of_the_largest[1-64]"),
-        ("turned-by-words", "turned", "Call 1", "$args[0]", LANES + "test_instructions_do_what_their_manual_says"),
+        ("transposed-by-words", "transpose8x8", "Call 1", "$args[0]",
+         LANES + "test_instructions_do_what_their_manual_says"),
     ],
     "kernels/attention/int8_decode.py": [
         ("lanes-higher-digit-cut-off", "digits", "Assign 11.value", "$args[1].left",

@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import has_whole_products
-from minillm.kernels.lanes import by_number, bytes_at, mma, of_eights, power, turned, two_digits
-from minillm.kernels.linear.low_bit.lanes import fours
+from minillm.kernels.compat import has_int8_mma
+from minillm.kernels.lanes import bytes_at, mma, of_eights, power, transpose4x4_bytes, transpose8x8, two_digits
+from minillm.kernels.linear.low_bit.lanes import columns4
 
 TOKENS = tl.constexpr(32)  # of a warp's tile
 HEADS = tl.constexpr(4)  # per mma: its eight columns are two digits of each
@@ -45,7 +45,7 @@ def _over_rows(x, WARPS: tl.constexpr, SUM: tl.constexpr = False):
 def _columns(words, LANES: tl.constexpr, COUNT: tl.constexpr):
     """Split ``[lanes, 2 or 4]`` into its columns."""
     if COUNT == 4:
-        return fours(words, LANES)
+        return columns4(words, LANES)
     else:
         first, second = tl.split(words)
         return first, second
@@ -87,7 +87,7 @@ def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
     LANES: tl.constexpr = WARPS * 32
     numbers, largest = (), tl.zeros([LANES], tl.float32)
     for i in tl.static_range(len(loaded)):
-        four = fours(loaded[i], LANES)
+        four = columns4(loaded[i], LANES)
         for each in tl.static_range(4):
             low, high = _numbers(four[each], DTYPE)
             numbers = numbers + (low, high)
@@ -149,7 +149,7 @@ def _load_scales(
     """Load the scales of a lane's four tokens; ``scales_ptr`` is the head's first."""
     if BLOCK_SIZE >= 4:
         at = scales_ptr + ids[0].to(tl.int64) * (KV_HEADS * BLOCK_SIZE) + tokens % BLOCK_SIZE
-        return fours(tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=(tokens < end)[:, None]), LANES)
+        return columns4(tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=(tokens < end)[:, None]), LANES)
     else:
         scales = ()
         for i in tl.static_range(4):
@@ -217,8 +217,8 @@ def attend_lanes(
             for pair in tl.static_range(2):
                 sums = (nothing, nothing, nothing, nothing)
                 for chunk in tl.static_range(K_CHUNKS):
-                    upper = fours(k[2 * pair * K_CHUNKS + chunk], LANES)
-                    lower = fours(k[(2 * pair + 1) * K_CHUNKS + chunk], LANES)
+                    upper = columns4(k[2 * pair * K_CHUNKS + chunk], LANES)
+                    lower = columns4(k[(2 * pair + 1) * K_CHUNKS + chunk], LANES)
                     q = queries[tile]
                     sums = mma(
                         (upper[0], upper[1]), (lower[0], lower[1]), (q[4 * chunk], q[4 * chunk + 1]), sums,
@@ -265,7 +265,10 @@ def attend_lanes(
             for i in tl.static_range(4):
                 whole = whole + ((scaled[i] * growth + _WHOLE).to(tl.int32, bitcast=True),)
             weights = weights + (
-                (turned(two_digits(whole[0], whole[1]), WARPS), turned(two_digits(whole[2], whole[3]), WARPS)),
+                (
+                    transpose8x8(two_digits(whole[0], whole[1]), WARPS),
+                    transpose8x8(two_digits(whole[2], whole[3]), WARPS),
+                ),
             )
             new_maxima, new_totals = new_maxima + (largest,), new_totals + (total,)
             corrections, growths = corrections + (correction,), growths + (most * (1 / _WEIGHT_LARGEST),)
@@ -276,8 +279,8 @@ def attend_lanes(
             for i in tl.static_range(8):
                 rows = rows + (_columns(v[i * V_CHUNKS + word // V_WORDS], LANES, V_WORDS)[word % V_WORDS],)
             # Weights are in pairs of tokens: 8t, 8t + 1, 8t + 4, 8t + 5 in the first word, the others in the second.
-            first = by_number(rows[0], rows[1], rows[4], rows[5])
-            second = by_number(rows[2], rows[3], rows[6], rows[7])
+            first = transpose4x4_bytes(rows[0], rows[1], rows[4], rows[5])
+            second = transpose4x4_bytes(rows[2], rows[3], rows[6], rows[7])
             for tile in tl.static_range(TILES):
                 for pair in tl.static_range(2):
                     sums = mma(
@@ -382,7 +385,7 @@ def takes(q: Tensor, pages: Pages) -> bool:
     head_dim, group = q.shape[2], q.shape[1] // pages.k.shape[2]
     fits = pages.k_scales is not None and q.element_size() == 2 and head_dim in (64, 128) and group <= 8
     fits = fits and q.data_ptr() % 4 == 0 and q.stride(0) % 2 == 0 and q.stride(1) % 2 == 0  # loaded as words
-    return fits and has_whole_products(q.device)
+    return fits and has_int8_mma(q.device)
 
 
 def registers(group: int) -> int:

@@ -28,9 +28,17 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import call_into_l2, dot, finished, has_whole_products
-from minillm.kernels.lanes import BFLOAT_UNIT, brains, halves, logarithm, neighbours, power, reciprocal
-from minillm.kernels.linear.low_bit.lanes import fours
+from minillm.kernels.compat import dot, finished, has_int8_mma, prefetch_l2
+from minillm.kernels.lanes import (
+    BFLOAT_UNIT,
+    int8_pair_to_bf16x2,
+    int8_to_bf16x4,
+    int8_to_f16x4,
+    logarithm,
+    power,
+    reciprocal,
+)
+from minillm.kernels.linear.low_bit.lanes import columns4
 from minillm.kernels.linear.low_bit.many_tokens import joined, unpacked
 
 TOKENS = tl.constexpr(64)  # per tile
@@ -47,9 +55,9 @@ def _k_tile(loaded, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
     """
     pairs = ()
     for chunk in tl.static_range(HEAD_DIM // 64):
-        words = fours(loaded[chunk], TOKENS * 4)
+        words = columns4(loaded[chunk], TOKENS * 4)
         for i in tl.static_range(4):
-            pairs = pairs + (brains(words[i]) if DTYPE == tl.bfloat16 else halves(words[i]))  # noqa: SIM300
+            pairs = pairs + (int8_to_bf16x4(words[i]) if DTYPE == tl.bfloat16 else int8_to_f16x4(words[i]))  # noqa: SIM300
     words = tl.reshape(joined(pairs, HEAD_DIM // 8), [2, WARPS, 8, 4, HEAD_DIM // 8])
     return unpacked(tl.permute(words, (1, 0, 2, 4, 3)), TOKENS, HEAD_DIM, DTYPE)
 
@@ -68,7 +76,7 @@ def _v_tile(loaded, HEAD_DIM: tl.constexpr):
     pairs = ()
     for part in tl.static_range(PARTS):
         for i in tl.static_range(TOKENS // 8):
-            pairs = pairs + (neighbours(loaded[2 * i], loaded[2 * i + 1], part),)
+            pairs = pairs + (int8_pair_to_bf16x2(loaded[2 * i], loaded[2 * i + 1], part),)
     words = tl.reshape(joined(pairs, PARTS * TOKENS // 8), [WARPS, 8, 4, PARTS // 2, 2, TOKENS // 8])
     return unpacked(tl.permute(words, (3, 0, 4, 1, 5, 2)), HEAD_DIM, TOKENS, tl.bfloat16)
 
@@ -192,8 +200,8 @@ def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HE
     """Prefetch a lane's token and scale, at addresses in bytes, into the L2."""
     token = _in_blocks(tokens_ptr, ids, position, SLOT, SLOT * BLOCK_SIZE, BLOCK_SIZE)
     scale = _in_blocks(scales_ptr, ids, position, 4, 4 * KV_HEADS * BLOCK_SIZE, BLOCK_SIZE)
-    call_into_l2(token)
-    call_into_l2(scale)
+    prefetch_l2(token)
+    prefetch_l2(scale)
 
 
 @triton.jit
@@ -342,4 +350,4 @@ def attend_rows(
 def takes(q: Tensor, pages: Pages) -> bool:
     """Return whether shared tokens can be read this way: in 8 bits, for queries of 16 bits, with bfloat16 (8.0)."""
     of_16_bits = q.element_size() == 2 and q.shape[2] in (64, 128)
-    return pages.k_scales is not None and of_16_bits and has_whole_products(q.device)
+    return pages.k_scales is not None and of_16_bits and has_int8_mma(q.device)

@@ -29,7 +29,7 @@ from minillm.kernels.attention.prefill import check_chunks, find_chunk, load_que
 from minillm.kernels.compat import (
     INTERPRETED,
     dot,
-    has_whole_products,
+    has_int8_mma,
     pdl_options,
     plain_operand,
     wait_for_inputs,
@@ -334,7 +334,7 @@ def tile_of(element_size: int, head_dim: int, device: torch.device) -> int:
         return 16
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
     tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    return tile if has_whole_products(device) else max(16, tile // 2)
+    return tile if has_int8_mma(device) else max(16, tile // 2)
 
 
 def num_segments_of(tokens: int, tile: int) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from minillm.kernels.arguments import Pages
 from minillm.kernels.attention.decode import check_inputs, k_numbers, load_scales, share, v_numbers
 from minillm.kernels.attention.int8_prefill import seqs_tile, stage, staged_begin
-from minillm.kernels.compat import dot, has_large_shared_memory, has_whole_products
+from minillm.kernels.compat import dot, has_int8_mma, has_large_shared_memory
 
 _LEAST_STAGED = 256  # average tokens of a chunk from which dequantizing first pays
 
@@ -243,7 +243,7 @@ def capacity_for(q: Tensor, pages: Pages) -> int:
     It depends only on shapes: the longest context that the tables can hold, and the chunks of the step.
     """
     num_seqs = pages.lens.shape[0]
-    takes = pages.k_scales is not None and q.element_size() == 2 and has_whole_products(q.device)
+    takes = pages.k_scales is not None and q.element_size() == 2 and has_int8_mma(q.device)
     if not takes or q.shape[0] < _LEAST_STAGED * num_seqs:
         return 0
     longest = pages.tables.shape[1] * pages.k.shape[1]

@@ -26,11 +26,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minillm.kernels.compat import (
     INTERPRETED,
-    call_into_l2,
     dot,
     has_large_shared_memory,
     num_multiprocessors,
     pdl_options,
+    prefetch_l2,
     wait_for_inputs,
 )
 
@@ -62,7 +62,7 @@ def _store(
 def _call(ptr, rows, last_row, num_columns, COLUMNS: tl.constexpr):
     """Prefetch the first COLUMNS columns of some rows into the L2, by lines of 128 bytes."""
     at = tl.minimum(rows, last_row).to(tl.int64)[:, None] * num_columns + tl.arange(0, COLUMNS // 64)[None, :] * 64
-    call_into_l2(ptr + at)
+    prefetch_l2(ptr + at)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -39,17 +39,17 @@ from minillm.kernels.attention.int8_prefill import stage
 from minillm.kernels.attention.prefill import prefill_attention
 from minillm.kernels.attention.shared import prefix_attention
 from minillm.kernels.lanes import (
-    brains,
-    by_number,
     bytes_at,
-    halves,
+    int8_pair_to_bf16x2,
+    int8_to_bf16x4,
+    int8_to_f16x4,
     logarithm,
     mma,
-    neighbours,
     of_eights,
     power,
     reciprocal,
-    turned,
+    transpose4x4_bytes,
+    transpose8x8,
     two_digits,
 )
 
@@ -66,16 +66,21 @@ def _instructions_kernel(out_ptr, words_ptr, LANES: tl.constexpr, WARPS: tl.cons
     e, f = tl.load(words_ptr + 4 * LANES + lanes), tl.load(words_ptr + 5 * LANES + lanes)
     signed = mma((a, b), (c, d), (e, f), (a, b, c, d), False, WARPS)
     unsigned = mma((a, b), (c, d), (e, f), (a, b, c, d), True, WARPS)
-    number = by_number(a, b, c, d)
-    high, low = halves(a)
-    pairs = neighbours(a, b, 0), neighbours(a, b, 1), neighbours(a, b, 2), neighbours(a, b, 3)
+    number = transpose4x4_bytes(a, b, c, d)
+    high, low = int8_to_f16x4(a)
+    pairs = (
+        int8_pair_to_bf16x2(a, b, 0),
+        int8_pair_to_bf16x2(a, b, 1),
+        int8_pair_to_bf16x2(a, b, 2),
+        int8_pair_to_bf16x2(a, b, 3),
+    )
     place = lanes % 2
     shared = tl.load(words_ptr + lanes // 8 * 8)  # the same in eight lanes
     others = (
-        turned(a, WARPS), two_digits(a & 0xFFFF, b & 0xFFFF), bytes_at(a, b, c, d, place), of_eights(shared, WARPS),
-        high, low,
+        transpose8x8(a, WARPS), two_digits(a & 0xFFFF, b & 0xFFFF), bytes_at(a, b, c, d, place),
+        of_eights(shared, WARPS), high, low,
     )  # fmt: skip
-    results = signed + unsigned + number + others + pairs + brains(a)
+    results = signed + unsigned + number + others + pairs + int8_to_bf16x4(a)
     for i in tl.static_range(len(results)):
         tl.store(out_ptr + i * LANES + lanes, results[i])
 

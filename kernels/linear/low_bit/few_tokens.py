@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options, wait_for_inputs
-from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, eight_weights, fours, load_row, row_factors
+from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, columns4, eight_weights, load_row, row_factors
 from minillm.kernels.linear.low_bit.layouts import GROUP, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, pair, planes_of
 
@@ -244,7 +244,7 @@ def _matmul_kernel(
                 token = tl.minimum(r, num_tokens - 1 - (first_token + tile * 8))
                 eight = tl.minimum(tl.program_id(1) * TILES + tile, (num_tokens - 1) // 8)
                 at = x_ptr + (eight * x_turns + turn) * 512 + word * 128 + tl.maximum(token, 0) * 16 + t * 4
-                x = x + (fours(tl.load(at[:, None] + four), LANES),)
+                x = x + (columns4(tl.load(at[:, None] + four), LANES),)
             sums = ()
             for k in tl.static_range(ROW_TILES * TILES):
                 upper, lower = weights[2 * (k // TILES)], weights[2 * (k // TILES) + 1]

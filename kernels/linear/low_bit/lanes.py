@@ -61,7 +61,7 @@ def _twice(number):
 
 
 @triton.jit
-def fours(words, LANES: tl.constexpr):
+def columns4(words, LANES: tl.constexpr):
     """Split ``[lanes, 4]`` into its columns."""
     even, odd = tl.split(tl.reshape(words, [LANES, 2, 2]))
     first, third = tl.split(even)
@@ -109,7 +109,7 @@ def row_factors(row, group, SCALES: tl.constexpr, GROUP: tl.constexpr, LANES: tl
     _, _, _, scales, unit = row
     offset = group
     if SCALES == "super":
-        low, low_mins, high, units = fours(scales, LANES)
+        low, low_mins, high, units = columns4(scales, LANES)
         unit, min_unit = pair(units)
         part = (group % 8) * 4
         scale = ((low >> part) & 15) | (((high >> (part // 2)) & 3) << 4)
@@ -147,10 +147,10 @@ def eight_weights(
     """Return eight of a lane's weights: four words of two float16."""
     words, more, high, _, _ = row
     scale = factors[1] if WORD > 1 else factors[0]
-    other = fours(words, LANES)[WORD]
+    other = columns4(words, LANES)[WORD]
     word = other
     if BITS == 8:  # words 2 WORD and 2 WORD + 1 of eight
-        eight = fours(more, LANES) if WORD > 1 else fours(words, LANES)
+        eight = columns4(more, LANES) if WORD > 1 else columns4(words, LANES)
         word, other = eight[2 * (WORD % 2)], eight[2 * (WORD % 2) + 1]
     elif BITS == 5:
         other = high

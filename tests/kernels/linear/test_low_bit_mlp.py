@@ -270,9 +270,9 @@ def test_what_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         assert weight.gated_scale is None
         assert not is_handed_over(weight)
     for weight in (layer.gate_up, layer.down):  # a copy in 16 bits multiplies
-        monkeypatch.setattr(weight, "most_by_parts", 3)
+        monkeypatch.setattr(weight, "max_low_bit_tokens", 3)
         assert not is_handed_over()
-        monkeypatch.setattr(weight, "most_by_parts", 4)
+        monkeypatch.setattr(weight, "max_low_bit_tokens", 4)
         assert is_handed_over()
 
 
