@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 from minillm.cli.help import help_text
 from minillm.cli.main import command_parser
@@ -15,9 +16,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs/cli.md"
 BEGIN, END = "<!-- written by tests/write_help.py -->\n", "<!-- end -->\n"
 
 
+@patch.dict(os.environ, {"COLUMNS": "100"})
 def sections() -> str:
     """Return the help of the top level and of every command, and at the end all options of those that show a part."""
-    os.environ["COLUMNS"] = "100"
     top = command_parser()
     [commands] = [each for each in top.filled()._actions if isinstance(each, argparse._SubParsersAction)]
     parsers: list[Parser] = list({id(each): each for each in commands.choices.values()}.values())
