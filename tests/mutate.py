@@ -25,8 +25,9 @@ from mutations import FOLDERS, Mutation, drawn
 from reached import Reach
 
 TESTS = ("tests/server", "tests/service", "tests/grammar", "tests/ui", "tests/cli/test_grammars.py")
-_TOGETHER = 60.0  # seconds of tests for one change, and
+_TOGETHER = 240.0  # seconds of tests for one change, and
 _MOST_TESTS = 400
+_NO_MODULE = "found no collectors for"  # the words of pytest for a test whose file cannot be imported
 
 
 def equivalent(change: Mutation) -> str:
@@ -68,7 +69,10 @@ def judge(change: Mutation, reach: Reach, tree: Path, timeout: float) -> Verdict
     if not tests:
         return Verdict("survives", "no test reaches it", 0.0)
     text = change.applied((tree / change.file).read_bytes())
-    return judge_text(tree, change.file, text, tests, timeout + 3 * sum(reach.seconds[test] for test in tests))
+    verdict = judge_text(tree, change.file, text, tests, timeout + 3 * sum(reach.seconds[test] for test in tests))
+    if verdict.kind == "broken" and _NO_MODULE in verdict.by:
+        return Verdict("killed", "the module cannot be imported", verdict.seconds)
+    return verdict
 
 
 def line(change: Mutation, verdict: Verdict) -> str:

@@ -6,6 +6,7 @@ As a plugin of pytest it numbers the tests and notes how long each takes. In the
 
 from __future__ import annotations
 
+import ast
 import json
 import mmap
 import os
@@ -15,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,33 @@ class Reach:
     tests: dict[tuple[str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def of(self, file: str, function: str) -> list[str]:
-        """Return the tests that reach a function, or a file where its name is empty, the fastest first."""
+        """Return the tests that reach a function, the fastest first.
+
+        For code outside of functions: the tests that reach a function of the file, or whose own file imports it.
+        """
         if function:
             found = self.tests.get((file, function), set())
         else:
             found = {test for (name, _), tests in self.tests.items() if name == file for test in tests}
+            found |= {test for test in self.seconds if module_of(file) in imports_of(test.partition("::")[0])}
         return sorted((test for test in found if test in self.seconds), key=lambda test: self.seconds[test])
+
+
+def module_of(file: str) -> str:
+    """Return the module in a file: ``ui`` is a part of ``minillm``."""
+    return ".".join(["minillm", *Path(file).with_suffix("").parts]).replace("minillm.minillm", "minillm")
+
+
+@cache
+def imports_of(file: str) -> frozenset[str]:
+    """Return the modules that a file of the project imports, with their names as modules; empty if it is missing."""
+    path, found = Path(__file__).parents[1] / file, set[str]()
+    for node in ast.walk(ast.parse(path.read_text() if path.is_file() else "")):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return frozenset(found)
 
 
 def trace() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from equivalents import EQUIVALENTS
 from faults import FAULTS
 from mutants import problems
-from mutations import drawn, mutations
+from mutations import FOLDERS, drawn, mutations
 from places import changed
-from reached import Reach
+from reached import Reach, imports_of, module_of
 
 
 def test_each_fault_can_still_be_made() -> None:
@@ -96,13 +97,24 @@ def test_the_draw_is_stable_and_its_names_are_unique() -> None:
     chosen = drawn(200, 45)
     assert len({each.name for each in chosen}) == len(chosen) == 200
     assert chosen[:50] == drawn(50, 45) != drawn(50, 46)
-    assert {each.file.rpartition("/")[0] for each in chosen} >= {"minillm/server", "minillm/service", "ui/chat"}
+    assert Counter(folder for each in chosen for folder in FOLDERS if each.file.startswith(folder)) == dict.fromkeys(
+        FOLDERS, 50
+    )
 
 
 def test_equivalent_changes_have_reasons() -> None:
     names = {name.partition("::")[0] for name in EQUIVALENTS}
     assert [name for name in names if not (Path(__file__).parents[1] / name).is_file()] == []
     assert [name for name, (_, _, reason) in EQUIVALENTS.items() if len(reason) < 20] == []
+
+
+def test_code_outside_of_functions_has_the_tests_that_import_it() -> None:
+    test = "tests/test_mutants.py::test_names_are_unique"
+    reach = Reach({test: 1.0})
+    assert reach.of("minillm/checks.py", "") == []
+    assert module_of("ui/chat/talk.py") == "minillm.ui.chat.talk"
+    assert imports_of("tests/test_mutants.py") >= {"ast", "mutations", "mutations.drawn"}
+    assert imports_of("tests/nowhere.py") == set()
 
 
 @pytest.mark.parametrize(

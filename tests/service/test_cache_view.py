@@ -164,6 +164,17 @@ def test_the_first_words_of_each_block_are_sent_once(size: int) -> None:
     assert len(before) == 3
 
 
+@pytest.mark.parametrize("salt", [None, "a salt"])
+def test_the_place_of_a_block_in_the_prefix_cache(salt: str | None) -> None:
+    engine = Engine(1)
+    view, table = CacheView(engine), engine.cache.allocate(1, salt=salt)  # type: ignore[arg-type]
+    engine.tokens[1] = [5, 6, 7, 8, 9, 1, 2, 3, 4]
+    engine.cache.append(table, 9)
+    engine.cache.commit(table, engine.tokens[1], 9)
+    first, second, tail = (view.facts(block) for block in table.blocks)
+    assert (first.before, second.before, tail.before) == (salt or "", str(first.node), "")
+
+
 def test_the_tokens_of_a_block() -> None:
     engine = Engine(1)
     view = CacheView(engine)  # type: ignore[arg-type]

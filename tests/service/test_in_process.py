@@ -19,11 +19,15 @@ from minillm.service.messages import (
     Abort,
     Command,
     ContextFull,
+    Drop,
     Event,
     Finished,
+    Forget,
     Generate,
     Pin,
+    Report,
     Started,
+    TextDelta,
     decode_event,
     encode,
 )
@@ -119,6 +123,43 @@ def test_an_answer_stopped_before_its_first_token_has_no_rate(engine: Engine) ->
         finished = talk.last(Finished)
         assert isinstance(finished, Finished)
         assert (finished.finish_reason, finished.num_output_tokens, finished.tokens_per_second) == ("abort", 0, 0.0)
+    talk.close()
+
+
+@pytest.mark.parametrize(("seconds", "fewest", "most"), [(0.0, 6, 6), (3600.0, 1, 2)])
+def test_texts_are_sent_as_often_as_was_asked_and_before_the_end(
+    seconds: float, fewest: int, most: int, engine: Engine
+) -> None:
+    talk = Talk(engine)
+    talk.do(Report(seconds), Generate("a", "c", FILE, {**PARAMS, "max_tokens": 6}))
+    texts = [event for event in talk.events if isinstance(event, TextDelta)]
+    assert sum(event.num_tokens for event in texts) == 6
+    assert fewest <= len(texts) <= most
+    assert isinstance(talk.events[-1], Finished)
+    talk.close()
+
+
+def test_an_answer_that_is_dropped_while_it_is_given_leaves_no_blocks(engine: Engine) -> None:
+    talk = Talk(engine)
+    talk.conversations.handle(Generate("a", "c", FILE, {**PARAMS, "max_tokens": 60}))
+    while not any(isinstance(event, TextDelta) for event in talk.events):
+        talk.conversations.step()
+    talk.do(Drop("a"))
+    assert not engine.cache.tables
+    assert not talk.conversations.kept
+    talk.close()
+
+
+def test_nothing_is_pinned_unasked(engine: Engine) -> None:
+    talk = Talk(engine)
+    said = [{"role": role, "content": "hi"} for role in ("system", "user", "assistant", "user")]
+    for num_pinned, command in (
+        (3, Generate("a", "c", said, PARAMS, num_pinned=3)),
+        (0, Generate("b", "d", said, PARAMS)),
+    ):
+        talk.do(command)
+        assert talk.has_file == bool(num_pinned)
+        talk.do(Forget("c"))
     talk.close()
 
 

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from minillm.progress import Progress
 from minillm.service import __main__ as process
-from minillm.service.messages import Abort, Command, Event, Load, LoadFailed, Notice, decode_event, encode
+from minillm.service.messages import Abort, Command, Event, Load, LoadFailed, Loading, Notice, decode_event, encode
 
 
 def served(*sent: Command | None) -> tuple[int, list[Event]]:
@@ -39,7 +40,8 @@ def test_the_exit_code_reaches_the_app_while_it_could_still_send() -> None:
         assert running.stdout is not None
         running.stdin.write(encode(Load("/nowhere", {"device": "cpu"})))
         running.stdin.flush()
-        failed = decode_event(running.stdout.readlines()[-1])
+        [first, *_, failed] = map(decode_event, running.stdout.readlines())
+        assert first == Loading(Progress("starting", 0, None, ""))
         assert isinstance(failed, LoadFailed)
         assert running.wait() == failed.exit_code == 2
 

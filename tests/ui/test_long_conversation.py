@@ -176,6 +176,19 @@ async def test_notes_stay_between_the_turns_where_they_were_made() -> None:
         await until(pilot, lambda: "a note of now" in seen(pilot) and "number 0" in seen(pilot))
 
 
+async def test_a_note_is_mounted_at_once_where_the_end_is_mounted() -> None:
+    async with chat(size=(100, 20)) as pilot:
+        transcript = await opened(pilot, 30)
+        first = transcript.shown.start
+        await transcript.add_note("a note at the end")
+        assert transcript.shown == range(first, len(transcript.items))
+        await transcript.bring(transcript.turns[2])
+        await until(pilot, lambda: transcript.is_settled)
+        shown = transcript.shown
+        await transcript.add_note("a note below what is mounted")
+        assert transcript.shown == shown
+
+
 async def test_a_turn_that_is_brought_stays_where_the_reader_scrolls_meanwhile() -> None:
     """More is due for the lines in sight; it waits until the turn is mounted, and those lines are left by then."""
     async with chat(size=(100, 30)) as pilot:
