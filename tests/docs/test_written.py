@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import write_help
+import write_walk
 from minillm.user_config import UserConfig, read_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +17,11 @@ CLI = write_help.PAGE.read_text(encoding="utf-8")
 
 def test_the_help_of_every_command_is_up_to_date() -> None:
     assert write_help.page(CLI) == CLI, "run: python tests/write_help.py"
+
+
+def test_the_walk_of_a_request_is_up_to_date(tiny_model: Path) -> None:
+    text = write_walk.PAGE.read_text(encoding="utf-8")
+    assert write_walk.page(text, tiny_model) == text, "run: python tests/write_walk.py"
 
 
 def test_the_example_of_settings_has_every_kind_and_is_valid(tmp_path: Path) -> None:
