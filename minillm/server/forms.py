@@ -9,7 +9,7 @@ from typing import Any
 from minillm.server.answers import Json, chat_logprobs, extras, prompt_entry, text_logprobs
 from minillm.server.engine_process import Answer
 from minillm.server.messages import Completion, Ended, Text, Token
-from minillm.server.parts import Arguments, Called, Part, Reader, Said, Thought
+from minillm.server.parts import ArgumentsPart, CallPart, Part, Reader, TextPart, ThoughtPart
 
 
 @dataclass
@@ -31,7 +31,7 @@ class ChatForm:
         parts = reader.push(text.text)
         if text.finish_reason:
             parts += reader.finish()
-        if any(isinstance(part, Called) for part in parts):
+        if any(isinstance(part, CallPart) for part in parts):
             self._calling.add(text.index)
         deltas = [_delta(part) for part in parts]
         has_more = text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)
@@ -67,13 +67,13 @@ class ChatForm:
 
 def _message(parts: list[Part]) -> Json:
     """Return the message that the parts form together."""
-    said = "".join(part.text for part in parts if isinstance(part, Said))
+    said = "".join(part.text for part in parts if isinstance(part, TextPart))
     message: Json = {"role": "assistant", "content": said, "refusal": None}
-    if thought := "".join(part.text for part in parts if isinstance(part, Thought)):
+    if thought := "".join(part.text for part in parts if isinstance(part, ThoughtPart)):
         message["reasoning_content"] = thought
-    calls = [_call(part.id, part.name) for part in parts if isinstance(part, Called)]
+    calls = [_call(part.id, part.name) for part in parts if isinstance(part, CallPart)]
     for part in parts:
-        if isinstance(part, Arguments):
+        if isinstance(part, ArgumentsPart):
             calls[part.index]["function"]["arguments"] += part.text
     if calls:
         message |= {"content": said or None, "tool_calls": calls}
@@ -83,13 +83,13 @@ def _message(parts: list[Part]) -> Json:
 def _delta(part: Part) -> Json:
     """Return the change to a message that a part makes."""
     match part:
-        case Said(text):
+        case TextPart(text):
             return {"content": text}
-        case Thought(text):
+        case ThoughtPart(text):
             return {"reasoning_content": text}
-        case Called(index, name, function):
+        case CallPart(index, name, function):
             return {"tool_calls": [{"index": index, **_call(name, function)}]}
-        case Arguments(index, text):
+        case ArgumentsPart(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 

@@ -7,21 +7,21 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Said:
+class TextPart:
     """Content of the message."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Thought:
+class ThoughtPart:
     """The model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Called:
+class CallPart:
     """Start of a tool call. Its arguments follow."""
 
     index: int  # among the calls of this answer
@@ -30,14 +30,14 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ArgumentsPart:
     """A piece of a call's arguments. All pieces together are JSON."""
 
     index: int
     text: str
 
 
-Part = Said | Thought | Called | Arguments
+Part = TextPart | ThoughtPart | CallPart | ArgumentsPart
 
 
 class Reader(Protocol):
@@ -54,7 +54,7 @@ class PlainReader:
     """Reads all text as content."""
 
     def push(self, text: str) -> list[Part]:
-        return [Said(text)] if text else []
+        return [TextPart(text)] if text else []
 
     def finish(self) -> list[Part]:
         return []

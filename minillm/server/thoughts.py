@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minillm.server.bodies import BadField, ChatBody
-from minillm.server.parts import Part, Reader, Thought
+from minillm.server.parts import Part, Reader, ThoughtPart
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -53,7 +53,7 @@ class ThoughtReader:
             thought = self._held[: len(self._held) - kept].rstrip()
             self._held = self._held[len(thought) :]
         self._has_thought |= bool(thought)
-        parts: list[Part] = [Thought(thought)] if thought else []
+        parts: list[Part] = [ThoughtPart(thought)] if thought else []
         return [*parts, *self._gap(final=final)] if closing else parts
 
     def _gap(self, *, final: bool) -> list[Part]:

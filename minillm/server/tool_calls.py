@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Callable, Collection
 
 from minillm.server.call_formats import Calls, Scanner, Tools, json_calls, named_call, python_calls, xml_call
-from minillm.server.parts import Arguments, Called, Part, Said
+from minillm.server.parts import ArgumentsPart, CallPart, Part, TextPart
 
 _TAG, _CLOSE, _FUNCTION, _MISTRAL, _FENCE = "<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]", "```"
 _PYTHON_TAG = "<|python_tag|>"
@@ -78,7 +78,7 @@ class CallReader:
     def finish(self) -> list[Part]:
         parts = self._read(final=True)
         if self._space and not self._after_call:
-            parts.append(Said("".join(self._space)))
+            parts.append(TextPart("".join(self._space)))
         return parts
 
     def _read(self, *, final: bool) -> list[Part]:
@@ -241,7 +241,7 @@ class CallReader:
             return True
         self._held = self._held[end:]
         for name, arguments in calls[: self._most - self._count]:
-            parts += [Called(self._count, call_id(), name), Arguments(self._count, arguments)]
+            parts += [CallPart(self._count, call_id(), name), ArgumentsPart(self._count, arguments)]
             self._count += 1
         self._opening, self._space, self._after_call = "", [], True
         self._stage = self._closing
@@ -311,7 +311,7 @@ class CallReader:
         said = text.rstrip()
         if said:
             self._has_said = True
-            parts.append(Said("".join([*self._space, said])))
+            parts.append(TextPart("".join([*self._space, said])))
             self._space = []
         if len(said) < len(text):
             self._space.append(text[len(said) :])
@@ -335,12 +335,12 @@ class ForcedReader:
                 head = self._HEAD.match(self._held)
                 if head is None:
                     break
-                parts.append(Called(self._count, call_id(), head[1]))
+                parts.append(CallPart(self._count, call_id(), head[1]))
                 self._held, self._scanner = self._held[head.end() :], Scanner()
                 continue
             end = self._scanner.feed(self._held)
             piece = self._held[:end]
-            parts.append(Arguments(self._count, piece))
+            parts.append(ArgumentsPart(self._count, piece))
             self._held = self._held[len(piece) :]
             if end is not None:
                 self._scanner = None

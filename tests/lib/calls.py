@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minillm.server.parts import Arguments, Called, Part, Said
+from minillm.server.parts import ArgumentsPart, CallPart, Part, TextPart
 
 
 def together(parts: list[Part]) -> tuple[str, list[tuple[str, Any]]]:
@@ -18,16 +18,16 @@ def together(parts: list[Part]) -> tuple[str, list[tuple[str, Any]]]:
     said = ""
     for part in parts:
         match part:
-            case Said(text):
+            case TextPart(text):
                 assert text
                 said += text
-            case Called(index, call_id, name):
+            case CallPart(index, call_id, name):
                 assert index == len(names)
                 assert call_id.isalnum()
                 assert len(call_id) == 9
                 names.append(name)
                 arguments.append("")
-            case Arguments(index, text):
+            case ArgumentsPart(index, text):
                 assert index == len(names) - 1
                 arguments[index] += text
     for text in (said, *arguments):

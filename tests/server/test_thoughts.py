@@ -13,7 +13,7 @@ import pytest
 
 from lib.server import Server, served
 from lib.tokens import THINKING
-from minillm.server.parts import Called, Part, PlainReader, Said, Thought
+from minillm.server.parts import CallPart, Part, PlainReader, TextPart, ThoughtPart
 from minillm.server.thoughts import ThoughtReader
 from minillm.server.tool_calls import CallReader
 
@@ -39,15 +39,15 @@ def test_thoughts_are_taken_apart_wherever_the_text_is_cut(case: tuple[bool, str
     for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
         reader = ThoughtReader(PlainReader(), opened=opened)
         parts: list[Part] = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
-        assert "".join(part.text for part in parts if isinstance(part, Thought)) == thought, pieces
-        assert "".join(part.text for part in parts if isinstance(part, Said)) == said, pieces
+        assert "".join(part.text for part in parts if isinstance(part, ThoughtPart)) == thought, pieces
+        assert "".join(part.text for part in parts if isinstance(part, TextPart)) == said, pieces
 
 
 def test_a_call_follows_thoughts_and_none_is_among_them() -> None:
     reader = ThoughtReader(CallReader({"f": {}}, 1), opened=False)
     parts = reader.push(f"<think>{CALL}</think>\n{CALL}") + reader.finish()
-    assert parts[0] == Thought(CALL)
-    assert [type(part) for part in parts].count(Called) == 1
+    assert parts[0] == ThoughtPart(CALL)
+    assert [type(part) for part in parts].count(CallPart) == 1
 
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lib.calls import read, together
 from minillm.grammar.grammar import Grammar, grammar_of
 from minillm.server.call_formats import Scanner
-from minillm.server.parts import Arguments, Called, Part, Said
+from minillm.server.parts import ArgumentsPart, CallPart, Part, TextPart
 from minillm.server.prepare import with_arguments
 from minillm.server.thoughts import ThoughtReader
 from minillm.server.tool_calls import FORMATS, CallReader, ForcedReader
@@ -83,11 +83,11 @@ def test_a_reading_does_not_depend_on_the_cuts(pieces: list[str], data: Any) -> 
 
 def test_words_do_not_wait_for_the_end() -> None:
     reader = CallReader({"f": {}}, 16)
-    assert reader.push("Hello") == [Said("Hello")]
-    assert reader.push(" you <") == [Said(" you")]
-    assert reader.push("b>") == [Said(" <b>")]
+    assert reader.push("Hello") == [TextPart("Hello")]
+    assert reader.push(" you <") == [TextPart(" you")]
+    assert reader.push("b>") == [TextPart(" <b>")]
     reader = CallReader({"f": {}}, 16)
-    assert reader.push('{"x') == [Said('{"x')], "that can be no call any more"
+    assert reader.push('{"x') == [TextPart('{"x')], "that can be no call any more"
 
 
 def test_calls_beyond_the_most_are_dropped() -> None:
@@ -226,7 +226,7 @@ def test_no_other_call_of_a_strict_tool_is_found(pieces: list[str], form: CallFo
     ids = bytes_of.tokenize_str(text)
     text = bytes(ids[: matcher.try_consume_tokens(ids)]).decode()
     reader = ThoughtReader(choice.reader(form, FORMATS), opened=False)
-    calls = [part.text for part in [*reader.push(text), *reader.finish()] if isinstance(part, Arguments)]
+    calls = [part.text for part in [*reader.push(text), *reader.finish()] if isinstance(part, ArgumentsPart)]
     for arguments in calls:
         assert json.loads(arguments) == {"n": 3}
 
@@ -234,9 +234,9 @@ def test_no_other_call_of_a_strict_tool_is_found(pieces: list[str], form: CallFo
 def test_arguments_of_a_forced_call_do_not_wait_for_the_end() -> None:
     reader = ForcedReader()
     [called, first] = reader.push('<tool_call>\n{"name": "f", "arguments": {"n"')
-    assert isinstance(called, Called)
-    assert (called.name, first) == ("f", Arguments(0, '{"n"'))
-    assert reader.push(": 1}") == [Arguments(0, ": 1}")]
+    assert isinstance(called, CallPart)
+    assert (called.name, first) == ("f", ArgumentsPart(0, '{"n"'))
+    assert reader.push(": 1}") == [ArgumentsPart(0, ": 1}")]
     assert reader.push("}\n</tool_call>") == []
 
 
@@ -274,7 +274,7 @@ def test_blanks_are_looked_at_a_few_times(beginning: str, blank: str) -> None:
         parts += reader.push(blank)
     parts += reader.push("end") + reader.finish()
     assert reader.num_read < 3000 * 1000
-    said = "".join(part.text for part in parts if isinstance(part, Said))
+    said = "".join(part.text for part in parts if isinstance(part, TextPart))
     assert said.endswith("end")
-    if blank == " " and not any(isinstance(part, Called) for part in parts):
+    if blank == " " and not any(isinstance(part, CallPart) for part in parts):
         assert len(said) >= 3000, "none of it is lost"
