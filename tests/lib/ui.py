@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -61,6 +62,17 @@ async def say(pilot: Pilot[Any], text: str) -> None:
     """Type something and send it."""
     screen(pilot).query_one(PromptInput).text = text
     await pilot.press("enter")
+    await settled(pilot)
+
+
+async def settled(pilot: Pilot[Any]) -> None:
+    """Wait until what was asked for is done: messages are handled, and those that these led to, and all is drawn."""
+    for _ in range(3):
+        for each in (screen(pilot).talk, screen(pilot), pilot.app):
+            handled = asyncio.Event()
+            if each.is_running and each.call_later(handled.set):
+                with anyio.move_on_after(3):  # it may be closed meanwhile
+                    await handled.wait()
     await pilot.pause()
 
 
@@ -73,12 +85,11 @@ async def ask(pilot: Pilot[Any], text: str, seconds: float = 60) -> Turn:
 
 async def answered(pilot: Pilot[Any], before: Turn | None, seconds: float = 60) -> Turn:
     """Wait for the end of the answer of a turn other than ``before``."""
-    chat_screen = screen(pilot)
-    await until(
-        pilot, lambda: chat_screen.talk.conversation.leaf is not before and chat_screen.talk.run is None, seconds
-    )  # fmt: skip
-    await pilot.pause()
-    leaf = chat_screen.talk.conversation.leaf
+    talk = screen(pilot).talk
+    await until(pilot, lambda: talk.conversation.leaf is not before and talk.run is None, seconds)
+    await until(pilot, lambda: talk._text._timer is None)  # no text waits to be drawn
+    await settled(pilot)
+    leaf = talk.conversation.leaf
     assert leaf is not None
     return leaf
 
