@@ -79,6 +79,7 @@ class Shell:
             "PATH": os.pathsep.join([str(home / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
             "HOME": str(home),
             "MINILLM_CACHE": str(home / "cache"),
+            "NO_PROXY": "localhost,127.0.0.1",
             "OMP_NUM_THREADS": "1",
         }
         process = subprocess.Popen(
