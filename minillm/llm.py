@@ -52,7 +52,7 @@ class LLM:
     ) -> None:
         check_names(options, [field.name for field in fields(EngineConfig)], "option")
         self.config = EngineConfig(**options)
-        self._name = model or load_manifest().default
+        self.name = model or load_manifest().default
         with loading_bar(on_progress) as report:
             self.engine = load_engine(model, self.config, report, on_message)
         self._driver = Driver(self.engine)
@@ -72,13 +72,6 @@ class LLM:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        model, cache = self.engine.runner.model, self.engine.cache
-        where = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
-        pool = f"{cache.num_blocks:,} blocks of {cache.block_size} tokens"
-        size = f"{model.config.num_parameters / 1e6:,.0f}M parameters"
-        return f"<LLM: {self._name}, {self.engine.source}, {size}, {where}, {pool}>"
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -178,7 +171,7 @@ class LLM:
         self.engine.abort(request_id)
 
     # Methods that are functions of other modules.
-    chat, astream, get_tokenizer = verbs.chat, verbs.astream, verbs.get_tokenizer
+    __repr__, chat, astream, get_tokenizer = verbs.describe, verbs.chat, verbs.astream, verbs.get_tokenizer
     beam_search, score, perplexity = verbs.beam_search, scoring.score, scoring.perplexity
     cache_stats, reset_prefix_cache, explain_miss = verbs.cache_stats, verbs.reset_prefix_cache, verbs.explain_miss
     pin, unpin = verbs.pin, verbs.unpin

@@ -28,6 +28,7 @@ SomeParams = Params | Sequence[Params] | None
 class Host(Protocol):
     """An LLM, as far as these functions use it."""
 
+    name: str
     _driver: Driver
 
     @property
@@ -57,6 +58,16 @@ class PinnedPrefix:
 def beam_search(llm: Host, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
     """Run `generate` by beam search: each output's completions are its best beams, the best first."""
     return llm.generate(prompts, params or BeamSearchParams())
+
+
+def describe(llm: Host) -> str:
+    """Return the model's name, source, size and device, and the size of its pool, in a line."""
+    engine = llm._driver.engine
+    model, cache = engine.runner.model, engine.cache
+    where = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
+    pool = f"{cache.num_blocks:,} blocks of {cache.block_size} tokens"
+    size = f"{model.config.num_parameters / 1e6:,.0f}M parameters"
+    return f"<LLM: {llm.name}, {engine.source}, {size}, {where}, {pool}>"
 
 
 def chat(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from minillm.beams.candidates import BeamStep
 from minillm.beams.choice import Choice
 from minillm.beams.search import Candidate
+from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
 from minillm.outputs import Delta
 from minillm.runner.device.beams import Chosen
@@ -59,7 +60,7 @@ class Followed:
 
     def _follow(self, group: SequenceGroup, found: list[tuple[float, int, int]]) -> list[Delta]:
         if any(math.isnan(value) for value, _, _ in found):
-            self.requests.note_nan(group)
+            fail_nan(self.requests, group)
             return []
         # The device identifies a beam by its index in the group's sequences, a search by its rank.
         ranks = [sequence.index for sequence in group.sequences]

@@ -16,12 +16,12 @@ from minillm.beams.candidates import BeamStep, beam_candidates, token_logprobs
 from minillm.beams.choice import BeamState, Choice, Hypothesis
 from minillm.beams.following import Followed
 from minillm.beams.search import BeamSearch, Candidate
+from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
 from minillm.kernels import Search
 from minillm.outputs import CompletionOutput, Delta, TokenLogprobs
 from minillm.params import BeamSearchParams
-from minillm.runner.device.beams import DeviceSearch
-from minillm.runner.device.runner import DeviceRunner
+from minillm.runner.device.beams import DeviceBeams, DeviceSearch
 from minillm.runner.penalties import NO_TOKEN, needs_processing
 from minillm.sequence import PROMPT, Chunk, Flight, Sequence, SequenceGroup, Stage
 from minillm.text.stop import OutputText
@@ -33,7 +33,7 @@ class Beams:
     If there is a ``device`` that supports it, the device runs the steps of searches and the host follows.
     """
 
-    def __init__(self, requests: Requests, device: DeviceRunner | None = None) -> None:
+    def __init__(self, requests: Requests, device: DeviceBeams | None = None) -> None:
         self.requests, self._device = requests, device
 
     def begin(self, group: SequenceGroup) -> None:
@@ -75,7 +75,7 @@ class Beams:
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
         on_device = [chunk for chunk in chunks if chunk.group.device]
         hosted = [chunk for chunk in chunks if not chunk.group.device]
-        choices = None if self._device is None else self._device.beams.take_choices()
+        choices = None if self._device is None else self._device.take_choices()
         if choices is None:
             assert not on_device, "the device has run no step of its searches"
             return self._search(logits, hosted)
@@ -258,7 +258,7 @@ class Searches:
 
     def _conclude(self, step: BeamStep, candidates: list[list[Candidate]]) -> list[Delta]:
         if any(math.isnan(candidate.logprob) for each in candidates for candidate in each):
-            self.beams.requests.note_nan(step.group)
+            fail_nan(self.beams.requests, step.group)
             return []
         step.group.error = step.group.error or grammar_error(step)
         if step.group.error is not None:

@@ -22,8 +22,8 @@ from minillm.engine.scheduler import Scheduler
 from minillm.kernels import AttentionShape, Costs, Field
 from minillm.loading.engine import methods_for
 from minillm.params import BeamSearchParams, Params, SamplingParams
+from minillm.runner.device.beams import DeviceBeams
 from minillm.runner.device.rows import Rows, Sharing
-from minillm.runner.device.runner import DeviceRunner
 from minillm.sequence import Chunk, Schedule, SequenceGroup
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.files import find_downloaded
@@ -172,7 +172,7 @@ def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
     params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
     rng, device = random.Random(1), _Searches(num_groups * width)
     engine = _engine(None, num_groups * width, num_groups, params)
-    beams = Beams(engine.requests, cast(DeviceRunner, device))
+    beams = Beams(engine.requests, cast(DeviceBeams, device))
     for group in engine.requests.groups.values():
         group.method = beams
         beams.begin(group)

@@ -43,3 +43,14 @@ def end_requests_of(schedule: Schedule, error: Exception, requests: Requests) ->
     for group in schedule.preempted:
         if group.stage is Stage.SAVED:
             preemption.start_over(group)  # how much of it reached the host is unknown
+
+
+def fail_nan(requests: Requests, group: SequenceGroup) -> None:
+    """Fail a group with NaN logits, and remove its blocks from the prefix cache.
+
+    Logits are also NaN if all tokens are excluded; that error is already set.
+    """
+    group.error = group.error or "the model produced NaN; another dtype may help: float32 or bfloat16"
+    for sequence in group.unfinished:
+        if sequence.table is not None:
+            requests.scheduler.cache.distrust(sequence.table)

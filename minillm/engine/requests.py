@@ -146,16 +146,6 @@ class Requests:
             group.error = group.error or matcher.error
         return group.error is None
 
-    def note_nan(self, group: SequenceGroup) -> None:
-        """Fail a group with NaN logits, and remove its blocks from the prefix cache.
-
-        Logits are also NaN if all tokens are excluded; that error is already set.
-        """
-        group.error = group.error or "the model produced NaN; another dtype may help: float32 or bfloat16"
-        for sequence in group.unfinished:
-            if sequence.table is not None:
-                self.scheduler.cache.distrust(sequence.table)
-
     def end(self, groups: SequenceOf[SequenceGroup]) -> list[Delta]:
         """End all unfinished sequences of ``groups``, as aborted."""
         deltas: list[Delta] = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
 from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
 from minillm.params import SamplingParams
@@ -151,7 +152,7 @@ class Draws:
                 continue
             try:
                 if is_nan:
-                    self.samples.requests.note_nan(group)
+                    fail_nan(self.samples.requests, group)
                 elif group.error is None and self.samples.requests.advance(group, sequence, token_id):
                     deltas.append(append(group, sequence, token_id, logprobs))
             except Exception as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
 from minillm.outputs import CompletionOutput, Delta, PromptTokenLogprobs
 from minillm.runner.scores import Scored
@@ -50,7 +51,7 @@ class Scoring:
             if group.scores is not None and not group.finished:
                 group.scores.tokens[tokens.start : tokens.stop] = results
                 if any(each.logprob != each.logprob for each in results):
-                    self.requests.note_nan(group)
+                    fail_nan(self.requests, group)
         return []
 
     def discard(self) -> None:

@@ -22,7 +22,7 @@ from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama, parameter_shapes
 from minillm.model.random_tensors import RandomTensors
 from minillm.model.rounded_tensors import RoundedTensors
-from minillm.model.settle import settle
+from minillm.model.settle import bound_results, settle
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
@@ -272,7 +272,7 @@ def _load(
             if ranks is not None:
                 ranks.keep_order()
         elif device.type == "cuda" and model.dtype.itemsize == 2:
-            model.bound_results()
+            bound_results(model)
         if packs_itself:
             settle(model, longest)
     return model

@@ -193,7 +193,7 @@ def methods_for(
     if speculate != "off":
         drafter = drafter_of(runner)
         samples = SpeculativeSamples(requests, runner, seed, None if drafter is None else drafter.price)
-    device = runner if isinstance(runner, DeviceRunner) else None
+    device = runner.beams if isinstance(runner, DeviceRunner) else None
     return {SamplingParams: samples, BeamSearchParams: Beams(requests, device)}
 
 

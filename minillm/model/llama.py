@@ -153,12 +153,6 @@ class Llama:
         """Bytes of a 16-bit copy of the low-bit matrices: `LinearWeight.keep_copy`."""
         return sum(linear.copied_bytes(self.dtype) for linear in self.linears)
 
-    def bound_results(self) -> None:
-        """Choose the scales of float16 results between low-bit GPU kernels: see `kernels.mlp`."""
-        for layer in self.layers:
-            layer.gate_up.bound_gated(layer.post_attention_norm)
-            layer.o.bound_attended(layer.qkv, layer.input_norm)
-
     @property
     def kv_element_size(self) -> int:
         """Bytes per number in the pool, for `ModelConfig.kv_bytes_per_token`."""

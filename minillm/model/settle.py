@@ -1,4 +1,4 @@
-"""The first step of a model that packs its weights on first use (`minillm.kernels.cpu.packed_int8`)."""
+"""Steps after loading: pack weights that wait for an input, and choose scales between low-bit GPU kernels."""
 
 import torch
 
@@ -9,7 +9,7 @@ _BLOCK = 16
 
 
 def settle(model: Llama, max_positions: int) -> None:
-    """Run 64 random tokens, the same ones at every start, so that each matrix sees an input and packs itself.
+    """Run 64 fixed random tokens, so that each matrix sees an input and packs itself (`kernels.cpu.packed_int8`).
 
     Random tokens show large columns nearly as well as text does: KL to exact weights is 1.5e-3; with the columns of the
     measured text itself it is 1.4e-3, without any 5.1e-3.
@@ -29,3 +29,10 @@ def settle(model: Llama, max_positions: int) -> None:
     )
     with torch.inference_mode():
         model.forward(batch, model.new_kv_cache(blocks, _BLOCK))
+
+
+def bound_results(model: Llama) -> None:
+    """Choose the scales of float16 results between low-bit GPU kernels: see `kernels.mlp`."""
+    for layer in model.layers:
+        layer.gate_up.bound_gated(layer.post_attention_norm)
+        layer.o.bound_attended(layer.qkv, layer.input_norm)

@@ -18,6 +18,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from minillm.cache import free_tail
+from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
 from minillm.model.llama import Llama
@@ -252,7 +253,7 @@ class Verification:
         deltas, num_accepted = list[Delta](), 0
         for draft, (token, logprobs, is_nan, row) in zip([*chunk.draft, None], draws, strict=True):
             if is_nan:
-                samples.requests.note_nan(group)
+                fail_nan(samples.requests, group)
             group.error = group.error or row.group.error
             if group.error is not None:
                 break
