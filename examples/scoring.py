@@ -2,15 +2,17 @@
 
 from minillm import LLM
 
+EXAMPLES = "Complete each sentence with one word. The sun is hot, and ice is cold. A dog barks, and a cat meows. "
+
 llm = LLM("smollm2-135m")
 
-# The choices share the blocks of the question. Each begins with a space, as a word in a sentence does.
+# All choices share the blocks of the examples. Each begins with a space, as a word in a sentence does.
 for question, choices in {
     "The capital of France is": [" Paris", " Berlin", " Rome"],
     "The opposite of hot is": [" blue", " warm", " cold"],
     "Birds can fly, and fish can": [" fly", " talk", " swim"],
 }.items():
-    scores = llm.score(question, choices)
+    scores = llm.score(EXAMPLES + question, choices)
     best = max(range(len(choices)), key=lambda number: scores[number].total)
     print(
         f"{question}{choices[best]}   "
