@@ -1,6 +1,6 @@
 """Mutation testing: does any test notice a small change of the code? ``make mutants``, or ``python tests/mutate.py``.
 
-200 changes are drawn with a fixed seed from those that `mutations` finds. The tests run once, to learn which of them
+200 changes are drawn with a fixed seed, as many from each folder of `mutations`. The tests run once, to learn which
 reach each function (`reached`). Then each change is made in a copy of the tree, and the tests that reach its function
 run there. A change that survives asks for a test, or for an entry in `equivalents.py` that says why it changes nothing.
 """

@@ -175,6 +175,7 @@ def test_a_server_that_ends_is_one_line(rest: bytes) -> None:
         failed = app.wait_for(chat.LoadFailed)[0]
         assert isinstance(failed, chat.LoadFailed)
         assert failed.error == f"the server at {url} has ended"
+        assert chat.decode_event(FACTS) in app.events, "what it said before is passed on"
         assert app.process.wait(30) == 1
         assert app.process.stderr is not None
         assert app.process.stderr.read() == b""
