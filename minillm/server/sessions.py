@@ -48,9 +48,9 @@ class Sessions:
             self.send(messages.SessionEvent(name, chat.encode(_renamed(event, f"{name}/"))))
 
         conversations = Conversations(self.driver.engine, send, others=partial(self.room.owners, reader), salt=salt)
-        conversations.teller.view.shows_all_words = reader is None
+        conversations.reporter.view.shows_all_words = reader is None
         self.open_ones[name] = Session(name, tenant, conversations)
-        conversations.teller.show_cache(now=True)
+        conversations.reporter.show_cache(now=True)
 
     def handle(self, name: str, line: bytes) -> None:
         """Carry out an app's command."""
@@ -93,7 +93,7 @@ class Sessions:
     def report(self, *, now: bool = False) -> None:
         """Send each app the changes in the pool, at the rate it asked for."""
         for session in self.open_ones.values():
-            session.conversations.teller.show_cache(now=now)
+            session.conversations.reporter.show_cache(now=now)
 
     def owners(self, reader: str | None) -> dict[int, Owner]:
         """Return the owners of all sessions' sequences. With ``reader``, only that tenant's text may be shown."""

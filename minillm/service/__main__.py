@@ -38,7 +38,7 @@ def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) 
     except Exception as error:
         send(LoadFailed(f"{type(error).__name__}: {error}", 1))
         return 1
-    conversations.teller.show_cache(now=True)
+    conversations.reporter.show_cache(now=True)
     while True:
         if not (conversations.engine.has_work and commands.empty()):
             while commands.empty() and conversations.engine.runner.prepare_ahead():
@@ -50,7 +50,7 @@ def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) 
             if not commands.empty():
                 continue
         conversations.step()
-        conversations.teller.show_cache(now=not conversations.engine.has_work)
+        conversations.reporter.show_cache(now=not conversations.engine.has_work)
 
 
 def _load(command: Load, send: Callable[[Event], None]) -> Conversations:

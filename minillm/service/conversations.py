@@ -18,7 +18,7 @@ from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import Owner
 from minillm.service.file_pins import FilePins
-from minillm.service.telling import Answer, Teller, by_score
+from minillm.service.reporting import Answer, Reporter, by_score
 
 _A_MOMENT = 0.05  # seconds between looks for commands while the engine is slowed down
 
@@ -37,7 +37,7 @@ class Conversations:
     def __post_init__(self) -> None:
         self._driver = Driver(self.engine)
         self._files = FilePins(self._driver, self.engine.cache)
-        self.teller = Teller(self.engine, self.send, self._owners)
+        self.reporter = Reporter(self.engine, self.send, self._owners)
         self._pause = self._next_step = 0.0  # minimum seconds between steps; when the next step is due
         self._pinning: SequenceGroup | None = None  # a system prompt being computed
         self._pinned: Sequence | None = None
@@ -71,9 +71,9 @@ class Conversations:
                 self._pause = 1 / steps_per_second if steps_per_second > 0 else 0.0
                 self._next_step = min(self._next_step, time.monotonic() + self._pause)
             case messages.Report(every):
-                self.teller.set_interval(every)
+                self.reporter.set_interval(every)
             case messages.Inspect(block) if 0 <= block < self.engine.cache.num_blocks:
-                self.send(self.teller.view.facts(block))
+                self.send(self.reporter.view.facts(block))
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -141,8 +141,8 @@ class Conversations:
         """Send the results of a step. Ignore other clients' requests."""
         for delta in deltas:
             if (answer := self.answers.get(delta.request_id)) is not None:
-                self.teller.add_delta(answer, delta)
-        self.teller.end_step(self.answers.values())
+                self.reporter.add_delta(answer, delta)
+        self.reporter.end_step(self.answers.values())
         for output in finished:
             if self._pinning is not None and output.request_id == self._pinning.request_id:
                 self._finish_pin()
@@ -159,7 +159,7 @@ class Conversations:
             held.unpin(self._driver, self._pinned)
         if self._pinning is not None:
             self.engine.abort(self._pinning.request_id)
-        self.teller.view.close()
+        self.reporter.view.close()
 
     @property
     def is_idle(self) -> bool:
@@ -169,10 +169,10 @@ class Conversations:
     def _finish(self, answer: Answer, output: RequestOutput) -> None:
         if output.error is not None:
             for sequence in answer.group.sequences:
-                self.teller.send_text(output.request_id, sequence.index)
+                self.reporter.send_text(output.request_id, sequence.index)
             self.send(messages.RequestFailed(output.request_id, output.error))
         elif answer.searches:
-            self.teller.end_beams(answer, output)
+            self.reporter.end_beams(answer, output)
         answer.sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
         answer.outputs = sorted(output.outputs, key=by_score) if answer.searches else output.outputs
         if answer.searches:

@@ -56,7 +56,7 @@ from minillm.service.messages import (
     decode_event,
     encode,
 )
-from minillm.service.telling import by_score
+from minillm.service.reporting import by_score
 from minillm.ui.memory.pool import BlockState, Pool
 
 Wanted = TypeVar("Wanted", bound=Event)

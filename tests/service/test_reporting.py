@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from minillm.outputs import CompletionOutput
-from minillm.service import telling
+from minillm.service import reporting
 from minillm.service.messages import Event, Finished, Generate, Reading
-from minillm.service.telling import Answer, Teller, memory_use
+from minillm.service.reporting import Answer, Reporter, memory_use
 
 
 def test_a_prompt_is_reported_while_part_of_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(telling, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: now))
     sent: list[Event] = []
     cache = SimpleNamespace(subscribers=[], num_blocks=0)
     engine: Any = SimpleNamespace(cache=cache, figures=SimpleNamespace(last_step=None))
@@ -23,9 +23,9 @@ def test_a_prompt_is_reported_while_part_of_it_is_computed(monkeypatch: pytest.M
     group: Any = SimpleNamespace(
         sequences=[sequence], num_prompt_tokens=32, metrics=SimpleNamespace(first_token_time=None)
     )
-    teller, answer = Teller(engine, sent.append, dict), Answer(Generate("r", "c", []), group, False)
+    reporter, answer = Reporter(engine, sent.append, dict), Answer(Generate("r", "c", []), group, False)
     for now, sequence.num_computed in ((100.0, 0), (101.0, 8), (103.0, 16), (105.0, 32)):  # noqa: B007
-        teller.end_step([answer])
+        reporter.end_step([answer])
     # 8 tokens in two seconds: the other 16 take four.
     assert sent == [Reading("r", 8, 32, None), Reading("r", 16, 32, 4.0)]
 
@@ -36,7 +36,7 @@ def test_a_prompt_is_reported_while_part_of_it_is_computed(monkeypatch: pytest.M
 def test_the_rate_counts_the_tokens_after_the_first(
     seconds: float, num_tokens: int, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
     sent: list[Event] = []
     metrics = SimpleNamespace(first_token_time=100.0, time_to_first_token=0.5)
     group: Any = SimpleNamespace(sequences=[], num_prompt_tokens=32, num_cached_tokens=0, metrics=metrics, state=None)
@@ -44,7 +44,7 @@ def test_the_rate_counts_the_tokens_after_the_first(
         cache=SimpleNamespace(subscribers=[], num_blocks=0), figures=SimpleNamespace(last_step=None)
     )
     output: Any = SimpleNamespace(outputs=[CompletionOutput(0, "", [7] * num_tokens, None, None, "length")])
-    Teller(engine, sent.append, dict).end_beams(Answer(Generate("r", "c", []), group, False), output)
+    Reporter(engine, sent.append, dict).end_beams(Answer(Generate("r", "c", []), group, False), output)
     assert sent[-1] == Finished("r", 0, "length", num_tokens, rate, 32 + num_tokens)
 
 
@@ -61,7 +61,7 @@ def test_the_rate_counts_the_tokens_after_the_first(
 def test_the_memory_of_the_process_is_divided(
     own: int, parts: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "device_memory", lambda device: (2_000, 8_000, own))
+    monkeypatch.setattr(reporting, "device_memory", lambda device: (2_000, 8_000, own))
     local = SimpleNamespace(kv_bytes_per_token=lambda size: 5 * size)
     model = SimpleNamespace(device="cpu", weight_bytes=1_000, kv_element_size=2, local=local)
     cache = SimpleNamespace(block_size=4, num_blocks=10)

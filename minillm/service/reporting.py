@@ -39,7 +39,7 @@ class Answer:
         return "beam_width" in self.command.params
 
 
-class Teller:
+class Reporter:
     """Collects text, beams, steps and pool changes, and sends them at most once per interval."""
 
     def __init__(
