@@ -93,7 +93,7 @@ def _remove(path: Path) -> None:
 def _compile(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | None:
     """Write a library to ``path``, in one process at a time. Return the problem, or None."""
     if compiler() is None:
-        return "no C++ compiler (g++) is here to compile the layers"
+        return "no C++ compiler (g++) was found to compile the layers"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / "compiling.lock", timeout=2 * _LONGEST):
@@ -109,7 +109,7 @@ def _compile(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | No
 
 
 def _compile_here(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | None:
-    label = "compiling a layer for this processor, which is kept"
+    label = "compiling a layer for this processor, once"
     on_progress(Progress(label, 0, 1, "layers"))
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH, ignore_cleanup_errors=True) as scratch:
         part = Path(scratch, path.name)

@@ -272,4 +272,4 @@ class Listener:
                 self._heard[rank] = beats, now
             if (silent := now - self._heard[rank][1]) >= self._silence:
                 gone = "it, its node or the network is gone"
-                raise RankDied(f"rank {rank} has not been heard of for {silent:.0f} s: {gone}")
+                raise RankDied(f"rank {rank} has been silent for {silent:.0f} s: {gone}")

@@ -77,7 +77,7 @@ class Ranks:
         for piece in x.view(-1).split(self._sums.most_bytes // x.itemsize):
             exchange = self._sums.exchange_for(piece)
             if exchange is None:
-                raise ValueError(f"sums in order are of whole words, not of {tuple(piece.shape)} {piece.dtype}")
+                raise ValueError(f"ordered sums need whole words, not {tuple(piece.shape)} {piece.dtype}")
             all_reduce(piece, exchange)
         return x
 

@@ -69,7 +69,7 @@ class Torchrun:
     def num_replicas(self, tensor_parallel_size: int) -> int:
         """Return how many models the processes make. Raises UsageError if some processes would be left over."""
         if self.world_size % tensor_parallel_size:
-            wrong = f"{self.world_size} processes, which is no multiple of tensor_parallel_size {tensor_parallel_size}"
+            wrong = f"{self.world_size} processes, not a multiple of tensor_parallel_size {tensor_parallel_size}"
             raise UsageError(f"torchrun has started {wrong}; start another number of them")
         return self.world_size // tensor_parallel_size
 

@@ -84,7 +84,7 @@ def verify(name: str, on_progress: OnProgress) -> None:
     try:
         _, files = _read_record(directory)
     except (OSError, ValueError):
-        raise WeightsError(f"model {name} is not downloaded; `minillm pull {name}` does that") from None
+        raise WeightsError(f"model {name} is not downloaded; run `minillm pull {name}`") from None
     for item in files:
         path = directory / item.name
         found = sha256_of(path, on_progress) if path.exists() else "no such file"
@@ -107,7 +107,7 @@ def remove(name: str) -> int:
     found = [path for path in models_dir().glob("*/") if ours.fullmatch(path.name)]
     if not found:
         # Suggests no similar name: the user might delete another model.
-        raise UsageError(f"model {clean_line(name)} is not downloaded; `minillm models` shows which are")
+        raise UsageError(f"model {clean_line(name)} is not downloaded; `minillm models` lists downloaded models")
     try:
         with FileLock(_home(name, ".lock"), timeout=0):
             freed = sum(map(size_on_disk, found))

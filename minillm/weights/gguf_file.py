@@ -151,7 +151,7 @@ class GGUFCheckpoint:
                 f"{where} has the unknown type number {info.type}; a newer gguf package may know it"
             ) from None
         if info.shape[-1] % block:
-            raise WeightsError(f"{where} has rows of {info.shape[-1]}, no multiple of {block}")
+            raise WeightsError(f"{where} has rows of {info.shape[-1]}, not a multiple of {block}")
         end = info.offset + math.prod(info.shape) // block * size
         if end > len(self._data):
             raise WeightsError(f"{self._path}: the file is cut short within tensor {clean_line(info.name)}")

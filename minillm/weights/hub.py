@@ -298,4 +298,4 @@ def _explained(error: Exception, source: HubSource) -> str:
     if isinstance(error, (ValueError, KeyError, TypeError)):
         return f"the server at {urlsplit(constants.ENDPOINT).hostname} is not the hub (a network's login page?)"
     reason = clean_line(str(error).split("\n")[0], 160) or type(error).__name__
-    return f"{source.hub}: {reason}; run the command again to go on"
+    return f"{source.hub}: {reason}; run the command again to continue"

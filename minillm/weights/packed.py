@@ -92,7 +92,7 @@ def _need(holds: bool, why: str) -> None:
 
 def _words(packed: Tensor, bits: int) -> Tensor:
     """Unpack the levels of int32 words ``[rows, words]``, along the rows."""
-    _need(packed.dtype == torch.int32 and packed.dim() == 2, "packed levels are no matrix of int32")
+    _need(packed.dtype == torch.int32 and packed.dim() == 2, "packed levels are not a matrix of int32")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 
@@ -112,14 +112,14 @@ def recognized(
     """
     if first := parts.get("qweight"):
         zeros, scales = (_matrix(parts, name) for name in ("qzeros", "scales"))
-        _need(len(first) == 2 and scales[1] > 0, "its qweight is no matrix")
+        _need(len(first) == 2 and scales[1] > 0, "its qweight is not a matrix")
         bits = _supported(32 * zeros[1] / scales[1])
         if first[1] != scales[1]:  # words along the output
             _need(bits == 4, "AWQ has 4 bits only")
             return Quantised("awq", bits), (first[1] * 8, first[0])
         return Quantised("gptq", bits, config.zero_offset), (first[1], first[0] * 32 // bits)
     if first := parts.get("weight_packed"):
-        _need(len(first) == 2, "its weight_packed is no matrix")
+        _need(len(first) == 2, "its weight_packed is not a matrix")
         fitting = [bits for bits in (*config.bits, *BITS) if not weight_shape or _words_of(weight_shape, bits) == first]
         _need(bool(fitting), f"words {list(first)} hold no matrix {list(weight_shape)} of 4 or 8 bits")
         return Quantised("packed", fitting[0]), weight_shape or (first[0], first[1] * 32 // fitting[0])
@@ -132,7 +132,7 @@ def recognized(
 
 def _matrix(parts: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
     _need(name in parts, f"it has no {name}")
-    _need(len(parts[name]) == 2, f"its {name} is no matrix")
+    _need(len(parts[name]) == 2, f"its {name} is not a matrix")
     return parts[name]
 
 
@@ -193,7 +193,7 @@ def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor
         if form.method == "packed":
             levels = _words(first, bits)[:, :width]
         else:
-            _need(first.dtype == torch.int8, "its levels are no int8")
+            _need(first.dtype == torch.int8, "its levels are not int8")
             levels = first.int() + half
         if stored is None:
             zeros = torch.full_like(scales, half, dtype=torch.int32)
@@ -212,14 +212,14 @@ def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor
         _need(width == 0 or 0 <= int(groups.min()) <= int(groups.max()) < count, "its g_idx has no such group")
         runs = torch.arange(width, device=groups.device) // max(1, width // count)
         groups = None if width % count == 0 and torch.equal(groups, runs) else groups
-    _need(groups is not None or width % count == 0, f"rows of {width} are no {count} groups")
+    _need(groups is not None or width % count == 0, f"rows of {width} cannot be {count} groups")
     return Levels(levels, scales, zeros, groups)
 
 
 def _by_rows(scales: Tensor, out: int) -> Tensor:
     """Expand scales of the whole matrix, of rows or of blocks of rows to ``[out, groups]``."""
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
-    _need(scales.dim() == 2 and scales.shape[0] > 0, "its scales are no matrix")
+    _need(scales.dim() == 2 and scales.shape[0] > 0, "its scales are not a matrix")
     rows, rest = divmod(out, scales.shape[0])
     return scales if rest else scales.repeat_interleave(rows, 0)
 
@@ -234,7 +234,7 @@ def fp8_planes(form: Quantised, read: Callable[[str], Tensor | None]) -> tuple[T
     scale = read("weight_scale") if inverse is None else inverse
     if first is None or scale is None:
         raise ValueError("it has no weight_scale")
-    _need(scale.is_floating_point(), "its scales are no numbers")
+    _need(scale.is_floating_point(), "its scales are not numbers")
     (rows, columns), scale = first.shape, scale.float()
     if form.block is not None:
         high, wide = form.block

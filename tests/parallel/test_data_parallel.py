@@ -233,4 +233,4 @@ def test_replicas_need_a_file_and_torchrun(
     assert main(["generate", "-f", str(source), "--data-parallel", "--model", str(tiny_model)]) == 2
     assert "an --output" in capsys.readouterr().err
     assert main([*command(tiny_model, source, output), "--data-parallel", "--tensor-parallel-size", "3"]) == 2
-    assert "no multiple of tensor_parallel_size 3" in capsys.readouterr().err
+    assert "not a multiple of tensor_parallel_size 3" in capsys.readouterr().err

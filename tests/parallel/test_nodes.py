@@ -82,13 +82,13 @@ def test_who_is_silent_is_gone_and_who_beats_is_not(monkeypatch: pytest.MonkeyPa
             listener.check(ranks)
 
     listen_to(0)
-    with pytest.raises(RankDied, match="rank 7 has not been heard of for"):
+    with pytest.raises(RankDied, match="rank 7 has been silent for"):
         listen_to(0, 7)
 
 
 def test_who_waits_for_a_replica_that_is_gone_is_told() -> None:
     replicas = Replicas(HashStore(), 0, 2, 4, Listener(HashStore(), every=0.02, silence=0.1))
-    with pytest.raises(MinillmError, match="rank 4 has not been heard of"):
+    with pytest.raises(MinillmError, match="rank 4 has been silent for"):
         replicas.meet("ready")
 
 

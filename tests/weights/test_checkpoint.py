@@ -390,7 +390,7 @@ def text(value: str) -> bytes:
         (header(tensors=1, body=text("t") + struct.pack("<IQIQ", 1, 4, 0, 3) + b"x" * 40), "outside the file"),
         (header(tensors=2, body=(text("t") + struct.pack("<IQIQ", 1, 4, 0, 0)) * 2 + b"x" * 80), "occurs twice"),
         (header(tensors=1, body=text("t") + struct.pack("<IQIQ", 1, 4, 250, 0) + b"x" * 80), "unknown type number 250"),
-        (header(tensors=1, body=text("t") + struct.pack("<IQIQ", 1, 7, 8, 0) + b"x" * 80), "no multiple of 32"),
+        (header(tensors=1, body=text("t") + struct.pack("<IQIQ", 1, 7, 8, 0) + b"x" * 80), "not a multiple of 32"),
         (header(tensors=1, body=text("t") + struct.pack("<IQIQ", 1, 64, 0, 0) + b"x" * 80), "cut short"),
     ],
 )
