@@ -165,7 +165,7 @@ store.get("minillm/replicas/ready/1")
             process.kill()
     assert second.returncode == 1
     lines = [line for line in errors.splitlines() if line.startswith("minillm: error:")]
-    assert lines == ["minillm: error: the first node is gone, and what the others measured with it"], errors
+    assert lines == ["minillm: error: the first node is gone, and the measurements with it"], errors
     assert "Traceback" not in errors
 
 
