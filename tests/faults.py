@@ -211,11 +211,12 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_bad_token_ids_are_refused_before_they_reach_the_device"),
         ("stop-id-beyond-the-vocabulary", "check_ids", "Compare 0", "$left > $comparators[0]", BAD_WORDS),
     ],
-    "minillm/server/room.py": [
-        ("remembered-tokens-never-subtracted", "Room._remember", "AugAssign 1", "id(old.prompt_ids) + $value.right",
-         "tests/server/test_room.py::test_as_many_tokens_are_remembered_as_have_room"),
-        ("abort-of-a-request-that-is-prepared-lost", "Room.abort", "Expr 2", "pass",
-         "tests/server/test_room.py::test_a_request_that_is_aborted_while_it_is_prepared_never_runs"),
+    "minillm/server/engine_requests.py": [
+        ("remembered-tokens-never-subtracted", "EngineRequests._remember", "AugAssign 1",
+         "id(old.prompt_ids) + $value.right",
+         "tests/server/test_engine_requests.py::test_as_many_tokens_are_remembered_as_have_room"),
+        ("abort-of-a-request-that-is-prepared-lost", "EngineRequests.abort", "Expr 2", "pass",
+         "tests/server/test_engine_requests.py::test_a_request_that_is_aborted_while_it_is_prepared_never_runs"),
     ],
     "minillm/engine/idle.py": [
         ("held-sequence-keeps-a-token-too-many", "IdleSequences.keep_ended", "BoolOp 0", "False",

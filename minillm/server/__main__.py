@@ -51,7 +51,7 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     from minillm.loading.engine import best_form, load_engine
     from minillm.loading.gpu_stacks import keep_small
     from minillm.server.calls import CallReader
-    from minillm.server.room import Room
+    from minillm.server.engine_requests import EngineRequests
     from minillm.server.sessions import Sessions
     from minillm.service.facts import loaded
 
@@ -67,10 +67,10 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     keep_small(choose_device(config), config)
     engine = load_engine(name, config, progress, notice)
     driver = Driver(engine)
-    room = Room(driver, send)
-    sessions = Sessions(driver, room, send)
-    room.others = sessions.owners
-    calls = CallReader(driver, room, sessions, send)
+    requests = EngineRequests(driver, send)
+    sessions = Sessions(driver, requests, send)
+    requests.others = sessions.owners
+    calls = CallReader(driver, requests, sessions, send)
     threading.Thread(target=calls.read, args=(sys.stdin.buffer,), daemon=True).start()
     facts = loaded(engine, name, time.monotonic() - began)
     sizes = (engine.scheduler.max_num_seqs, engine.runner.model.config.vocab_size)
@@ -87,10 +87,10 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
                 return
             job()
             if calls.jobs.empty():
-                room.report()
-        sessions.take(*room.step())
+                requests.report()
+        sessions.take(*requests.step())
         idle = not engine.has_work
-        room.report(now=idle)
+        requests.report(now=idle)
         sessions.report(now=idle)
 
 

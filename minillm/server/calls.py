@@ -9,8 +9,8 @@ from typing import BinaryIO
 from minillm.engine.driver import Driver
 from minillm.errors import MinillmError
 from minillm.server import messages
+from minillm.server.engine_requests import EngineRequests
 from minillm.server.prepare import prepare, prompt_ids
-from minillm.server.room import Room
 from minillm.server.sessions import Sessions
 from minillm.server.sharing import SharedThreads
 
@@ -25,9 +25,11 @@ class CallReader:
         jobs: the engine thread's work in order; None marks the end.
     """
 
-    def __init__(self, driver: Driver, room: Room, sessions: Sessions, send: Callable[[messages.Event], None]) -> None:
+    def __init__(
+        self, driver: Driver, requests: EngineRequests, sessions: Sessions, send: Callable[[messages.Event], None]
+    ) -> None:
         self.jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._driver, self._room, self._sessions, self._send = driver, room, sessions, send
+        self._driver, self._requests, self._sessions, self._send = driver, requests, sessions, send
         self._pool = SharedThreads(_THREADS, "prepare")
         self._grammars = SharedThreads(_THREADS, "grammar")  # a grammar that takes seconds delays only other grammars
 
@@ -44,10 +46,10 @@ class CallReader:
 
     def take(self, call: messages.Call) -> None:
         """Carry out a call here, or queue it for a thread or the engine."""
-        room, sessions, then = self._room, self._sessions, self.jobs.put
+        requests, sessions, then = self._requests, self._sessions, self.jobs.put
         match call:
             case messages.Complete():
-                room.preparing.add(call.request_id)
+                requests.preparing.add(call.request_id)
                 if "grammar" in call.params:
                     self._grammars.submit(call.tenant, partial(self._prepare, call))
                 elif self._is_quick(call.prompt):
@@ -59,17 +61,17 @@ class CallReader:
             case messages.PinPrefix():
                 self._pool.submit(call.tenant, partial(self._pin, call))
             case messages.Ping(call_id):
-                self._send(messages.Result(call_id, room.step_seconds))
+                self._send(messages.Result(call_id, requests.step_seconds))
             case messages.Abort(request_id):
-                then(partial(room.abort, request_id))
+                then(partial(requests.abort, request_id))
             case messages.UnpinPrefix():
-                then(partial(room.unpin, call))
+                then(partial(requests.unpin, call))
             case messages.ReadCache():
-                then(partial(room.read_cache, call))
+                then(partial(requests.read_cache, call))
             case messages.Watch(watcher, reader):
-                then(partial(room.watch, watcher, reader))
+                then(partial(requests.watch, watcher, reader))
             case messages.Unwatch(watcher):
-                then(partial(room.unwatch, watcher))
+                then(partial(requests.unwatch, watcher))
             case messages.OpenSession(session, tenant, reader, salt):
                 then(partial(sessions.open, session, tenant, reader, salt))
             case messages.SessionCommand(session, command):
@@ -88,17 +90,17 @@ class CallReader:
         try:
             prepared = prepare(self._driver, call)
         except MinillmError as error:
-            self.jobs.put(partial(self._room.refuse, call.request_id, error))
+            self.jobs.put(partial(self._requests.refuse, call.request_id, error))
         except Exception as error:
             sys.stderr.write(f"preparing a prompt failed: {type(error).__name__}: {error}\n")
-            self.jobs.put(partial(self._room.refuse, call.request_id, MinillmError("the prompt cannot be read")))
+            self.jobs.put(partial(self._requests.refuse, call.request_id, MinillmError("the prompt cannot be read")))
         else:
-            self.jobs.put(partial(self._room.add, prepared))
+            self.jobs.put(partial(self._requests.add, prepared))
 
     def _pin(self, call: messages.PinPrefix) -> None:
         def work() -> None:
             ids = prompt_ids(self._driver, call.prompt)
-            self.jobs.put(partial(self._room.pin, call, ids))
+            self.jobs.put(partial(self._requests.pin, call, ids))
 
         self._answer(call.call_id, work, silent=True)
 

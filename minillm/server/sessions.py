@@ -13,7 +13,7 @@ import msgspec
 from minillm.engine.driver import Driver
 from minillm.outputs import Delta, RequestOutput
 from minillm.server import messages
-from minillm.server.room import Room
+from minillm.server.engine_requests import EngineRequests
 from minillm.service import messages as chat
 from minillm.service.cache_view import Owner
 from minillm.service.conversations import Conversations
@@ -36,7 +36,7 @@ class Sessions:
     """All connected apps. All methods are called in the engine thread."""
 
     driver: Driver
-    room: Room
+    requests: EngineRequests
     send: Callable[[messages.Event], None]
     open_ones: dict[str, Session] = field(default_factory=dict)
     ending: list[Session] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Sessions:
         def send(event: chat.Event) -> None:
             self.send(messages.SessionEvent(name, chat.encode(_renamed(event, f"{name}/"))))
 
-        conversations = Conversations(self.driver.engine, send, others=partial(self.room.owners, reader), salt=salt)
+        conversations = Conversations(self.driver.engine, send, others=partial(self.requests.owners, reader), salt=salt)
         conversations.reporter.view.shows_all_words = reader is None
         self.open_ones[name] = Session(name, tenant, conversations)
         conversations.reporter.show_cache(now=True)

@@ -41,12 +41,12 @@ def test_nothing_waits_behind_a_prompt_that_takes_long(
 
     monkeypatch.setattr(calls, "prepare", prepare)
     said: list[str] = []
-    room: Any = SimpleNamespace(
+    requests: Any = SimpleNamespace(
         preparing=set(), add=lambda call: said.append(f"add {call.request_id}"), abort=lambda name: said.append(name)
     )
     tokenizer = None if encodes_here is None else SimpleNamespace(encodes_here=encodes_here)
     driver: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer))
-    reader = calls.CallReader(driver, room, None, lambda event: None)  # type: ignore[arg-type]
+    reader = calls.CallReader(driver, requests, None, lambda event: None)  # type: ignore[arg-type]
     reader.take(Complete("x", "t", prompt, params))
     reader.take(Abort("y"))
     goes_on.set()
@@ -55,7 +55,7 @@ def test_nothing_waits_behind_a_prompt_that_takes_long(
         assert job is not None
         job()
     assert said == (["add x", "y"] if at_once else ["y", "add x"])
-    assert room.preparing == {"x"}
+    assert requests.preparing == {"x"}
     assert (prepared_by == [threading.current_thread()]) == at_once
     for pool in (reader._pool, reader._grammars):
         pool.shutdown()

@@ -62,7 +62,7 @@ class Pinned:
 
 
 @dataclass
-class Room:
+class EngineRequests:
     """Runs an engine for many clients. All methods are called in one thread.
 
     Attributes:
@@ -134,8 +134,8 @@ class Room:
         cache, pinned = self.engine.cache, self.engine.scheduler.idle.num_pinned_blocks
         shared = num_prompt_tokens // cache.block_size
         blocks = (cache.num_blocks - pinned - shared) // params.num_sequences
-        room = blocks * cache.block_size - num_prompt_tokens % cache.block_size
-        return min(room, self.engine.max_model_len - num_prompt_tokens)
+        free = blocks * cache.block_size - num_prompt_tokens % cache.block_size
+        return min(free, self.engine.max_model_len - num_prompt_tokens)
 
     def _forked(self, call: messages.Complete) -> tuple[list[int], Sequence | None, str | None]:
         """Return the tokens before a fork, a sequence that holds some of their blocks, and their prefix cache salt."""

@@ -12,9 +12,9 @@ from minillm.engine.driver import Driver
 from minillm.errors import UsageError
 from minillm.model.llama import Llama
 from minillm.params import SamplingParams
-from minillm.server import messages, room
+from minillm.server import engine_requests, messages
+from minillm.server.engine_requests import EngineRequests
 from minillm.server.prepare import Prepared
-from minillm.server.room import Room
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,10 @@ def model() -> Llama:
     return ours(hf_model(vocab_size=97))
 
 
-def around(model: Llama) -> tuple[Room, list[messages.Event]]:
-    """A room, and the events that it sends."""
+def around(model: Llama) -> tuple[EngineRequests, list[messages.Event]]:
+    """The requests of an engine, and the events that they send."""
     events: list[messages.Event] = []
-    return Room(Driver(engine_for(model)), events.append), events
+    return EngineRequests(Driver(engine_for(model)), events.append), events
 
 
 def prepared(name: str, prompt: list[int], count: int = 3, **options: Any) -> Prepared:
@@ -34,14 +34,14 @@ def prepared(name: str, prompt: list[int], count: int = 3, **options: Any) -> Pr
     return Prepared(call, prompt, SamplingParams(**params), in_reasoning=False)
 
 
-def run(room: Room) -> None:
-    while room.engine.has_work:
-        room.step()
+def run(requests: EngineRequests) -> None:
+    while requests.engine.has_work:
+        requests.step()
 
 
 def test_as_many_tokens_are_remembered_as_have_room(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer here has 8 tokens with its prompt: of any number of them the latest two are remembered."""
-    monkeypatch.setattr(room, "_MOST_REMEMBERED_TOKENS", 20)
+    monkeypatch.setattr(engine_requests, "_MOST_REMEMBERED_TOKENS", 20)
     inside, _ = around(model)
     for number in range(6):
         inside.add(prepared(f"r{number}", [5, 6, 7, 8, 9 + number]))
