@@ -18,6 +18,11 @@ EQUIVALENTS: dict[str, tuple[str, str, str]] = {
         "(num_blocks <= had or _MOST * num_blocks > cache.num_blocks)",
         "Its caller gives it sequences with a table alone; a released one has no computed tokens, so no full block.",
     ),
+    "ui/chat/search.py::SearchBar._bring_into_sight::statement-dropped::0": (
+        "transcript.release_anchor()",
+        "pass",
+        "Textual's `scroll_to` on the next line releases the anchor as well.",
+    ),
     "minillm/grammar/regular.py::Algebra.repeat::condition-dropped::9": (
         "of.kind == 'rep' and of.least <= 1 and (of.most is None) and (most is None)",
         "(of.kind == 'rep' and of.least <= 1 and (most is None))",

@@ -8,7 +8,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
-from lib.ui import ask, chat, say, screen, until
+from lib.ui import ask, chat, say, screen, seen, until
 from minillm.ui.chat.answer_view import ReasoningView
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.find import Finder
@@ -96,6 +96,27 @@ async def test_over_five_hundred_turns() -> None:
         await until(pilot, lambda: "question" in marked(pilot, "reverse"))
         talk.search.close()
         await until(pilot, lambda: not marked(pilot, "underline"))
+
+
+async def test_a_place_stays_in_sight_while_the_end_grows() -> None:
+    async with chat(size=(100, 24)) as pilot:
+        conversation = Conversation()
+        for number in range(30):
+            answer = conversation.ask(f"question {number}")
+            answer.text, answer.finish_reason = f"An answer with number {number} of many", "stop"
+        talk = screen(pilot).talk
+        await talk.open_conversation(conversation)
+        await until(pilot, lambda: talk.transcript.is_settled and "number 29" in seen(pilot))
+        view = talk.transcript.view_of(conversation.turns[24])
+        assert view is not None, "it is mounted"
+        assert "number 24 of" not in seen(pilot), "above what is in sight"
+        talk.search.open("number 24 of")
+        await until(pilot, lambda: "number 24 of" in seen(pilot))
+        for word in ("one", "two", "three"):
+            await talk.transcript.add_note(f"{word}\n" * 9)
+            await until(pilot, lambda: talk.transcript.is_settled)
+        await pilot.pause()
+        assert "number 24 of" in seen(pilot)
 
 
 async def test_an_attached_file_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
