@@ -1212,14 +1212,14 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("salt-of-another-tenant-in-facts", "CacheView.facts", "BoolOp 2", "False",
          FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
     ],
-    "minillm/server/seats.py": [
-        ("tenants-not-told-apart", "Seats._rank", "BinOp 2", "-$right",
+    "minillm/server/fair_queue.py": [
+        ("tenants-not-told-apart", "FairQueue._rank", "BinOp 2", "-$right",
          SHARING + "test_the_tenant_with_the_fewest_seats_is_next"),
-        ("all-seats-for-one-tenant", "Seats._call", "ListComp 0", "[$elt for $elt in $generators[0].iter]",
+        ("all-seats-for-one-tenant", "FairQueue._call", "ListComp 0", "[$elt for $elt in $generators[0].iter]",
          SHARING + "test_seats_stay_free_for_another_tenant"),
-        ("queue-for-one-tenant", "Seats.check_room", "BoolOp 0", "$values[0]",
+        ("queue-for-one-tenant", "FairQueue.check_space", "BoolOp 0", "$values[0]",
          SHARING + "test_the_queue_has_room_for_another_tenant"),
-        ("seats-given-back-twice", "Seats.give_back", "If 0", "pass",
+        ("seats-given-back-twice", "FairQueue.release", "If 0", "pass",
          SHARING + "test_seats_stay_free_for_another_tenant"),
     ],
     "minillm/server/sharing.py": [

@@ -28,13 +28,13 @@ from minillm.server.access import Access, AccessRules
 from minillm.server.answers import Frame
 from minillm.server.bodies import BadField, ChatBody, CompletionBody
 from minillm.server.engine_process import EngineDied
+from minillm.server.fair_queue import FairQueue, Full
 from minillm.server.forms import ChatForm, TextForm
 from minillm.server.generating import CONTEXT_LENGTH, Asked, Generating, error_json
 from minillm.server.metrics import Metrics
 from minillm.server.openapi import document
 from minillm.server.questions import Questions
 from minillm.server.replicas import Engine
-from minillm.server.seats import Full, Seats
 from minillm.server.sharing import leaves_some
 from minillm.server.thoughts import ThoughtReader, template_options
 from minillm.server.tool_choice import call_form, call_formats, choice_of, shown_tools
@@ -56,7 +56,7 @@ class Service:
     engine: Engine
     facts: messages.Ready
     names: tuple[str, ...]  # of the model
-    seats: Seats
+    queue: FairQueue
     metrics: Metrics
     has_keys: bool = False  # one key may not read another's text
     shared: bool = False  # several keys: none may take everything, or detect another's prompts in the cache
@@ -262,7 +262,7 @@ def _generating(
     asked = Asked(
         tenant, calls, frame, form, bool(body.stream), body.has_usage, body.counts, grammar_field, body.priority
     )
-    return Generating(asked, service.engine, service.seats, service.metrics, service.send_seconds)
+    return Generating(asked, service.engine, service.queue, service.metrics, service.send_seconds)
 
 
 def _salt(service: Service, tenant: str, salt: str | None = None, fork: messages.ForkPoint | None = None) -> str | None:
@@ -413,7 +413,7 @@ async def _open_session(service: Service, request: Request) -> Response:
         if (listener := engine.listeners.get(session)) is not None:
             listener(line)
 
-    questions = Questions(session, tenant, engine, service.seats, tell)
+    questions = Questions(session, tenant, engine, service.queue, tell)
 
     def start() -> None:
         service.sessions[session] = questions

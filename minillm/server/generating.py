@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 from minillm.errors import UsageError
 from minillm.server.answers import Frame, Json, Usage
 from minillm.server.engine_process import Answer, EngineDied
+from minillm.server.fair_queue import FairQueue, Full, Place, num_seats
 from minillm.server.messages import Complete, Completion, Ended, Refused, Text
 from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine
-from minillm.server.seats import Full, Place, Seats, num_seats
 
 CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
 _TICK = 0.001  # seconds
@@ -98,7 +98,7 @@ class Generating:
 
     asked: Asked
     engine: Engine
-    seats: Seats
+    queue: FairQueue
     metrics: Metrics
     send_seconds: float  # a client may take to read what was sent
     usage: Usage = field(default_factory=Usage)
@@ -184,7 +184,7 @@ class Generating:
     async def _work(self, send: Send) -> None:
         began = time.monotonic()
         try:
-            self.seats.check_room(self.asked.tenant)
+            self.queue.check_space(self.asked.tenant)
             await self._answer(send, began)
             self.metrics.whole.observe(time.monotonic() - began)
         except Full as full:
@@ -219,12 +219,12 @@ class Generating:
             for answer in answers:
                 self.engine.leave(answer)
             for place in self._places.values():
-                self.seats.give_back(place)
+                self.queue.release(place)
 
     async def _begin(self, number: int, answers: list[Answer], news: asyncio.Event) -> None:
         """Send a prompt to the engine once there are seats for it."""
         call, asked = self.asked.calls[number], self.asked
-        place = await self.seats.wait(asked.tenant, num_seats(call.params), asked.priority)
+        place = await self.queue.wait(asked.tenant, num_seats(call.params), asked.priority)
         self._places[call.request_id] = place
         answers[number] = self.engine.complete(call, news)
 
@@ -240,7 +240,7 @@ class Generating:
         """Free the seats of answers that have ended. Raise the error of a prompt that could not start."""
         for answer in answers:
             if answer.ended is not None and (place := self._places.pop(answer.request_id, None)) is not None:
-                self.seats.give_back(place)
+                self.queue.release(place)
         if self._beginning is not None and self._beginning.done():
             self._beginning.result()
 

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from minillm.server.fair_queue import FairQueue
 from minillm.server.messages import Figures
-from minillm.server.seats import Seats
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
@@ -33,7 +33,7 @@ _FIGURES: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, s
 class Metrics:
     """Metrics of the server, its queue and its engines."""
 
-    def __init__(self, seats: Seats, figures: Callable[[], Sequence[Figures | None]]) -> None:
+    def __init__(self, queue: FairQueue, figures: Callable[[], Sequence[Figures | None]]) -> None:
         disable_created_metrics()
         self.registry = registry = CollectorRegistry()
         about = {"registry": registry, "namespace": "minillm"}
@@ -44,7 +44,7 @@ class Metrics:
         self.disconnects = Counter("disconnects", "Clients that disconnected before their answer ended", **about)  # type: ignore[arg-type]
         self.first_token = Histogram("time_to_first_token_seconds", "Time to first token", buckets=_SECONDS, **about)  # type: ignore[arg-type]
         self.whole = Histogram("request_seconds", "Duration of answered requests", buckets=_SECONDS, **about)  # type: ignore[arg-type]
-        registry.register(_EngineCollector(seats, figures))
+        registry.register(_EngineCollector(queue, figures))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -54,12 +54,12 @@ class Metrics:
 class _EngineCollector(Collector):
     """Exports the last reported state of queue and engines."""
 
-    def __init__(self, seats: Seats, figures: Callable[[], Sequence[Figures | None]]) -> None:
-        self._seats, self._figures = seats, figures
+    def __init__(self, queue: FairQueue, figures: Callable[[], Sequence[Figures | None]]) -> None:
+        self._queue, self._figures = queue, figures
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        yield _gauge("requests_queued", "Requests waiting in the server", len(self._seats.waiting))
-        yield _gauge("seats_taken", "Sequences admitted to the engine", self._seats.num_taken)
+        yield _gauge("requests_queued", "Requests waiting in the server", len(self._queue.waiting))
+        yield _gauge("seats_taken", "Sequences admitted to the engine", self._queue.num_taken)
         replicas = self._figures()
         label = ["replica"] if len(replicas) > 1 else []
         for kind, name, help, field in _FIGURES:

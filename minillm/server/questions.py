@@ -10,8 +10,8 @@ import msgspec
 
 from minillm.server import messages
 from minillm.server.bodies import MAX_N, BadField
+from minillm.server.fair_queue import FairQueue, Full, num_seats
 from minillm.server.replicas import Engine
-from minillm.server.seats import Full, Seats, num_seats
 from minillm.service import messages as chat
 
 
@@ -26,7 +26,7 @@ class Questions:
     session: str
     tenant: str
     engine: Engine
-    seats: Seats
+    queue: FairQueue
     tell: Callable[[bytes], object]
     _asked: dict[str, _Asked] = field(default_factory=dict)  # by the app's name
 
@@ -71,13 +71,13 @@ class Questions:
         count = num_seats(command.params)
         if not isinstance(count, int) or not 1 <= count <= MAX_N:
             raise BadField(f"n and beam_width must be from 1 to {MAX_N}", "params")
-        self.seats.check_room(self.tenant)
+        self.queue.check_space(self.tenant)
         asked = self._asked[request_id] = _Asked(command.conversation, count)
         asked.task = asyncio.create_task(self._wait(request_id, asked, line))
 
     async def _wait(self, request_id: str, asked: _Asked, line: bytes) -> None:
         try:
-            async with self.seats.take(self.tenant, asked.count):
+            async with self.queue.take(self.tenant, asked.count):
                 asked.has_seat = True
                 self.engine.send(messages.SessionCommand(self.session, line))
                 await asked.ended.wait()

@@ -18,10 +18,10 @@ import uvicorn
 from minillm.errors import UsageError
 from minillm.server.access import AccessRules
 from minillm.server.app import Service, make_app
+from minillm.server.fair_queue import FairQueue
 from minillm.server.http_protocol import BoundedProtocol
 from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine, Replicas
-from minillm.server.seats import Seats
 from minillm.service import messages as chat
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -110,12 +110,12 @@ async def serve(
     try:
         facts = await engine.loaded()
         shared = len(set(config.rules.keys.values())) > 1
-        seats = Seats(facts.max_num_seqs, config.max_waiting, shared=shared)
-        metrics = Metrics(seats, engine.figures)
+        queue = FairQueue(facts.max_num_seqs, config.max_waiting, shared=shared)
+        metrics = Metrics(queue, engine.figures)
         names = config.names or _names(facts.facts.model)
         most = 2 * (config.max_waiting + facts.max_num_seqs) + 100  # connections
         allow_descriptors(most + _OTHER_DESCRIPTORS)
-        service = Service(engine, facts, names, seats, metrics, bool(config.rules.keys), shared)
+        service = Service(engine, facts, names, queue, metrics, bool(config.rules.keys), shared)
         engine.lost = service.forget
         server = _Server(service, uvicorn.Config(
             make_app(service, config.rules),

@@ -19,8 +19,8 @@ from lib.server import ROOT, Server, served
 from minillm.cli.serve import _keys as api_keys
 from minillm.server.access import Access, AccessRules, BodyMemory
 from minillm.server.app import make_app
+from minillm.server.fair_queue import FairQueue
 from minillm.server.metrics import Metrics
-from minillm.server.seats import Seats
 
 JSON = {"content-type": "application/json"}
 SMALL = b'{"prompt": "a", "max_tokens": 1}'
@@ -46,7 +46,7 @@ async def enter(
 
     scope = {"type": "http", "method": method, "path": "/v1/x", "client": ("10.0.0.1", 1)}
     raw = [(name.encode(), value.encode("latin-1")) for name, value in (("host", "localhost"), *headers)]
-    await Access(app, rules, Metrics(Seats(1, 1), list))({**scope, "headers": raw}, receive, send)
+    await Access(app, rules, Metrics(FairQueue(1, 1), list))({**scope, "headers": raw}, receive, send)
     tenants = [each for each in told if isinstance(each, str)]
     return next(each for each in told if isinstance(each, int)), tenants[0] if tenants else ""
 
@@ -89,7 +89,7 @@ async def test_nobody_else_gets_in(status: int, headers: list[tuple[str, str]]) 
 
 @pytest.mark.anyio
 async def test_each_route_but_two_needs_a_key() -> None:
-    service: Any = SimpleNamespace(metrics=Metrics(Seats(1, 1), list))
+    service: Any = SimpleNamespace(metrics=Metrics(FairQueue(1, 1), list))
     app: Any = make_app(service, KEYS)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -17,9 +17,9 @@ from minillm.params import BeamSearchParams, SamplingParams
 from minillm.server import bodies
 from minillm.server.access import AccessRules
 from minillm.server.app import make_app
+from minillm.server.fair_queue import FairQueue
 from minillm.server.metrics import Metrics
 from minillm.server.openapi import document
-from minillm.server.seats import Seats
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 
@@ -83,7 +83,7 @@ async def test_a_defect_is_told_and_raised_for_the_log(monkeypatch: pytest.Monke
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(bodies, "read_body", fail)
-    service: Any = SimpleNamespace(metrics=Metrics(Seats(1, 1), list))
+    service: Any = SimpleNamespace(metrics=Metrics(FairQueue(1, 1), list))
     app: Any = make_app(service, AccessRules())
     for raises in (False, True):
         transport = httpx.ASGITransport(app, raise_app_exceptions=raises)
@@ -160,7 +160,7 @@ def test_the_openapi_document_says_what_each_route_takes() -> None:
 
 
 def test_histograms_have_buckets_from_milliseconds_to_minutes() -> None:
-    metrics = Metrics(Seats(1, 1), list)
+    metrics = Metrics(FairQueue(1, 1), list)
     metrics.first_token.observe(0.007)
     text = metrics.text().decode()
     for name in ("time_to_first_token_seconds", "request_seconds"):

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from lib.server import Engine
 from minillm.server.answers import Frame
+from minillm.server.fair_queue import FairQueue, Full
 from minillm.server.forms import TextForm
 from minillm.server.generating import Asked, Generating
 from minillm.server.messages import Complete
 from minillm.server.metrics import Metrics
-from minillm.server.seats import Full, Seats
 from minillm.server.sharing import SharedThreads, leaves_some
 
 
@@ -66,32 +66,32 @@ def test_threads_are_shared() -> None:
 
 @pytest.mark.anyio
 async def test_seats_stay_free_for_another_tenant() -> None:
-    seats = Seats(16, 99, shared=True)
-    annas = [asyncio.create_task(seats.wait("anna", 1)) for _ in range(20)]
+    queue = FairQueue(16, 99, shared=True)
+    annas = [asyncio.create_task(queue.wait("anna", 1)) for _ in range(20)]
     await asyncio.sleep(0)
-    assert seats.taken["anna"] == 14
-    await asyncio.wait_for(seats.wait("ben", 1), 10)
+    assert queue.taken["anna"] == 14
+    await asyncio.wait_for(queue.wait("ben", 1), 10)
     for _ in range(3):
-        seats.give_back(annas[0].result())
+        queue.release(annas[0].result())
     await asyncio.sleep(0)
-    assert seats.taken["anna"] == 13, "a place is given back once"
+    assert queue.taken["anna"] == 13, "a place is given back once"
     assert sum(task.done() for task in annas) == 14, "two seats stay free for the next tenant"
     for task in annas:
         task.cancel()
-    lone = Seats(16, 99)
+    lone = FairQueue(16, 99)
     for _ in range(16):
         await asyncio.wait_for(lone.wait("anna", 1), 10)
 
 
 @pytest.mark.anyio
 async def test_the_tenant_with_the_fewest_seats_is_next() -> None:
-    seats = Seats(2, 99)
-    places = [await seats.wait("anna", 1) for _ in range(2)]
-    anna = asyncio.create_task(seats.wait("anna", 1))
+    queue = FairQueue(2, 99)
+    places = [await queue.wait("anna", 1) for _ in range(2)]
+    anna = asyncio.create_task(queue.wait("anna", 1))
     await asyncio.sleep(0)
-    ben = asyncio.create_task(seats.wait("ben", 1))
+    ben = asyncio.create_task(queue.wait("ben", 1))
     await asyncio.sleep(0)
-    seats.give_back(places[0])
+    queue.release(places[0])
     await asyncio.sleep(0)
     assert ben.done(), "Anna's request is older, but she has a seat"
     assert not anna.done()
@@ -100,16 +100,16 @@ async def test_the_tenant_with_the_fewest_seats_is_next() -> None:
 
 @pytest.mark.anyio
 async def test_the_queue_has_room_for_another_tenant() -> None:
-    seats = Seats(1, 10, shared=True)
-    await seats.wait("carl", 1)
+    queue = FairQueue(1, 10, shared=True)
+    await queue.wait("carl", 1)
     waiting = []
     for _ in range(5):
-        seats.check_room("anna")
-        waiting.append(asyncio.create_task(seats.wait("anna", 1)))
+        queue.check_space("anna")
+        waiting.append(asyncio.create_task(queue.wait("anna", 1)))
         await asyncio.sleep(0)
     with pytest.raises(Full):
-        seats.check_room("anna")
-    seats.check_room("ben")
+        queue.check_space("anna")
+    queue.check_space("ben")
     for task in waiting:
         task.cancel()
 
@@ -123,15 +123,15 @@ async def test_prompts_of_one_request_take_seats_one_by_one(streamed: bool) -> N
         most = 0
 
         def complete(self, call: Complete, news: asyncio.Event) -> Any:
-            self.most = max(self.most, seats.num_taken)
+            self.most = max(self.most, queue.num_taken)
             log.append(call.request_id)
             return super().complete(call, news)
 
-    seats, log, engine, sent = Seats(2, 9), [], Counted(), []
+    queue, log, engine, sent = FairQueue(2, 9), [], Counted(), []
     calls = [Complete(f"x-{number}", "anna", [1], {"max_tokens": 9}, streamed=streamed) for number in range(6)]
     form = TextForm(1, False, False)
     asked = Asked("anna", calls, Frame("x", "m", "text_completion"), form, streamed)
-    answering = Generating(asked, engine, seats, Metrics(seats, list), 60.0)  # type: ignore[arg-type]
+    answering = Generating(asked, engine, queue, Metrics(queue, list), 60.0)  # type: ignore[arg-type]
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -141,7 +141,7 @@ async def test_prompts_of_one_request_take_seats_one_by_one(streamed: bool) -> N
 
     async def other() -> None:
         await asyncio.sleep(0.02)
-        async with seats.take("ben", 1):
+        async with queue.take("ben", 1):
             log.append("ben")
 
     task = asyncio.create_task(other())
@@ -150,8 +150,8 @@ async def test_prompts_of_one_request_take_seats_one_by_one(streamed: bool) -> N
     assert sorted(log) == ["ben", *(f"x-{number}" for number in range(6))]
     assert log.index("ben") <= 3
     assert engine.most <= 2
-    assert not seats.num_taken
-    assert not seats.waiting
+    assert not queue.num_taken
+    assert not queue.waiting
     assert sent[0]["status"] == 200
     if streamed:
         assert b"".join(each.get("body", b"") for each in sent).endswith(b"data: [DONE]\n\n")

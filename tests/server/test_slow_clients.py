@@ -16,6 +16,7 @@ from lib.server import Engine
 from minillm.server import generating
 from minillm.server.answers import Frame
 from minillm.server.engine_process import Answer
+from minillm.server.fair_queue import FairQueue
 from minillm.server.forms import TextForm
 from minillm.server.generating import Asked, Generating
 from minillm.server.http_protocol import (
@@ -29,7 +30,6 @@ from minillm.server.http_protocol import (
 )
 from minillm.server.messages import Began, Complete, Ended, Refused, Text
 from minillm.server.metrics import Metrics
-from minillm.server.seats import Seats
 
 pytestmark = pytest.mark.anyio
 
@@ -51,12 +51,12 @@ async def skipped_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop._selector, "select", skip)  # type: ignore[attr-defined]
 
 
-async def respond(engine: Engine, seats: Seats, send: Any, send_seconds: float = 0.2) -> tuple[float, float]:
+async def respond(engine: Engine, queue: FairQueue, send: Any, send_seconds: float = 0.2) -> tuple[float, float]:
     """Stream an answer; returns the seconds that it took and the clients that went away."""
     call = Complete("x", "t", [1, 2, 3], {}, streamed=True)
-    metrics = Metrics(seats, list)
+    metrics = Metrics(queue, list)
     asked = Asked("t", [call], Frame("x", "m", "text_completion"), TextForm(1, False, False), True)
-    answering = Generating(asked, engine, seats, metrics, send_seconds)  # type: ignore[arg-type]
+    answering = Generating(asked, engine, queue, metrics, send_seconds)  # type: ignore[arg-type]
 
     async def receive() -> Any:
         await asyncio.Event().wait()
@@ -71,7 +71,7 @@ async def respond(engine: Engine, seats: Seats, send: Any, send_seconds: float =
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
 async def test_a_client_that_takes_nothing_more_is_left(taken: int) -> None:
-    engine, seats, messages = Engine(), Seats(1, 1), []
+    engine, queue, messages = Engine(), FairQueue(1, 1), []
     tasks = asyncio.all_tasks()
 
     async def send(message: Any) -> None:
@@ -79,11 +79,11 @@ async def test_a_client_that_takes_nothing_more_is_left(taken: int) -> None:
         if len(messages) > taken:
             await asyncio.Event().wait()
 
-    seconds, gone = await respond(engine, seats, send)
+    seconds, gone = await respond(engine, queue, send)
     assert seconds > 0.15
     assert gone == 1
     assert [answer.request_id for answer in engine.left] == ["x"]
-    assert not seats.num_taken
+    assert not queue.num_taken
     assert len(messages) == taken + 1
     await asyncio.gather(*engine.tasks)
     await asyncio.sleep(0)
@@ -92,14 +92,14 @@ async def test_a_client_that_takes_nothing_more_is_left(taken: int) -> None:
 
 async def test_a_slow_client_gets_all_of_it() -> None:
     """Each message is taken late, and none too late; together they take longer than one may."""
-    engine, seats, text = Engine(), Seats(1, 1), b""
+    engine, queue, text = Engine(), FairQueue(1, 1), b""
 
     async def send(message: Any) -> None:
         nonlocal text
         await asyncio.sleep(0.08)
         text += message.get("body", b"")
 
-    seconds, gone = await respond(engine, seats, send, send_seconds=0.1)
+    seconds, gone = await respond(engine, queue, send, send_seconds=0.1)
     assert seconds > 0.1
     assert gone == 0
     assert text.endswith(b"data: [DONE]\n\n")
@@ -148,7 +148,7 @@ def noting(messages: list[tuple[float, Any]]) -> Any:
 
 async def test_a_stream_sends_its_head_soon_and_comments_while_nothing_else_comes() -> None:
     messages: list[tuple[float, Any]] = []
-    await respond(SlowEngine(0.05, 35, 48), Seats(1, 1), noting(messages))
+    await respond(SlowEngine(0.05, 35, 48), FairQueue(1, 1), noting(messages))
     assert messages[0][0] == 0.2
     assert messages[0][1]["status"] == 200
     assert b"server-timing" not in dict(messages[0][1]["headers"])
@@ -162,22 +162,22 @@ async def test_a_stream_sends_its_head_soon_and_comments_while_nothing_else_come
 @pytest.mark.parametrize(("accepted", "head"), [(0.01, 0.2), (0.19, 0.2), (0.5, 0.5), (3.0, 0.9)])
 async def test_the_head_waits_a_little_for_the_prompt_to_be_checked(accepted: float, head: float) -> None:
     messages: list[tuple[float, Any]] = []
-    await respond(SlowEngine(accepted, 5, 6), Seats(1, 1), noting(messages))
+    await respond(SlowEngine(accepted, 5, 6), FairQueue(1, 1), noting(messages))
     assert [moment for moment, message in messages if message["type"] == "http.response.start"] == [head]
 
 
 async def test_a_text_before_the_head_takes_it_along() -> None:
     messages: list[tuple[float, Any]] = []
-    await respond(SlowEngine(0.01, 0.15, 0.3), Seats(1, 1), noting(messages))
+    await respond(SlowEngine(0.01, 0.15, 0.3), FairQueue(1, 1), noting(messages))
     assert [moment for moment, _ in messages] == [0.15, 0.15, 0.3]
     assert dict(messages[0][1]["headers"])[b"server-timing"] == b"engine;dur=1500.000"
 
 
 async def test_a_stream_that_waits_for_a_seat_has_a_head() -> None:
     messages: list[tuple[float, Any]] = []
-    seats = Seats(1, 1)
-    async with seats.take("other", 1):
-        task = asyncio.create_task(respond(SlowEngine(0.01, 1, 2), seats, noting(messages), send_seconds=60))
+    queue = FairQueue(1, 1)
+    async with queue.take("other", 1):
+        task = asyncio.create_task(respond(SlowEngine(0.01, 1, 2), queue, noting(messages), send_seconds=60))
         await asyncio.sleep(25)
         assert [(moment, message["type"]) for moment, message in messages] == [
             (0.9, "http.response.start"),
@@ -192,11 +192,11 @@ async def test_a_stream_that_waits_for_a_seat_has_a_head() -> None:
 @pytest.mark.parametrize("refused", [0.1, 0.8, 5.0])
 async def test_an_error_has_a_status_before_the_head_and_is_an_event_after_it(refused: float) -> None:
     """Read it as OpenAI's client does, which raises in both cases, with the code."""
-    seats = Seats(1, 1)
+    queue = FairQueue(1, 1)
     engine = SlowEngine(NEVER, NEVER, refused, "the prompt has 9 tokens and the context holds 8", "context")
     call = Complete("x", "t", [1, 2, 3], {}, streamed=True)
     asked = Asked("t", [call], Frame("x", "m", "text_completion"), TextForm(1, False, False), True)
-    app: Any = Generating(asked, engine, seats, Metrics(seats, list), 60)  # type: ignore[arg-type]
+    app: Any = Generating(asked, engine, queue, Metrics(queue, list), 60)  # type: ignore[arg-type]
     http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app))
     client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=http)
 
@@ -208,22 +208,22 @@ async def test_an_error_has_a_status_before_the_head_and_is_an_event_after_it(re
         await read()
     assert caught.value.code == "context_length_exceeded"
     assert isinstance(caught.value, openai.BadRequestError) == (refused < 0.9)
-    assert not seats.num_taken
+    assert not queue.num_taken
 
 
 async def test_a_server_that_ends_is_no_client_that_goes() -> None:
-    engine, seats = Engine(), Seats(1, 1)
+    engine, queue = Engine(), FairQueue(1, 1)
 
     async def send(message: Any) -> None:
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(respond(engine, seats, send, send_seconds=60))
+    task = asyncio.create_task(respond(engine, queue, send, send_seconds=60))
     await asyncio.sleep(0.1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert [answer.request_id for answer in engine.left] == ["x"]
-    assert not seats.num_taken
+    assert not queue.num_taken
 
 
 class Written:

@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass
-class Seats:
+class FairQueue:
     """Admits at most ``total`` sequences to the engine. At most ``most_waiting`` requests wait.
 
     If several tenants share the seats, none gets all seats or the whole queue: some stay free for others. The tenant
@@ -62,7 +62,7 @@ class Seats:
     def num_taken(self) -> int:
         return self.taken.total()
 
-    def check_room(self, tenant: str) -> None:
+    def check_space(self, tenant: str) -> None:
         """Raise Full if one more request of this tenant must be rejected."""
         free = self.most_waiting - len(self.waiting)
         own = sum(each.tenant == tenant for each in self.waiting) if self.shared else 0
@@ -72,12 +72,12 @@ class Seats:
     @asynccontextmanager
     async def take(self, tenant: str, count: int, priority: int = 0) -> AsyncIterator[None]:
         """Wait for ``count`` seats and free them at exit. Raises Full."""
-        self.check_room(tenant)
+        self.check_space(tenant)
         place = await self.wait(tenant, count, priority)
         try:
             yield
         finally:
-            self.give_back(place)
+            self.release(place)
 
     async def wait(self, tenant: str, count: int, priority: int = 0) -> Place:
         """Wait for ``count`` seats, however long the queue is. The caller must free them."""
@@ -92,12 +92,12 @@ class Seats:
                 self.waiting.remove(place)
                 self._call()
             elif not turn.cancelled():
-                self.give_back(place)
+                self.release(place)
             raise
         place.since = time.monotonic()
         return place
 
-    def give_back(self, place: Place) -> None:
+    def release(self, place: Place) -> None:
         """Free the seats of a place, once."""
         if place.is_free:
             return
