@@ -58,7 +58,7 @@ async def test_no_candidate_is_accepted_unasked_while_they_are_written() -> None
     async with chat(sampling={"n": 5}) as pilot:  # they go on until they are stopped
         talk = screen(pilot).talk
         await say(pilot, "which?")
-        await until(pilot, lambda: talk.run is not None and talk.run.has_words)
+        await until(pilot, lambda: talk.run is not None and any(each.text for each in talk.run.answer.candidates))
         await talk.accept_best()
         assert talk.conversation.leaf is not None
         assert len(talk.conversation.leaf.answer.candidates) == 5
