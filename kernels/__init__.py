@@ -28,7 +28,7 @@ from minillm.kernels.arguments import (
 )
 from minillm.kernels.attention.plan import AttentionShape, Costs, Plan, WorkList, plan_attention
 from minillm.kernels.cpu import HostPlan, Rows
-from minillm.kernels.linear.low_bit.layouts import FP8, LowBit, dequantise
+from minillm.kernels.linear.low_bit.layouts import FP8, LowBit, dequantize
 
 if torch.cuda.is_available():  # Triton is imported only if a GPU can run it
     from minillm.kernels import gpu
@@ -68,7 +68,7 @@ sample_with_logprobs = _op(reference.sample_with_logprobs)
 log_probabilities = _op(reference.log_probabilities)
 top_log_probabilities = _op(reference.top_log_probabilities)
 begin_decode = _op(reference.begin_decode)
-penalise = _op(reference.penalise)
+penalize = _op(reference.penalize)
 mask_logits = _op(reference.mask_logits)
 end_decode = _op(reference.end_decode)
 choose_beams = _op(reference.choose_beams)
@@ -202,7 +202,7 @@ def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> 
     if isinstance(table, Tensor):
         return functional.embedding(token_ids, table)
     if table.device.type == "cpu":
-        return dequantise(table.rows(token_ids), dtype)
+        return dequantize(table.rows(token_ids), dtype)
     return low_bit_linear.embedding(token_ids, table, dtype)
 
 

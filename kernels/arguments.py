@@ -18,7 +18,7 @@ class LayerCache(NamedTuple):
     """One layer's K and V, in the model's dtype or in 8 bits.
 
     In 8 bits a token's row of a head is int8 values from -127 to 127 times one scale, as made by
-    `minillm.kernels.reference.quantise_rows`. A block's scales are ordered head by head, so that the scales of a head's
+    `minillm.kernels.reference.quantize_rows`. A block's scales are ordered head by head, so that the scales of a head's
     tokens are adjacent.
     """
 

@@ -6,7 +6,7 @@ from minillm.kernels.attention.shared import prefix_attention
 from minillm.kernels.cache.blocks import block_copy, gather_blocks, scatter_blocks
 from minillm.kernels.cache.rotary import rotary_write_kv
 from minillm.kernels.decode_state.beams import choose_beams, fork_rows
-from minillm.kernels.decode_state.decode import begin_decode, end_decode, penalise
+from minillm.kernels.decode_state.decode import begin_decode, end_decode, penalize
 from minillm.kernels.norm.activation import silu_mul
 from minillm.kernels.norm.rms_norm import rms_norm
 from minillm.kernels.sampling.draw import log_probabilities, sample, sample_with_logprobs

@@ -85,7 +85,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize ``x [..., dim]`` to int8 with one float32 scale for each row ``[...]``: ``values * scale`` is nearly
     ``x``.
 
@@ -103,7 +103,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def write_rows(cache: Tensor, scales: Tensor | None, slots: Tensor, rows: Tensor) -> None:
     """Store ``rows [n, heads, dim]`` in ``slots [n]`` of one layer's K or V, quantized if the cache is in 8 bits."""
     if scales is not None:
-        rows, factors = quantise_rows(rows)
+        rows, factors = quantize_rows(rows)
         block_size = cache.shape[1]
         scales[slots // block_size, :, slots % block_size] = factors
     cache.flatten(0, 1).index_copy_(0, slots, rows)
@@ -114,7 +114,7 @@ def rotary_write_kv(
 ) -> None:
     """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the tokens' slots. ``k`` is scratch: it may change.
 
-    A cache in 8 bits stores `quantise_rows` of the values for a cache of q's dtype.
+    A cache in 8 bits stores `quantize_rows` of the values for a cache of q's dtype.
 
     Args:
         q, k, v: ``[num_tokens, heads, head_dim]``; they may be strided views of one fused projection.
@@ -353,7 +353,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
     words[rows[real].long(), Field.POSITION] += 1
 
 
-def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
+def penalize(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
     """Apply each slot's repetition, then frequency and presence penalty, and write float32 logits to ``out``.
 
     ``counts`` are ``[num_rows, vocab]`` int32: twice the number of times a token was generated, plus 1 if the prompt
@@ -365,8 +365,8 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
             first, last = Field.REPETITION_PENALTY, Field.PRESENCE_PENALTY + 1
             repetition, frequency, presence = words[row, first:last].view(torch.float32).tolist()
             seen, generated = counts[row] > 0, counts[row] >> 1
-            penalised = torch.where(out[i] > 0, out[i] / repetition, out[i] * repetition)
-            out[i] = torch.where(seen, penalised, out[i])
+            penalized = torch.where(out[i] > 0, out[i] / repetition, out[i] * repetition)
+            out[i] = torch.where(seen, penalized, out[i])
             out[i] -= torch.where(generated > 0, frequency * generated + presence, 0.0)
 
 

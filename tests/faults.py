@@ -33,7 +33,7 @@ LOW_BIT_MLP = "tests/kernels/linear/test_low_bit_mlp.py::"
 FP8 = "tests/kernels/linear/test_fp8.py::"
 TUNING = "tests/kernels/linear/test_low_bit_tuning.py::"
 TILES = "tests/loading/test_tiles.py::"
-PACKED_FILES = "tests/weights/test_quantised.py"
+PACKED_FILES = "tests/weights/test_quantized.py"
 CPU_LOW_BIT = "tests/kernels/cpu/test_cpu_low_bit.py"
 BLOCKS_OF_FILES = (
     "tests/weights/test_gguf_low_bit.py::test_blocks_are_the_numbers_that_the_library_makes_of_them"
@@ -459,10 +459,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          BUDGET + "test_the_step_that_is_measured_unpacks_as_much_as_any"),
     ],
     "minillm/runner/penalties.py": [
-        ("prompt-pays-for-its-tokens", "_penalise", "output_token_ids", "token_ids", PENALTIES),
-        ("answer-alone-pays-for-repetition", "_penalise", "Assign 2.value",
+        ("prompt-pays-for-its-tokens", "_penalize", "output_token_ids", "token_ids", PENALTIES),
+        ("answer-alone-pays-for-repetition", "_penalize", "Assign 2.value",
          "torch.tensor(sequence.output_token_ids or [0], device=device).unique()", PENALTIES),
-        ("penalty-as-a-reward", "_penalise", "BinOp 1", "$left / $right", PENALTIES),
+        ("penalty-as-a-reward", "_penalize", "BinOp 1", "$left / $right", PENALTIES),
         ("processor-is-not-heard", "_run", "Expr 1", "pass", PROCESSORS),
         ("impossible-draw", "note_empty", "Assign 1", "pass", PROCESSORS),
         ("processor-without-bounds", "run_processors", "If 1.test", "False",
@@ -599,7 +599,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # --- kernels: the specification and the CPU -----------------------------------------------------------------------
     "kernels/reference.py": [
-        ("kv8-reference-of-128", "quantise_rows", "BinOp 1", "1 / 128", KERNELS + "test_reference.py"),
+        ("kv8-reference-of-128", "quantize_rows", "BinOp 1", "1 / 128", KERNELS + "test_reference.py"),
         ("reference-mask", "_attend", "Compare 0", "$left > 0", KERNELS + "test_reference.py",
          KERNELS + "cpu/test_cpu_attention.py::test_prefill_attention"),
         ("reference-context-one-short", "_attend", "Slice 0", "$lower - 1:-1", KERNELS + "test_reference.py",
@@ -618,7 +618,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "cpu/test_cpu_sampling.py"),
         ("reference-seed-ignored", "uniform", "BinOp 1", "0 * $left + $right",
          ENGINE + "test_samples_share_the_prompt_and_differ"),
-        ("reference-prompt-pays", "penalise", "BinOp 1", "$left", KERNELS + "decode_state/test_decode_rows.py"),
+        ("reference-prompt-pays", "penalize", "BinOp 1", "$left", KERNELS + "decode_state/test_decode_rows.py"),
     ],
     "kernels/cpu/attention.py": [
         ("kv8-cpu-scales-in-front-of-the-window", "_sequence_scales", "Subscript 2", "$value[:, :span.length]",
@@ -817,7 +817,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "decode_state/test_decode_rows.py"),
         ("row-table-one-short", "_begin_decode_kernel", "If 0.orelse[15].value", "$left",
          KERNELS + "decode_state/test_decode_rows.py"),
-        ("row-prompt-pays", "_penalise_kernel", "If 1.body[2].value", "$left",
+        ("row-prompt-pays", "_penalize_kernel", "If 1.body[2].value", "$left",
          KERNELS + "decode_state/test_decode_rows.py"),
         ("row-token-counted-as-prompt", "_end_decode_kernel", "Constant 7", "1",
          KERNELS + "decode_state/test_decode_rows.py"),
@@ -899,9 +899,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("fp8-nan-is-480", "widen", "Compare 1", "$left == 128", FP8 + "test_every_number_is_widened_exactly"),
     ],
     "kernels/linear/fp8.py": [
-        ("fp8-norm-forgotten", "_quantise_kernel", "Expr 2", "tl.store($value.args[0], scale)",
+        ("fp8-norm-forgotten", "_quantize_kernel", "Expr 2", "tl.store($value.args[0], scale)",
          FP8 + "test_tokens_are_rounded_each_by_its_largest_number"),
-        ("fp8-scale-of-zero", "_quantise_kernel", "Assign 6.value", "tl.maximum($args[0], 0.0)",
+        ("fp8-scale-of-zero", "_quantize_kernel", "Assign 6.value", "tl.maximum($args[0], 0.0)",
          FP8 + "test_tokens_are_rounded_each_by_its_largest_number"),
     ],
     "kernels/cache/blocks.py": [
@@ -910,7 +910,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "kernels/linear/low_bit/layouts.py": [
         ("int4-rows-of-each-part-from-the-first", "rows_of", "Subscript 2", "0", CPU_LOW_BIT),
-        ("low-bit-zero-kept", "dequantise", "BinOp 2", "$left", LOW_BIT + "test_products[q4_0-1-shape0]"),
+        ("low-bit-zero-kept", "dequantize", "BinOp 2", "$left", LOW_BIT + "test_products[q4_0-1-shape0]"),
         ("low-bit-bytes-in-order", "", "Tuple 6", "(0, 8, 16, 24)", LOW_BIT + "test_products[q4_0-1-shape0]"),
         ("low-bit-mins-added", "factors", "UnaryOp 4", "$operand",
          LOW_BIT + "test_six_bits_of_scales_and_minima_come_back"),
@@ -1043,8 +1043,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("scales-in-the-engines-dtype", "_held", "         return tensor.num_bytes", "         return tensor.count * 4",
          SIZES + "test_packed_weights_take_what_their_file_does"),
         ("a-cpu-packs-nothing", "_packed", "IfExp 0", "4", SIZES + "test_the_bytes_are_those_of_the_loaded_model"),
-        ("quantised-embedding", "_is_matrix", "BoolOp 0", "$values[0] and $values[1]",
-         SIZES + "test_matrices_that_are_quantised_while_they_are_loaded_shrink"),
+        ("quantized-embedding", "_is_matrix", "BoolOp 0", "$values[0] and $values[1]",
+         SIZES + "test_matrices_that_are_quantized_while_they_are_loaded_shrink"),
         ("gate-and-up-are-two", "_in_float32", "IfExp 0", "1 if $test else 1",
          FITTING + "test_a_matrix_in_float32_counts_while_it_is_packed"),
     ],

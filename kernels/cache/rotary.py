@@ -47,7 +47,7 @@ def _largest(x):
 
 @triton.jit
 def _scales(largest):
-    """Return the scales of `reference.quantise_rows`."""
+    """Return the scales of `reference.quantize_rows`."""
     return tl.where(largest < 0x7F800000, largest.to(tl.float32, bitcast=True) * (1 / 127), float("nan"))
 
 

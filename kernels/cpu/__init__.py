@@ -20,6 +20,6 @@ from minillm.kernels.reference import (
     fork_rows,
     gather_blocks,
     log_probabilities,
-    penalise,
+    penalize,
     scatter_blocks,
 )

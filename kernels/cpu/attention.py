@@ -160,7 +160,7 @@ def _write_in_8_bits(cache: LayerCache, slots: Tensor, rows: Tensor) -> None:
     """
     assert cache.k_scales is not None
     assert cache.v_scales is not None
-    levels, scales = reference.quantise_rows(rows)
+    levels, scales = reference.quantize_rows(rows)
     block_size, shape = cache.k.shape[1], (-1, *rows.shape[2:])
     blocks, offsets = slots // block_size, slots % block_size
     cache.k.view(shape).index_copy_(0, slots, levels[0])

@@ -126,9 +126,9 @@ class _Int8Linear:
         scales = torch.where(scales.isfinite(), scales / _HIGH, math.nan).double()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.13 announces their removal, without an alternative
-            quantised = torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0)
+            quantized = torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0)
         del levels
-        self._packed = torch.ops.quantized.linear_prepack(quantised, None)
+        self._packed = torch.ops.quantized.linear_prepack(quantized, None)
         self._finer, self._weight = finer, None
         return product if self._bias is None else product.add_(self._bias)
 

@@ -5,7 +5,7 @@ one.
 
 - ``begin_decode`` gathers n slots into the inputs of the model and the sampler, and advances each slot's position by
   one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.
-- ``penalise`` applies repetition, frequency and presence penalties from tables of counts. Grid: (n, pieces of the
+- ``penalize`` applies repetition, frequency and presence penalties from tables of counts. Grid: (n, pieces of the
   vocabulary). Bytes: logits and counts read, float32 logits written: 4 + 4 + the logits' own per token.
 - ``end_decode`` stores the drawn tokens, which the next step computes. Grid: (1).
 
@@ -105,7 +105,7 @@ def _end_decode_kernel(
 
 
 @triton.jit
-def _penalise_kernel(
+def _penalize_kernel(
     out_ptr, logits_ptr, words_ptr, counts_ptr, rows_ptr, row_stride, logits_stride, vocab,
     PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -139,10 +139,10 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
     )  # fmt: skip
 
 
-def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write the logits with their slots' penalties to ``out``: see `reference.penalise`."""
+def penalize(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Write the logits with their slots' penalties to ``out``: see `reference.penalize`."""
     n, vocab = logits.shape
-    _penalise_kernel[(n, triton.cdiv(vocab, _PIECE))](
+    _penalize_kernel[(n, triton.cdiv(vocab, _PIECE))](
         out, logits, words, counts, rows, words.stride(0), logits.stride(0), vocab,
         PIECE=_PIECE, num_warps=8, **pdl_options(words.device),
     )  # fmt: skip

@@ -9,7 +9,7 @@ up to MOST_FUSED   `fp8_matvec` or `matvec`: weights are converted to float32 in
 more               `torch._scaled_mm`: x is quantized per token, FP8 x FP8 on the tensor cores
 =================  ==================================================================================================
 
-`_quantise_kernel`: grid (tokens); tile: a whole row, read once and written in 8 bits. The norm before it is fused: its
+`_quantize_kernel`: grid (tokens); tile: a whole row, read once and written in 8 bits. The norm before it is fused: its
 ``1 / sqrt(mean(x^2) + eps)`` is a factor of the scale. `_finish_kernel`: grid (tokens, columns / TILE); scales the sums
 of levels, with SwiGLU or the residual, because with few tokens `torch._scaled_mm` with scales of tokens and columns
 takes twice the time. It is faster from `_SCALED_INSIDE` tokens on. Matmuls that `takes` rejects are dequantized: see
@@ -37,7 +37,7 @@ _LEAST = tl.constexpr(1e-30)  # minimum scale: zeros stay zeros, and much smalle
 
 
 @triton.jit
-def _quantise_kernel(
+def _quantize_kernel(
     out_ptr, scales_ptr, x_ptr, norm_ptr, x_stride, eps,
     NORM: tl.constexpr, LARGEST: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def _quantise_kernel(
     tl.store(scales_ptr + row, scale * factor)
 
 
-def quantise(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
     """Quantize x, after ``norm`` if given: return levels ``[tokens, in]`` float8_e4m3fn and scales ``[tokens, 1]``
     float32.
 
@@ -67,7 +67,7 @@ def quantise(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     weight, eps = norm or (x, 0.0)
     tile = triton.next_power_of_2(size)
-    _quantise_kernel[(tokens,)](
+    _quantize_kernel[(tokens,)](
         levels, scales, x, weight, x.stride(0), eps,
         NORM=norm is not None, LARGEST=LARGEST_FP8, SIZE=size, TILE=tile,
         num_warps=min(max(tile // 512, 1), 16), **pdl_options(x.device),
@@ -144,7 +144,7 @@ def _product(
 def _product_of_many(
     x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None, *, gated: bool, add: bool
 ) -> Tensor:
-    levels, token_scales = quantise(x, norm)
+    levels, token_scales = quantize(x, norm)
     if x.shape[0] >= _SCALED_INSIDE:
         product = torch._scaled_mm(
             levels, matrix.levels.t(), scale_a=token_scales, scale_b=matrix.scales.t(), bias=bias, out_dtype=x.dtype,

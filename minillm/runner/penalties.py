@@ -33,7 +33,7 @@ def process_logits(logits: Tensor, owners: SequenceOf[Owner]) -> Masks:
     masks = masks_of(owners, logits.shape[1], logits.device)  # while the device computes the logits
     for row, (group, sequence) in enumerate(owners):
         if group.params.has_penalties or group.params.logit_bias:
-            _penalise(logits[row], group, sequence)
+            _penalize(logits[row], group, sequence)
     masks.apply(logits)
     run_processors(logits, owners, masks)
     return masks
@@ -62,7 +62,7 @@ def note_empty(owners: SequenceOf[Owner], masks: Masks) -> None:
         group.error = group.error or NO_TOKEN
 
 
-def _penalise(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:
+def _penalize(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:
     """Apply biases and penalties to the ``[vocab]`` logits of one sequence's next token, in place."""
     params, device = group.params, logits.device
     if params.logit_bias:

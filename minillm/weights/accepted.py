@@ -6,7 +6,7 @@ from typing import Any
 from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
 from minillm.text.reading import is_there, read_json
-from minillm.weights.quantised import read_quantised
+from minillm.weights.quantized import read_quantized
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
 
@@ -18,7 +18,7 @@ def read_config(directory: Path) -> ModelConfig:
         WeightsError: it is missing or invalid, or its architecture or quantization is not supported.
     """
     config = model_config(directory)
-    if read_quantised(directory) is not None:
+    if read_quantized(directory) is not None:
         config.pop("quantization_config", None)
     generation = directory / "generation_config.json"
     return ModelConfig.from_hf(config, read_json(generation) if is_there(generation) else {})

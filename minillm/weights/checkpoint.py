@@ -21,7 +21,7 @@ from minillm.text.safe import clean_line
 from minillm.weights.accepted import ADAPTER, read_config
 from minillm.weights.files import ModelFiles
 from minillm.weights.packed import FIRST, OTHERS, Levels, fp8_matrix, fp8_planes, recognized, unpack
-from minillm.weights.quantised import Quantised, Quantization, read_quantised
+from minillm.weights.quantized import Quantization, Quantized, read_quantized
 from minillm.weights.stored import FP8_BLOCKS
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ _T = TypeVar("_T")
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = frozenset(("F32", "BF16", "F16"))
-_QUANTISED_DTYPES = _DTYPES | {"F8_E4M3", "I8", "I32", "I64"}
+_QUANTIZED_DTYPES = _DTYPES | {"F8_E4M3", "I8", "I32", "I64"}
 
 
 def open_checkpoint(files: ModelFiles) -> SafetensorsCheckpoint | GGUFCheckpoint:
     """Open a model's files. Raises WeightsError if they are missing, damaged or of an unsupported kind."""
     if files.path.is_dir():
         read_config(files.path)  # first: an unsupported architecture explains more than an unknown tensor
-        found = read_quantised(files.path)
-        return SafetensorsCheckpoint(files.path) if found is None else QuantisedCheckpoint(files.path, found)
+        found = read_quantized(files.path)
+        return SafetensorsCheckpoint(files.path) if found is None else QuantizedCheckpoint(files.path, found)
     from minillm.weights.gguf_file import GGUFCheckpoint  # not at the top: it imports gguf
 
     return GGUFCheckpoint(files.path)
@@ -137,7 +137,7 @@ class SafetensorsCheckpoint:
             self._where[name], self._views[name] = shard, view
 
 
-class QuantisedCheckpoint(SafetensorsCheckpoint):
+class QuantizedCheckpoint(SafetensorsCheckpoint):
     """A directory with quantized matrices, under the names of the unquantized ones.
 
     A matrix is quantized if its packed tensors are present; their shapes determine the format. `tensor` dequantizes to
@@ -145,7 +145,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
     """
 
     def __init__(self, directory: Path, quantization: Quantization) -> None:
-        super().__init__(directory, _QUANTISED_DTYPES)
+        super().__init__(directory, _QUANTIZED_DTYPES)
         self._quantization = quantization
         self.config.pop("quantization_config", None)
         self._parts: dict[str, list[str]] = {}  # stem -> last components of its tensor names
@@ -155,7 +155,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         self._stems = {f"{stem}.weight": stem for stem in self._parts if self._first(stem)}
         if not self._stems:
             raise WeightsError(f"{directory}: config.json announces {quantization.method} matrices, but it has none")
-        self._forms: dict[str, tuple[Quantised, tuple[int, ...]]] = {}
+        self._forms: dict[str, tuple[Quantized, tuple[int, ...]]] = {}
 
     def names(self) -> list[str]:
         packed = {f"{stem}.{part}" for stem in self._stems.values() for part in (*OTHERS, *FIRST.values())}
@@ -205,7 +205,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
                 return name
         return None
 
-    def _form(self, name: str) -> tuple[Quantised, tuple[int, ...]]:
+    def _form(self, name: str) -> tuple[Quantized, tuple[int, ...]]:
         """Return a matrix's storage format and its shape."""
         if name not in self._forms:
             stem, super_shape = self._stems[name], super().shape

@@ -88,7 +88,7 @@ class GGUFCheckpoint:
         """Read one tensor in float32, or the given rows and columns of it."""
         if name in self._zeros:
             return torch.zeros(self._zeros[name])[rows or slice(None)]
-        tensor = torch.from_numpy(self._in_order(name, self._dequantised(self._tensors[name])))
+        tensor = torch.from_numpy(self._in_order(name, self._dequantized(self._tensors[name])))
         return tensor[rows or slice(None)] if columns is None else tensor[rows or slice(None), columns]
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
@@ -163,9 +163,9 @@ class GGUFCheckpoint:
             return None
         if len(info.shape) != 1 or info.shape[0] > _MAX_ROPE_FACTORS:
             raise WeightsError(f"{self._path}: tensor {_ROPE_FACTORS} has shape {info.shape}, which fits no head")
-        return self._dequantised(info).tolist()
+        return self._dequantized(info).tolist()
 
-    def _dequantised(self, info: TensorInfo) -> np.ndarray:
+    def _dequantized(self, info: TensorInfo) -> np.ndarray:
         num_rows = math.prod(info.shape[:-1])
         raw = self._data[self._span(info)].reshape(num_rows, -1)
         kind = GGMLQuantizationType(info.type)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minillm.kernels import LowBit
 from minillm.kernels.linear.low_bit.layouts import FP8, GROUP, Layout, pack_levels
-from minillm.weights.quantised import BITS, Quantised, Quantization
+from minillm.weights.quantized import BITS, Quantization, Quantized
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of the first, second, ... column in a word
 # The last name components of a quantized matrix's tensors: the first one, and all others.
@@ -99,7 +99,7 @@ def _words(packed: Tensor, bits: int) -> Tensor:
 
 def recognized(
     config: Quantization, parts: Mapping[str, tuple[int, ...]], in_fp8: bool, weight_shape: tuple[int, ...] = ()
-) -> tuple[Quantised, tuple[int, ...]]:
+) -> tuple[Quantized, tuple[int, ...]]:
     """Return a matrix's storage format and its shape ``[out, in]``, from the shapes of its tensors.
 
     Args:
@@ -116,18 +116,18 @@ def recognized(
         bits = _supported(32 * zeros[1] / scales[1])
         if first[1] != scales[1]:  # words along the output
             _need(bits == 4, "AWQ has 4 bits only")
-            return Quantised("awq", bits), (first[1] * 8, first[0])
-        return Quantised("gptq", bits, config.zero_offset), (first[1], first[0] * 32 // bits)
+            return Quantized("awq", bits), (first[1] * 8, first[0])
+        return Quantized("gptq", bits, config.zero_offset), (first[1], first[0] * 32 // bits)
     if first := parts.get("weight_packed"):
         _need(len(first) == 2, "its weight_packed is not a matrix")
         fitting = [bits for bits in (*config.bits, *BITS) if not weight_shape or _words_of(weight_shape, bits) == first]
         _need(bool(fitting), f"words {list(first)} hold no matrix {list(weight_shape)} of 4 or 8 bits")
-        return Quantised("packed", fitting[0]), weight_shape or (first[0], first[1] * 32 // fitting[0])
+        return Quantized("packed", fitting[0]), weight_shape or (first[0], first[1] * 32 // fitting[0])
     shape = parts["weight"]
     if not in_fp8:
-        return Quantised("int8"), shape
+        return Quantized("int8"), shape
     scale = parts.get("weight_scale_inv") or parts.get("weight_scale") or ()
-    return Quantised("fp8", block=_block(config, shape, scale)), shape
+    return Quantized("fp8", block=_block(config, shape, scale)), shape
 
 
 def _matrix(parts: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ def _block(config: Quantization, shape: tuple[int, ...], scale: tuple[int, ...])
     return shape[0] // scale[0], shape[1] // scale[1]
 
 
-def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor | None]) -> Levels:
+def unpack(form: Quantized, shape: tuple[int, ...], read: Callable[[str], Tensor | None]) -> Levels:
     """Unpack the matrix of ``shape``.
 
     Args:
@@ -224,7 +224,7 @@ def _by_rows(scales: Tensor, out: int) -> Tensor:
     return scales if rest else scales.repeat_interleave(rows, 0)
 
 
-def fp8_planes(form: Quantised, read: Callable[[str], Tensor | None]) -> tuple[Tensor, Tensor]:
+def fp8_planes(form: Quantized, read: Callable[[str], Tensor | None]) -> tuple[Tensor, Tensor]:
     """Return the FP8 levels ``[out, in]`` and their float32 scales: ``[out, 1]``, or ``[out, in]`` for scales of
     blocks.
 

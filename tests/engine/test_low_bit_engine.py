@@ -11,7 +11,7 @@ import torch
 from lib.engine import engine_for, run
 from lib.models import DEVICE, hf_model
 from minillm import BeamSearchParams, SamplingParams, kernels
-from minillm.kernels.linear.low_bit.layouts import dequantise
+from minillm.kernels.linear.low_bit.layouts import dequantize
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
@@ -33,7 +33,7 @@ class Numbers(RoundedTensors):
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         stored = self.low_bit(name, DEVICE, rows, columns)
-        return super().tensor(name, rows, columns) if stored is None else dequantise(stored)
+        return super().tensor(name, rows, columns) if stored is None else dequantize(stored)
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def test_packed_weights_take_what_their_file_does(tmp_path: Path) -> None:
     assert quantized(model) == []
 
 
-def test_matrices_that_are_quantised_while_they_are_loaded_shrink(tmp_path: Path) -> None:
+def test_matrices_that_are_quantized_while_they_are_loaded_shrink(tmp_path: Path) -> None:
     model = sized("x", forge_hf(tmp_path / "8b", LLAMA_8B, hf_tensors(LLAMA_8B)))
     plain = LLAMA_8B.table * 2 + LLAMA_8B.vectors * 2
     matrices = LLAMA_8B.matrices + LLAMA_8B.table  # the head, too

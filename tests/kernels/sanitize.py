@@ -134,7 +134,7 @@ def check_rows() -> None:
         chosen = torch.tensor([2, -1, 0, rows - 1], dtype=torch.int32, device=DEVICE)
         inputs = DecodeInputs.allocate(len(chosen), 7, DEVICE)
         decode_rows.begin_decode(words, chosen, 4, inputs)
-        decode_rows.penalise(logits[:4], words, counts, chosen, torch.empty(4, vocab, device=DEVICE))
+        decode_rows.penalize(logits[:4], words, counts, chosen, torch.empty(4, vocab, device=DEVICE))
         bits = torch.zeros(2, vocab // 32 + 1, dtype=torch.int32, device=DEVICE)
         masks.mask_logits(logits[:4], torch.tensor([1, -1, 0, 1], dtype=torch.int32, device=DEVICE), bits, logits[:4])
         decode_rows.end_decode(words, counts, chosen, torch.tensor([0, 1, 2, vocab - 1], device=DEVICE))

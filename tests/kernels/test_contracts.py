@@ -108,7 +108,7 @@ def test_a_pool_in_8_bits_beyond_2_to_the_31_elements() -> None:
     straight = Places(torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), slot)
     rotary.rotary_write_kv(q, rows[0], rows[1], straight, LayerCache(k, v, k_scales, v_scales))
     for row, levels, scales in ((rows[0], k, k_scales), (rows[1], v, v_scales)):
-        expected, factors = reference.quantise_rows(row[0].cpu())
+        expected, factors = reference.quantize_rows(row[0].cpu())
         assert torch.equal(levels[-1, -1].cpu(), expected)
         assert torch.equal(scales[-1, :, -1].cpu(), factors)
 

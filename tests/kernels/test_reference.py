@@ -24,7 +24,7 @@ def test_attention_is_plain_softmax() -> None:
 
 def test_rows_in_8_bits_are_within_half_a_scale() -> None:
     x = torch.randn(50, 3, 64) * torch.logspace(-30, 30, 50)[:, None, None]
-    levels, scales = reference.quantise_rows(x)
+    levels, scales = reference.quantize_rows(x)
     assert levels.dtype == torch.int8
     assert scales.dtype == torch.float32
     assert torch.equal(levels.abs().amax(-1), torch.full((50, 3), 127)), "all of the range is used"
@@ -36,7 +36,7 @@ def test_rows_in_8_bits_are_within_half_a_scale() -> None:
 def test_rows_without_a_number_say_so() -> None:
     x = torch.zeros(4, 8)
     x[1, 3], x[2, 4], x[3, 0] = math.nan, -math.inf, 1e-45
-    levels, scales = reference.quantise_rows(x)
+    levels, scales = reference.quantize_rows(x)
     assert scales.isnan().tolist() == [False, True, True, False]
     assert scales[0] == 0
     assert not levels[:3].any()

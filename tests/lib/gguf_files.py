@@ -22,7 +22,7 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 def write_gguf(
     path: Path, model: Any, kind: gguf.GGMLQuantizationType, fused: Any = False, **metadata: Any
 ) -> dict[str, np.ndarray]:
-    """A GGUF file of a transformers Llama, or its kin; returns the dequantised tensors by Hugging Face name.
+    """A GGUF file of a transformers Llama, or its kin; returns the dequantized tensors by Hugging Face name.
 
     ``fused``: q, k and v are one tensor, as with the converter's ``--fuse-qkv``.
     """

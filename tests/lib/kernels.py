@@ -111,7 +111,7 @@ def rounded(pages: Pages) -> Pages:
     """The same contexts in 8 bits; a slot that held NaN has a NaN as its scale, and garbage."""
     caches = []
     for cache in (pages.k, pages.v):
-        levels, scales = reference.quantise_rows(cache)
+        levels, scales = reference.quantize_rows(cache)
         garbage = torch.randint_like(levels, -128, 128)
         levels = torch.where(scales.isnan()[..., None], garbage, levels)
         caches.append((levels, scales.transpose(1, 2).contiguous()))

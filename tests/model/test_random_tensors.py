@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minillm.forms import FORMS
-from minillm.kernels.linear.low_bit.layouts import FP8, dequantise
+from minillm.kernels.linear.low_bit.layouts import FP8, dequantize
 from minillm.model.random_tensors import RandomTensors
 from minillm.model.shapes import SHAPES
 
@@ -20,7 +20,7 @@ def test_matrices_have_few_bits_and_look_like_weights(form: str) -> None:
     matrix = source.low_bit(MATRIX, CPU, None, None)
     assert matrix is not None
     assert matrix.shape == source.shape(MATRIX)
-    assert 0.01 < float(dequantise(matrix.rows(slice(0, 16))).std()) < 0.04
+    assert 0.01 < float(dequantize(matrix.rows(slice(0, 16))).std()) < 0.04
     assert (matrix.layout == FP8) == (form == "fp8")
 
 

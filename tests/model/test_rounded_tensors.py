@@ -13,7 +13,7 @@ from lib.engine import logits_in_chunks
 from lib.models import hf_model
 from minillm import LLM, kernels
 from minillm.errors import UsageError
-from minillm.kernels.linear.low_bit.layouts import dequantise, in_fp8
+from minillm.kernels.linear.low_bit.layouts import dequantize, in_fp8
 from minillm.kernels.linear.low_bit.rounding import rounded
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -29,7 +29,7 @@ class Numbers(RoundedTensors):
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         stored = self.low_bit(name, CPU, rows, columns)
-        return super().tensor(name, rows, columns) if stored is None else dequantise(stored)
+        return super().tensor(name, rows, columns) if stored is None else dequantize(stored)
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def test_a_rank_rounds_its_part(checkpoint: SafetensorsCheckpoint) -> None:
     name, part = "model.layers.0.self_attn.o_proj.weight", (slice(8, 24), slice(32, 64))
     stored = RoundedTensors(checkpoint, "int4").low_bit(name, CPU, *part)
     assert stored is not None
-    assert torch.equal(dequantise(stored), dequantise(rounded(checkpoint.tensor(name, *part), 4)))
+    assert torch.equal(dequantize(stored), dequantize(rounded(checkpoint.tensor(name, *part), 4)))
     assert RoundedTensors(checkpoint, "int4").low_bit(name, CPU, None, slice(0, 16)) is None, "no group is whole"
     in_8_bits = RoundedTensors(checkpoint, "fp8").low_bit(name, CPU, None, slice(0, 16))
     assert in_8_bits is not None
-    assert torch.equal(dequantise(in_8_bits), dequantise(in_fp8(checkpoint.tensor(name, None, slice(0, 16)))))
+    assert torch.equal(dequantize(in_8_bits), dequantize(in_fp8(checkpoint.tensor(name, None, slice(0, 16)))))
 
 
 def test_a_cpu_rounds_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The real default weights in float32 against transformers on the same, dequantised weights.
+"""The real default weights in float32 against transformers on the same, dequantized weights.
 
 All 24 prompts run in ``make parity``, a few of them in ``make test``.
 """

@@ -212,7 +212,7 @@ KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gguf_tensors_are_what_the_library_dequantises(tmp_path: Path, kind: str) -> None:
+def test_gguf_tensors_are_what_the_library_dequantizes(tmp_path: Path, kind: str) -> None:
     model = gguf_model()
     exact = write_gguf(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType[kind])
     checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
@@ -241,7 +241,7 @@ def test_a_converted_gguf_file_has_its_matrices_in_float16(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q3_K", "IQ4_XS"])
 def test_k_quants_are_read(tmp_path: Path, kind: str) -> None:
-    """The library quantises none of these, so the bytes are random: any bytes are a valid tensor."""
+    """The library quantizes none of these, so the bytes are random: any bytes are a valid tensor."""
     type_ = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[type_]
     rng = np.random.default_rng(0)

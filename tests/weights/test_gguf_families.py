@@ -17,7 +17,7 @@ from lib.gguf_files import Without, write_gguf
 from lib.models import hf_model
 from minillm import LLM, SamplingParams
 from minillm.errors import WeightsError
-from minillm.kernels.linear.low_bit.layouts import dequantise
+from minillm.kernels.linear.low_bit.layouts import dequantize
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
@@ -108,7 +108,7 @@ def test_q_k_and_v_in_one_tensor_are_those_in_three(tmp_path: Path, kind: str, s
         assert torch.equal(checkpoint.tensor(name), torch.from_numpy(values)), name
         matrix = checkpoint.low_bit(name, torch.device("cpu"), slice(2, 34), None)
         if matrix is not None:
-            torch.testing.assert_close(dequantise(matrix), torch.from_numpy(values[2:34]))
+            torch.testing.assert_close(dequantize(matrix), torch.from_numpy(values[2:34]))
     model_of(checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files whose matrices stay in few bits: against gguf's own dequantisation, and through a model's forward pass."""
+"""GGUF files whose matrices stay in few bits: against gguf's own dequantization, and through a model's forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from gguf.quants import dequantize
+from gguf.quants import dequantize as gguf_dequantize
 
 from lib.engine import logits_in_chunks
 from lib.gguf_files import gguf_model, write_gguf
@@ -17,7 +17,7 @@ from lib.kernels import relative_error
 from minillm import LLM, kernels
 from minillm.errors import UsageError
 from minillm.kernels import LowBit
-from minillm.kernels.linear.low_bit.layouts import dequantise
+from minillm.kernels.linear.low_bit.layouts import dequantize
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
@@ -53,9 +53,9 @@ def test_blocks_are_the_numbers_that_the_library_makes_of_them(name: str, specia
     for rows, width in ((5, 256), (33, 1280)):
         raw = random_blocks(kind, rows, width, special=special)
         with np.errstate(all="ignore"):
-            exact = torch.from_numpy(dequantize(raw, kind))
+            exact = torch.from_numpy(gguf_dequantize(raw, kind))
         matrix = low_bit(torch.from_numpy(raw), kind, width)
-        torch.testing.assert_close(dequantise(matrix), exact, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(dequantize(matrix), exact, rtol=0, atol=0, equal_nan=True)
         more = 256 // 16 * rows * width // 256 // 8 if name == "IQ4_XS" else 0  # its scales take 8 bits and not 6
         assert matrix.nbytes == raw.nbytes + more
 
@@ -64,7 +64,7 @@ def test_slabs_of_rows_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = torch.from_numpy(random_blocks(Type.Q6_K, 9, 512))
     whole = low_bit(raw, Type.Q6_K, 512)
     monkeypatch.setattr("minillm.weights.gguf_blocks.AT_ONCE_ON_CPU", 1024)
-    assert torch.equal(dequantise(low_bit(raw, Type.Q6_K, 512)), dequantise(whole))
+    assert torch.equal(dequantize(low_bit(raw, Type.Q6_K, 512)), dequantize(whole))
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
@@ -78,11 +78,11 @@ def test_parts_of_a_file(tmp_path: Path, name: str) -> None:
             assert matrix is None
             continue
         assert matrix is not None
-        assert torch.equal(dequantise(matrix), checkpoint.tensor(tensor))
+        assert torch.equal(dequantize(matrix), checkpoint.tensor(tensor))
         rows, columns = slice(8, 24), slice(32, 96)
         part = checkpoint.low_bit(tensor, CPU, rows, columns)
         assert part is not None
-        assert torch.equal(dequantise(part), checkpoint.tensor(tensor, rows, columns))
+        assert torch.equal(dequantize(part), checkpoint.tensor(tensor, rows, columns))
         assert checkpoint.low_bit(tensor, CPU, None, slice(16, 64)) is None
 
 

@@ -30,7 +30,7 @@ from minillm.kernels.linear.low_bit import many_tokens as dot
 from minillm.kernels.linear.low_bit import one_token as matvec
 from minillm.kernels.linear.low_bit.few_tokens import FixedScale, HalfActivations
 from minillm.kernels.linear.low_bit.layouts import FP8, UNPACKED, LowBit, bucket
-from minillm.kernels.linear.low_bit.unpack import dequantise
+from minillm.kernels.linear.low_bit.unpack import dequantize
 from minillm.kernels.norm.activation import silu_mul_into
 from minillm.kernels.norm.rms_norm import rms_norm
 
@@ -191,7 +191,7 @@ def slabs(matrix: LowBit, x: Tensor, at_once: int | None = None) -> Iterator[tup
     for start in range(0, num_rows, count):
         rows = slice(start, min(start + count, num_rows))
         slab = matrix if count == num_rows else matrix.rows(rows)
-        yield rows, dequantise(slab, scratch[: rows.stop - start])
+        yield rows, dequantize(slab, scratch[: rows.stop - start])
 
 
 def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
@@ -201,9 +201,9 @@ def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
     for part in parts:
         rows = out[start : start + part.shape[0]]
         if part.order is None:
-            dequantise(part, rows)
+            dequantize(part, rows)
         else:
-            rows[:, part.order] = dequantise(part, torch.empty_like(rows))
+            rows[:, part.order] = dequantize(part, torch.empty_like(rows))
         start += part.shape[0]
     return out
 
@@ -224,4 +224,4 @@ def most_tokens_beside_a_copy(parts: tuple[LowBit, ...], copy: Tensor) -> int:
 def embedding(token_ids: Tensor, matrix: LowBit, dtype: torch.dtype) -> Tensor:
     """Return rows ``[tokens, in]`` of the matrix, dequantized."""
     out = torch.empty(token_ids.shape[0], matrix.shape[1], dtype=dtype, device=matrix.device)
-    return dequantise(matrix, out, token_ids)
+    return dequantize(matrix, out, token_ids)

@@ -154,7 +154,7 @@ def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
     for each in matrices:
         step = max(1, AT_ONCE_ON_CPU // each.shape[1])  # in parts: all levels would take more memory than the result
         for first in range(0, each.shape[0], step):
-            some = dequantise(each.rows(slice(first, first + step)))
+            some = dequantize(each.rows(slice(first, first + step)))
             result[start + first : start + first + some.shape[0]] = some
         start += each.shape[0]
     return result
@@ -334,7 +334,7 @@ def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor,
     return spread(matrix.scales), zeros, none
 
 
-def dequantise(matrix: LowBit, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(matrix: LowBit, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the weights ``[out, in]`` in ``dtype``, in the order of x's columns; computed in the wider of it and
     float32.
     """

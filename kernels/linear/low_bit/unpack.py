@@ -1,6 +1,6 @@
 """Dequantize low-bit matrices, or rows of them, for embeddings and for cuBLAS.
 
-`_dequantise_kernel`: grid (rows / ROWS, groups / GROUPS); reads the matrix or the chosen rows, writes them dequantized.
+`_dequantize_kernel`: grid (rows / ROWS, groups / GROUPS); reads the matrix or the chosen rows, writes them dequantized.
 `_widen_kernel` does the same for FP8; its grid is (rows, columns / COLUMNS).
 """
 
@@ -38,7 +38,7 @@ def _weights(levels, factors, ROWS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl
 
 
 @triton.jit
-def _dequantise_kernel(
+def _dequantize_kernel(
     out_ptr, index_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, num_out, num_rows, num_groups,
     INDEXED: tl.constexpr,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
@@ -76,7 +76,7 @@ def _widen_kernel(
     tl.store(out_ptr + place * num_columns + columns, weights.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def dequantise(matrix: LowBit, out: Tensor, index: Tensor | None = None) -> Tensor:
+def dequantize(matrix: LowBit, out: Tensor, index: Tensor | None = None) -> Tensor:
     """Write the matrix's rows, or the rows ``index [rows]``, dequantized to ``out [rows, in]``, contiguous.
 
     Columns are in the matrix's own order.
@@ -91,7 +91,7 @@ def dequantise(matrix: LowBit, out: Tensor, index: Tensor | None = None) -> Tens
         return out
     rows = 1 if index is not None else 16
     groups = min(16, triton.next_power_of_2(columns // GROUP))
-    _dequantise_kernel[(triton.cdiv(out.shape[0], rows), triton.cdiv(columns // GROUP, groups))](
+    _dequantize_kernel[(triton.cdiv(out.shape[0], rows), triton.cdiv(columns // GROUP, groups))](
         out, matrix.levels if index is None else index, *planes_of(matrix), out.shape[0], num_rows, columns // GROUP,
         INDEXED=index is not None, **constants_of(matrix), ROWS=rows, GROUPS=groups,
         num_warps=1 if index is not None else 4, **pdl_options(out.device),

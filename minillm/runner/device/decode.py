@@ -52,12 +52,12 @@ class DecodeSteps:
         size, masked = state.size, bool(masks.rows)
         if masked:
             self._send(masks, [draw.row for draw in draws])
-        penalised = any(draw.group.params.has_penalties for draw in draws)
+        penalized = any(draw.group.params.has_penalties for draw in draws)
         # Without requests for log-probabilities, they only tell of NaN.
         wanted = wants_logprobs(draws)
-        told, count = (penalised or masked) and wanted, num_listed(draws, vocab) if wanted else 0
-        work = partial(self.draw_rows, size, penalised=penalised, masked=masked, told=told, count=count)
-        found = state.draws.run((size, penalised, masked, told, count), work)
+        told, count = (penalized or masked) and wanted, num_listed(draws, vocab) if wanted else 0
+        work = partial(self.draw_rows, size, penalized=penalized, masked=masked, told=told, count=count)
+        found = state.draws.run((size, penalized, masked, told, count), work)
         state.books.note_drawn(draws)
         return found, wanted
 
@@ -77,14 +77,14 @@ class DecodeSteps:
         """Compute the first ``size`` rows."""
         self._state.forward(self._state.gather(size), size, blocks, shared)
 
-    def draw_rows(self, size: int, *, penalised: bool, masked: bool, told: bool, count: int) -> Found:
+    def draw_rows(self, size: int, *, penalized: bool, masked: bool, told: bool, count: int) -> Found:
         """Draw from the first ``size`` rows of logits, and write the tokens to the sequences' rows."""
         state = self._state
         inputs, rows, raw = state.inputs.first(size), state.rows[:size], state.as_drawn_from(state.logits[:size])
         logits = raw
-        if penalised:
+        if penalized:
             logits = torch.empty_like(raw, dtype=torch.float32)
-            kernels.penalise(raw, state.words, state.counts, rows, logits)
+            kernels.penalize(raw, state.words, state.counts, rows, logits)
         if masked:
             possible = torch.empty_like(logits) if logits is raw else logits
             kernels.mask_logits(logits, self._mask_places[:size], self._masks, possible)

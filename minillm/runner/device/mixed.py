@@ -61,7 +61,7 @@ class MixedSteps:
                 at = state.numbers([row * raw.shape[1] + token_id for row, (token_id, _) in biases], torch.int64)
                 processed.view(-1).index_add_(0, at, state.numbers([bias for _, (_, bias) in biases], torch.float32))
             if any(p.has_penalties for p in params):
-                kernels.penalise(processed, state.words, state.counts, indices, processed)
+                kernels.penalize(processed, state.words, state.counts, indices, processed)
             masks.apply(processed)
             run_processors(processed, [(draw.group, draw.sequence) for draw in draws], masks)
         tokens = draw_tokens(processed, draws)

@@ -156,7 +156,7 @@ class DeviceRunner(Runner):
         return [
             lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),
             lambda: self.decode.forward(1, self.state.blocks_for(1, _REHEARSED), None),
-            lambda: self.decode.draw_rows(1, penalised=False, masked=False, told=False, count=0),
+            lambda: self.decode.draw_rows(1, penalized=False, masked=False, told=False, count=0),
             lambda: kernels.log_probabilities(row, row.argmax(-1)),
         ]
 

@@ -64,7 +64,7 @@ def test_rotary_write_kv(
 def test_rows_are_rounded_as_the_reference_rounds_them(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, normed: bool, block_size: int
 ) -> None:
-    """Bit for bit what `quantise_rows` makes of the rows that a cache of q's dtype gets, zeros and NaN among them."""
+    """Bit for bit what `quantize_rows` makes of the rows that a cache of q's dtype gets, zeros and NaN among them."""
     if normed and rotary_dim < head_dim:
         return
     tokens = 7
@@ -87,7 +87,7 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
     written = slots[slots >= 0]
     others = torch.tensor([slot for slot in range(24) if slot not in written.tolist()], device=DEVICE)
     for rows, got, factors in zip(caches, levels, scales, strict=True):
-        expected, expected_scales = reference.quantise_rows(rows.flatten(0, 1)[written].cpu())
+        expected, expected_scales = reference.quantize_rows(rows.flatten(0, 1)[written].cpu())
         flat_scales = factors.transpose(1, 2).flatten(0, 1)
         assert torch.equal(got.flatten(0, 1)[written].cpu(), expected)
         torch.testing.assert_close(flat_scales[written].cpu(), expected_scales, atol=0, rtol=0, equal_nan=True)

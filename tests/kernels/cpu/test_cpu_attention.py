@@ -113,7 +113,7 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
 @pytest.mark.parametrize("padded", [False, True])
 def test_rows_are_rounded_as_the_reference_rounds_them(dtype: torch.dtype, padded: bool) -> None:
-    """Bit for bit what `quantise_rows` makes of the rows of a cache of q's dtype, on the fast way and the other."""
+    """Bit for bit what `quantize_rows` makes of the rows of a cache of q's dtype, on the fast way and the other."""
     packed, angles = torch.randn(5, 8, 64).to(dtype), torch.randn(5, 32)
     packed[2, 5], packed[3, 6, 1] = 0, float("nan")
     slots = torch.tensor([9, 2, 3, 4, -1 if padded else 0])
@@ -128,7 +128,7 @@ def test_rows_are_rounded_as_the_reference_rounds_them(dtype: torch.dtype, padde
     for rows, got, factors in ((plain.k, narrow.k, narrow.k_scales), (plain.v, narrow.v, narrow.v_scales)):
         assert factors is not None
         flat = factors.transpose(1, 2).flatten(0, 1)
-        expected, scales = reference.quantise_rows(rows.flatten(0, 1)[written])
+        expected, scales = reference.quantize_rows(rows.flatten(0, 1)[written])
         assert torch.equal(got.flatten(0, 1)[written], expected)
         torch.testing.assert_close(flat[written], scales, atol=0, rtol=0, equal_nan=True)
         assert (got.flatten(0, 1)[others] == 99).all()

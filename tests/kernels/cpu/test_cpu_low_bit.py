@@ -11,7 +11,7 @@ import torch
 from lib.kernels import relative_error
 from minillm import kernels
 from minillm.kernels import LinearWeight
-from minillm.kernels.linear.low_bit.layouts import Layout, LowBit, Scales, dequantise, expanded, random_matrix
+from minillm.kernels.linear.low_bit.layouts import Layout, LowBit, Scales, dequantize, expanded, random_matrix
 
 SHAPES = [(48, 96), (33, 100), (7, 13), (1, 1), (576, 1536)]
 TOLERANCE = 1.2e-2  # 8 bits of the largest of a row, and bfloat16 for a few rows of 4 bits
@@ -55,7 +55,7 @@ def test_matrices_of_4_bits(scales: Scales, rows: int, biased: bool, out: tuple[
     """Up to 16 rows take the products of 4 bits where torch has them: 37 rows of a weight are none of its numbers."""
     generator = torch.Generator().manual_seed(rows)
     stored = tuple(random_stored(scales, each, generator) for each in out)
-    total, exact = sum(out), torch.cat([dequantise(each, torch.float64) for each in stored])
+    total, exact = sum(out), torch.cat([dequantize(each, torch.float64) for each in stored])
     bias = torch.randn(total) if biased else None
     linear = LinearWeight.in_8_bits(lambda: expanded(stored).__getitem__, (total, 512), bias, stored)
     kernels.linear(torch.randn(8, 512), linear)
@@ -74,7 +74,7 @@ def test_matrices_of_4_bits_alone(scales: Scales, rows: int, out: tuple[int, int
     """240 rows of a weight are packed in two parts, of which one has rows of both matrices."""
     generator = torch.Generator().manual_seed(rows)
     stored, total = tuple(random_stored(scales, each, generator) for each in out), sum(out)
-    exact = torch.cat([dequantise(each, torch.float64) for each in stored])
+    exact = torch.cat([dequantize(each, torch.float64) for each in stored])
     bias = torch.randn(total) if biased else None
     linear = LinearWeight.in_4_bits(stored, bias)
     assert linear is not None
@@ -116,7 +116,7 @@ def test_of_4_bits_alone_is_what_torch_can_multiply() -> None:
 @pytest.mark.parametrize("layout", [Layout(8, "plain"), Layout(6, "bytes", 32, 16), Layout(4, "plain", 0, 32, True)])
 def test_rows_of_a_table_and_the_whole_of_it(layout: Layout) -> None:
     table = random_matrix(layout, (3000, 512), 0.1, torch.Generator().manual_seed(0))
-    exact = dequantise(table, torch.float64).float()
+    exact = dequantize(table, torch.float64).float()
     ids = torch.tensor([0, 2999, 7, 7])
     assert torch.allclose(kernels.embedding(ids, table, torch.float32), exact[ids], rtol=1e-6)
     assert torch.allclose(expanded((table, table.rows(slice(5)))), torch.cat((exact, exact[:5])), rtol=1e-6)

@@ -76,7 +76,7 @@ def test_begin_and_end_decode(implementation: object, width: int, block_size: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_penalise(dtype: torch.dtype) -> None:
+def test_penalize(dtype: torch.dtype) -> None:
     rng = random.Random(0)
     words, vocab = some_rows(5, 2, 4, rng), 4100 if ON_GPU else 300
     words[3, Field.REPETITION_PENALTY : Field.PRESENCE_PENALTY + 1] = torch.tensor([bits(1.0), 0, 0])
@@ -84,8 +84,8 @@ def test_penalise(dtype: torch.dtype) -> None:
     rows = torch.tensor([2, -1, 3, 0], dtype=torch.int32, device=DEVICE)
     logits = randn(4, vocab, dtype=dtype)
     expected, out = (torch.empty(4, vocab, dtype=torch.float32, device=DEVICE) for _ in range(2))
-    reference.penalise(logits, words, counts, rows, expected)
-    decode_rows.penalise(logits, words, counts, rows, out)
+    reference.penalize(logits, words, counts, rows, expected)
+    decode_rows.penalize(logits, words, counts, rows, out)
     assert relative_error(out, expected.double()) < 1e-6
     assert torch.equal(out[1:3], logits[1:3].float()), "rows without a penalty, and padding, stay as they are"
     assert not torch.equal(out[0], logits[0].float())

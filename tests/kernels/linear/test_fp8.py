@@ -14,7 +14,7 @@ from minillm.kernels.linear.low_bit.layouts import (
     Layout,
     LowBit,
     concatenated,
-    dequantise,
+    dequantize,
     in_fp8,
     padded,
     random_matrix,
@@ -45,7 +45,7 @@ def some(out: int, width: int) -> LowBit:
 def exact_products(
     x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weight, wide = dequantise(matrix, torch.float64), None if bias is None else bias.double()
+    weight, wide = dequantize(matrix, torch.float64), None if bias is None else bias.double()
     of_norm = (x.double(), norm.double(), 1e-5, weight, wide)
     added = residual.double() + functional.linear(x.double(), weight, wide)
     return reference.norm_linear(*of_norm), reference.norm_gated_linear(*of_norm), added
@@ -79,10 +79,10 @@ def test_products_on_the_matrix_unit(monkeypatch: pytest.MonkeyPatch, tokens: in
     assert fp8_linear.takes(x, matrix)
     assert not fp8_linear.takes(x.half(), matrix)
     assert not fp8_linear.takes(x, some(40, 160))
-    rounded = [dequantise(in_fp8(each)) for each in (x.float(), reference.rms_norm(x.double(), norm.double(), 1e-5))]
+    rounded = [dequantize(in_fp8(each)) for each in (x.float(), reference.rms_norm(x.double(), norm.double(), 1e-5))]
     residual, bias = randn(tokens, 48).bfloat16(), randn(48).bfloat16()
     _, _, added = exact_products(rounded[0], matrix, bias, norm, residual)
-    plain = functional.linear(rounded[1].double(), dequantise(matrix, torch.float64), bias.double())
+    plain = functional.linear(rounded[1].double(), dequantize(matrix, torch.float64), bias.double())
     assert low_bit_linear.linear(x[:0], (matrix,), bias, None, (norm, 1e-5)).shape == (0, 48)
     got = low_bit_linear.linear(x, (matrix,), bias, None, (norm, 1e-5))
     assert relative_error(got, plain) < 1e-2
@@ -95,7 +95,7 @@ def test_every_number_is_widened_exactly() -> None:
     levels, scales = every_number().repeat(3, 1), torch.tensor([[1.0], [-0.5], [0.0]], device=DEVICE)
     matrix = LowBit(FP8, (3, 256), levels, None, scales)
     exact = levels.float() * scales
-    for found in (dequantise(matrix), low_bit_unpack.dequantise(matrix, torch.empty(3, 256, device=DEVICE))):
+    for found in (dequantize(matrix), low_bit_unpack.dequantize(matrix, torch.empty(3, 256, device=DEVICE))):
         assert torch.equal(found.isnan(), exact.isnan())
         assert torch.equal(found.nan_to_num(), exact.nan_to_num())
         assert int(found.isnan().sum()) == 6
@@ -104,29 +104,29 @@ def test_every_number_is_widened_exactly() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_unpacked(dtype: torch.dtype) -> None:
     matrix, index = some(9, 2100), torch.tensor([8, 0, 0, 5], device=DEVICE)
-    exact = dequantise(matrix, torch.float64)
+    exact = dequantize(matrix, torch.float64)
     assert relative_error(low_bit_linear.embedding(index, matrix, dtype), exact[index]) < TOLERANCE[dtype]
-    found = low_bit_unpack.dequantise(matrix, torch.empty(9, 2100, dtype=dtype, device=DEVICE))
+    found = low_bit_unpack.dequantize(matrix, torch.empty(9, 2100, dtype=dtype, device=DEVICE))
     assert relative_error(found, exact) < TOLERANCE[dtype]
-    assert torch.equal(dequantise(matrix.rows(index)), dequantise(matrix)[index])
-    assert torch.equal(dequantise(matrix.rows(slice(2, 4))), dequantise(matrix)[2:4])
+    assert torch.equal(dequantize(matrix.rows(index)), dequantize(matrix)[index])
+    assert torch.equal(dequantize(matrix.rows(slice(2, 4))), dequantize(matrix)[2:4])
 
 
 def test_matrices_below_each_other() -> None:
     matrices = [some(rows, 48) for rows in (5, 3)]
     (whole,) = concatenated(list(matrices))
-    assert torch.equal(dequantise(whole), torch.cat([dequantise(each) for each in matrices]))
+    assert torch.equal(dequantize(whole), torch.cat([dequantize(each) for each in matrices]))
     longer = padded(whole, 16)
     assert longer.shape == (16, 48)
-    assert torch.equal(dequantise(longer)[:8], dequantise(whole))
-    assert not dequantise(longer)[8:].any()
+    assert torch.equal(dequantize(longer)[:8], dequantize(whole))
+    assert not dequantize(longer)[8:].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_beside_another_layout_it_is_unpacked(tokens: int) -> None:
     words = random_matrix(Layout(8, "plain"), (7, 64), 0.02, torch.Generator(DEVICE).manual_seed(0))
     parts, x = (some(5, 64), words), randn(tokens, 64)
-    weight = torch.cat([dequantise(part, torch.float64) for part in parts])
+    weight = torch.cat([dequantize(part, torch.float64) for part in parts])
     assert relative_error(low_bit_linear.linear(x, parts, None, None, None), x.double() @ weight.t()) < 1e-4
 
 
@@ -137,17 +137,17 @@ def test_rounding_keeps_three_bits_of_each_number(size: float) -> None:
     matrix = in_fp8(weight)
     assert matrix.nbytes == 20 * 96 + 4 * 20
     largest = weight.abs().amax(1, keepdim=True)
-    error = (dequantise(matrix, torch.float64) - weight.double()).abs()
+    error = (dequantize(matrix, torch.float64) - weight.double()).abs()
     assert bool((error <= torch.maximum(weight.abs() / 15.9, largest * 2**-18)).all())
-    assert not dequantise(matrix)[3].any()
-    assert torch.allclose(dequantise(matrix).abs().amax(1, keepdim=True), largest, rtol=1e-6)
+    assert not dequantize(matrix)[3].any()
+    assert torch.allclose(dequantize(matrix).abs().amax(1, keepdim=True), largest, rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_none_spoils_its_row_only(value: float) -> None:
     weight = randn(3, 32)
     weight[1, 7] = value
-    found = dequantise(in_fp8(weight)).isfinite()
+    found = dequantize(in_fp8(weight)).isfinite()
     assert not found[1, 7]
     assert found[[0, 2]].all()
 
@@ -159,7 +159,7 @@ def test_tokens_are_rounded_each_by_its_largest_number(width: int, with_norm: bo
     x *= torch.tensor([1e-20, 1e-3, 1.0, 1e4, 0.0], device=DEVICE)[:, None]
     norm = (weight, 1e-5) if with_norm else None
     exact = reference.rms_norm(x.double(), weight.double(), 1e-5) if with_norm else x.double()
-    levels, scales = fp8_linear.quantise(x, norm)
+    levels, scales = fp8_linear.quantize(x, norm)
     assert (levels.dtype, levels.shape, scales.shape) == (E4M3, (5, width), (5, 1))
     found = levels.double() * scales.double()
     for row, expected in zip(found[:4], exact[:4], strict=True):
@@ -174,7 +174,7 @@ def test_numbers_between_two_of_the_format_go_to_the_nearer() -> None:
     grid = every_number()[:127].float()
     x = torch.cat((grid, (grid[1:] + grid[:-1]) / 2, grid[:-1] + torch.diff(grid) * torch.rand(126, device=DEVICE)))
     x = torch.stack((x, -x))
-    levels, scales = fp8_linear.quantise(x, None)
+    levels, scales = fp8_linear.quantize(x, None)
     assert torch.equal(scales, torch.ones(2, 1, device=DEVICE))
     assert torch.equal(levels.float(), x.to(E4M3).float())
 
@@ -183,7 +183,7 @@ def test_numbers_between_two_of_the_format_go_to_the_nearer() -> None:
 def test_a_token_that_is_no_number_stays_so(value: float) -> None:
     x = randn(3, 64)
     x[1, 7] = value
-    levels, scales = fp8_linear.quantise(x, None)
+    levels, scales = fp8_linear.quantize(x, None)
     sums = (levels.float() * scales).sum(1)
     assert bool(sums[1].isnan())
     assert sums[[0, 2]].isfinite().all()
@@ -203,6 +203,6 @@ def test_a_weight_that_is_nan_spoils_its_row_only() -> None:
 
 
 def test_random_matrices_look_like_weights() -> None:
-    weights = dequantise(random_matrix(FP8, (64, 2048), 0.02, torch.Generator(DEVICE).manual_seed(0)))
+    weights = dequantize(random_matrix(FP8, (64, 2048), 0.02, torch.Generator(DEVICE).manual_seed(0)))
     assert abs(float(weights.mean())) < 1e-3
     assert 0.018 < float(weights.std()) < 0.022

@@ -17,7 +17,7 @@ from minillm.kernels.linear.low_bit.layouts import (
     Layout,
     LowBit,
     concatenated,
-    dequantise,
+    dequantize,
     expanded,
     factors,
     pack_levels,
@@ -46,7 +46,7 @@ def test_levels_come_back(bits: int) -> None:
     words, high = pack_levels(levels, bits)
     matrix = LowBit(Layout(bits, "plain", zero=3), (7, 96), words, high, torch.ones(7, 3).half())
     assert torch.equal(unpack_levels(matrix), levels.int())
-    assert torch.equal(dequantise(matrix), levels.float() - 3)
+    assert torch.equal(dequantize(matrix), levels.float() - 3)
     assert words.nbytes + (0 if high is None else high.nbytes) == 7 * 96 * bits // 8
 
 
@@ -70,13 +70,13 @@ def test_layouts_take_the_bits_of_their_formats(name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_are_unpacked(name: str, shape: tuple[int, int]) -> None:
     matrix = some(LAYOUTS[name], *shape)
-    exact = dequantise(matrix, torch.float64)
+    exact = dequantize(matrix, torch.float64)
     out = torch.empty(shape, device=DEVICE)
-    assert relative_error(low_bit_unpack.dequantise(matrix, out), exact) < 1e-6
+    assert relative_error(low_bit_unpack.dequantize(matrix, out), exact) < 1e-6
     chosen = torch.tensor([3, 0, 3, shape[0] - 1], device=DEVICE)
     rows = low_bit_linear.embedding(chosen, matrix, torch.float32)
     assert torch.equal(rows, out[chosen])
-    assert torch.equal(dequantise(matrix.rows(slice(1, 4)), torch.float64), exact[1:4])
+    assert torch.equal(dequantize(matrix.rows(slice(1, 4)), torch.float64), exact[1:4])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -87,7 +87,7 @@ def test_products(name: str, tokens: int, shape: tuple[int, int]) -> None:
     out, width = shape
     x, bias, residual = randn(tokens, width), randn(out), randn(tokens, out)
     norm = randn(width) / 10
-    weight = dequantise(matrix, torch.float64)
+    weight = dequantize(matrix, torch.float64)
     exact = torch.nn.functional.linear(x.double(), weight, bias.double())
     normed = reference.norm_linear(x.double(), norm.double(), 1e-5, weight, bias.double())
     halves, normed_halves = low_bit_matmul.halve_activations(x), low_bit_matmul.halve_activations(x, (norm, 1e-5))
@@ -124,7 +124,7 @@ def test_products(name: str, tokens: int, shape: tuple[int, int]) -> None:
 def test_tiles(name: str, tile: tuple[int, int, int, int]) -> None:
     """Warps share 6 turns of the input, in unequal parts; rows and tokens end within a tile."""
     matrix, x, residual = some(LAYOUTS[name], 22, 768), randn(9, 768), randn(9, 22)
-    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
+    exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
     halves, chosen = low_bit_matmul.halve_activations(x), low_bit_matmul.Tile(*tile)
     gated = low_bit_matmul.matmul(halves, matrix, None, randn(9, 11), gated=True, tile=chosen)
     assert relative_error(gated, reference.silu_mul(exact)) < 5e-3
@@ -139,7 +139,7 @@ def test_dozens_of_tokens(name: str, shape: tuple[int, int]) -> None:
     """Rows and tokens end within a tile; so do parts of the input."""
     (out, width), tokens = shape, 130 if ON_GPU else 17
     matrix, x, bias, norm = some(LAYOUTS[name], out, width), randn(tokens, width), randn(out), randn(width)
-    weight, residual = dequantise(matrix, torch.float64), randn(tokens, out)
+    weight, residual = dequantize(matrix, torch.float64), randn(tokens, out)
     normed = reference.norm_linear(x.double(), norm.double(), 1e-5, weight, bias.double())
     halves = low_bit_matmul.halve_activations(x, (norm, 1e-5), by_eights=False)
     wide = torch.full((tokens, out + 3), 7.0, device=DEVICE)
@@ -161,7 +161,7 @@ def test_dozens_of_tokens(name: str, shape: tuple[int, int]) -> None:
 def test_a_product_ends_before_its_weights_are_overwritten(name: str, tokens: int) -> None:
     """Otherwise some sums are wrong, others each time: of many rows, and where registers are few."""
     matrix, x = some(LAYOUTS[name], 6144, 4096), randn(tokens, 4096)
-    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
+    exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
     halves = low_bit_matmul.halve_activations(x, by_eights=False)
     first, *others = (low_bit_dot.product(halves, matrix, None, randn(tokens, 6144)) for _ in range(6))
     assert relative_error(first, exact) < 2e-3
@@ -184,7 +184,7 @@ def test_rows_that_begin_within_a_word() -> None:
     part = matrix.rows(slice(1, 20))
     assert part.scales.data_ptr() % 4
     got = low_bit_dot.product(low_bit_matmul.halve_activations(x, by_eights=False), part, None, randn(17, 19))
-    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
+    exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
     assert relative_error(got, exact[:, 1:]) < 2e-3
 
 
@@ -192,7 +192,7 @@ def test_rows_that_begin_within_a_word() -> None:
 @pytest.mark.parametrize("kernel", ["lanes", "dot"])
 def test_a_turn_that_the_input_does_not_fill(kernel: str, width: int) -> None:
     matrix, x = some(LAYOUTS["q4_1"], 20, width), randn(3, width)
-    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
+    exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
     multiply = low_bit_dot.product if kernel == "dot" else low_bit_matmul.matmul
     halves = low_bit_matmul.halve_activations(x, by_eights=kernel == "lanes")
     got = multiply(halves, matrix, None, torch.empty(3, 20, device=DEVICE))
@@ -205,7 +205,7 @@ def test_a_layer_of_several_layouts(tokens: int) -> None:
     matrices = [some(LAYOUTS[name], rows, 256, seed) for seed, (name, rows) in enumerate([("q4_k", 20), ("q6_k", 11)])]
     parts = concatenated([matrices[0], some(LAYOUTS["q4_k"], 9, 256, 5), matrices[1]])
     assert [part.shape for part in parts] == [(29, 256), (11, 256)]
-    weight = torch.cat([dequantise(part, torch.float64) for part in parts])
+    weight = torch.cat([dequantize(part, torch.float64) for part in parts])
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 5e-3)):
         x, bias, norm = randn(tokens, 256, dtype=dtype), randn(40, dtype=dtype), randn(256, dtype=dtype)
         residual = randn(tokens, 40, dtype=dtype)
@@ -227,7 +227,7 @@ def test_a_copy_multiplies_many_tokens(monkeypatch: pytest.MonkeyPatch, names: l
     weight = kernels.LinearWeight(parts)
     assert weight.copied_bytes(torch.bfloat16) == 2 * 8 * len(names) * 256
     weight.keep_copy(torch.float32)
-    exact = torch.cat([dequantise(part, torch.float64) for part in parts])
+    exact = torch.cat([dequantize(part, torch.float64) for part in parts])
     assert relative_error(weight.weight, exact) < 1e-6
     taken: list[int] = []
 
@@ -252,8 +252,8 @@ def test_columns_in_an_order_of_their_own(tokens: int) -> None:
     """Of ``desc_act``: each kernel reads x, and the norm's weight, as the matrix has its columns."""
     order = torch.randperm(256, dtype=torch.int32).to(DEVICE)
     parts = tuple(replace(some(LAYOUTS["awq"], rows, 256, rows), order=order) for rows in (20, 6))
-    weight = torch.cat([dequantise(part, torch.float64) for part in parts])
-    plain = torch.cat([dequantise(replace(part, order=None), torch.float64) for part in parts])
+    weight = torch.cat([dequantize(part, torch.float64) for part in parts])
+    plain = torch.cat([dequantize(replace(part, order=None), torch.float64) for part in parts])
     assert torch.equal(weight[:, order], plain)
     assert torch.equal(low_bit_linear.unpacked(parts, torch.float32), weight.float())
     assert torch.equal(expanded(parts), weight.float())
@@ -292,14 +292,14 @@ def test_concatenated_matrices_are_all_of_few_bits() -> None:
 def test_padding_is_zero(name: str) -> None:
     matrix = padded(some(LAYOUTS[name], 5, 256), 8)
     assert matrix.shape == (8, 256)
-    assert not dequantise(matrix)[5:].any()
-    assert torch.equal(dequantise(matrix)[:5], dequantise(some(LAYOUTS[name], 5, 256)))
+    assert not dequantize(matrix)[5:].any()
+    assert torch.equal(dequantize(matrix)[:5], dequantize(some(LAYOUTS[name], 5, 256)))
 
 
 def test_activations_that_float16_could_not_hold() -> None:
     matrix = some(LAYOUTS["q4_0"], 8, 64)
     x = randn(3, 64) * torch.tensor([[1e6], [1.0], [1e-3]], device=DEVICE)
-    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
+    exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
     got = low_bit_matmul.matmul(low_bit_matmul.halve_activations(x), matrix, None, torch.empty(3, 8, device=DEVICE))
     for row, expected in zip(got, exact, strict=True):
         assert relative_error(row, expected) < 2e-3
@@ -327,6 +327,6 @@ def test_a_scale_that_is_nan_spoils_its_row_only() -> None:
 @pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "q5_k", "q6_k", "int8 rows"])
 def test_random_matrices_look_like_weights(name: str) -> None:
     matrix = random_matrix(LAYOUTS[name], (64, 2048), 0.02, torch.Generator(DEVICE).manual_seed(0))
-    weights = dequantise(matrix)
+    weights = dequantize(matrix)
     assert abs(float(weights.mean())) < 3e-3
     assert 0.01 < float(weights.std()) < 0.04

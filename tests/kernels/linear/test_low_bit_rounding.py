@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minillm.kernels.linear.low_bit import rounding
-from minillm.kernels.linear.low_bit.layouts import Layout, dequantise, in_eight_bits
+from minillm.kernels.linear.low_bit.layouts import Layout, dequantize, in_eight_bits
 from minillm.kernels.linear.low_bit.rounding import rounded
 
 
@@ -30,9 +30,9 @@ def test_the_search_gains(bits: int, part: float) -> None:
     assert matrix.layout == Layout(bits, "offset")
     assert matrix.shape == (70, 576)
     assert matrix.nbytes * 8 == 70 * 576 * (bits + 1)
-    assert loss(dequantise(matrix), weight) < part * loss(plainly(weight, bits), weight)
+    assert loss(dequantize(matrix), weight) < part * loss(plainly(weight, bits), weight)
     if bits == 8:
-        assert loss(dequantise(matrix), weight) < 0.9 * loss(dequantise(in_eight_bits(weight)), weight)
+        assert loss(dequantize(matrix), weight) < 0.9 * loss(dequantize(in_eight_bits(weight)), weight)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -40,21 +40,21 @@ def test_a_grid_is_kept(bits: int) -> None:
     levels = torch.randint(0, 16, (9, 64), generator=torch.Generator().manual_seed(1))
     levels[:, ::32], levels[:, 1::32] = 0, 15
     weight = levels * 2.0**-6 - 2.0**-4
-    assert torch.allclose(dequantise(rounded(weight, bits)), weight, rtol=0, atol=2.0**-13)
+    assert torch.allclose(dequantize(rounded(weight, bits)), weight, rtol=0, atol=2.0**-13)
 
 
 def test_parts_are_as_the_whole_is(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(10, 64)
-    whole = dequantise(rounded(weight, 4))
+    whole = dequantize(rounded(weight, 4))
     monkeypatch.setattr(rounding, "_AT_ONCE", 3 * 64)
-    assert torch.equal(dequantise(rounded(weight, 4)), whole)
+    assert torch.equal(dequantize(rounded(weight, 4)), whole)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_is_none_spoils_its_group_only(value: float) -> None:
     weight = torch.randn(3, 96)
     weight[1, 40] = value
-    found = dequantise(rounded(weight, 4)).isfinite()
+    found = dequantize(rounded(weight, 4)).isfinite()
     assert not found[1, 32:64].any()
     found[1, 32:64] = True
     assert found.all()
@@ -63,4 +63,4 @@ def test_a_number_that_is_none_spoils_its_group_only(value: float) -> None:
 def test_groups_of_one_number_are_exact() -> None:
     weight = torch.full((2, 64), 0.25)
     weight[1] = 0.0
-    assert torch.equal(dequantise(rounded(weight, 4)), weight)
+    assert torch.equal(dequantize(rounded(weight, 4)), weight)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from lib.kernels import DEVICE, ON_GPU, relative_error
 from lib.low_bit import LAYOUTS, some
 from minillm.kernels import reference
-from minillm.kernels.linear.low_bit.layouts import UNPACKED, LowBit, bucket, dequantise
+from minillm.kernels.linear.low_bit.layouts import UNPACKED, LowBit, bucket, dequantize
 
 pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
@@ -57,7 +57,7 @@ def test_candidates_compute_the_product(place: Place, tokens: int, monkeypatch: 
     for kernel in (low_bit_matvec, low_bit_matmul):
         monkeypatch.delattr(kernel, "tile_for")  # no tile falls back to the rule
     matrix = some(LAYOUTS["q4_k"], 32, 256)
-    weight = dequantise(matrix, torch.float64)
+    weight = dequantize(matrix, torch.float64)
     x = torch.linspace(-1, 1, tokens * 256).view(-1, 256).half().to(DEVICE)  # as the candidates are given
     product = Product(matrix.layout, (32, 256), place)
     exact = functional.linear(x.double(), weight)
@@ -73,13 +73,13 @@ def test_candidates_compute_the_product(place: Place, tokens: int, monkeypatch: 
 
 def test_a_tile_that_says_unpacked_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
     unpacked: list[LowBit] = []
-    plain = low_bit_linear.dequantise
+    plain = low_bit_linear.dequantize
 
-    def dequantise(matrix: LowBit, out: Tensor) -> Tensor:
+    def dequantize(matrix: LowBit, out: Tensor) -> Tensor:
         unpacked.append(matrix)
         return plain(matrix, out)
 
-    monkeypatch.setattr(low_bit_linear, "dequantise", dequantise)
+    monkeypatch.setattr(low_bit_linear, "dequantize", dequantize)
     matrix = some(LAYOUTS["q4_k"], 32, 256)
     places: tuple[Place, ...] = ("norm", "gated", "add")
     for tile, place in itertools.product(((4, 1, 1, 1), UNPACKED), places):

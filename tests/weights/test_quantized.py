@@ -15,7 +15,7 @@ from lib.engine import logits_in_chunks
 from minillm import kernels
 from minillm.errors import WeightsError
 from minillm.forms import Held
-from minillm.kernels.linear.low_bit.layouts import FP8, dequantise
+from minillm.kernels.linear.low_bit.layouts import FP8, dequantize
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama, parameter_shapes
@@ -148,17 +148,17 @@ def test_weights_are_those_of_the_format(tmp_path: Path, kind: str) -> None:
             assert matrix is None
             continue
         assert matrix is not None
-        assert torch.equal(dequantise(matrix, torch.float64), weights)
+        assert torch.equal(dequantize(matrix, torch.float64), weights)
         assert (matrix.layout == FP8) == (":" not in kind)
         assert (matrix.order is not None) == kind.endswith("act")
         rows, columns = slice(16, 32), slice(weights.shape[1] // 2, weights.shape[1])
         part = checkpoint.low_bit(name, CPU, rows, columns)
         assert torch.equal(checkpoint.tensor(name, rows, columns), weights[rows, columns].float())
-        assert part is None or torch.equal(dequantise(part, torch.float64), weights[rows, columns])
+        assert part is None or torch.equal(dequantize(part, torch.float64), weights[rows, columns])
         assert (part is None) == kind.endswith("act"), "groups may lie on both sides of the cut"
         some_rows = checkpoint.low_bit(name, CPU, rows, None)
         assert some_rows is not None
-        assert torch.equal(dequantise(some_rows, torch.float64), weights[rows])
+        assert torch.equal(dequantize(some_rows, torch.float64), weights[rows])
 
 
 MIXTURES = (
@@ -206,7 +206,7 @@ def test_columns_cut_within_a_group_are_widened(tmp_path: Path) -> None:
     assert checkpoint.low_bit(name, CPU, None, slice(32, 96)) is None
     part = checkpoint.low_bit(name, CPU, None, slice(64, 128))
     assert part is not None
-    assert torch.equal(dequantise(part, torch.float64), exact[name][:, 64:])
+    assert torch.equal(dequantize(part, torch.float64), exact[name][:, 64:])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ BITS = (4, 8)
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """The storage format of one matrix.
 
     ``zero_offset`` is added to the stored zeros. ``block`` is the rows and columns that share an FP8 scale.
@@ -42,7 +42,7 @@ class Quantization:
     Args:
         method: its name in the config.
         bits: the announced bit widths.
-        zero_offset: see `Quantised`; GPTQ's first format stores zeros minus one.
+        zero_offset: see `Quantized`; GPTQ's first format stores zeros minus one.
         blocks: rows and columns that share an FP8 scale.
     """
 
@@ -52,7 +52,7 @@ class Quantization:
     blocks: tuple[tuple[int, int], ...] = ()
 
 
-def read_quantised(directory: Path) -> Quantization | None:
+def read_quantized(directory: Path) -> Quantization | None:
     """Read ``quantization_config`` of a model's config.json, or GPTQ's older separate file; None if there is neither.
 
     Raises WeightsError if the method, format or bit width is not supported.
