@@ -154,7 +154,6 @@ class _Searches:
     def __init__(self, num_beams: int) -> None:
         shape = AttentionShape(32, 8, 128, 2, 132)
         self.rows = Rows(num_beams, Field.TABLE + 256, 16, Sharing(shape, Costs()))
-        self.beams = self  # both a runner and its part for beam searches
 
     def compute(self, beams: list[Chunk]) -> None:
         self.rows.work_for(beams, joins=False)
