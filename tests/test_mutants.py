@@ -112,7 +112,7 @@ def test_code_outside_of_functions_has_the_tests_that_import_it() -> None:
     test = "tests/test_mutants.py::test_names_are_unique"
     reach = Reach({test: 1.0})
     assert reach.of("minillm/checks.py", "") == []
-    assert module_of("ui/chat/talk.py") == "minillm.ui.chat.talk"
+    assert module_of("ui/chat/chat_pane.py") == "minillm.ui.chat.chat_pane"
     assert imports_of("tests/test_mutants.py") >= {"ast", "mutations", "mutations.drawn"}
     assert imports_of("tests/nowhere.py") == set()
 

@@ -1,8 +1,8 @@
 """The Textual chat app. It exchanges messages with the engine process (`minillm.service`) and never imports torch.
 
 app.py, engine_app.py   the app; the engine process, notifications, themes, the app's messages
-chat_screen.py          the screen: the talk, the memory panel, and the keys of both
-chat/                   the talk (questions, commands, answers), the transcript, the conversation as data and on disk
+chat_screen.py          the screen: the chat pane, the memory panel, and the keys of both
+chat/                   the chat pane (questions, commands, answers), the transcript, conversations as data and on disk
 memory/                 the block pool as data, and its six views
 bars.py, dialogs.py     the lines at the top and the bottom; the dialogs above the chat
 settings.py             the settings that the user can change

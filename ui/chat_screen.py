@@ -1,4 +1,4 @@
-"""The chat's screen: the talk, the memory panel next to it, and the keys of both."""
+"""The chat's screen: the chat pane, the memory panel next to it, and the keys of both."""
 
 from textual import events, getters, on
 from textual.app import ComposeResult
@@ -10,9 +10,9 @@ from textual.screen import Screen
 from minillm.service.messages import FILES, SYSTEM_PROMPT, BlockFacts, CacheChanged, MemoryUse, Stepped
 from minillm.ui.bars import KeyBar, TitleBar, named_keys
 from minillm.ui.chat.candidates import CandidateCard
+from minillm.ui.chat.chat_pane import ChatPane
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.sessions import SessionStore
-from minillm.ui.chat.talk import Talk
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
 from minillm.ui.memory.panel import MemoryPanel
@@ -40,7 +40,7 @@ def name_of_stranger(owner: str) -> str:
 
 
 class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
-    """Handles keys and passes the engine's events to the talk or the memory panel."""
+    """Handles keys and passes the engine's events to the chat pane or the memory panel."""
 
     app = getters.app(EngineApp)
     panel = getters.query_one(MemoryPanel)
@@ -57,7 +57,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
 
     def __init__(self, store: SessionStore) -> None:
         super().__init__()
-        self.talk = Talk(store, COMMANDS)
+        self.talk = ChatPane(store, COMMANDS)
         self.pool: Pool | None = None
         self._phase = EngineState().phase
         self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
@@ -167,7 +167,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         return f"{name.replace('answer', 'branch')} · answer {index + 1}"
 
     def action_command(self, name: str, argument: str = "") -> None:
-        """Run a slash command, after everything that the talk was sent before.
+        """Run a slash command, after everything that the chat pane was sent before.
 
         Keys run in the app's or the prompt's task, and the palette in the app's. A command run there could change the
         conversation while a question is being asked.
@@ -256,7 +256,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.set_class(not shown, "-no-memory")
         if shown:
             self.panel.view = name
-            if self.has_class("-short"):  # no space next to the talk
+            if self.has_class("-short"):  # no space next to the chat pane
                 self.add_class("-expanded")
             self._show_memory()
         else:

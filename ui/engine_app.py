@@ -54,7 +54,7 @@ class EngineCommand(Message):
 
 @dataclass
 class CommandAsked(Message):
-    """Asks the talk to run a slash command."""
+    """Asks the chat pane to run a slash command."""
 
     name: str
     argument: str = ""

@@ -20,7 +20,7 @@ from minillm.ui.keymap import shown_keys
 # Keys and their meanings, by section. An action's name in braces stands for its keys, two names with / for the keys of
 # both. A command's name stands for all its keys.
 KEYS = {
-    "Talk": {
+    "Chat": {
         "Enter": "send",
         "@name, /name": "attach file; run command (↑ ↓ Tab choose)",
         "Ctrl+J, Alt+Enter": "new line (Shift+Enter in some terminals)",
@@ -62,7 +62,7 @@ KEYS = {
 
 # Widgets that can be focused, their names, and the keys that work only there.
 _PLACES: tuple[tuple[type, str, Mapping[str, str]], ...] = (
-    (PromptInput, "the prompt", KEYS["Talk"]),
+    (PromptInput, "the prompt", KEYS["Chat"]),
     (CandidateCard, "a candidate", {
         "Enter": "accept it; the others become branches",
         "Space": "full screen, and back",

@@ -10,13 +10,13 @@ from lib.terminal import PROGRAMS, session
 from lib.ui import ask, chat
 from minillm.errors import UsageError
 from minillm.ui.app import ChatApp
-from minillm.ui.chat import talk
+from minillm.ui.chat import chat_pane
 from minillm.user_config import UserConfig
 
 CALLS_AT_ONCE = (
     sys.executable,
     "-c",
-    "import sys, runpy; import minillm.ui.chat.talk as talk; talk.LONG_ANSWER = 0.0; "
+    "import sys, runpy; import minillm.ui.chat.chat_pane as talk; talk.LONG_ANSWER = 0.0; "
     "sys.argv = ['chat', 'fake']; "
     f"runpy.run_path('{PROGRAMS}/chat_with_fake.py', run_name='__main__')",
 )
@@ -28,7 +28,7 @@ async def test_only_a_long_answer_calls(
     seconds: float, bell: bool, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rung: list[str] = []
-    monkeypatch.setattr(talk, "LONG_ANSWER", seconds)
+    monkeypatch.setattr(chat_pane, "LONG_ANSWER", seconds)
     monkeypatch.setattr(ChatApp, "bell", lambda app: rung.append("bell"))
     monkeypatch.setattr(ChatApp, "set_window_title", lambda app, title: rung.append(title))
     async with chat(bell=bell) as pilot:

@@ -70,6 +70,6 @@ async def test_a_notification_covers_neither_the_tabs_nor_the_memory(tmp_path: P
         app.notify(words)
         await until(pilot, lambda: words in seen(pilot))
         [line] = [line for line in seen(pilot).splitlines() if words in line]
-        assert line.index(words) + len(words) < app.chat.panel.region.x, "all of it on one line, over the talk"
+        assert line.index(words) + len(words) < app.chat.panel.region.x, "all of it on one line, over the chat pane"
         assert "F5 pool" in seen(pilot)
         assert "─ strands ─" in seen(pilot)

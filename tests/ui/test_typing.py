@@ -15,8 +15,8 @@ from lib.ui import ask, chat, notes, say, screen, seen, until
 from minillm.errors import MinillmError
 from minillm.ui import terminal
 from minillm.ui.app import ChatApp
+from minillm.ui.chat import chat_pane as talk_module
 from minillm.ui.chat import prompt as prompt_module
-from minillm.ui.chat import talk as talk_module
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.prompt import PromptInput

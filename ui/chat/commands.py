@@ -1,4 +1,4 @@
-"""The slash commands, each after its declaration. `Talk` changes the conversation; `EngineApp` does the rest."""
+"""The slash commands, each after its declaration. `ChatPane` changes the conversation; `EngineApp` does the rest."""
 
 import os
 import re
@@ -13,13 +13,13 @@ from textual.screen import ModalScreen
 from minillm.errors import UsageError
 from minillm.ui.bars import VIEWS
 from minillm.ui.chat.candidates import CandidatesView
+from minillm.ui.chat.chat_pane import ChatPane
 from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.compact import undo as undo_summary
 from minillm.ui.chat.conversation import Conversation, Turn
 from minillm.ui.chat.editor import edited
 from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.chat.talk import Talk
 from minillm.ui.kept import BUILT_IN
 from minillm.ui.numbers import plural
 from minillm.ui.settings import settings_summary, with_param
@@ -30,7 +30,7 @@ _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 
 @command("help", "keys that work here; all keys and commands", "f1", label="Help", scope="everywhere")
-async def show_help(talk: Talk, _: str) -> None:
+async def show_help(talk: ChatPane, _: str) -> None:
     from minillm.ui.help import HelpScreen, keys_here
     from minillm.ui.keymap import bound_keys, named_bindings
 
@@ -40,7 +40,7 @@ async def show_help(talk: Talk, _: str) -> None:
 
 
 @command("new", "start a new conversation; the old one is saved", "ctrl+n", label="New", also=("clear", "reset"))
-async def begin_anew(talk: Talk, _: str) -> None:
+async def begin_anew(talk: ChatPane, _: str) -> None:
     talk.save()
     await talk.open_conversation(Conversation())
 
@@ -49,7 +49,7 @@ async def begin_anew(talk: Talk, _: str) -> None:
     "sessions", "saved conversations: search, resume, delete", "ctrl+o", argument="[words]", label="Open",
     also=("open", "load", "resume", "history"),
 )  # fmt: skip
-async def list_sessions(talk: Talk, words: str) -> None:
+async def list_sessions(talk: ChatPane, words: str) -> None:
     from minillm.ui.dialogs import SessionsScreen
 
     _check_idle(talk)
@@ -70,19 +70,19 @@ async def list_sessions(talk: Talk, words: str) -> None:
 
 
 @command("find", "search in the conversation", "ctrl+f", argument="[words]", also=("search",))
-async def find(talk: Talk, words: str) -> None:
+async def find(talk: ChatPane, words: str) -> None:
     talk.search.open(words)
 
 
 @command("title", "name the conversation for the Ctrl+O list", argument="TEXT", also=("rename",))
-async def name_conversation(talk: Talk, text: str) -> None:
+async def name_conversation(talk: ChatPane, text: str) -> None:
     talk.conversation.title = text
     talk.save()
     talk.notify(f"conversation named “{talk.conversation.shown_title}”")
 
 
 @command("compact", "summarize the older half to free context; or undo that", argument="[undo]")
-async def compact(talk: Talk, what: str) -> None:
+async def compact(talk: ChatPane, what: str) -> None:
     _check_idle(talk)
     if what == "undo":
         undo_summary(talk.conversation)
@@ -98,20 +98,20 @@ async def compact(talk: Talk, what: str) -> None:
 
 
 @command("export", "write the conversation to a file, .md or .json", argument="FILE", also=("save",))
-async def write_to_file(talk: Talk, name: str) -> None:
+async def write_to_file(talk: ChatPane, name: str) -> None:
     if talk.conversation.leaf is None:
         raise UsageError("there is nothing to export yet")
     talk.notify(f"written to {export(talk.conversation, Path(name))}")
 
 
-def _check_idle(talk: Talk) -> None:
+def _check_idle(talk: ChatPane) -> None:
     if talk.run is not None:
         raise UsageError("an answer is being generated; Escape stops it")
     if talk.compaction is not None:
         raise UsageError("the conversation is being summarized; Escape stops it")
 
 
-def _turn(talk: Talk) -> Turn:
+def _turn(talk: ChatPane) -> Turn:
     """Return the selected turn, or the last one."""
     turn = talk.transcript.selected or talk.conversation.leaf
     if turn is None:
@@ -120,7 +120,7 @@ def _turn(talk: Talk) -> Turn:
 
 
 @command("edit", "change the selected question and ask again, as a branch", "alt+e")
-async def edit(talk: Talk, _: str) -> None:
+async def edit(talk: ChatPane, _: str) -> None:
     turn = _turn(talk)
     _check_idle(talk)
     talk.editing = turn
@@ -130,7 +130,7 @@ async def edit(talk: Talk, _: str) -> None:
 
 
 @command("regenerate", "get another answer to the selected question, as a branch", "alt+r", also=("retry",))
-async def regenerate(talk: Talk, _: str) -> None:
+async def regenerate(talk: ChatPane, _: str) -> None:
     turn = _turn(talk)
     if talk.can_ask():
         await talk.accept_best()
@@ -139,7 +139,7 @@ async def regenerate(talk: Talk, _: str) -> None:
 
 
 @command("continue", "continue the last answer", "alt+c")
-async def go_on(talk: Talk, _: str) -> None:
+async def go_on(talk: ChatPane, _: str) -> None:
     leaf = talk.conversation.leaf
     if leaf is None:
         raise UsageError("there is no question yet")
@@ -152,7 +152,7 @@ _BRANCH_KEYS: dict[str, Any] = {"keys": {"alt+left": "previous", "alt+right": "n
 
 
 @command("branch", "show the next or previous branch", argument="[next|previous]", **_BRANCH_KEYS)
-async def switch_branch(talk: Talk, direction: str) -> None:
+async def switch_branch(talk: ChatPane, direction: str) -> None:
     _check_idle(talk)
     conversation, turn = talk.conversation, _turn(talk)
     branching = next((t for t in [turn, *conversation.turns[::-1]] if len(conversation.siblings(t)) > 1), None)
@@ -167,7 +167,7 @@ async def switch_branch(talk: Talk, direction: str) -> None:
 
 
 @command("accept", "accept candidate N; the others become branches", argument="N", shown_key="1 … 9")
-async def accept(talk: Talk, number: str) -> None:
+async def accept(talk: ChatPane, number: str) -> None:
     turn = next((turn for turn in talk.conversation.turns[::-1] if turn.answer.candidates), None)
     if turn is None:
         return
@@ -182,13 +182,13 @@ async def accept(talk: Talk, number: str) -> None:
 
 
 @command("undo", "undo the choice of a candidate", "alt+u")
-async def undo(talk: Talk, _: str) -> None:
+async def undo(talk: ChatPane, _: str) -> None:
     _check_idle(talk)
     await talk.undo()
 
 
 @command("copy", "copy the selected answer, or its last code block", "alt+y", argument="[code]")
-async def copy(talk: Talk, part: str) -> None:
+async def copy(talk: ChatPane, part: str) -> None:
     turn = _turn(talk)
     text = turn.answer.text
     if candidates := turn.answer.candidates:
@@ -205,7 +205,7 @@ async def copy(talk: Talk, part: str) -> None:
 
 
 @command("probabilities", "show token probabilities; Enter continues from an alternative", "alt+p")
-async def show_probabilities(talk: Talk, _: str) -> None:
+async def show_probabilities(talk: ChatPane, _: str) -> None:
     from minillm.ui.dialogs import ProbabilityScreen
 
     turn = _turn(talk)
@@ -216,11 +216,11 @@ async def show_probabilities(talk: Talk, _: str) -> None:
     _ask(talk, ProbabilityScreen(turn.answer.tokens), lambda fork: talk.call_later(talk.fork, turn, fork))
 
 
-def _change(talk: Talk, **changes: Any) -> None:
+def _change(talk: ChatPane, **changes: Any) -> None:
     talk.app.settings = replace(talk.app.settings, **changes)
 
 
-def _ask(talk: Talk, dialog: ModalScreen[Any], act: Callable[[Any], Any]) -> None:
+def _ask(talk: ChatPane, dialog: ModalScreen[Any], act: Callable[[Any], Any]) -> None:
     """Open a dialog, and act on its result if there is one."""
 
     def chosen(result: Any) -> None:
@@ -231,7 +231,7 @@ def _ask(talk: Talk, dialog: ModalScreen[Any], act: Callable[[Any], Any]) -> Non
 
 
 @command("model", "choose another model", "f2", argument="[NAME]", label="Model")
-async def choose_model(talk: Talk, name: str) -> None:
+async def choose_model(talk: ChatPane, name: str) -> None:
     from minillm.ui.dialogs import ModelScreen
 
     if name:
@@ -244,26 +244,26 @@ async def choose_model(talk: Talk, name: str) -> None:
 
 
 @command("reload", "load the model again", "ctrl+r")
-async def reload(talk: Talk, _: str) -> None:
+async def reload(talk: ChatPane, _: str) -> None:
     talk.app.load_model()
 
 
 @command("sampling", "temperature, top-p, beams and more", "f3", label="Sampling")
-async def choose_sampling(talk: Talk, _: str) -> None:
+async def choose_sampling(talk: ChatPane, _: str) -> None:
     from minillm.ui.dialogs import SamplingScreen
 
     _ask(talk, SamplingScreen(talk.app.settings), partial(setattr, talk.app, "settings"))
 
 
 @command("set", "change one parameter", argument="NAME VALUE")
-async def set_parameter(talk: Talk, words: str) -> None:
+async def set_parameter(talk: ChatPane, words: str) -> None:
     name, _, value = words.partition(" ")
     talk.app.settings = with_param(talk.app.settings, name, value.strip())
     talk.notify(f"next question: {name} {value.strip() or 'off'}")
 
 
 @command("preset", "use a sampling preset: precise, balanced, creative, your own", argument="[save|delete] [NAME]")
-async def use_preset(talk: Talk, words: str) -> None:
+async def use_preset(talk: ChatPane, words: str) -> None:
     app, (verb, _, name) = talk.app, words.partition(" ")
     if not words:
         talk.notify(f"presets: {', '.join({**BUILT_IN, **app.kept.presets})}")
@@ -276,7 +276,7 @@ async def use_preset(talk: Talk, words: str) -> None:
 
 
 @command("think", "turn the model's thinking on or off, if its template can", argument="on|off")
-async def choose_thinking(talk: Talk, word: str) -> None:
+async def choose_thinking(talk: ChatPane, word: str) -> None:
     if word not in ("on", "off"):
         raise UsageError(f"use /think on or /think off, not {word!r}")
     loaded = talk.engine.loaded
@@ -287,18 +287,18 @@ async def choose_thinking(talk: Talk, word: str) -> None:
 
 
 @command("n", "get N answers to choose from", argument="N")
-async def choose_n(talk: Talk, number: str) -> None:
+async def choose_n(talk: ChatPane, number: str) -> None:
     talk.app.settings = with_param(with_param(talk.app.settings, "beam_width", "1"), "n", number)
     talk.notify(f"next question: {plural(talk.app.settings.num_candidates, 'answer')}")
 
 
 @command("beams", "use beam search with N beams; 1: sample again", argument="N")
-async def choose_beams(talk: Talk, number: str) -> None:
+async def choose_beams(talk: ChatPane, number: str) -> None:
     await set_parameter(talk, f"beam_width {number}")
 
 
 @command("system", "set the system prompt; its blocks are pinned", "f4", argument="[TEXT]", label="System")
-async def choose_system(talk: Talk, text: str) -> None:
+async def choose_system(talk: ChatPane, text: str) -> None:
     from minillm.ui.dialogs import SystemScreen
 
     if text:
@@ -311,17 +311,17 @@ async def choose_system(talk: Talk, text: str) -> None:
 for _view in VIEWS:
 
     @command(_view.name, _view.summary, _view.key, label="Pool" if _view.name == "pool" else "")
-    async def show_view(talk: Talk, _: str, name: str = _view.name) -> None:
+    async def show_view(talk: ChatPane, _: str, name: str = _view.name) -> None:
         await talk.run_action(f"screen.view({name!r})")
 
 
 @command("theme", "use a theme: light, dark, or one of Textual's", "ctrl+t", argument="[NAME]", scope="app")
-async def choose_theme(talk: Talk, name: str) -> None:
+async def choose_theme(talk: ChatPane, name: str) -> None:
     talk.app.set_theme(name)
 
 
 @command("tour", "watch a fork and copy on write, in a minute")
-async def tour(talk: Talk, _: str) -> None:
+async def tour(talk: ChatPane, _: str) -> None:
     from minillm.ui.chat.tour import give_tour
 
     _check_idle(talk)
@@ -336,12 +336,12 @@ async def tour(talk: Talk, _: str) -> None:
 
 
 @command("editor", "write the question in $VISUAL or $EDITOR", "alt+x")
-async def write_in_editor(talk: Talk, _: str) -> None:
+async def write_in_editor(talk: ChatPane, _: str) -> None:
     talk.prompt.begin(edited(talk.app, talk.prompt.full_text))
 
 
 @command("suspend", "return to the shell; `fg` resumes the chat", "ctrl+z", scope="everywhere")
-async def suspend(talk: Talk, _: str) -> None:
+async def suspend(talk: ChatPane, _: str) -> None:
     if os.getsid(os.getppid()) != os.getsid(0):
         raise UsageError("there is no shell to return to")
     talk.app.action_suspend_process()
@@ -349,5 +349,5 @@ async def suspend(talk: Talk, _: str) -> None:
 
 @command("quit", "quit the chat", "ctrl+q", label="Quit", scope="everywhere", key_action="app.leave",
          also=("exit", "bye"))  # fmt: skip
-async def leave(talk: Talk, _: str) -> None:
+async def leave(talk: ChatPane, _: str) -> None:
     talk.app.exit()

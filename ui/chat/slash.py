@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from textual.binding import Binding
 
 Action = Callable[[Any, str], Awaitable[None]]
-"""Runs a command for a talk, with its argument."""
+"""Runs a command for the chat pane, with its argument."""
 Scope = Literal["chat", "app", "everywhere"]
 
 

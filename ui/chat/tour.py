@@ -9,8 +9,8 @@ from textual.content import Content
 from textual.widgets import Static
 
 from minillm.service.messages import Pace
+from minillm.ui.chat.chat_pane import ChatPane
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.talk import Talk
 from minillm.ui.engine_app import EngineApp
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import COPIED
@@ -23,14 +23,14 @@ _READING, _WORDS = 6.0, 24  # seconds for a note of this many words; longer note
 _LONGEST = 90.0  # seconds for the answers on a slow machine
 
 
-async def give_tour(talk: Talk) -> None:
+async def give_tour(talk: ChatPane) -> None:
     """Ask one question for three answers in an empty conversation, and explain what happens.
 
     The user's settings are restored at the end, however it ends.
     """
     app = talk.app
     before = app.settings
-    caption = Static(classes="caption")  # the notes, for a memory view that hides the talk
+    caption = Static(classes="caption")  # the notes, for a memory view that hides the chat pane
     try:
         await talk.screen.query_one(MemoryPanel).mount(caption, after=0)
         # Without calling watchers, because these are not the user's settings.
@@ -51,7 +51,7 @@ def reading_time(text: str) -> float:
     return _READING * max(1.0, len(text.split()) / _WORDS)
 
 
-async def _play(talk: Talk, caption: Static) -> None:
+async def _play(talk: ChatPane, caption: Static) -> None:
     conversation = talk.conversation
 
     def copies() -> int:
@@ -84,7 +84,7 @@ async def _play(talk: Talk, caption: Static) -> None:
         "text that the model has read stays in memory, in blocks of a few words each. The strands show one line per "
         "block. Now one question gets three answers. You don't need to type anything."
     )
-    talk.prompt.post_message(PromptInput.Submitted(QUESTION))  # the talk asks, in its own task
+    talk.prompt.post_message(PromptInput.Submitted(QUESTION))  # the chat pane asks, in its own task
     await until(is_asked)  # by then the question is in the transcript, and notes go below it
     await tell(
         "fork: the question is read once. Its blocks are the thick lines (┃): all three answers share them, even the "

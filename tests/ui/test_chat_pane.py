@@ -1,4 +1,4 @@
-"""The talk at its bounds: reports of the engine, a full context, candidates of an answer that is being given."""
+"""The chat pane at its bounds: reports of the engine, a full context, candidates of an answer that is being given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The talk: conversation, transcript, prompt, and the answer in progress."""
+"""The chat pane: conversation, transcript, prompt, and the answer in progress."""
 
 import time
 from pathlib import Path
@@ -35,7 +35,7 @@ _GRACE = 2.0  # seconds between two presses of a key that quits
 LONG_ANSWER = 10.0  # seconds after which a finished answer rings the bell
 
 
-class Talk(Vertical):
+class ChatPane(Vertical):
     """The conversation and its widgets.
 
     Questions, commands and the engine's events change the conversation. All of them are handled one by one in this
