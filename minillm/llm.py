@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from minillm import scoring, verbs
 from minillm.checks import check_names
@@ -20,8 +20,10 @@ from minillm.text.tokenizer import Tokenizer
 from minillm.verbs import Prompts, SomeParams
 from minillm.weights.manifest import load_manifest
 
+Key = TypeVar("Key")
 
-def _refusal(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
+
+def refusal(prompt: Prompt, error: MinillmError) -> RequestOutput:
     """Return the output of a rejected prompt."""
     text = prompt if isinstance(prompt, str) else None
     ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else []
@@ -118,38 +120,38 @@ class LLM:
         anything is generated. Leaving the iterator early, or ctrl-c, aborts everything that is still running.
         """
         found = prompt_list(prompts)
-        jobs = iter(
-            [list(zip(range(len(found)), found, params_list(params, len(found), self.default_params), strict=True))]
-        )
+        each = zip(range(len(found)), found, params_list(params, len(found), self.default_params), strict=True)
+        jobs = iter([[((index, prompt), partial(_pair, prompt, params)) for index, prompt, params in each]])
 
-        def refuse(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
-            raise type(error)(f"prompt {index}: {error}" if len(found) > 1 else str(error)) from None
+        def refuse(key: tuple[int, Prompt], error: MinillmError) -> RequestOutput:
+            if not raise_errors:
+                return refusal(key[1], error)
+            raise type(error)(f"prompt {key[0]}: {error}" if len(found) > 1 else str(error)) from None
 
-        yield from self.work_off(lambda room: next(jobs, []), refuse=refuse if raise_errors else _refusal)
+        for (index, _), output in self.work_off(lambda room: next(jobs, []), refuse):
+            yield index, output
 
     def work_off(
         self,
-        take: Callable[[int], Iterable[tuple[int, Prompt, Params]]],
-        *,
-        refuse: Callable[[int, Prompt, MinillmError], RequestOutput] = _refusal,
-    ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """Complete prompts that are supplied piece by piece; yield (index, output) as they finish.
+        take: Callable[[int], Iterable[tuple[Key, Callable[[], tuple[Prompt, Params]]]] | None],
+        refuse: Callable[[Key, MinillmError], RequestOutput],
+    ) -> Generator[tuple[Key, RequestOutput], None, None]:
+        """Complete prompts that are supplied piece by piece; yield (key, output) as they finish.
 
         Args:
-            take: given the number of sequences that could start, returns the next (index, prompt, parameters), any
-                number of them; none if there are no more.
+            take: given the number of sequences that could start, returns the next prompts, any number of them, each as
+                a key and a function that returns prompt and parameters; none if there are no more, None if there are
+                none now. It may wait if all its prompts are done.
             refuse: returns the output of a rejected prompt.
         """
 
-        def make(room: int) -> Iterable[tuple[tuple[int, Prompt], Callable[[], Request]]]:
-            return [
-                ((index, prompt), partial(_request, self._driver, prompt, params))
-                for index, prompt, params in take(room)
-            ]
+        def requests(room: int) -> Iterable[tuple[Key, Callable[[], Request]]] | None:
+            taken = take(room)
+            return None if taken is None else [(key, partial(_request_of, self._driver, make)) for key, make in taken]
 
-        for (index, _), result in self._driver.run(make, refuse=lambda key, error: refuse(*key, error)):
+        for key, result in self._driver.run(requests, refuse=refuse):
             if isinstance(result, RequestOutput):
-                yield index, result
+                yield key, result
 
     def stream(
         self, prompt: Prompt, params: Params | None = None, *, request_id: str = ""
@@ -188,3 +190,11 @@ class LLM:
 
 def _request(driver: Driver, prompt: Prompt, params: Params, **options: Any) -> Request:
     return Request(driver.token_ids(prompt), params, prompt if isinstance(prompt, str) else None, **options)
+
+
+def _request_of(driver: Driver, make: Callable[[], tuple[Prompt, Params]]) -> Request:
+    return _request(driver, *make())
+
+
+def _pair(prompt: Prompt, params: Params) -> tuple[Prompt, Params]:
+    return prompt, params

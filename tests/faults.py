@@ -69,7 +69,8 @@ TEXT_PREFIX = "tests/text/test_dummy_prefix.py"
 CHAT = "tests/text/test_chat_template.py::"
 PARAMS = "tests/test_params.py"
 LINE = "tests/parallel/test_tensor_parallel.py::"
-SHARED = "tests/parallel/test_data_parallel.py::"
+PARTS = "tests/jobs/test_part_files.py::"
+ENGINES = "tests/jobs/test_engines.py::"
 KERNELS = "tests/kernels/"
 FORKS = "tests/server/test_forks.py::"
 REPLICAS = "tests/server/test_replicas.py::"
@@ -569,11 +570,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("bias-added-by-every-rank", "Shard.holds", "Compare 0", "True",
          LINE + "test_ranks_compute_what_one_rank_computes[biases-2]"),
     ],
-    "minillm/parallel/shared_work.py": [
-        ("request-beyond-the-last", "Replicas.take", "Return 1", "return range($value.args[0], end)",
-         SHARED + "test_nothing_beyond_the_last_is_handed_out"),
+    "minillm/jobs/part_files.py": [
         ("broken-line-kept", "PartFiles.open", "BinOp 0", "len(known)",
-         SHARED + "test_parts_are_merged_in_order_and_a_broken_line_is_forgotten"),
+         PARTS + "test_parts_are_merged_in_order_and_a_broken_line_is_forgotten"),
     ],
     "minillm/model/config.py": [
         ("windows-in-the-lower-layers", "_windows", "Call 4", "range($args[0])",

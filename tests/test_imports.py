@@ -180,7 +180,8 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     runtime, dev, serve = declared(*project["dependencies"]), extras["dev"], extras["serve"]
     assert extras["peers"] == {OPTIONAL["llama_cpp"]}
     files = list(files_of_rooms())
-    assert distributions(path for room, path in files if room not in ("bench", "server")) == runtime
+    assert distributions(path for room, path in files if room not in ("bench", "server", "ray")) == runtime
+    assert distributions([ROOT / "minillm" / "ray.py"]) - runtime == extras["ray"] == {"ray"}
     # uvicorn imports httptools for us.
     assert distributions(path for room, path in files if room == "server") - runtime == serve - {"httptools"}
     peers = set(OPTIONAL.values())  # they are measured beside it

@@ -38,7 +38,6 @@ WORKLOADS = {
     "stall": ("workloads.measure", "measure how long a new prompt of 8,000 tokens delays running answers"),
     "serve": ("workloads.serve", "send requests with random arrival times at a given rate"),
     "http": ("http.measure", "compare the engine in this process with `minillm serve`"),
-    "share": ("workloads.share", "distribute the requests of throughput over the replicas that torchrun started"),
     "profile": ("profile.measure", "profile a decode step on a GPU, kernel by kernel"),
     "matvec": ("kernels.tiles", "tune the tile sizes of the matrix-vector kernels on a GPU"),
     "chunk-attention": (

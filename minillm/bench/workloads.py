@@ -11,16 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from torch.distributed import DistError
-
 from minillm.bench.meter import Limits, metered, synchronize
 from minillm.bench.table import ScaleOptions, Subject, shown
 from minillm.checks import integer, number
 from minillm.engine.engine import Engine
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.outputs import RequestOutput
-from minillm.parallel.shared_work import Replicas
 from minillm.params import BeamSearchParams, Params, SamplingParams
 
 Request = tuple[list[int], Params]
@@ -219,47 +216,3 @@ def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResul
     places = [min(num_requests - 1, int(num_requests * share)) for share in (0.5, 0.9, 0.99)]
     times = [[sorted(values)[place] for place in places] for values in (first, per_token, normalised)]
     return ServeResult(rate, num_requests, seconds, sum(counts) / seconds, *map(tuple, times))
-
-
-@dataclass(frozen=True)
-class ShareOptions(ScaleOptions):
-    num_requests: int = integer(256, 1, 1 << 24, help="requests per replica")
-
-
-@dataclass(frozen=True)
-class ShareResult:
-    """Hold the result of all replicas together."""
-
-    num_replicas: int = shown("replicas", ",")
-    num_requests: int = shown("requests", ",")
-    output_tokens: int = shown("output tokens", ",")
-    seconds: float = shown("seconds", ".2f")  # from when all are ready until the last has finished
-    rate: float = shown("tokens per second", ",.0f")
-
-
-def share(subject: Subject, options: ShareOptions) -> ShareResult | None:
-    """Measure all replicas, after a few requests to warm up. The first one returns the result, the others None.
-
-    Raises MinillmError if the first node, which has torchrun's store, has died.
-    """
-    llm = subject.llm
-    try:
-        replicas = Replicas.find(llm.config.tensor_parallel_size)
-        total, vocab = options.num_requests * replicas.count, llm.engine.runner.model.config.vocab_size
-        rng = random.Random(0)
-        llm.generate(*zip(*throughput(rng, vocab, options.scale)[:32], strict=True))
-        requests = throughput(rng, vocab, options.scale, total)
-        llm.reset_prefix_cache()
-        replicas.meet("ready")
-        began = time.perf_counter()
-        finished = llm.work_off(lambda room: [(i, *requests[i]) for i in replicas.take(total, room)])
-        replicas.store.add("tokens", sum(_num_tokens(output) for _, output in finished))
-        replicas.arrive("done")
-        if replicas.index:
-            return None
-        replicas.wait_for_all("done")
-        seconds = time.perf_counter() - began
-        count = replicas.store.add("tokens", 0)
-        return ShareResult(replicas.count, total, count, seconds, count / seconds)
-    except DistError:
-        raise MinillmError("the first node is gone, and the measurements with it") from None

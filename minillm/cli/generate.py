@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import codecs
 import hashlib
+import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minillm.cli.grammars import given_grammar
 from minillm.cli.options import given
 from minillm.cli.prompt_file import Request, read_requests
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError
+from minillm.jobs.rows import Answer, Row, Style, as_json, num_tokens
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, loading_bar, say
@@ -27,9 +29,11 @@ from minillm.text.safe import clean, clean_line, json_line
 from minillm.user_config import CALM_SAMPLING, CHAT_SAMPLING, UserConfig, read_config
 
 if TYPE_CHECKING:
+    from minillm.jobs.engines import RowEngine
     from minillm.llm import LLM
-    from minillm.parallel.shared_work import PartFiles
     from minillm.text.tokenizer import Tokenizer
+
+MOST_ENGINES = 4096
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Job:
     config: UserConfig
     requests: list[Request]
     grammar: Mapping[str, Any] = field(default_factory=dict)  # the parameter ``grammar``, if it is set
+    first: int = 0  # index of the first request: of a shard, among all
 
     @property
     def model(self) -> str:
@@ -49,76 +54,73 @@ class Job:
     def chat(self) -> bool:
         return bool(self.arguments.chat or self.arguments.system)
 
-    def params(self, defaults: Mapping[str, Any] = {}) -> list[Params]:
-        """Return the parameters of each request; ``defaults`` are the model's own. Raises UsageError."""
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The engine's options."""
+        return {**self.config.engine, **given(self.arguments, EngineConfig)}
+
+    @property
+    def style(self) -> Style:
+        return Style(self.chat, self.arguments.system, bool(self.arguments.parse_special))
+
+    def rows(self, defaults: Mapping[str, Any] = {}) -> list[Row]:
+        """Return the requests with their parameters; ``defaults`` are the model's own."""
         flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams), **self.grammar}
-        found: list[Params] = []
-        for request in self.requests:
-            values = self.config.request_values({**flags, **request.params}, defaults)
-            try:
-                found.append((BeamSearchParams if "beam_width" in values else SamplingParams)(**values))
-            except UsageError as error:
-                raise UsageError(f"{request.where}: {error}") from None
-        return found
+        return [
+            Row(
+                self.first + i,
+                each.prompt,
+                each.messages,
+                self.config.request_values({**flags, **each.params}, defaults),
+                each.name,
+                each.where,
+            )
+            for i, each in enumerate(self.requests)
+        ]
+
+    def params(self) -> list[Params]:
+        """Return the parameters of each request, without the model's defaults. Raises UsageError."""
+        return [row.sampling() for row in self.rows()]
 
     def name(self) -> str:
         """Return a fingerprint of the requests and their settings: 16 hexadecimal digits."""
         system, parse_special = self.arguments.system, self.arguments.parse_special
         about = [self.model, self.chat, system, parse_special, self.requests, self.params()]
-        engine = {**self.config.engine, **given(self.arguments, EngineConfig)}
-        if template := EngineConfig(chat_template=engine.get("chat_template")).chat_template:
+        if template := EngineConfig(chat_template=self.engine.get("chat_template")).chat_template:
             about.append(template)
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-
-    def prompt(self, request: Request, llm: LLM) -> str | list[int]:
-        """Return a request's text or token ids; for a conversation, the ids from the model's template."""
-        messages, system = request.messages, self.arguments.system
-        if messages is None and self.chat:
-            if not isinstance(request.prompt, str):
-                raise UsageError(f"{request.where}: --chat needs text, not token ids")
-            messages = [{"role": "user", "content": request.prompt}]
-        if messages is not None and system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        if messages is not None:
-            return llm.tokenizer.apply_chat_template(messages)
-        assert request.prompt is not None
-        return llm.token_ids(request.prompt, parse_special=True) if self.arguments.parse_special else request.prompt
 
 
 def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
     """Complete the prompts; with ``for_chat``, with the defaults of the chat, which also loads the model."""
+    _check_engines(arguments)
     config = read_config(arguments.config)
-    engine = {**config.engine, **given(arguments, EngineConfig)}
-    _check_replicas(arguments, int(engine.get("tensor_parallel_size", 1)))
     if arguments.parse_special and (arguments.chat or arguments.system):
         raise UsageError("--parse-special is for raw prompts; in a chat, only the template adds control tokens")
-    job = Job(
-        arguments, config, read_requests(arguments.prompts, arguments.file, arguments.form), given_grammar(arguments)
-    )
+    requests = read_requests(arguments.prompts, arguments.file, arguments.form)
+    shard = _shard(arguments.shard, len(requests)) if arguments.shard else range(len(requests))
+    job = Job(arguments, config, requests[shard.start : shard.stop], given_grammar(arguments), shard.start)
+    _check_torchrun(int(job.engine.get("tensor_parallel_size", 1)))
     job.params()  # report errors in the requests before the model is loaded
-    output = expanded(arguments.output, "--output") if arguments.output else None
+    output = _output(arguments) if arguments.output else None
     if output is not None:
-        from minillm.parallel.shared_work import PartFiles
+        from minillm.jobs.part_files import PartFiles
 
         PartFiles.check(output)
         failed = None if arguments.force else PartFiles(output, job.name()).failures(len(job.requests))
         if failed is not None:
             say(f"{output} is finished: {_prompts(len(job.requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0
-    import_torch()
-    with loading_bar(enabled=not arguments.quiet) as report:
-        if for_chat:
-            from minillm.cli.chat import load
-
-            llm = load(job.model, engine, report)
-        else:
-            from minillm.llm import LLM
-
-            llm = LLM(job.model, on_progress=report, on_message=say, **engine)
-    defaults = _sampling(llm.engine.defaults, CHAT_SAMPLING if for_chat else CALM_SAMPLING)
-    params = [_with_seed(each) for each in job.params(defaults)]
-    _suggest_template(job, llm, params)
-    return _to_stdout(job, llm, params) if output is None else _to_file(job, llm, params, output)
+    with _source(job, for_chat=for_chat) as source:
+        defaults = _sampling(source.defaults(), CHAT_SAMPLING if for_chat else CALM_SAMPLING)
+        rows = [_with_seed(row) for row in job.rows(defaults)]
+        params = [row.sampling() for row in rows]
+        if isinstance(source, ThisProcess):
+            _suggest_template(job, source.llm, params)
+        if output is not None:
+            return _to_file(job, source, rows, output)
+        assert isinstance(source, ThisProcess)
+        return _to_stdout(job, source.llm, rows)
 
 
 def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -141,28 +143,118 @@ def _suggest_template(job: Job, llm: LLM, params: list[Params]) -> None:
         say("completing the text as it is; this is a chat model, and --chat applies its chat template")
 
 
-def _with_seed(params: Params) -> Params:
-    """Return the parameters with a random seed if they have none, so that each run differs and can be repeated."""
-    if isinstance(params, BeamSearchParams) or params.seed is not None:
-        return params
-    return replace(params, seed=secrets.randbits(32))
+def _with_seed(row: Row) -> Row:
+    """Return a row with a random seed if it samples without one, so that each run differs and can be repeated."""
+    if "beam_width" in row.params or row.params.get("seed") is not None:
+        return row
+    return replace(row, params={**row.params, "seed": secrets.randbits(32)})
 
 
-def _check_replicas(arguments: argparse.Namespace, tensor_parallel_size: int) -> None:
-    """Raise UsageError if several replicas would do the same work, or lack a file for it."""
+def _check_engines(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for options about several engines that contradict each other."""
+    if arguments.data_parallel:
+        more = "on several machines, --ray ADDRESS --engines N, or --shard I/N"
+        raise UsageError(f"--data-parallel is gone: --replicas N starts N engines on this machine; {more}")
+    several = {"--replicas": arguments.replicas, "--ray": arguments.ray, "--shard": arguments.shard}
+    for option in [name for name, value in several.items() if value is not None]:
+        if not arguments.output:
+            raise UsageError(f"{option} needs an --output file for the answers")
+    if arguments.replicas is not None and arguments.ray:
+        raise UsageError("--replicas starts engines without Ray: say --ray ADDRESS --engines N, or --replicas N")
+    if arguments.engines is not None and not arguments.ray:
+        raise UsageError("--engines is the number of engines on Ray: say --ray ADDRESS as well, or --replicas N")
+    for option, count in (("--replicas", arguments.replicas), ("--engines", arguments.engines)):
+        if count is not None and not 1 <= count <= MOST_ENGINES:
+            raise UsageError(f"{option} must be from 1 to {MOST_ENGINES}, not {count}")
+
+
+def _check_torchrun(tensor_parallel_size: int) -> None:
+    """Raise UsageError where torchrun has started several models, each of which would complete every prompt."""
     from minillm.parallel.launch import Torchrun
 
     torchrun = Torchrun.from_environment()
-    count = 1 if torchrun is None else torchrun.num_replicas(max(1, tensor_parallel_size))
-    if arguments.data_parallel and torchrun is None:
-        raise UsageError("--data-parallel: torchrun starts the replicas (torchrun --nproc-per-node 4 -m minillm …)")
-    if arguments.data_parallel and not (arguments.output and arguments.file not in (None, "-")):
-        raise UsageError("--data-parallel needs the prompts in a --file and an --output, which all replicas can reach")
-    if count > 1 and not arguments.data_parallel:
-        raise UsageError(
-            f"torchrun has started {count} replicas, and each would complete every prompt; "
-            "say --data-parallel to share them, or raise --tensor-parallel-size"
-        )
+    if torchrun is not None and (count := torchrun.num_replicas(max(1, tensor_parallel_size))) > 1:
+        ways = "start minillm without torchrun and say --replicas, or raise --tensor-parallel-size"
+        raise UsageError(f"torchrun has started {count} engines, and each would complete every prompt; {ways}")
+
+
+def _shard(text: str, total: int) -> range:
+    """Return the requests of shard ``I/N``: consecutive ones, so that the shards' outputs can be concatenated."""
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    index, count = map(int, found.groups()) if found else (1, 0)
+    if index >= count:
+        raise UsageError(f"--shard is I/N with I from 0 to N - 1, such as 0/8, not {text[:40]!r}")
+    if total < count:
+        raise UsageError(f"--shard {text}: there are only {_prompts(total)}; use at most {total} shards")
+    return range(index * total // count, (index + 1) * total // count)
+
+
+def _output(arguments: argparse.Namespace) -> Path:
+    """Return the output file: of a shard, one of its own (``out.jsonl`` becomes ``out.00-of-16.jsonl``)."""
+    path = expanded(arguments.output, "--output")
+    if arguments.shard is None:
+        return path
+    index, count = arguments.shard.split("/")
+    return path.with_name(f"{path.stem}.{int(index):0{len(str(int(count)))}}-of-{int(count)}{path.suffix}")
+
+
+class Source(Protocol):
+    """What answers rows: an engine of this process, or several engines."""
+
+    def defaults(self) -> Mapping[str, Any]:
+        """Return the model's own sampling parameters."""
+
+    def answers(self, rows: list[Row]) -> Iterator[Answer]:
+        """Yield each row's answer as it finishes."""
+
+
+@dataclass
+class ThisProcess:
+    """The engine of this process."""
+
+    llm: LLM
+    engine: RowEngine
+
+    def defaults(self) -> Mapping[str, Any]:
+        """Return the model's own sampling parameters."""
+        return self.llm.engine.defaults
+
+    def answers(self, rows: list[Row]) -> Iterator[Answer]:
+        """Yield each row's answer as it finishes."""
+        for row in rows:
+            self.engine.submit(row)
+        self.engine.close()
+        return self.engine.work()
+
+
+@contextmanager
+def _source(job: Job, *, for_chat: bool) -> Iterator[Source]:
+    """Start the engines that the command line asks for, and end them."""
+    arguments = job.arguments
+    import_torch()
+    with ExitStack() as stack:
+        report = stack.enter_context(loading_bar(enabled=not arguments.quiet))
+        from minillm.jobs.engines import RowEngine, Task
+
+        task = Task(job.model, job.engine, job.style)
+        if arguments.ray:
+            from minillm.ray import RayEngines
+
+            yield stack.enter_context(RayEngines(task, arguments.engines or 1, arguments.ray))
+        elif (arguments.replicas or 1) > 1:
+            from minillm.jobs.engine_processes import EngineProcesses
+
+            yield stack.enter_context(EngineProcesses(task, arguments.replicas, report))
+        else:
+            if for_chat:
+                from minillm.cli.chat import load
+
+                llm = load(job.model, job.engine, report)
+            else:
+                from minillm.llm import LLM
+
+                llm = LLM(job.model, on_progress=report, on_message=say, **job.engine)
+            yield ThisProcess(llm, RowEngine(llm, job.style))
 
 
 @dataclass
@@ -171,7 +263,7 @@ class Writer:
 
     job: Job
     write_line: Callable[[str], None]
-    params: list[Params]
+    rows: list[Row]
     tokenizer: Tokenizer | None
     several: bool  # each text gets a heading
     written: int = 0  # answers without failures
@@ -194,7 +286,7 @@ class Writer:
         request = self.job.requests[index]
         if self.job.arguments.json:
             in_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
-            fields = _as_json(index, request, output, self.params[index], self.tokenizer)
+            fields = as_json(self.rows[index], output, self.tokenizer)
             self.write_line(json_line(fields, ascii_only=not in_utf8))
             return
         if output.error is not None:
@@ -211,8 +303,8 @@ class Writer:
                 self.write_line(clean(completion.text))
 
 
-def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
-    prompts = [job.prompt(request, llm) for request in job.requests]
+def _to_stdout(job: Job, llm: LLM, rows: list[Row]) -> int:
+    prompts, params = zip(*(job.style.request(row, llm) for row in rows), strict=True)
     alone = len(prompts) == 1 and params[0].num_sequences == 1 and isinstance(params[0], SamplingParams)
     if alone and not job.arguments.json and params[0].prompt_logprobs is None:
         for delta in llm.stream(prompts[0], params[0]):
@@ -221,11 +313,11 @@ def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
         return 0
     with GenerationBar(len(prompts), enabled=not job.arguments.quiet) as bar:
         several = len(prompts) > 1 or params[0].num_sequences > 1
-        writer = Writer(job, bar.print, params, llm.engine.tokenizer, several)
+        writer = Writer(job, bar.print, rows, llm.engine.tokenizer, several)
         try:
             for index, output in llm.as_completed(prompts, params):
                 writer.add(index, output)
-                bar.advance(_num_tokens(output))
+                bar.advance(sum(len(completion.token_ids) for completion in output.outputs))
         except KeyboardInterrupt:
             writer.flush()
             say(f"stopped; {writer.written} of {_prompts(len(prompts))} are finished")
@@ -233,88 +325,38 @@ def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
     return _tell_failures(len(prompts) - writer.written, len(prompts))
 
 
-def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
-    """Write answers to a file, by one or several replicas. No answer is computed twice."""
-    from torch.distributed import DistError
-
-    from minillm.parallel.channel import RankDied
-    from minillm.parallel.shared_work import PartFiles
+def _to_file(job: Job, source: Source, rows: list[Row], path: Path) -> int:
+    """Write the answers to a file; no answer is computed twice."""
+    from minillm.jobs.part_files import PartFiles
 
     kept = f"finished answers are kept next to {path}; the same command resumes the run"
     try:
         with closing(PartFiles(path, job.name())) as parts:
-            return _share(job, llm, params, parts)
+            parts.open()
+            finished = parts.finished()
+            left = [row for row in rows if row.index not in finished]
+            began, count = time.monotonic(), 0
+            with GenerationBar(len(left), enabled=not job.arguments.quiet) as bar:
+                for answer in source.answers(left):
+                    parts.add(answer)
+                    count += num_tokens(answer)
+                    bar.advance(num_tokens(answer))
+            seconds = time.monotonic() - began
+            failed = parts.merge([row.index for row in rows])
     except KeyboardInterrupt:
         say(f"stopped; {kept}")
         return 130
-    except RankDied as error:
-        raise MinillmError(f"{error}; {kept}") from None
     except OSError as error:
         raise MinillmError(f"cannot write {error.filename or path}: {error.strerror}; {kept}") from None
-    except DistError:  # of torchrun's store, on the first node
-        raise MinillmError(f"the first node is gone; {kept}") from None
-
-
-def _share(job: Job, llm: LLM, params: list[Params], parts: PartFiles) -> int:
-    """Compute this replica's part of the requests; the first replica merges all parts."""
-    from minillm.parallel.shared_work import Replicas
-
-    replicas, total = Replicas.find(llm.config.tensor_parallel_size), len(params)
-    parts.open(replicas.index)
-    left = replicas.agreed("left", lambda: sorted(set(range(total)) - set(parts.finished())))
-
-    def take(room: int) -> list[tuple[int, Any, Params]]:
-        taken = [left[n] for n in replicas.take(len(left), room)]
-        return [(i, job.prompt(job.requests[i], llm), params[i]) for i in taken]
-
-    replicas.meet("ready")
-    began, count = time.monotonic(), 0
-    with GenerationBar(len(left), enabled=not job.arguments.quiet and replicas.count == 1) as bar:
-        for index, output in llm.work_off(take):
-            parts.add(_as_json(index, job.requests[index], output, params[index], llm.engine.tokenizer))
-            count += _num_tokens(output)
-            bar.advance(_num_tokens(output))
-    replicas.store.add("tokens", count)
-    replicas.arrive("done")
-    if replicas.index:
-        return 0
-    replicas.wait_for_all("done")
-    seconds = time.monotonic() - began
-    failed = parts.merge(total)
-    count = replicas.store.add("tokens", 0)
-    by = f" by {replicas.count} replicas" if replicas.count > 1 else ""
+    except UsageError:
+        raise
+    except MinillmError as error:
+        raise MinillmError(f"{error}; {kept}") from None
     say(
-        f"{_prompts(len(left))} ({total - len(left)} were finished before), {count:,} tokens in {seconds:.1f} s{by}: "
+        f"{_prompts(len(left))} ({len(rows) - len(left)} were finished before), {count:,} tokens in {seconds:.1f} s: "
         f"{count / max(seconds, 1e-9):,.0f} tokens a second"
     )
-    return _tell_failures(failed, total)
-
-
-def _as_json(
-    index: int, request: Request, output: RequestOutput, params: Params, tokenizer: Tokenizer | None
-) -> dict[str, Any]:
-    """Return the fields of RequestOutput, with the seed of samples, durations instead of times, and tokens as text."""
-    result = asdict(output)
-    if isinstance(params, SamplingParams):
-        result["seed"] = params.seed
-    result["index"] = index
-    result["request_id"] = f"request-{index}" if request.name is None else request.name
-    if output.prompt is None and isinstance(request.prompt, str):
-        result["prompt"] = request.prompt
-    del result["metrics"]
-    if (metrics := output.metrics) is not None and metrics.finished_time is not None:
-        result["metrics"] = {
-            "time_to_first_token": metrics.time_to_first_token,
-            "time": metrics.finished_time - metrics.arrival_time,
-            "num_preemptions": metrics.num_preemptions,
-        }
-    if tokenizer is not None:
-        tokens = [token for completion in result["outputs"] for token in completion["logprobs"] or ()]
-        for token in (*tokens, *(result["prompt_logprobs"] or ())):
-            if token is not None:
-                token["decoded_token"] = tokenizer.token_text(token["token_id"])
-                token["decoded_top"] = [tokenizer.token_text(token_id) for token_id, _ in token["top"]]
-    return result
+    return _tell_failures(failed, len(rows))
 
 
 def prompt_table(output: RequestOutput, tokenizer: Tokenizer | None) -> list[str]:
@@ -344,7 +386,3 @@ def _tell_failures(failed: int, total: int) -> int:
 
 def _prompts(count: int) -> str:
     return f"{count:,} prompt{'' if count == 1 else 's'}"
-
-
-def _num_tokens(output: RequestOutput) -> int:
-    return sum(len(completion.token_ids) for completion in output.outputs)

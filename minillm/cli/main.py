@@ -110,7 +110,13 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         _switch("--json", help="print one JSON object per prompt"),
         _file("-o", "--output", help="write JSON objects to FILE; repeat the command to resume an interrupted run"),
         _switch("--force", help="overwrite a finished --output file"),
-        _switch("--data-parallel", help="distribute the prompts over the replicas that torchrun started"),
+        option(
+            "--replicas", type=int, metavar="N", help="start N engines, each with its own GPUs or part of the cores"
+        ),
+        option("--ray", metavar="ADDRESS", help="run the engines on Ray: local, auto, HOST:PORT or ray://HOST:PORT"),
+        option("--engines", type=int, metavar="N", help="number of engines on Ray (default: 1)"),
+        option("--shard", metavar="I/N", help="complete part I (0 to N-1) of N parts, to an output file of its own"),
+        _switch("--data-parallel", help=argparse.SUPPRESS),
         *(_QUIET, _CONFIG, add_model_options, partial(add_sampling_options, defaults=CALM_SAMPLING), _add_grammars),
     ),
     "serve": (

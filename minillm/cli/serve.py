@@ -100,8 +100,6 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
 
 def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) -> int:
     """Return the number of engines in torchrun's processes. Raises UsageError if one address cannot serve them."""
-    if torchrun.spread:
-        raise UsageError("serve: all replicas of an address must be on one node; start torchrun with --nnodes 1")
     count = torchrun.num_replicas(tensor_parallel_size)
     if asked not in (None, count):
         raise UsageError(f"--replicas {asked}: torchrun has started processes for {count}; leave the option out")

@@ -74,7 +74,7 @@ class Driver:
 
     def run(
         self,
-        take: Callable[[int], Iterable[tuple[Key, Callable[[], Request]]]],
+        take: Callable[[int], Iterable[tuple[Key, Callable[[], Request]]] | None],
         *,
         refuse: Callable[[Key, MinillmError], RequestOutput] | None = None,
         added: Callable[[Key, SequenceGroup], object] = lambda key, group: None,
@@ -85,7 +85,8 @@ class Driver:
 
         Args:
             take: given the number of sequences that could start, returns requests, each as a key and a function that
-                creates it; none if there are no more. Called when all its requests are done, or none is queued.
+                creates it; none if there are no more, None if there are none now. Called when all its requests are
+                done, when it may wait, or none is queued.
             refuse: returns the output of a rejected request; without it, rejection raises.
             added: called with the group of each accepted request.
         """
@@ -95,8 +96,9 @@ class Driver:
             while more or mine:
                 room = self.engine.scheduler.num_free_seats
                 if more and (not mine or (room > 0 and not self.engine.scheduler.waiting)):
-                    more = False
-                    for key, make in take(max(1, room)):
+                    taken = take(max(1, room))
+                    more = taken is None
+                    for key, make in taken or ():
                         more = True
                         try:
                             group = self._add(make())

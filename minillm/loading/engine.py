@@ -28,7 +28,7 @@ from minillm.loading.threads import clocks, follows_free_cores
 from minillm.model.config import ModelConfig
 from minillm.model.shard import check_size
 from minillm.parallel.channel import Leader
-from minillm.parallel.launch import Torchrun, begin_to_beat, join, lead
+from minillm.parallel.launch import Torchrun, join, lead
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.runner import wire
@@ -63,15 +63,13 @@ def load_engine(
     """
     name = name or default_model()
     torchrun, size = Torchrun.from_environment(), config.tensor_parallel_size
-    if torchrun is not None:
-        begin_to_beat(torchrun)
     device = choose_device(config, 0 if torchrun is None else torchrun.local_rank)
     if device.type == "cuda":
         from minillm.kernels.compat import prepare_compiler
 
         threading.Thread(target=prepare_compiler, daemon=True).start()
     if size > 1 and torchrun is not None and torchrun.num_replicas(size) and torchrun.rank % size:
-        follow(*join(torchrun, size), name, config, device, torchrun.host())
+        follow(*join(torchrun, size), name, config, device)
     if size > 1 and torchrun is None and device.type == "cuda" and size > torch.cuda.device_count():
         there = torch.cuda.device_count()
         raise UsageError(f"tensor_parallel_size {size} needs {size} GPUs, but this machine has {there}")

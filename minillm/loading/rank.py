@@ -18,23 +18,23 @@ from minillm.errors import MinillmError, memory_errors
 from minillm.loading.build import build_runner, choose_device, describe
 from minillm.parallel.channel import Follower
 from minillm.parallel.collectives import Ranks
-from minillm.parallel.launch import LOCAL, connect, open_store
+from minillm.parallel.launch import connect, open_store
 from minillm.runner import wire
 
 
 def follow(
-    follower: Follower, store: Store, rank: int, name: str, config: EngineConfig, device: torch.device, host: str
+    follower: Follower, store: Store, rank: int, name: str, config: EngineConfig, device: torch.device
 ) -> NoReturn:
     """Run as rank ``rank`` of a model until rank 0 has finished; then end the process.
 
-    A failure is reported to rank 0, which raises it. ``host``: see `Ranks`.
+    A failure is reported to rank 0, which raises it.
     """
     status = 0
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends ctrl-c to all; this one ends with rank 0
     try:
         with memory_errors():
-            ranks = Ranks(store, rank, config.tensor_parallel_size, device, host)
+            ranks = Ranks(store, rank, config.tensor_parallel_size, device)
             runner, _ = build_runner(describe(name, config), config, device, ranks)
             for message in follower.messages():
                 runner.observed(wire.decode(message))
@@ -54,7 +54,7 @@ def main() -> None:
     config = EngineConfig(**task["config"])
     store = open_store(task["directory"])
     device = choose_device(config, task["rank"])
-    follow(follower, PrefixStore("collectives", store), task["rank"], task["model"], config, device, LOCAL)
+    follow(follower, PrefixStore("collectives", store), task["rank"], task["model"], config, device)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,6 @@ dies.
 
 Each rank has a plain TCP connection, which closes however the process dies; a collective would wait forever. A message
 is its length and its bytes. Steps get no reply: the other ranks send only the reason why they fail.
-
-torchrun does not notice the end of another node. Therefore each process increments its own counter in the shared store,
-and waiting processes check whether that counter still grows (`beat`, `Listener`).
 """
 
 from __future__ import annotations
@@ -20,22 +17,18 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from minillm.errors import MinillmError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    pass
 
 _LENGTH = struct.Struct("<I")
-_BEATS = "beats/{}"  # of the rank
 _GRACE = 5.0  # seconds for a process that waits for a dead one to notice
-EVERY = 2.0  # seconds from one beat to the next
-SILENCE = 60.0  # seconds without a beat after which a process counts as dead: loading may block a thread for some
 
 
 class RankDied(MinillmError):
@@ -222,54 +215,3 @@ class Follower:
         self._messages.put(b"")
         threading.Event().wait(_GRACE)
         os._exit(0)
-
-
-def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE) -> None:
-    """Start to signal that this process is alive, on a separate connection to the store.
-
-    If the store does not answer for ``silence`` seconds, this node is disconnected and the process ends: its main
-    thread may be waiting for the store.
-    """
-    answers: queue.SimpleQueue[int] = queue.SimpleQueue()  # beats so far; 0 if the store is gone
-
-    def go_on() -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, which its users will notice
-            while True:
-                answers.put(store.add(_BEATS.format(rank), 1))
-                time.sleep(every)
-        answers.put(0)
-
-    def watch() -> None:
-        try:
-            while answers.get(timeout=silence):
-                pass
-        except queue.Empty:
-            end_process(f"the first node has not answered for {silence:.0f} s: it or the network is gone")
-
-    for each in (go_on, watch):
-        threading.Thread(target=each, name="beats", daemon=True).start()
-
-
-class Listener:
-    """Notices when a rank on another node dies. The ranks call `beat`."""
-
-    def __init__(self, store: Store, every: float = EVERY, silence: float = SILENCE) -> None:
-        self._store, self._every, self._silence = store, every, silence
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: number of beats, and time of the last change
-        self._looked_at = time.monotonic()
-
-    def check(self, ranks: Iterable[int]) -> None:
-        """Raise RankDied if one of ``ranks`` is silent for too long. Cheap: checks no more often than the ranks
-        beat.
-        """
-        now = time.monotonic()
-        if now - self._looked_at < self._every:
-            return
-        self._looked_at = now
-        for rank in ranks:
-            beats = self._store.add(_BEATS.format(rank), 0)
-            if rank not in self._heard or self._heard[rank][0] != beats:
-                self._heard[rank] = beats, now
-            if (silent := now - self._heard[rank][1]) >= self._silence:
-                gone = "it, its node or the network is gone"
-                raise RankDied(f"rank {rank} has been silent for {silent:.0f} s: {gone}")

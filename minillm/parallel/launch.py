@@ -1,6 +1,6 @@
 """Connect the processes that share a model: rank 0 starts the others, or `torchrun` has started all of them.
 
-If torchrun starts more processes than one model takes, every ``tensor_parallel_size`` successive ones are a *replica*.
+If torchrun starts more processes than one model takes, every ``tensor_parallel_size`` successive ones share a model.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel import channel
-from minillm.parallel.channel import Follower, Leader, Lines, Listener, RankDied
+from minillm.parallel.channel import Follower, Leader, Lines, RankDied
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +62,8 @@ class Torchrun:
         self = cls(*map(int, found.values()))
         if not (self.rank < self.world_size and self.local_rank < self.local_world_size <= self.world_size):
             raise UsageError(f"torchrun's environment contradicts itself ({found}): start this with torchrun, {_UNSET}")
+        if self.local_world_size < self.world_size:
+            raise UsageError("a model runs on the GPUs of one machine: start torchrun with --nnodes 1")
         return self
 
     def num_replicas(self, tensor_parallel_size: int) -> int:
@@ -72,11 +72,6 @@ class Torchrun:
             wrong = f"{self.world_size} processes, not a multiple of tensor_parallel_size {tensor_parallel_size}"
             raise UsageError(f"torchrun has started {wrong}; start another number of them")
         return self.world_size // tensor_parallel_size
-
-    @property
-    def spread(self) -> bool:
-        """Return whether the processes are on several nodes."""
-        return self.local_world_size < self.world_size
 
     def store(self) -> Store:
         """Open the store that all processes share, on a new connection. Raises UsageError if it does not answer."""
@@ -92,18 +87,6 @@ class Torchrun:
             where = f"MASTER_ADDR {host[:100]!r}, MASTER_PORT {port[:40]!r}"
             raise UsageError(f"torchrun's store does not answer ({where}): {error}; start this with torchrun") from None
 
-    def listener(self, store: Store) -> Listener | None:
-        """Return a listener on ``store`` for dead ranks, or None on one node, which torchrun itself supervises."""
-        return Listener(store) if self.spread else None
-
-    def host(self) -> str:
-        """Return the address from which this node reaches the first one: its own name may resolve to 127.0.0.1."""
-        if not self.spread:
-            return LOCAL
-        elsewhere = ("192.0.2.1", "2001:db8::1")  # reserved addresses: the route to other networks
-        ways = map(_way_out, (os.environ["MASTER_ADDR"], *elsewhere))
-        return next((host for host in ways if not ip_address(host).is_loopback), LOCAL)
-
 
 def _knock(host: str, port: int, seconds: float) -> None:
     """Raise OSError, OverflowError or UnicodeError unless ``host`` answers: torch itself would retry for `PATIENCE`."""
@@ -117,29 +100,6 @@ def _knock(host: str, port: int, seconds: float) -> None:
             time.sleep(0.2)
 
 
-def _way_out(to: str) -> str:
-    """Return this node's IPv4 or IPv6 address on the route to another one. Nothing is sent."""
-    with contextlib.suppress(socket.gaierror):
-        for family, kind, _, _, address in socket.getaddrinfo(to, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)
-                host = str(probe.getsockname()[0])
-                if "%" not in host:  # a link-local address is of no use on other nodes
-                    return host
-    return LOCAL
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
-
-
-@cache
-def begin_to_beat(torchrun: Torchrun) -> None:
-    """Start to signal other nodes that this process is alive. Only the first call has an effect."""
-    if torchrun.spread:
-        channel.beat(torchrun.store(), torchrun.rank)
-
-
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
     """Connect the ranks of ``model``, as rank 0. Raises RankDied if one ended before it was ready."""
     from torch.distributed import PrefixStore
@@ -149,30 +109,26 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
     size, secret = config.tensor_parallel_size, secrets.token_hex(16)
     processes: dict[int, subprocess.Popen] = {}
     connections: dict[int, socket.socket] = {}
-    host, first = (LOCAL, 0) if torchrun is None else (torchrun.host(), torchrun.rank)
-    listener = directory = None
-    with socket.create_server((host, 0), family=_family(host)) as server:
+    directory = None
+    with socket.create_server((LOCAL, 0)) as server:
         port = server.getsockname()[1]
         try:
             if torchrun is None:
                 # Only this user can open it: torch's TCP store listens on all interfaces without a password.
                 directory = tempfile.mkdtemp(prefix="minillm-")
                 store: Store = open_store(directory)
-                address = {"host": host, "port": port, "secret": secret, "directory": directory}
+                address = {"port": port, "secret": secret, "directory": directory}
                 for rank in range(1, size):
                     processes[rank] = _start({**address, "rank": rank, "model": model, "config": asdict(config)})
             else:
-                common = torchrun.store()
-                store, listener = PrefixStore(f"minillm/{first}", common), torchrun.listener(common)
-                store.set("address", json.dumps({"host": host, "port": port, "secret": secret}))
+                store = PrefixStore(f"minillm/{torchrun.rank}", torchrun.store())
+                store.set("address", json.dumps({"port": port, "secret": secret}))
             server.settimeout(0.2)
             while len(connections) < size - 1:
                 _accept(server, secret, connections)
                 for rank, process in processes.items():
                     if rank not in connections and (code := process.poll()) is not None:
                         raise RankDied(f"rank {rank} of {size} ended with exit code {code} before it was ready")
-                if listener is not None:
-                    listener.check(first + rank for rank in range(1, size) if rank not in connections)
         except BaseException:
             for process in processes.values():
                 process.kill()
@@ -182,7 +138,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
     ranks: list[Ranks] = []
     leader = Leader(Lines(connections, processes, lambda: ranks[0].abort() if ranks else None))
     with leader.watched():
-        ranks.append(Ranks(PrefixStore("collectives", store), 0, size, device, host))
+        ranks.append(Ranks(PrefixStore("collectives", store), 0, size, device))
     if directory is not None:
         weakref.finalize(ranks[0], shutil.rmtree, directory, ignore_errors=True)
     return ranks[0], leader
@@ -198,22 +154,18 @@ def open_store(directory: str) -> Store:
 
 
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
-    """Return the connection to rank 0, the replica's store and this process's rank in it. Raises RankDied."""
+    """Return the connection to rank 0, the model's store and this process's rank in it."""
     from torch.distributed import PrefixStore
 
     rank = torchrun.rank % size
-    leader, common = torchrun.rank - rank, torchrun.store()
-    store, listener = PrefixStore(f"minillm/{leader}", common), torchrun.listener(common)
-    while listener is not None and not store.check(["address"]):
-        listener.check([leader])
-        time.sleep(0.2)
+    store = PrefixStore(f"minillm/{torchrun.rank - rank}", torchrun.store())
     address = json.loads(store.get("address"))
     return connect(address, rank), PrefixStore("collectives", store), rank
 
 
 def connect(address: Mapping[str, str | int], rank: int) -> Follower:
     """Connect to rank 0 at ``address``. If rank 0 dies, its ``directory`` is removed."""
-    connection = socket.create_connection((str(address["host"]), int(address["port"])), timeout=30)
+    connection = socket.create_connection((LOCAL, int(address["port"])), timeout=30)
     connection.settimeout(None)
     channel.set_up(connection)
     channel.send_message(connection, json.dumps({"rank": rank, "secret": address["secret"]}).encode())

@@ -425,6 +425,7 @@ class EngineRequests:
             num_prefill_tokens=self._num_prefilled,
             num_decoded_tokens=self._num_decoded,
             num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
             used_blocks=cache.num_blocks - free,
             cached_blocks=cache.num_cached,
             num_preemptions=scheduler.preemption.count,

@@ -271,6 +271,7 @@ class Figures(Event):
     num_prefill_tokens: int  # since the start
     num_decoded_tokens: int
     num_blocks: int
+    block_size: int
     used_blocks: int
     cached_blocks: int
     num_preemptions: int

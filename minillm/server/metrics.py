@@ -69,7 +69,25 @@ class _EngineCollector(Collector):
                     family.add_metric([str(number)] if label else [], getattr(now, field))
             if family.samples:
                 yield family
+        yield from _of_vllm([now for now in replicas if now is not None])
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"minillm_{name}", help, value)
+
+
+def _of_vllm(engines: list[Figures]) -> Iterator[GaugeMetricFamily]:
+    """Yield the figures that routers (llm-d, the vLLM router) read, under vLLM's names, summed over the engines."""
+    if not engines:
+        return
+    used, total = sum(each.used_blocks for each in engines), sum(each.num_blocks for each in engines)
+    running, waiting = sum(each.num_running for each in engines), sum(each.num_waiting for each in engines)
+    yield GaugeMetricFamily("vllm:num_requests_running", "Requests that the engine computes", running)
+    yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests in the engine's own queue", waiting)
+    yield GaugeMetricFamily(
+        "vllm:kv_cache_usage_perc", "Blocks in use of all blocks, from 0 to 1", used / max(1, total)
+    )
+    sizes = {"block_size": str(engines[0].block_size), "num_gpu_blocks": str(total)}
+    info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV cache", labels=list(sizes))
+    info.add_metric(list(sizes.values()), 1)
+    yield info

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import MinillmError
+from minillm.jobs.placement import place
 from minillm.server import messages
 from minillm.server.engine_process import COMMAND, Answer, EngineDied, EngineProcess
 from minillm.service import messages as chat
@@ -30,7 +30,6 @@ _MOST_HOMES = 1 << 14  # answers, prefixes, sessions and watchers that remember 
 _SLACK = 4  # requests that an engine may have above twice the idlest one's, and still be preferred
 _MOST_RESTARTS = 5  # of an engine in _RESTART_WINDOW seconds
 _RESTART_WINDOW = 600.0
-_TORCHRUNS = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 class Engine(Protocol):
@@ -133,7 +132,7 @@ class Replicas:
         """Start ``count`` engines. The first one reports the progress of loading."""
 
         async def begin(number: int) -> EngineProcess:
-            command = (*_environment(number, count, options), *COMMAND) if count > 1 else COMMAND
+            command = (*place(number, count, options), *COMMAND) if count > 1 else COMMAND
             tells = number == 0 and len(self.engines) == 0  # not after a restart
             engine = await EngineProcess.start(model, options, told if tells else lambda event: None, command)
             engine.listeners, engine.answered = self.listeners, self.answered
@@ -284,23 +283,6 @@ class Replicas:
         self._homes[name] = home
         while len(self._homes) > _MOST_HOMES:
             self._homes.popitem(last=False)
-
-
-def _environment(number: int, count: int, options: Mapping[str, Any]) -> Iterator[str]:
-    """Return the command prefix that gives one of ``count`` engines its own GPUs, or its share of the cores."""
-    device, size = options.get("device", "auto"), options.get("tensor_parallel_size", 1)
-    if ":" in device:
-        raise UsageError(f"device {device!r}: each replica uses a GPU of its own; give 'cuda'")
-    yield "env"
-    for name in _TORCHRUNS:  # an engine is no rank of a torchrun launch
-        yield from ("-u", name)
-    if device == "cpu":
-        if "OMP_NUM_THREADS" not in os.environ:
-            yield f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // count)}"
-        return
-    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    own = range(number * size, (number + 1) * size)
-    yield f"CUDA_VISIBLE_DEVICES={','.join(seen[i] if i < len(seen) else '-1' if seen else str(i) for i in own)}"
 
 
 def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:

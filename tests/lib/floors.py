@@ -19,7 +19,8 @@ verbs
 scoring
 loading
 llm service
-server ui
+jobs
+server ui ray
 bench
 cli
 """

@@ -66,7 +66,7 @@ def _sum_on_rank(rank: int, size: int, port: int) -> None:
     store = TCPStore("127.0.0.1", port, timeout=timedelta(minutes=2))
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    ranks = Ranks(PrefixStore("sums", store), rank, size, device, "127.0.0.1")
+    ranks = Ranks(PrefixStore("sums", store), rank, size, device)
     sums = ranks._sums
     if sums is None:
         print(f"{size} ranks: NO WAY from one GPU's memory to another's", flush=True)

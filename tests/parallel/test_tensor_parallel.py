@@ -196,7 +196,7 @@ def team(
     store, line = torch.distributed.HashStore(), Line(size - 1)
 
     def load(rank: int) -> Llama:
-        ranks = Ranks(store, rank, size, CPU, "127.0.0.1")
+        ranks = Ranks(store, rank, size, CPU)
         part = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256, ranks=ranks)
         return replace(part, kv_in_8_bits=in_8_bits)
 
@@ -229,7 +229,7 @@ def test_sums_keep_the_order_of_ranks(parts: tuple[float, ...], total: float) ->
     store = torch.distributed.HashStore()
 
     def add(rank: int) -> list[list[float]]:
-        ranks = Ranks(store, rank, len(parts), CPU, "127.0.0.1")
+        ranks = Ranks(store, rank, len(parts), CPU)
         ranks.keep_order()
         x = torch.full((5, 2), parts[rank])
         assert ranks.all_reduce(x) is x

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.server import ROOT, Server, served
+from minillm.jobs.placement import place
 from minillm.server import replicas
 from minillm.server.engine_process import EngineDied
 from minillm.server.messages import Conversation
@@ -54,9 +55,9 @@ def test_keys_are_those_of_the_common_beginning(text: str, cut: int, other: str)
 def test_engines_share_the_cores(count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [*replicas._environment(0, count, {"device": "cpu"})][-1] == f"OMP_NUM_THREADS={threads}"
+    assert [*place(0, count, {"device": "cpu"})][-1] == f"OMP_NUM_THREADS={threads}"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert not any("OMP_NUM_THREADS" in each for each in replicas._environment(0, count, {"device": "cpu"}))
+    assert not any("OMP_NUM_THREADS" in each for each in place(0, count, {"device": "cpu"}))
 
 
 def test_pools_of_several_engines_are_told_as_one() -> None:

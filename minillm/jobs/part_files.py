@@ -1,7 +1,7 @@
-"""Share a list of requests among replicas, and keep finished answers.
+"""An answer that is finished stays finished: a run that was stopped goes on where it ended.
 
-Each replica writes its answers to a part file, line by line. When all have finished, the first one merges the parts in
-the order of the requests. If a replica dies, the next run computes only the answers that no part has.
+Answers are appended to a part file next to the output as they finish. At the end the part file becomes the output, in
+the order of the requests. Earlier versions wrote several part files at a time; all of them are read.
 """
 
 from __future__ import annotations
@@ -9,88 +9,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minillm.errors import MinillmError, UsageError
-from minillm.parallel.channel import Listener
 from minillm.text.reading import open_regular
 from minillm.text.safe import json_line, parse_json
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-_POLL = 0.02  # seconds
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """This process among ``count`` replicas; only rank 0 of each replica has one of these."""
-
-    store: Store  # common to all of them
-    index: int
-    count: int
-    size: int = 1  # ranks of each
-    listener: Listener | None = None  # for the death of ranks on other nodes; torchrun supervises its own node
-
-    @classmethod
-    def find(cls, tensor_parallel_size: int) -> Replicas:
-        """Return the replicas started by torchrun; without it, this process alone."""
-        from torch.distributed import HashStore, PrefixStore
-
-        from minillm.parallel.launch import Torchrun
-
-        torchrun = Torchrun.from_environment()
-        if torchrun is None:
-            return cls(HashStore(), 0, 1)
-        size, store = tensor_parallel_size, torchrun.store()
-        own = PrefixStore("minillm/replicas", store)
-        return cls(own, torchrun.rank // size, torchrun.num_replicas(size), size, torchrun.listener(store))
-
-    def meet(self, where: str) -> None:
-        """Wait until all replicas have reached this point. Raises RankDied."""
-        self.arrive(where)
-        self.wait_for_all(where)
-
-    def arrive(self, where: str) -> None:
-        self.store.set(f"{where}/{self.index}", "")
-
-    def wait_for_all(self, where: str) -> None:
-        """Wait until all replicas have arrived. Raises RankDied."""
-        for index in range(self.count):
-            while not self.store.check([f"{where}/{index}"]):
-                if self.listener is not None:
-                    self.listener.check([index * self.size])
-                time.sleep(_POLL)
-
-    def agreed(self, name: str, value: Callable[[], Sequence[int]]) -> list[int]:
-        """Return the ``value`` of the first replica."""
-        if self.index == 0:
-            self.store.set(name, json.dumps(list(value())))
-        return json.loads(self.store.get(name))
-
-    def take(self, total: int, room: int) -> range:
-        """Take the next of ``total`` items, at most ``room``; empty if all are taken. Each is taken once.
-
-        While many items are left, a replica takes many, at the end one at a time, so that all finish together (guided
-        self-scheduling, Polychronopoulos and Kuck 1987).
-        """
-        left = total - self.store.add("taken", 0)
-        if left <= 0 or room <= 0:
-            return range(0)
-        count = max(1, min(room, left // (2 * self.count)))
-        end = self.store.add("taken", count)
-        return range(min(end - count, total), min(end, total))
-
 
 class PartFiles:
-    """The lines that the replicas have finished, each a JSON object with its ``index``.
+    """The answers that are finished, each a JSON object with its ``index``.
 
-    They are merged into ``output``; the parts are in the same directory. The ``job`` identifies parts of the same
-    requests.
+    Args:
+        output: the file that they become; the part file is in the same directory.
+        job: identifies parts of the same requests.
     """
 
     def __init__(self, output: Path, job: str) -> None:
@@ -128,14 +61,14 @@ class PartFiles:
         way_out = "choose another --output, or add --force to overwrite it"
         raise UsageError(f"{self._output} holds something other than these answers; {way_out}")
 
-    def open(self, replica: int) -> None:
-        """Begin or continue the part of this replica, and lock it against other processes.
+    def open(self) -> None:
+        """Begin or continue the part file, and lock it against other processes.
 
         Raises:
             MinillmError: another run is writing it.
             UsageError: the file cannot be written.
         """
-        path = self._output.with_name(f"{self._output.name}.part{replica}")
+        path = self._output.with_name(f"{self._output.name}.part0")
         try:
             self._stream = _open_locked(path)
             self._lines()  # raises if it belongs to another job
@@ -144,7 +77,7 @@ class PartFiles:
             raise MinillmError(f"another run is writing {self._output}: wait for its end, or stop it") from None
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
-        whole = known.rfind(b"\n") + 1  # drops a line that was cut off when the replica died
+        whole = known.rfind(b"\n") + 1  # drops a line that was cut off when the process died
         os.ftruncate(self._stream, whole)
         os.lseek(self._stream, whole, os.SEEK_SET)
         if not whole:
@@ -163,19 +96,19 @@ class PartFiles:
         while data:
             data = data[os.write(self._stream, data) :]
 
-    def merge(self, total: int) -> int:
-        """Replace the parts by the output, in order and atomically; return how many requests failed.
+    def merge(self, indices: Collection[int]) -> int:
+        """Replace the parts by the output, in this order and atomically; return how many requests failed.
 
         Raises UsageError if some are missing.
         """
         lines = self._lines()
-        if missing := total - len(lines):
-            raise UsageError(f"{missing} of {total} prompts are not finished; run the same command again")
+        if missing := len(indices) - len(lines):
+            raise UsageError(f"{missing} of {len(indices)} prompts are not finished; run the same command again")
         temporary = self._output.with_name(self._output.name + ".merging")
         try:
             temporary.unlink(missing_ok=True)  # a link in its place is not followed
             with temporary.open("xb") as stream:
-                stream.write(b"".join(lines[index] for index in range(total)))
+                stream.write(b"".join(lines[index] for index in indices))
             temporary.replace(self._output)
         except OSError:
             temporary.unlink(missing_ok=True)

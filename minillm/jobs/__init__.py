@@ -1,0 +1,1 @@
+"""Files of prompts, answered by one engine or several."""

@@ -1,0 +1,158 @@
+"""Engines in processes of this machine, each with its own GPUs or its part of the cores.
+
+Run as ``python -m minillm.jobs.engine_processes``, this is such a process: its task and its rows come on standard
+input, a JSON object a line, and its answers go to standard output. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from minillm.errors import MinillmError, UsageError
+from minillm.jobs.engines import Engines, Facts, RowEngine, Task
+from minillm.jobs.placement import place
+from minillm.jobs.rows import Answer, Row, Style
+from minillm.llm import LLM
+from minillm.progress import OnProgress, Progress, say
+from minillm.text.safe import json_line, parse_json
+
+# -P: a module of the current directory must not stand in for one of the standard library.
+_COMMAND = (sys.executable, "-P", "-m", "minillm.jobs.engine_processes")
+
+
+class EngineProcesses(Engines):
+    """Engines in processes of this machine. Closing them aborts what is under way."""
+
+    def __init__(self, task: Task, count: int, report: OnProgress) -> None:
+        super().__init__(count)
+        self._task, self._report = task, report
+        self._news: queue.SimpleQueue[tuple[int, subprocess.Popen[bytes], Any]] = queue.SimpleQueue()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        commands = [[*place(number, count, task.engine), *_COMMAND] for number in range(count)]
+        for number, command in enumerate(commands):
+            self._processes.append(self._start(number, command))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def send(self, number: int, rows: list[Row]) -> None:
+        self._write(self._processes[number], *map(asdict, rows))
+
+    def receive(self) -> tuple[int, list[Answer] | None]:
+        while True:
+            number, process, message = self._news.get()
+            if process is not self._processes[number]:
+                continue
+            match message:
+                case None:
+                    self.facts.pop(number, None)
+                    say(f"engine {number} has ended{_status(process.wait())}; another takes its rows")
+                    self._processes[number] = self._start(number, list(process.args))  # type: ignore[arg-type]
+                    return number, None
+                case {"progress": progress}:
+                    self._report(Progress(**progress))
+                case {"message": text}:
+                    say(text)
+                case {"failed": reason, "usage": is_usage}:
+                    raise (UsageError if is_usage else MinillmError)(f"engine {number}: {reason}")
+                case {"ready": facts}:
+                    self.facts[number] = Facts(**facts)
+                    if len({each.device for each in self.facts.values()}) > 1:
+                        raise UsageError(f"engine {number} has found no GPU of its own: lower --replicas")
+                    return number, []
+                case answer:
+                    return number, [answer]
+
+    def _start(self, number: int, command: list[str]) -> subprocess.Popen[bytes]:
+        home = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,  # ctrl-c is this process's to interpret
+        )
+        threading.Thread(target=self._read, args=(number, process), daemon=True).start()
+        self._write(process, {**asdict(self._task), "tells": number == 0 and not self.facts})
+        return process
+
+    def _read(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError):  # a line that the process has not finished
+            for line in process.stdout:
+                self._news.put((number, process, parse_json(line)))
+        self._news.put((number, process, None))
+
+    @staticmethod
+    def _write(process: subprocess.Popen[bytes], *values: Mapping[str, Any]) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died, which `receive` tells
+            process.stdin.write(b"".join(json_line(value).encode() + b"\n" for value in values))
+            process.stdin.flush()
+
+
+def _status(code: int) -> str:
+    return f" of signal {-code}" if code < 0 else f" with exit code {code}"
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    output = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # a stray print must not reach the other side as an answer
+    lock = threading.Lock()
+
+    def send(value: Mapping[str, Any]) -> None:
+        data = json_line(value).encode() + b"\n"
+        with lock:
+            try:
+                while data:
+                    data = data[output.write(data) or 0 :]
+            except BrokenPipeError:
+                os._exit(0)
+
+    task = parse_json(sys.stdin.buffer.readline() or b"null")
+    if task is None:
+        return 0
+
+    def tell(progress: Progress) -> None:
+        if task["tells"]:
+            send({"progress": asdict(progress)})
+
+    try:
+        llm = LLM(task["model"], on_progress=tell, on_message=lambda text: send({"message": text}), **task["engine"])
+    except MinillmError as error:
+        send({"failed": str(error), "usage": isinstance(error, UsageError)})
+        return error.exit_code
+    engine = RowEngine(llm, Style(**task["style"]))
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            engine.submit(Row(**parse_json(line)))
+        os._exit(0)  # nobody waits for the rows under way
+
+    send({"ready": asdict(Facts.of(llm))})
+    threading.Thread(target=read, daemon=True).start()
+    for answer in engine.work():
+        send(answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

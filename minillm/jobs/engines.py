@@ -1,0 +1,141 @@
+"""Engines that answer rows: one in this process, or several, each of which is started again when it dies."""
+
+from __future__ import annotations
+
+import queue
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from minillm.errors import MinillmError
+from minillm.jobs.rows import Answer, Row, Style, as_json
+from minillm.llm import LLM, refusal
+from minillm.params import Params
+from minillm.text.prompts import Prompt
+
+_MOST_DEATHS = 3  # of an engine in succession, without an answer between two of them
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an engine loads: the arguments of `minillm.llm.LLM`, and how prompts become token ids."""
+
+    model: str | None
+    engine: Mapping[str, Any]
+    style: Style
+
+
+@dataclass(frozen=True)
+class Facts:
+    """An engine that is ready: the model's own sampling defaults, the sequences computed at a time, "cpu" or "cuda"."""
+
+    defaults: Mapping[str, Any]
+    max_num_seqs: int
+    device: str
+
+    @classmethod
+    def of(cls, llm: LLM) -> Facts:
+        return cls(llm.engine.defaults, llm.config.max_num_seqs, llm.engine.runner.model.device.type)
+
+
+class RowEngine:
+    """Answers rows that arrive at any time, all in one batch. Any thread may call `submit` and `close`."""
+
+    def __init__(self, llm: LLM, style: Style) -> None:
+        self._llm, self._style = llm, style
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._num_running = 0
+        self._closed = False
+
+    def submit(self, row: Row) -> None:
+        """Queue a row."""
+        self._rows.put(row)
+
+    def close(self) -> None:
+        """Submit nothing more: `work` ends after the rows so far."""
+        self._rows.put(None)
+
+    def work(self) -> Generator[Answer, None, None]:
+        """Yield each row's answer when it has finished, until `close`; a row that fails has an error.
+
+        Raises if the engine itself fails. Leaving early aborts the rows under way.
+        """
+        for row, output in self._llm.work_off(self._take, lambda row, error: refusal(row.prompt or "", error)):
+            self._num_running -= 1
+            yield as_json(row, output, self._llm.engine.tokenizer)
+
+    def _take(self, room: int) -> list[tuple[Row, Callable[[], tuple[Prompt, Params]]]] | None:
+        taken: list[tuple[Row, Callable[[], tuple[Prompt, Params]]]] = []
+        while len(taken) < room and not self._closed:
+            try:
+                row = self._rows.get(block=not taken and not self._num_running)
+            except queue.Empty:
+                break
+            if row is None:
+                self._closed = True
+            else:
+                taken.append((row, partial(self._style.request, row, self._llm)))
+        self._num_running += len(taken)
+        return None if not taken and not self._closed else taken
+
+
+class Engines(ABC):
+    """Several engines, by number.
+
+    Attributes:
+        facts: of those that are ready.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.facts: dict[int, Facts] = {}
+
+    @abstractmethod
+    def send(self, number: int, rows: list[Row]) -> None:
+        """Give rows to an engine that is ready."""
+
+    @abstractmethod
+    def receive(self) -> tuple[int, list[Answer] | None]:
+        """Wait for news of an engine: answers, none if it has become ready, None if it has died with all its rows.
+
+        Raises MinillmError if an engine cannot be started.
+        """
+
+    def defaults(self) -> Mapping[str, Any]:
+        """Wait until an engine is ready; return the model's sampling defaults. Raises MinillmError if they only die."""
+        deaths = 0
+        while not self.facts:
+            if self.receive()[1] is None and (deaths := deaths + 1) > _MOST_DEATHS:
+                raise MinillmError(f"engines have died {deaths} times while loading the model")
+        return next(iter(self.facts.values())).defaults
+
+    def answers(self, rows: list[Row]) -> Iterator[Answer]:
+        """Yield each row's answer once, in the order in which they finish; rows of an engine that dies go to others.
+
+        While many rows are left an engine gets many, at the end one at a time, so that all end together (guided
+        self-scheduling, Polychronopoulos and Kuck 1987). Raises MinillmError if an engine dies again and again.
+        """
+        waiting = deque(rows)
+        given: list[dict[int, Row]] = [{} for _ in range(self.count)]
+        deaths = [0] * self.count
+        while waiting or any(given):
+            for number, facts in self.facts.items():
+                room = facts.max_num_seqs - len(given[number])
+                some = [waiting.popleft() for _ in range(min(room, -(-len(waiting) // (2 * self.count))))]
+                if some:
+                    given[number] |= {row.index: row for row in some}
+                    self.send(number, some)
+            number, answers = self.receive()
+            if answers is None:
+                waiting.extendleft(reversed(given[number].values()))
+                given[number] = {}
+                deaths[number] += 1
+                if deaths[number] > _MOST_DEATHS:
+                    raise MinillmError(f"engine {number} has died {deaths[number]} times without an answer between")
+            for answer in answers or ():
+                if given[number].pop(answer["index"], None) is not None:
+                    deaths[number] = 0
+                    yield answer

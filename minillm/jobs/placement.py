@@ -1,0 +1,26 @@
+"""The GPUs and cores of each of several engines on one machine."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from minillm.errors import UsageError
+
+_TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+def place(number: int, count: int, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the beginning of a command that gives engine ``number`` of ``count`` its GPUs, or its part of the cores."""
+    device, size = options.get("device", "auto"), options.get("tensor_parallel_size", 1)
+    if ":" in device:
+        raise UsageError(f"device {device!r}: each replica uses a GPU of its own; give 'cuda'")
+    yield "env"
+    for name in _TORCHRUN:  # an engine is no rank of a torchrun launch
+        yield from ("-u", name)
+    if "OMP_NUM_THREADS" not in os.environ:
+        yield f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // count)}"
+    if device == "cpu":
+        return
+    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    own = range(number * size, (number + 1) * size)
+    yield f"CUDA_VISIBLE_DEVICES={','.join(seen[i] if i < len(seen) else '-1' if seen else str(i) for i in own)}"

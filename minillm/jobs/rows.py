@@ -1,0 +1,107 @@
+"""Rows of work: prompts with their parameters, and their answers as JSON objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from minillm.errors import UsageError
+from minillm.outputs import RequestOutput
+from minillm.params import BeamSearchParams, Params, SamplingParams
+
+if TYPE_CHECKING:
+    from minillm.llm import LLM
+    from minillm.text.prompts import Prompt
+    from minillm.text.tokenizer import Tokenizer
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt or conversation.
+
+    Attributes:
+        index: its place among all rows.
+        prompt: text or token ids; None if there are ``messages``.
+        params: fields of SamplingParams, or of BeamSearchParams if ``beam_width`` is one of them.
+        name: the caller's id for it.
+        where: it is in the input, for error messages.
+    """
+
+    index: int
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    name: str | None = None
+    where: str = ""
+
+    def sampling(self) -> Params:
+        """Return the row's parameters, checked; raises UsageError."""
+        try:
+            return (BeamSearchParams if "beam_width" in self.params else SamplingParams)(**self.params)
+        except UsageError as error:
+            raise UsageError(f"{self.where}: {error}" if self.where else str(error)) from None
+
+
+@dataclass(frozen=True)
+class Style:
+    """How prompts become token ids.
+
+    Attributes:
+        chat: wrap each text as a user's message.
+        system: the system prompt; implies ``chat``.
+        parse_special: control tokens that a raw prompt spells are control tokens.
+    """
+
+    chat: bool = False
+    system: str | None = None
+    parse_special: bool = False
+
+    def request(self, row: Row, llm: LLM) -> tuple[Prompt, Params]:
+        """Return prompt and parameters; a conversation becomes token ids by the model's template. Raises UsageError."""
+        return self._prompt(row, llm), row.sampling()
+
+    def _prompt(self, row: Row, llm: LLM) -> str | list[int]:
+        messages = row.messages
+        if messages is None and (self.chat or self.system):
+            if not isinstance(row.prompt, str):
+                raise UsageError(f"{row.where}: --chat needs text, not token ids")
+            messages = [{"role": "user", "content": row.prompt}]
+        if messages is not None and self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        if messages is not None:
+            return llm.tokenizer.apply_chat_template(messages)
+        assert row.prompt is not None
+        return llm.token_ids(row.prompt, parse_special=True) if self.parse_special else row.prompt
+
+
+def as_json(row: Row, output: RequestOutput, tokenizer: Tokenizer | None) -> Answer:
+    """Return the fields of RequestOutput, the seed of samples, durations instead of clock readings, and token texts."""
+    result = asdict(output)
+    if "beam_width" not in row.params:
+        result["seed"] = row.params.get("seed")
+    result["index"] = row.index
+    result["request_id"] = f"request-{row.index}" if row.name is None else row.name
+    if output.prompt is None and isinstance(row.prompt, str):
+        result["prompt"] = row.prompt
+    del result["metrics"]
+    if (metrics := output.metrics) is not None and metrics.finished_time is not None:
+        result["metrics"] = {
+            "time_to_first_token": metrics.time_to_first_token,
+            "time": metrics.finished_time - metrics.arrival_time,
+            "num_preemptions": metrics.num_preemptions,
+        }
+    if tokenizer is not None:
+        tokens = [token for completion in result["outputs"] for token in completion["logprobs"] or ()]
+        for token in (*tokens, *(result["prompt_logprobs"] or ())):
+            if token is not None:
+                token["decoded_token"] = tokenizer.token_text(token["token_id"])
+                token["decoded_top"] = [tokenizer.token_text(token_id) for token_id, _ in token["top"]]
+    return result
+
+
+def num_tokens(answer: Answer) -> int:
+    """Return the number of tokens generated for a row."""
+    return sum(len(completion["token_ids"]) for completion in answer["outputs"])

@@ -1,0 +1,256 @@
+"""minillm on a Ray cluster: `Generate` for Ray Data, and the engines of ``minillm generate --ray``.
+
+Needs ``minillm[ray]``. Every machine of the cluster needs minillm and, unless it can download it, the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import threading
+import traceback
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from minillm.errors import MinillmError, UsageError
+from minillm.jobs.engines import Engines, Facts, RowEngine, Task
+from minillm.jobs.rows import Answer, Row, Style, num_tokens
+from minillm.llm import LLM
+from minillm.params import BeamSearchParams
+from minillm.progress import say
+from minillm.text.chat_template import plain_messages
+
+try:
+    import ray
+except ModuleNotFoundError:
+    raise UsageError(
+        "Ray is not installed: pip install '.[ray]' in minillm's directory, or pip install 'ray[data]'"
+    ) from None
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_OF_BEAMS = {each.name for each in fields(BeamSearchParams)}
+_TRIES = 4  # to start a cluster
+_ROWS_PER_CALL = 8  # of an engine: a call of Ray's costs about a millisecond
+
+
+class _Engine:
+    """An engine that several coroutines ask. If it fails, its process ends, and Ray or `RayEngines` starts another."""
+
+    def __init__(self, task: Task) -> None:
+        self.llm = LLM(task.model, on_progress=lambda progress: None, **task.engine)
+        self._engine = RowEngine(self.llm, task.style)
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[int, asyncio.Future[Answer]]] = {}  # the caller's index and the answer to come
+        threading.Thread(target=self._work, daemon=True).start()
+
+    async def answer(self, row: Row) -> Answer:
+        """Answer a row, in one batch with those of other calls."""
+        number = next(self._numbers)  # rows of several calls may have one index
+        self._waiting[number] = row.index, asyncio.get_running_loop().create_future()
+        self._engine.submit(replace(row, index=number, name=row.name or f"request-{row.index}"))
+        return await self._waiting[number][1]
+
+    def _work(self) -> None:
+        try:
+            for answer in self._engine.work():
+                index, future = self._waiting.pop(answer["index"])
+                answer["index"] = index
+                future.get_loop().call_soon_threadsafe(future.set_result, answer)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+
+class _Actor:
+    """An engine of `RayEngines`."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    async def load(self) -> Facts:
+        """Load the model. Raises MinillmError, which an exception of the constructor would hide."""
+        self._engine = _Engine(self._task)
+        return Facts.of(self._engine.llm)
+
+    async def answer(self, rows: list[Row]) -> list[Answer]:
+        """Answer rows, in their order."""
+        return await asyncio.gather(*map(self._engine.answer, rows))
+
+
+class Generate:
+    """A class for `ray.data.Dataset.map_batches`: an actor with one model; rows of all its batches run together.
+
+    Rows have "prompt" (text or token ids) or "messages" (a list of ``{"role": …, "content": …}``), and optionally
+    "params": a dictionary, or its JSON, that overrides the constructor's. Other columns pass through. New columns:
+    "text" (of the first completion, the best of beams), "outputs" (JSON of all completions), "num_tokens",
+    "finish_reason", and "error", which is empty unless the row failed. A row that fails fails alone.
+
+    Args:
+        model: see `minillm.llm.LLM`.
+        params: fields of SamplingParams, or of BeamSearchParams; by default the model's own.
+        chat, system, parse_special: see `minillm.jobs.rows.Style`.
+        engine: options of EngineConfig.
+
+    Example:
+        model = {"model": "smollm2-135m"}
+        ds.map_batches(Generate, fn_constructor_kwargs=model, batch_size=64, concurrency=4, num_gpus=1)
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        params: Mapping[str, Any] | None = None,
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        parse_special: bool = False,
+        **engine: Any,
+    ) -> None:
+        self._params = params
+        self._engine = _Engine(Task(model, engine, Style(chat, system, parse_special)))
+
+    async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, np.ndarray]]:
+        """Answer a batch of columns."""
+        import numpy as np
+
+        count = len(next(iter(batch.values()), ()))
+        given = [{name: column[i] for name, column in batch.items()} for i in range(count)]
+        found = await asyncio.gather(*map(self._row, range(count), given))
+        names = ("text", "outputs", "num_tokens", "finish_reason", "error")
+        yield {**batch, **{name: np.array([each[name] for each in found]) for name in names}}
+
+    async def _row(self, index: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            answer = await self._engine.answer(self._parsed(index, given))
+        except (UsageError, ValueError, TypeError) as error:
+            return {"text": "", "outputs": "[]", "num_tokens": 0, "finish_reason": "", "error": str(error)}
+        first = answer["outputs"][0] if answer["outputs"] else {"text": "", "finish_reason": ""}
+        return {
+            "text": first["text"],
+            "outputs": json.dumps(answer["outputs"]),
+            "num_tokens": num_tokens(answer),
+            "finish_reason": first["finish_reason"] or "",
+            "error": answer["error"] or "",
+        }
+
+    def _parsed(self, index: int, given: Mapping[str, Any]) -> Row:
+        own = given.get("params")
+        own = json.loads(own or "{}") if isinstance(own, str) else dict(own or {})
+        own = {name: _plain(value) for name, value in own.items() if value is not None}  # Arrow adds absent fields
+        common = dict(self._engine.llm.engine.defaults if self._params is None and not own else self._params or {})
+        if "beam_width" in own:  # beams know fewer parameters
+            common = {name: value for name, value in common.items() if name in _OF_BEAMS}
+        prompt, messages = _plain(given.get("prompt")), _plain(given.get("messages"))
+        if (prompt is None) == (messages is None):
+            raise UsageError('a row has either "prompt" or "messages"')
+        if messages is not None:
+            messages = plain_messages(messages)
+        return Row(index, prompt, messages, {**common, **own})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a column without numpy's types."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+class RayEngines(Engines):
+    """Engines in actors of a Ray cluster. One that dies, with its actor or node, is replaced.
+
+    Args:
+        address: "local" starts a cluster on this machine for this process; "auto", "HOST:PORT" and "ray://HOST:PORT"
+            are running ones.
+        actor: the class of the engines.
+
+    Raises:
+        UsageError: the cluster cannot be reached, or has not the GPUs or cores that the engines need.
+    """
+
+    def __init__(self, task: Task, count: int, address: str, actor: type = _Actor) -> None:
+        super().__init__(count)
+        connect(address)
+        self._needs = _needs(task.engine, count)
+        self._task = ray.put(task)
+        self._new: Any = ray.remote(actor).options(**self._needs, max_concurrency=1_000_000)
+        self._actors: list[Any] = []
+        self._calls: dict[Any, int] = {}  # under way: the engine of each
+        for number in range(count):
+            self._actors.append(None)
+            self._start(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        ray.shutdown()
+
+    def send(self, number: int, rows: list[Row]) -> None:
+        for start in range(0, len(rows), _ROWS_PER_CALL):
+            self._calls[self._actors[number].answer.remote(rows[start : start + _ROWS_PER_CALL])] = number
+
+    def receive(self) -> tuple[int, list[Answer] | None]:
+        try:
+            [call], _ = ray.wait(list(self._calls), num_returns=1)
+            number = self._calls.pop(call)
+            try:
+                value = ray.get(call)
+            except ray.exceptions.RayActorError as error:
+                self._replace(number, error)
+                return number, None
+        except ray.exceptions.RayTaskError as error:
+            kind = UsageError if isinstance(error.cause, UsageError) else MinillmError
+            raise kind(f"engine {number}: {error.cause}") from None
+        except ray.exceptions.RayError as error:
+            raise MinillmError(f"the Ray cluster has failed: {_first_line(error)}") from None
+        if isinstance(value, Facts):
+            self.facts[number] = value
+            return number, []
+        return number, value
+
+    def _start(self, number: int) -> None:
+        self._actors[number] = self._new.remote(self._task)
+        self._calls[self._actors[number].load.remote()] = number
+
+    def _replace(self, number: int, error: Exception) -> None:
+        """Start another engine instead of one that has died."""
+        self._calls = {call: each for call, each in self._calls.items() if each != number}
+        why = "" if number in self.facts else f" while loading ({str(error).strip().splitlines()[-1][:200]})"
+        say(f"engine {number} has died{why}; another takes its rows")
+        self.facts.pop(number, None)
+        self._start(number)
+
+
+def connect(address: str) -> None:
+    """Connect to a cluster, or start one. Raises UsageError."""
+    options = {"include_dashboard": False} if address == "local" else {}
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            ray.init(address=address, logging_level="ERROR", log_to_driver=False, **options)
+            return
+        except Exception as error:
+            if not tries_left or address != "local" or "timed out" not in str(error):
+                what = "start a cluster" if address == "local" else "reach the cluster"
+                raise UsageError(f"--ray {address}: cannot {what}: {_first_line(error)}") from None
+            ray.shutdown()  # Ray gives its processes 30 s, which is too little for a busy machine
+
+
+def _needs(engine: Mapping[str, Any], count: int) -> dict[str, float]:
+    """Return the GPUs and cores of each engine. Raises UsageError where the cluster has too few."""
+    there = ray.cluster_resources()
+    size = int(engine.get("tensor_parallel_size", 1))
+    on_gpus = engine.get("device", "auto") != "cpu" and there.get("GPU", 0) > 0
+    kind, each = ("GPU", size) if on_gpus else ("CPU", max(1, int(there.get("CPU", 0)) // count))
+    if count * each > there.get(kind, 0):
+        what = "GPUs" if on_gpus else "cores"
+        raise UsageError(
+            f"--engines {count}: they need {count * each} {what}, and the cluster has {there.get(kind, 0):g}"
+        )
+    return {"num_gpus": size, "num_cpus": 1} if on_gpus else {"num_cpus": each}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
