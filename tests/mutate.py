@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import re
 import sys
 import tempfile
 import time
@@ -59,6 +60,8 @@ def learn(tree: Path, tests: Sequence[str]) -> Reach:
     os.environ.pop(reached.VARIABLE, None)
     reach = reached.read(notes)
     print(f"{len(reach.seconds)} tests reach {len(reach.tests)} functions (exit status {status})", flush=True)
+    if failed := re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE):
+        print("these fail while they are traced, and judge no change: " + " ".join(failed), flush=True)
     if not reach.seconds:
         print(output)
     return reach
