@@ -25,7 +25,7 @@ class Engine:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.cache = BlockManager(NUM_BLOCKS, SIZE, prefix_caching=True)
-        self.scheduler = SimpleNamespace(swap=SwapSpace(16), preemption=SimpleNamespace(count=0))
+        self.scheduler = SimpleNamespace(preemption=SimpleNamespace(swap=SwapSpace(16), count=0))
         self.tokenizer = None
         self.tokens: dict[int, list[int]] = {}
         self.pinned: set[int] = set()
