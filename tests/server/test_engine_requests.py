@@ -80,6 +80,7 @@ def test_watchers_see_the_pool_change(model: Llama) -> None:
     inside.report(now=True)
     assert seen() == ["a"]
     inside.unwatch("w")
+    assert not inside.engine.cache.subscribers, "nobody looks any more"
     inside.add(prepared("b", [5, 6, 7], keep=True))
     run(inside)
     inside.report(now=True)

@@ -17,6 +17,7 @@ from minillm.service.conversations import Conversations
 from minillm.service.messages import (
     FILES,
     Abort,
+    BeamsChanged,
     Command,
     ContextFull,
     Drop,
@@ -136,6 +137,7 @@ def test_texts_are_sent_as_often_as_was_asked_and_before_the_end(
     assert sum(event.num_tokens for event in texts) == 6
     assert fewest <= len(texts) <= most
     assert isinstance(talk.events[-1], Finished)
+    assert sum(isinstance(event, Started) for event in talk.events) == 1
     talk.close()
 
 
@@ -168,6 +170,10 @@ def test_beams_end_for_their_own_reason(engine: Engine) -> None:
     talk.do(Generate("a", "c", FILE, {"beam_width": 3, "max_tokens": 4, "ignore_eos": True}))
     reasons = [event.finish_reason for event in talk.events if isinstance(event, Finished)]
     assert reasons == ["length"] * 3
+    told = talk.last(BeamsChanged)
+    assert isinstance(told, BeamsChanged)
+    assert all(beam.logprob < 0 for beam in told.beams)
+    assert [beam.logprob for beam in told.beams] == pytest.approx([each.score * each.num_tokens for each in told.beams])
     talk.close()
 
 

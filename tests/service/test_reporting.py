@@ -31,7 +31,7 @@ def test_a_prompt_is_reported_while_part_of_it_is_computed(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("seconds", "num_tokens", "rate"), [(2.0, 5, 2.0), (0.0, 5, 0.0), (2.0, 0, 0.0), (0.5, 1, 0.0)]
+    ("seconds", "num_tokens", "rate"), [(2.0, 5, 2.0), (0.0, 5, 0.0), (2.0, 0, 0.0), (0.5, 1, 0.0), (0.5, 3, 4.0)]
 )
 def test_the_rate_counts_the_tokens_after_the_first(
     seconds: float, num_tokens: int, rate: float, monkeypatch: pytest.MonkeyPatch
