@@ -41,7 +41,7 @@ def test_no_word_has_the_colour_of_its_ground(ground: str) -> None:
         running.wait_for("50.0 tok/s")
         running.type("/s")
         running.wait_for("/sessions")
-        running.type("\x11")
+        running.quit()
         assert running.end() == 0
     seen = 0
     for codes, words in _STYLED.findall(running.output.decode("utf-8", "replace")):
