@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from markdown_it.tree import SyntaxTreeNode
@@ -12,7 +13,7 @@ from msgspec.structs import replace as changed
 
 from lib.ui import ask, chat, notes, say, screen, until
 from minillm.ui.bars import FULL
-from minillm.ui.chat import prompt
+from minillm.ui.chat import chat_pane, prompt
 from minillm.ui.chat.conversation import Answer, Candidate, Conversation
 from minillm.ui.chat.markdown import harmless_parser
 from minillm.ui.chat.sessions import SessionStore
@@ -28,6 +29,16 @@ async def test_the_engine_is_told_how_often_to_report(tmp_path: Path, monkeypatc
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(log))
     async with chat() as pilot:
         await until(pilot, lambda: "Report {'every': 0.1}" in log.read_text())
+
+
+@anyio
+async def test_a_key_quits_where_it_comes_again_within_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    async with chat() as pilot:
+        pane = screen(pilot).talk
+        monkeypatch.setattr(chat_pane, "time", SimpleNamespace(monotonic=lambda: now))
+        for now, quits in ((1000.0, False), (1003.0, False), (1004.9, True), (1010.0, False)):  # noqa: B007
+            assert pane.is_asked_twice_to_end("ctrl+q") == quits
 
 
 @anyio
