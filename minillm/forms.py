@@ -1,4 +1,4 @@
-"""Forms of numbers: of models in files of few bits, of matrices in memory, and of the KV cache."""
+"""Number formats: of quantized models, of matrices in memory, and of the KV cache."""
 
 from typing import Literal
 
@@ -9,11 +9,11 @@ FORMS = {
     "fp8": ("fp8", "fp8"),  # layers alone
 }  # fmt: skip
 
-# How matrices are held: those of few bits as they are stored, or all in the engine's dtype; on a CPU all in 8 bits (and
-# those of 4 in 4 besides), or those of few bits alone: of 4 in 4, others in 8.
+# How matrices are held: quantized ones as they are stored, or all in the engine's dtype. On a CPU: all in 8 bits (4-bit
+# ones in 4 bits as well), or only quantized ones: 4-bit ones in 4 bits, others in 8.
 Held = Literal["stored", "expanded", "int8", "int4"]
 
 
 def kv_row_bytes(head_dim: int, element_size: int) -> int:
-    """Bytes of a token's K or V in one head: numbers of ``element_size`` bytes; one of 1 byte has a scale of 4."""
+    """Return the bytes of a token's K or V in one head, with a scale of 4 bytes if ``element_size`` is 1."""
     return head_dim * element_size + (4 if element_size == 1 else 0)

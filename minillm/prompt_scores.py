@@ -10,11 +10,11 @@ class PromptScores:
     """The log-probabilities of a prompt's tokens, as they become known."""
 
     num_top: int  # most probable tokens that are wanted in addition to each
-    next: int  # the first token whose log-probability no step has computed or is computing
+    next: int  # the first token without a log-probability, computed or under way
     tokens: list[PromptTokenLogprobs | None]  # of the whole prompt
 
     def positions(self, first: int, end: int) -> range:
-        """Return the positions from ``first`` to ``end`` whose logits are needed: each predicts the token after it."""
+        """Return the positions from ``first`` to ``end`` that need logits: each predicts the token after it."""
         return range(max(first, self.next - 1), min(end, len(self.tokens) - 1))
 
     def shareable(self, token_ids: list[int]) -> list[int]:

@@ -23,7 +23,7 @@ class Score:
 
     @property
     def logprobs(self) -> list[float]:
-        """The log-probability of each scored token, behind all tokens before it."""
+        """Return the log-probability of each scored token, given all tokens before it."""
         return [token.logprob for token in self.tokens]
 
     @property

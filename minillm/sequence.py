@@ -199,19 +199,19 @@ class Flight(Protocol):
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the next step can be launched before the CPU knows these decisions."""
+        """Return whether the next step can be launched before the CPU knows these decisions."""
 
     @property
     def may_compute_ahead(self) -> bool:
-        """Whether the next step's logits can be computed before that; its decisions wait until this is concluded."""
+        """Return whether the next step's logits can be computed earlier; its decisions wait for these."""
 
     @property
     def groups(self) -> list[SequenceGroup]:
-        """The groups that it decides about, each once."""
+        """Return the groups that it decides about, each once."""
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any of its sequences is still running."""
+        """Return whether any of its sequences is still running."""
 
     def wait(self) -> None:
         """Wait for the device."""

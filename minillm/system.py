@@ -97,13 +97,13 @@ def processor_features() -> str:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """What the system says of its last processor; nothing where it says nothing."""
+    """Return the system's description of its last processor; empty if there is none."""
     path = Path("/proc/cpuinfo")
     return _fields(path) if path.exists() else {}
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """The lines ``name: value`` of a file."""
+    """Return the lines ``name: value`` of a file."""
     pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
     return {name.strip(): value for name, value in pairs}
 
@@ -113,7 +113,7 @@ def _fields(path: Path) -> dict[str, str]:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold KeyboardInterrupt back until the block ends: a half-done step would leave the books out of balance.
+    """Hold KeyboardInterrupt back until the block ends: a half-done step would corrupt the accounting.
 
     A second ctrl-c inside the block is not held back. Does nothing outside the main thread, and where SIGINT is handled
     otherwise.

@@ -174,8 +174,8 @@ class ModelScreen(Dialog[str]):
             state = f"{fit_of(entry, places):<21} {state:<5}"
             facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>8}"
             mark, bold = "▸ " if name == self._current else "  ", f"{clean_line(name, 40):<{width}}"
-            licence = clean_line(entry.license, 20)
-            line = Content.assemble(mark, (bold, "bold"), "  ", (f"{facts}  {state} {licence}", "$text-muted"))
+            license_name = clean_line(entry.license, 20)
+            line = Content.assemble(mark, (bold, "bold"), "  ", (f"{facts}  {state} {license_name}", "$text-muted"))
             self._options.add_option(Option(line, id=name))
         if self._current in entries:
             self._options.highlighted = list(entries).index(self._current)

@@ -189,6 +189,6 @@ class EngineApp(QuietApp):
         self._try_to(lambda keeper: keeper.write_theme(name))
 
     def _use_theme(self, theme: Theme) -> None:
-        theme = for_terminal(theme, self.console.color_system, without_colour=self.no_color)
+        theme = for_terminal(theme, self.console.color_system, without_color=self.no_color)
         self.register_theme(theme)
         self.theme = theme.name

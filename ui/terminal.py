@@ -34,7 +34,7 @@ _LONGEST_WAIT = 0.1  # seconds to wait for an answer after everything else is do
 # Ask for the background color (OSC 11), then for the terminal's type (DA). All terminals answer the second question, in
 # order, so if only that answer arrives, there is no answer to the first.
 _QUESTION = b"\x1b]11;?\x1b\\\x1b[c"
-_COLOUR = rb"\x1b\]11;([^\x07\x1b]*)(?:\x07|\x1b\\)"
+_COLOR = rb"\x1b\]11;([^\x07\x1b]*)(?:\x07|\x1b\\)"
 _KIND = rb"\x1b\[\?[0-9;]*c"
 # Any OSC, DCS or kitty graphics string is an answer, because no key sends one.
 _STRING = rb"(?:\][0-9]|P[0-9>!]|_G)[^\x07\x1b]*"
@@ -175,7 +175,7 @@ def _read_answer(keyboard: int) -> bytes:
 
 def background_of(said: bytes) -> str:
     """Return ``light`` or ``dark`` for the color in an answer to OSC 11, empty without an answer."""
-    found = re.search(_COLOUR, said)
+    found = re.search(_COLOR, said)
     rgb = _RGB.fullmatch(found.group(1)) if found is not None else None
     if rgb is None:
         return ""

@@ -22,13 +22,13 @@ from minillm.user_config import THEMES
 LEAST_TEXT, LEAST_FRAME = 4.5, 1.5  # contrast of text, of frames and marks
 _LEAST_FOREGROUND = 8.0  # so that faded text is still readable
 _SPARE = 0.15  # for rounding by the terminal
-_GREY, _HUE = 0.1, 1000.0  # saturation below which a color is a gray; the weight of hue relative to RGB distance
+_GRAY, _HUE = 0.1, 1000.0  # saturation below which a color is a gray; the weight of hue relative to RGB distance
 _ALIKE = 55.0  # RGB distance of two colors that people confuse
 _STEPS = (0, 95, 135, 175, 215, 255)
 _CUBE = [Color(r, g, b) for r, g, b in itertools.product(_STEPS, repeat=3) if not r == g == b]  # of the 256 colors
 
 # Colors have meanings: blue is owned and alive, violet is shared, amber warns, red failed.
-_COLOURS = {
+_COLORS = {
     "primary": ("#7fa8d1", "#2d6597"),
     "secondary": ("#b596d8", "#7a4bab"),
     "success": ("#8dbb8a", "#35743e"),
@@ -43,8 +43,8 @@ _MEANINGS = ("primary", "secondary", "success", "warning", "error")
 
 
 def _own(name: str, *, dark: bool) -> Theme:
-    colours: dict[str, Any] = {part: shades[0 if dark else 1] for part, shades in _COLOURS.items()}
-    return Theme(name, accent=colours["primary"], dark=dark, **colours)
+    colors: dict[str, Any] = {part: shades[0 if dark else 1] for part, shades in _COLORS.items()}
+    return Theme(name, accent=colors["primary"], dark=dark, **colors)
 
 
 @cache
@@ -81,54 +81,54 @@ _SIXTEEN = {
 }  # dark, light
 
 
-def in_sixteen_colours(theme: Theme) -> Theme:
+def in_sixteen_colors(theme: Theme) -> Theme:
     """Return the theme that replaces another one in a terminal with 16 colors, dark or light like that one."""
-    colours: dict[str, Any] = {part: shades[0 if theme.dark else 1] for part, shades in _SIXTEEN.items()}
+    colors: dict[str, Any] = {part: shades[0 if theme.dark else 1] for part, shades in _SIXTEEN.items()}
     name = f"minillm-16-{'dark' if theme.dark else 'light'}"
-    return Theme(name, accent=colours["primary"], dark=theme.dark, **colours)
+    return Theme(name, accent=colors["primary"], dark=theme.dark, **colors)
 
 
-def for_terminal(theme: Theme, colours: str | None, *, without_colour: bool = False) -> Theme:
-    """Return a readable theme for a terminal. ``colours``: the terminal's color system, as Rich names it."""
-    if colours == "standard":
-        theme = in_sixteen_colours(theme)
-    elif colours == "256":
-        theme = in_grey_grounds(theme)
-    if without_colour:
-        theme = in_greys(theme)
+def for_terminal(theme: Theme, colors: str | None, *, without_color: bool = False) -> Theme:
+    """Return a readable theme for a terminal. ``colors``: the terminal's color system, as Rich names it."""
+    if colors == "standard":
+        theme = in_sixteen_colors(theme)
+    elif colors == "256":
+        theme = in_gray_grounds(theme)
+    if without_color:
+        theme = in_grays(theme)
     # A terminal inside a terminal may report more colors than the outer one has.
     nested = os.environ.get("TERM", "").startswith(("tmux", "screen"))
-    return legible(theme, {"256"} if colours == "256" else {"truecolor", "256"} if nested else {"truecolor"})
+    return legible(theme, {"256"} if colors == "256" else {"truecolor", "256"} if nested else {"truecolor"})
 
 
-_GREYS = [Color(grey, grey, grey) for grey in (0, *range(8, 239, 10), 255)]  # of the 256 colors, from dark to light
+_GRAYS = [Color(gray, gray, gray) for gray in (0, *range(8, 239, 10), 255)]  # of the 256 colors, from dark to light
 
 
-def _colours_of(theme: Theme) -> dict[str, Color]:
+def _colors_of(theme: Theme) -> dict[str, Color]:
     """Return the colors of a theme. Textual derives the missing ones."""
     shades = theme.to_color_system().generate()
-    return {name: Color.parse(shades[name]) for name in (*_COLOURS, "accent")}
+    return {name: Color.parse(shades[name]) for name in (*_COLORS, "accent")}
 
 
-def in_grey_grounds(theme: Theme) -> Theme:
+def in_gray_grounds(theme: Theme) -> Theme:
     """Return the theme with backgrounds in distinct grays of the 256 colors.
 
     The nearest colors would all be black, or yellow for light backgrounds.
     """
-    colours = _colours_of(theme)
-    before, found = -1 if theme.dark else len(_GREYS), dict[str, str]()
+    colors = _colors_of(theme)
+    before, found = -1 if theme.dark else len(_GRAYS), dict[str, str]()
     for name in ("background", "surface", "panel"):
-        ground = colours[name]
-        nearest = min(range(len(_GREYS)), key=lambda at: abs(_luminance(_GREYS[at]) - _luminance(ground)))
+        ground = colors[name]
+        nearest = min(range(len(_GRAYS)), key=lambda at: abs(_luminance(_GRAYS[at]) - _luminance(ground)))
         before = max(nearest, before + 1) if theme.dark else min(nearest, before - 1)
-        found[name] = _GREYS[before].hex
+        found[name] = _GRAYS[before].hex
     return replace(theme, **found)  # type: ignore[arg-type]
 
 
-def in_greys(theme: Theme) -> Theme:
+def in_grays(theme: Theme) -> Theme:
     """Return the theme without colors. Textual removes them itself, but not from areas that no widget fills."""
-    greys: dict[str, Any] = {name: colour.monochrome.hex for name, colour in _colours_of(theme).items()}
-    return replace(theme, **greys)
+    grays: dict[str, Any] = {name: color.monochrome.hex for name, color in _colors_of(theme).items()}
+    return replace(theme, **grays)
 
 
 def terminal_background() -> str:
@@ -146,14 +146,14 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
     ground = grounds[0]
     goal = Color(255, 255, 255) if theme.dark else Color(0, 0, 0)
 
-    def text(colour: Color, least: float = LEAST_TEXT, on: Sequence[Color] = grounds) -> str:
-        return readable(colour, on, goal, least, kinds).hex
+    def text(color: Color, least: float = LEAST_TEXT, on: Sequence[Color] = grounds) -> str:
+        return readable(color, on, goal, least, kinds).hex
 
-    def telling(colour: Color) -> str:
+    def telling(color: Color) -> str:
         """Return a color that tells sequences apart. It is never on a panel: less blending makes it more distinct."""
-        if kinds != {"256"} or colour.hsl.s <= _GREY:
-            return text(colour, on=grounds[:2])
-        found = nearest_in_cube(colour, grounds[:2], taken)
+        if kinds != {"256"} or color.hsl.s <= _GRAY:
+            return text(color, on=grounds[:2])
+        found = nearest_in_cube(color, grounds[:2], taken)
         taken.add(found)
         return found.hex
 
@@ -168,49 +168,49 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
         return min(_distance(shown, own) for own in answers)
 
     if from_answers(shades["secondary"]) < _ALIKE:  # shared blocks would look like an answer's own
-        ours = _COLOURS["secondary"][0 if theme.dark else 1]
+        ours = _COLORS["secondary"][0 if theme.dark else 1]
         shades["secondary"] = max(shades["secondary"], shades["accent"], ours, key=from_answers)
-    colours = {name: telling(Color.parse(shades[name])) for name in _MEANINGS}
-    colours["accent"] = (
-        colours["primary"] if shades["accent"] == shades["primary"] else telling(Color.parse(shades["accent"]))
+    colors = {name: telling(Color.parse(shades[name])) for name in _MEANINGS}
+    colors["accent"] = (
+        colors["primary"] if shades["accent"] == shades["primary"] else telling(Color.parse(shades["accent"]))
     )
-    parsed = {name: Color.parse(each) for name, each in colours.items()}
+    parsed = {name: Color.parse(each) for name, each in colors.items()}
     dim = text(ground.blend(foreground, 0.7))
-    own, strands = [colours[name] for name in names], [parsed[name] for name in names]
+    own, strands = [colors[name] for name in names], [parsed[name] for name in names]
     between = [one.blend(other, 0.5) for one, other in zip(strands, [*strands[1:], parsed["secondary"]], strict=True)]
     variables = {
         **theme.variables,
-        **{f"text-{name}": text(colour) for name, colour in parsed.items()},
+        **{f"text-{name}": text(color) for name, color in parsed.items()},
         **{f"strand-{number}": each for number, each in enumerate([*own, *map(telling, between)])},
         "text": foreground.hex, "text-muted": dim, "text-disabled": dim, "dim": dim,
         "frame": text(ground.blend(foreground, 0.3), LEAST_FRAME),
-        "footer-key-foreground": colours["primary"], "footer-background": ground.hex, "footer-foreground": dim,
+        "footer-key-foreground": colors["primary"], "footer-background": ground.hex, "footer-foreground": dim,
     }  # fmt: skip
     return replace(
         theme, foreground=foreground.hex, variables=variables, background=ground.hex, surface=grounds[1].hex,
-        panel=grounds[2].hex, **colours,  # type: ignore[arg-type]
+        panel=grounds[2].hex, **colors,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def readable(colour: Color, grounds: Sequence[Color], goal: Color, least: float, kinds: Set[str]) -> Color:
+def readable(color: Color, grounds: Sequence[Color], goal: Color, least: float, kinds: Set[str]) -> Color:
     """Return the color, blended towards ``goal`` until its contrast on all backgrounds is ``least``.
 
     ``kinds``: see `legible`.
     """
     shows = [_SHOWN[kind] for kind in kinds]
     for step in range(21):
-        blended = colour.blend(goal, step / 20)
+        blended = color.blend(goal, step / 20)
         if all(contrast(show(blended), show(ground)) >= least + _SPARE for ground in grounds for show in shows):
             return blended
     return goal
 
 
-def nearest_in_cube(colour: Color, grounds: Sequence[Color], taken: Set[Color]) -> Color:
+def nearest_in_cube(color: Color, grounds: Sequence[Color], taken: Set[Color]) -> Color:
     """Return the most similar of the 256 colors that is no gray, readable, and not taken. Its hue counts most."""
 
     def unlikeness(other: Color) -> float:
-        turn = abs(colour.hsl.h - other.hsl.h)
-        return _distance(colour, other) ** 2 + (_HUE * min(turn, 1 - turn)) ** 2
+        turn = abs(color.hsl.h - other.hsl.h)
+        return _distance(color, other) ** 2 + (_HUE * min(turn, 1 - turn)) ** 2
 
     least = LEAST_TEXT + _SPARE
     legible = (each for each in _CUBE if each not in taken and all(contrast(each, on) >= least for on in grounds))
@@ -222,16 +222,16 @@ def _distance(one: Color, other: Color) -> float:
 
 
 @cache
-def in_256_colours(colour: Color) -> Color:
+def in_256_colors(color: Color) -> Color:
     """Return the nearest of the 256 colors that most terminals have."""
-    from rich.color import Color as RichColour
+    from rich.color import Color as RichColor
     from rich.color import ColorSystem
 
-    nearest = RichColour.from_rgb(*colour.rgb).downgrade(ColorSystem.EIGHT_BIT).get_truecolor()
+    nearest = RichColor.from_rgb(*color.rgb).downgrade(ColorSystem.EIGHT_BIT).get_truecolor()
     return Color(*nearest)
 
 
-_SHOWN: dict[str, Callable[[Color], Color]] = {"truecolor": lambda colour: colour, "256": in_256_colours}
+_SHOWN: dict[str, Callable[[Color], Color]] = {"truecolor": lambda color: color, "256": in_256_colors}
 
 
 def contrast(one: Color, other: Color) -> float:
@@ -241,6 +241,6 @@ def contrast(one: Color, other: Color) -> float:
 
 
 @cache
-def _luminance(colour: Color) -> float:
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour.normalized)
+def _luminance(color: Color) -> float:
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color.normalized)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

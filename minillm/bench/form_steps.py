@@ -46,7 +46,7 @@ class _Drawn:
 
 
 class _Device:
-    """Stand in for a runner on a GPU: keep its bookkeeping of device state, and compute nothing."""
+    """Replace a runner on a GPU: keep its bookkeeping of device state, and compute nothing."""
 
     def __init__(self, num_seqs: int, vocab: int) -> None:
         self._vocab = vocab

@@ -41,7 +41,7 @@ class HostResult:
 
 
 class _Runner:
-    """Stand in for a runner and its drawn tokens, without a device."""
+    """Replace a runner and its drawn tokens, without a device."""
 
     may_run_ahead = may_compute_ahead = False
     tokens: list[int]  # of the next step, invented before it is timed
@@ -146,7 +146,7 @@ def _beam_step(num_groups: int, width: int) -> dict[str, list[float]]:
 
 
 class _Searches:
-    """Stand in for a device that runs beam searches: invent continuations of every beam."""
+    """Replace a device that runs beam searches: invent continuations of every beam."""
 
     may_run_ahead = True
     found: list[list[tuple[float, int, int]]]  # of the next step, invented before it is timed

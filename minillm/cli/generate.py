@@ -169,7 +169,7 @@ def _check_engines(arguments: argparse.Namespace) -> None:
 
 
 def _check_torchrun(tensor_parallel_size: int) -> None:
-    """Raise UsageError where torchrun has started several models, each of which would complete every prompt."""
+    """Raise UsageError if torchrun started several models: all of them would complete every prompt."""
     from minillm.parallel.launch import Torchrun
 
     torchrun = Torchrun.from_environment()
@@ -199,7 +199,7 @@ def _output(arguments: argparse.Namespace) -> Path:
 
 
 class Source(Protocol):
-    """What answers rows: an engine of this process, or several engines."""
+    """A source of answers: an engine of this process, or several engines."""
 
     def defaults(self) -> Mapping[str, Any]:
         """Return the model's own sampling parameters."""

@@ -10,8 +10,8 @@ Item = TypeVar("Item")
 
 
 async def in_threads(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
-    """Yield the items of a generator, each of which is awaited in a thread; closing this closes the generator."""
-    lock = threading.Lock()  # a cancelled task leaves its thread behind, which must end before the generator is closed
+    """Yield the items of a generator, waiting for each in a thread; closing this closes the generator."""
+    lock = threading.Lock()  # the thread of a cancelled task must end before the generator is closed
 
     def locked(step: Callable[[], Item | None]) -> Item | None:
         with lock:

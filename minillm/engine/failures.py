@@ -1,4 +1,4 @@
-"""Failures within a step: a request whose method fails ends alone; if the device fails, all of the step's end."""
+"""Failures within a step: if a method fails, its request ends alone; if the device fails, all of the step's end."""
 
 from torch import Tensor
 

@@ -15,7 +15,7 @@ class Figures:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self.num_steps = 0
-        self.last_step: StepReport | None = None  # the one whose tokens came last
+        self.last_step: StepReport | None = None  # of the step with the latest tokens
         self.device_seconds = 0.0  # since the last report
         self.reset_peaks()
 

@@ -36,7 +36,7 @@ class Scheduler:
 
     @property
     def num_free_seats(self) -> int:
-        """How many more sequences could run at a time."""
+        """Return the number of further sequences that could run now."""
         return self.max_num_seqs - sum(group.num_seqs for group in self.running)
 
     def add(self, group: SequenceGroup) -> None:

@@ -26,7 +26,7 @@ from minillm.llm import LLM
 from minillm.progress import OnProgress, Progress, say
 from minillm.text.safe import json_line, parse_json
 
-# -P: a module of the current directory must not stand in for one of the standard library.
+# -P: a module of the current directory must not replace one of the standard library.
 _COMMAND = (sys.executable, "-P", "-m", "minillm.jobs.engine_processes")
 
 

@@ -1,4 +1,4 @@
-"""Engines that answer rows: one in this process, or several, each of which is started again when it dies."""
+"""Engines that answer rows: one in this process, or several, which are restarted when they die."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_DEATHS = 3  # of an engine in succession, without an answer between two of
 
 @dataclass(frozen=True)
 class Task:
-    """What an engine loads: the arguments of `minillm.llm.LLM`, and how prompts become token ids."""
+    """The arguments of `minillm.llm.LLM` for an engine, and its treatment of prompts."""
 
     model: str | None
     engine: Mapping[str, Any]

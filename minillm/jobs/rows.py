@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Style:
-    """How prompts become token ids.
+    """The treatment of prompts before they become token ids.
 
     Attributes:
         chat: wrap each text as a user's message.

@@ -38,7 +38,7 @@ class Masks:
             kernels.mask_logits(logits, places, self.words.to(logits.device, non_blocking=True), logits)
 
     def places(self, count: int) -> list[int]:
-        """For each of so many rows, the place of its mask in ``words``; -1 for those that have none."""
+        """Return, for each of ``count`` rows, the place of its mask in ``words``, or -1 without a mask."""
         places = [-1] * count
         for number, row in enumerate(self.rows):
             places[row] = number

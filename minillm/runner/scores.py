@@ -65,7 +65,7 @@ class ScoringForward:
 
 
 def add_targets(work: ChunkWork, chunk: Chunk) -> None:
-    """Add the tokens of a prompt whose scores a request wants, as far as the chunk gives them."""
+    """Add the prompt tokens that a request wants scored, as far as the chunk gives them."""
     scores, first = chunk.group.scores, chunk.sequence.num_computed
     if scores is not None and (rows := scores.positions(first, first + chunk.count)):
         work.score_from, work.num_top = rows.start, scores.num_top

@@ -1,4 +1,4 @@
-"""How much of each block of a pool a draft model has also computed.
+"""The part of each block of a pool that a draft model has also computed.
 
 The draft model's K and V have the same block ids in a second pool. They are computed later, or never, so a block that
 is copied, moved to the host or found by its tokens may lack them. Known is the number of first slots that hold the

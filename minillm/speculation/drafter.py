@@ -45,7 +45,7 @@ class _Draft:
 
     @property
     def goes_on(self) -> bool:
-        """Whether drafting has begun and more tokens are wanted: none after a known end token."""
+        """Return whether drafting has begun and more tokens are wanted: none after a known end token."""
         known = self.sequence.token_ids[-1] not in self.group.end_ids
         return 0 < self.num_drafted < self.chunk.optional and known
 

@@ -12,7 +12,7 @@ _RESUMED = 3  # draft tokens to try when a text may resume a source that it dive
 
 @dataclass(slots=True, eq=False)
 class DraftChunk(Chunk):
-    """A sequence's last token and draft tokens after it, each of which gives a row of logits.
+    """A sequence's last token and draft tokens after it; each gives a row of logits.
 
     Attributes:
         proposed: empty until a draft model has proposed tokens.

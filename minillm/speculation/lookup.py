@@ -6,7 +6,7 @@ costs one entry, and a search visits a bounded number of places in texts of any 
 
 from dataclasses import dataclass
 
-LONGEST_MATCH = 16  # tokens to compare: texts that agree in so many mostly continue alike
+LONGEST_MATCH = 16  # tokens to compare: texts with the same 16 tokens mostly continue alike
 _PLACES = 32  # latest occurrences of a pair that a search visits
 
 

@@ -88,7 +88,7 @@ class SpeculativeSamples(Samples):
         return Verification(self, beside, drafted, rows, drawn)
 
     def draw_drafts(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
-        """Draw for sequences that may never exist: those that ``holders`` become if draft tokens are accepted."""
+        """Draw for sequences that may never exist: ``holders`` become them if draft tokens are accepted."""
         runner = self._runner
         drawn = runner.draw_each(draws, holders) if isinstance(runner, DeviceRunner) else None
         if drawn is None:

@@ -1,4 +1,4 @@
-"""How many draft tokens to propose, and when: as many as pay off, and none for a while if they do not.
+"""Choose the number of draft tokens to propose: as many as pay off, and none for a while if they do not.
 
 Time is measured in steps that compute one token of the sequence.
 """

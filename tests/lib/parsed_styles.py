@@ -1,4 +1,4 @@
-"""Textual parses a style sheet once for all apps: what is parsed depends on its text and the theme's colours alone."""
+"""Textual parses a style sheet once for all apps: what is parsed depends on its text and the theme's colors alone."""
 
 from __future__ import annotations
 

@@ -80,11 +80,11 @@ def test_nothing_is_asked_of_a_pipe() -> None:
         assert b"\x1b" not in running.output
 
 
-@pytest.mark.parametrize(("colour", "ground"), [("ffff/ffff/ffff", LIGHT_GROUND), ("0000/0000/0000", DARK_GROUND)])
-def test_the_chat_takes_the_terminals_ground_and_the_keys_typed_meanwhile(colour: str, ground: bytes) -> None:
+@pytest.mark.parametrize(("color", "ground"), [("ffff/ffff/ffff", LIGHT_GROUND), ("0000/0000/0000", DARK_GROUND)])
+def test_the_chat_takes_the_terminals_ground_and_the_keys_typed_meanwhile(color: str, ground: bytes) -> None:
     with session(PATIENT_CHAT, environment=QUIET) as running:
         running.wait_for(QUESTION)
-        running.type(f"early \x1b]11;rgb:{colour}\x1b\\words\x1b[?62c")
+        running.type(f"early \x1b]11;rgb:{color}\x1b\\words\x1b[?62c")
         running.wait_for("early words")
         assert ground in running.output
         running.quit()
@@ -143,7 +143,7 @@ def test_late_answers_in_every_cut() -> None:
     assert answers.without(b"") == b"\x1b]1", "it was typed"
 
 
-def test_background_by_its_colour() -> None:
+def test_background_by_its_color() -> None:
     assert background_of(b"\x1b]11;rgb:8080/8080/8080\x07") == "light"
     assert background_of(b"\x1b]11;rgb:0000/0000/ffff\x07") == "dark"
     assert background_of(b"\x1b[?6c") == ""

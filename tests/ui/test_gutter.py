@@ -31,7 +31,7 @@ def test_shared_blocks_are_thick_and_one_that_is_being_filled_is_dashed() -> Non
     assert gutter(pool(other), answer(is_open=True), 6).plain == "┣\n┃\n┣\n┃\n├\n╎"
 
 
-def test_the_colours_are_those_of_the_strands() -> None:
+def test_the_colors_are_those_of_the_strands() -> None:
     third = Pool(16, 4, 1024)
     third.apply(
         CacheChanged([TableView(1, "r", 2, "idle", 17, [0, 1, 2, 3, 4]), TableView(2, "s", 0, "idle", 12, [0, 1, 2])])

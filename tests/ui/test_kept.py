@@ -23,7 +23,7 @@ def keeper(folder: Path) -> Keeper:
 
 @pytest.mark.anyio
 async def test_changes_presets_and_the_theme_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")  # with fewer colours every theme is another
+    monkeypatch.setenv("TERM", "xterm-256color")  # with fewer colors every theme is another
     (tmp_path / "config.toml").write_text('# mine\ntheme = "dark"  # at night\n\n[sampling]\ntop_k = 7\n')
 
     def settings() -> Settings:

@@ -20,7 +20,7 @@ from lib.programs.fake_engine import HOSTILE
 from lib.terminal import CHAT, PROGRAMS, ROOT, Session, session
 from minillm.ui.chat.sessions import SessionStore
 
-# The app itself may send only these: cursor, colour and mode sequences of a fixed form.
+# The app itself may send only these: cursor, color and mode sequences of a fixed form.
 _OWN = re.compile(
     rb"\x1b\[[0-9;]*[HfmABCDJKX]|\x1b\[\?[0-9;]+[hl]|\x1b\[\?[0-9;]*\$p|\x1b\[[<>=]?[0-9;]*u|\x1b\[>[0-9;]*q|"
     rb"\x1b\]22;[a-z-]*\x07|\x1b\[\?u|\x1bP[\x20-\x7e]*\x1b\\|\x1b\[c|\x1b\[[0-9;]* ?[qt]|\x1b7|\x1b8"
@@ -324,15 +324,15 @@ def test_on_a_dumb_terminal_the_chat_is_line_by_line() -> None:
         assert b"\x1b[" not in running.output.replace(b"\x1b[A", b"")
 
 
-def test_without_colour_every_state_still_reads() -> None:
+def test_without_color_every_state_still_reads() -> None:
     with session(environment={"NO_COLOR": "1"}, size=(120, 40)) as running:
         running.wait_for("ready in")
         running.type("echo hello\r")
         running.wait_for("50.0 tok/s")
         running.type("\x11")
         assert running.end() == 0
-        colours = set(re.findall(rb"\x1b\[[0-9;]*38;2;(\d+);(\d+);(\d+)", running.output))
-        assert all(red == green == blue for red, green, blue in colours), "shades of grey only"
+        colors = set(re.findall(rb"\x1b\[[0-9;]*38;2;(\d+);(\d+);(\d+)", running.output))
+        assert all(red == green == blue for red, green, blue in colors), "shades of gray only"
 
 
 @pytest.mark.weights

@@ -1,4 +1,4 @@
-"""Every theme can be read: the contrast of each character on the screen, with all colours and with 256 of them."""
+"""Every theme can be read: the contrast of each character on the screen, with all colors and with 256 of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from rich.color import Color as RichColour
+from rich.color import Color as RichColor
 from textual.color import Color
 from textual.command import CommandList
 from textual.pilot import Pilot
@@ -20,7 +20,7 @@ from minillm.errors import UsageError
 from minillm.service.messages import MemoryUse, TokenChoice
 from minillm.ui.dialogs import ProbabilityScreen
 from minillm.ui.help import HelpScreen
-from minillm.ui.themes import LEAST_FRAME, LEAST_TEXT, contrast, find_theme, for_terminal, in_256_colours, readable
+from minillm.ui.themes import LEAST_FRAME, LEAST_TEXT, contrast, find_theme, for_terminal, in_256_colors, readable
 from minillm.user_config import THEMES
 
 pytestmark = pytest.mark.anyio
@@ -33,12 +33,12 @@ def is_mark(text: str) -> bool:
     return all(0x2500 <= ord(character) <= 0x25FF or character in "·⋮ " for character in text)
 
 
-def colour_of(colour: RichColour | None, otherwise: str) -> Color:
-    return Color.parse(otherwise) if colour is None or colour.is_default else Color(*colour.get_truecolor())
+def color_of(color: RichColor | None, otherwise: str) -> Color:
+    return Color.parse(otherwise) if color is None or color.is_default else Color(*color.get_truecolor())
 
 
 def words_of(pilot: Pilot[Any]) -> Iterator[tuple[str, Color, Color]]:
-    """Every piece of text on the screen, or in a dialog, its colour, and that of its ground."""
+    """Every piece of text on the screen, or in a dialog, its color, and that of its ground."""
     strips = pilot.app.screen._compositor.render_strips(pilot.app.size)
     boxes = [box.region for box in pilot.app.screen.query(".dialog, CommandInput, CommandList")]
     if boxes:  # all behind them is dim
@@ -47,7 +47,7 @@ def words_of(pilot: Pilot[Any]) -> Iterator[tuple[str, Color, Color]]:
         for segment in strip:
             style = segment.style
             if segment.text.strip() and style is not None:
-                ink, ground = colour_of(style.color, "#ffffff"), colour_of(style.bgcolor, DARK_GROUND)
+                ink, ground = color_of(style.color, "#ffffff"), color_of(style.bgcolor, DARK_GROUND)
                 if style.dim:
                     ink = ground.blend(ink, 0.5)
                 yield segment.text.strip(), *((ground, ink) if style.reverse else (ink, ground))
@@ -59,10 +59,10 @@ in_every_theme = pytest.mark.parametrize("in_all", [False, pytest.param(True, ma
 async def faint(
     pilot: Pilot[Any], where: str, in_all: bool, views: Sequence[str] = (), turns: int = len(KINDS)
 ) -> list[str]:
-    """What cannot be read in some theme, on a terminal with all colours or with 256; in each of the ``views``, if any.
+    """What cannot be read in some theme, on a terminal with all colors or with 256; in each of the ``views``, if any.
 
     Unless ``in_all``, each place has each theme with either; a theme has now the one and now the other. With more
-    ``turns`` it has neither now and then. Views share a theme's turn: the whole chat takes its colours anew each time.
+    ``turns`` it has neither now and then. Views share a theme's turn: the whole chat takes its colors anew each time.
     """
     found, app = [], screen(pilot).app
     await until(pilot, lambda: any(words_of(pilot)))
@@ -86,8 +86,8 @@ def unread(pilot: Pilot[Any], place: str, theme: str, kind: str) -> list[str]:
     """What cannot be read of what is shown."""
     words, found = list(words_of(pilot)), []
     assert words, f"{place}, {theme}, {kind}"
-    for text, *colours in words:
-        ink, ground = map(in_256_colours, colours) if kind == "256" else colours
+    for text, *colors in words:
+        ink, ground = map(in_256_colors, colors) if kind == "256" else colors
         measured = contrast(ink, ground)
         if measured < (LEAST_FRAME if is_mark(text) else LEAST_TEXT):
             found.append(f"{place}, {theme}, {kind}: {text[:30]!r} {ink.hex} on {ground.hex}: {measured:.2f}")
@@ -148,7 +148,7 @@ async def test_dialogs_can_be_read_in_every_theme(in_all: bool) -> None:
 
 @in_every_theme
 async def test_the_palette_can_be_read_in_every_theme(in_all: bool) -> None:
-    """It has the colours of the moment in which it opens."""
+    """It has the colors of the moment in which it opens."""
     async with chat(size=(120, 40)) as pilot:
         found, app, below = [], pilot.app, pilot.app.screen
         for (turn, kind), (number, name) in itertools.product(enumerate(KINDS), enumerate(THEMES)):
@@ -188,25 +188,25 @@ def test_the_terminal_says_light_or_dark(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", THEMES)
-def test_with_256_colours_the_grounds_are_greys_that_differ(name: str) -> None:
+def test_with_256_colors_the_grounds_are_grays_that_differ(name: str) -> None:
     theme = for_terminal(find_theme(name), "256")
-    grounds = [in_256_colours(Color.parse(each)) for each in (theme.background, theme.surface, theme.panel)]
+    grounds = [in_256_colors(Color.parse(each)) for each in (theme.background, theme.surface, theme.panel)]
     assert len(set(grounds)) == 3
     assert all(ground.r == ground.g == ground.b for ground in grounds)
 
 
 @pytest.mark.parametrize("name", THEMES)
 @pytest.mark.parametrize("kind", ["truecolor", "256"])
-def test_what_is_shared_and_four_answers_have_colours_that_differ(kind: str, name: str) -> None:
+def test_what_is_shared_and_four_answers_have_colors_that_differ(kind: str, name: str) -> None:
     theme = for_terminal(find_theme(name), kind)
     parts = (theme.primary, theme.secondary, theme.success, theme.warning, theme.error)
-    colours = [Color.parse(str(each)) for each in parts]
-    shown = [in_256_colours(each) if kind == "256" else each for each in colours]
+    colors = [Color.parse(str(each)) for each in parts]
+    shown = [in_256_colors(each) if kind == "256" else each for each in colors]
     assert len(set(shown)) == 5
     strands = [theme.variables[f"strand-{number}"] for number in range(4)]
     assert strands == [theme.primary, theme.success, theme.warning, theme.error], "cards, strands and maps agree"
     if kind == "256":
-        assert shown == colours, "nothing is left to be rounded"
+        assert shown == colors, "nothing is left to be rounded"
 
 
 @pytest.mark.parametrize("name", THEMES)
@@ -218,10 +218,10 @@ def test_people_tell_shared_blocks_from_those_of_an_answer(name: str) -> None:
     assert min(math.dist(shared.rgb, each.rgb) for each in own) > 40
 
 
-def test_in_another_terminal_colours_are_legible_with_256_of_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_another_terminal_colors_are_legible_with_256_of_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def least() -> float:
         theme = for_terminal(find_theme("nord"), "truecolor")
-        ink, ground = (in_256_colours(Color.parse(each)) for each in (theme.primary, str(theme.surface)))
+        ink, ground = (in_256_colors(Color.parse(each)) for each in (theme.primary, str(theme.surface)))
         return contrast(ink, ground)
 
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -232,20 +232,20 @@ def test_in_another_terminal_colours_are_legible_with_256_of_them_too(monkeypatc
 
 @pytest.mark.parametrize("name", ["nord", "light"])
 @pytest.mark.parametrize("kind", ["truecolor", "256", "standard"])
-def test_without_colour_the_theme_is_grey(name: str, kind: str) -> None:
-    theme = for_terminal(find_theme(name), kind, without_colour=True)
-    for colour in (theme.background, theme.surface, theme.panel, theme.foreground, theme.primary, theme.error):
-        assert len(set(Color.parse(str(colour)).rgb)) == 1
+def test_without_color_the_theme_is_gray(name: str, kind: str) -> None:
+    theme = for_terminal(find_theme(name), kind, without_color=True)
+    for color in (theme.background, theme.surface, theme.panel, theme.foreground, theme.primary, theme.error):
+        assert len(set(Color.parse(str(color)).rgb)) == 1
 
 
 def test_contrast_is_that_of_wcag() -> None:
-    black, white, grey = Color(0, 0, 0), Color(255, 255, 255), Color(118, 118, 118)
+    black, white, gray = Color(0, 0, 0), Color(255, 255, 255), Color(118, 118, 118)
     assert contrast(black, white) == contrast(white, black) == pytest.approx(21)
-    assert contrast(grey, white) == pytest.approx(4.54, abs=0.01)
-    assert contrast(grey, grey) == 1
+    assert contrast(gray, white) == pytest.approx(4.54, abs=0.01)
+    assert contrast(gray, gray) == 1
 
 
-def test_a_colour_moves_no_further_than_it_must() -> None:
+def test_a_color_moves_no_further_than_it_must() -> None:
     ground, white = Color(0, 0, 0), Color(255, 255, 255)
     assert readable(Color(200, 200, 200), [ground], white, 4.5, {"256"}) == Color(200, 200, 200)
     moved = readable(Color(40, 40, 40), [ground], white, 4.5, {"truecolor"})

@@ -66,7 +66,7 @@ async def test_a_change_of_the_pool_does_not_draw_the_box_around_the_map(monkeyp
         focus_view(panel)
         await pilot.press("c")
         await pilot.pause()
-        assert drawn, "the subtitle names the other colouring now"
+        assert drawn, "the subtitle names the other coloring now"
 
 
 @pytest.mark.anyio
@@ -170,7 +170,7 @@ async def test_every_state_of_a_block_is_a_letter_or_a_shape_of_its_own() -> Non
 
 
 @pytest.mark.anyio
-async def test_coloured_by_sequence_a_block_shows_its_sequences_letter() -> None:
+async def test_colored_by_sequence_a_block_shows_its_sequences_letter() -> None:
     async with panel_of(picture(TABLES)) as (pilot, panel, pool):
         focus_view(panel)
         await pilot.press("c")
@@ -560,7 +560,7 @@ async def test_where_no_block_is_held_the_strands_say_what_they_are(size: tuple[
         assert "/tour" not in seen(pilot)
 
 
-def test_the_strip_fills_its_cells_and_colours_them_by_the_most_shared_block() -> None:
+def test_the_strip_fills_its_cells_and_colors_them_by_the_most_shared_block() -> None:
     pool = new_pool()  # of 128 blocks
     pool.apply(
         CacheChanged(
@@ -571,8 +571,8 @@ def test_the_strip_fills_its_cells_and_colours_them_by_the_most_shared_block() -
     cells, words = drawn.plain.splitlines()
     assert cells == "⣄⣀·············⡀"
     assert words == "all 128 blocks, 8 to a cell · F5 map"
-    colours = {drawn.plain[span.start : span.end]: span.style for span in drawn.spans}
-    assert colours["⣄"] == "$secondary"
+    colors = {drawn.plain[span.start : span.end]: span.style for span in drawn.spans}
+    assert colors["⣄"] == "$secondary"
     one_each = strip(Memory(pool), 64, 3).plain.splitlines()
     assert [len(line) for line in one_each[:2]] == [64, 64]
     assert one_each[0].startswith("⣿⣿⣿·····⣿⣿·")
@@ -582,7 +582,7 @@ def test_the_strip_fills_its_cells_and_colours_them_by_the_most_shared_block() -
     assert len(strip(Memory(many), 42, 3).plain.splitlines()) == 3
 
 
-def test_a_candidate_has_one_colour_in_the_strip_and_in_the_map() -> None:
+def test_a_candidate_has_one_color_in_the_strip_and_in_the_map() -> None:
     pool = new_pool()
     pool.apply(CacheChanged([table(9, "x", 0, "idle", 16, [30])]))
     pool.apply(CacheChanged([table(n, "a", n, "running", 16, [n]) for n in range(3)]))

@@ -18,7 +18,7 @@ from minillm.ui.chat.conversation import Answer, Candidate
 from minillm.ui.chat.reasoning import split_reasoning
 from minillm.ui.drawing import update_in_place
 from minillm.ui.engine_app import CommandAsked
-from minillm.ui.memory.pool import NUM_COLOURS
+from minillm.ui.memory.pool import NUM_COLORS
 from minillm.ui.numbers import plural
 
 _NARROWEST = 26  # columns of a card
@@ -32,7 +32,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
     BINDINGS = [*hidden_keys({"enter": "accept", "space": "whole_screen"})]  # noqa: RUF012
 
     def __init__(self, index: int) -> None:
-        super().__init__(classes=f"-strand-{index % NUM_COLOURS}")
+        super().__init__(classes=f"-strand-{index % NUM_COLORS}")
         self.index = index
         self.border_title = str(index + 1)
         self._text = Static(Content("…"))

@@ -6,7 +6,7 @@ from textual.content import Content
 
 from minillm.ui.chat.conversation import Answer
 from minillm.ui.drawing import Drawn
-from minillm.ui.memory.pool import NUM_COLOURS, BlockState, Pool
+from minillm.ui.memory.pool import NUM_COLORS, BlockState, Pool
 from minillm.ui.textual_internals import Growing
 
 # The line of a block and its first row, told apart by shape first, then by the colors of the strands.
@@ -46,6 +46,6 @@ def gutter(pool: Pool | None, answer: Answer, height: int) -> Content:
     parts = []
     for number, group in groupby(rows):
         line, begin = looks[number]
-        look = "$secondary" if looks[number] is _SHARED else f"$strand-{table.index % NUM_COLOURS}"
+        look = "$secondary" if looks[number] is _SHARED else f"$strand-{table.index % NUM_COLORS}"
         parts += [(begin, look), *((line, look) for _ in list(group)[1:])]
     return Content("\n").join(Content.styled(mark, look) for mark, look in parts)

@@ -27,9 +27,9 @@ _HISTORY = 600  # samples of the figures: a minute at ten a second
 
 
 COPIED = "❐"  # mark of a copy on write; DejaVu Sans Mono has it
-NUM_COLOURS = 8  # of candidates: in their cards, in their strands, and in the strip of the whole pool
+NUM_COLORS = 8  # of candidates: in their cards, in their strands, and in the strip of the whole pool
 FREE, CACHED, PINNED, OWNED = range(4)  # a block's look in the strip; from OWNED on, by its owner's color
-SHARED = OWNED + NUM_COLOURS
+SHARED = OWNED + NUM_COLORS
 
 
 class BlockState(Enum):
@@ -216,7 +216,7 @@ class Pool:
                 if table.state == "pinned":
                     state = BlockState.PINNED
                 if look != SHARED:
-                    look = PINNED if table.state == "pinned" else OWNED + table.index % NUM_COLOURS
+                    look = PINNED if table.state == "pinned" else OWNED + table.index % NUM_COLORS
         elif block in self._cached:
             state, filled, look = BlockState.CACHED, self.block_size, CACHED
         self.looks[block] = look

@@ -15,7 +15,7 @@ from minillm.service.messages import TableView
 from minillm.ui.bars import hidden_keys
 from minillm.ui.drawing import flow
 from minillm.ui.memory.line_view import BlockChosen, FactsChanged, LineView, Parts
-from minillm.ui.memory.pool import FREE, NUM_COLOURS, BlockState, Memory, Pool
+from minillm.ui.memory.pool import FREE, NUM_COLORS, BlockState, Memory, Pool
 from minillm.ui.numbers import count, plural
 
 _GROUP = 8  # blocks between two gaps
@@ -31,7 +31,7 @@ _LEGEND = (
     ("▃", "part-owned", "partly filled"),
     ("▍", "part-shared", "shared"),
 )  # mark, component class, meaning
-_SEQUENCE_CLASSES = tuple(f"sequence-{number}" for number in range(NUM_COLOURS))
+_SEQUENCE_CLASSES = tuple(f"sequence-{number}" for number in range(NUM_COLORS))
 _COMPONENT_CLASSES = {*_CLASSES.values(), *_SEQUENCE_CLASSES, "part-owned", "part-shared", "swapped"}
 
 
@@ -43,7 +43,7 @@ class Looks:
         self.host: dict[int, TableView] = {}  # host block -> the table that waits there
         self._by_state = [("", "")] * pool.num_blocks
         self._letters: dict[int, int] = {}  # seq_id -> the number of its letter, for the sequence's lifetime
-        self._colours: dict[int, int] = {}  # number of the letter -> number of its color
+        self._colors: dict[int, int] = {}  # number of the letter -> number of its color
         self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + its sequence's letter, 0 without a sequence
 
     def find_all(self, *, by_sequence: bool) -> None:
@@ -89,7 +89,7 @@ class Looks:
                 self._letters[table.seq_id] = next(free)
             number = self._letters[table.seq_id]
             # A candidate has the color of its card and its strand.
-            self._colours[number] = table.index if table.owner in of_several else number
+            self._colors[number] = table.index if table.owner in of_several else number
             if table.state != "swapped":
                 letter = 1 + self._letters[table.seq_id] % len(ascii_letters)
                 for block in table.blocks:
@@ -123,7 +123,7 @@ class Looks:
 
     def _letter_look(self, number: int) -> tuple[str, str]:
         letter = number % len(ascii_letters)
-        return ascii_letters[letter], _SEQUENCE_CLASSES[self._colours.get(number, number) % NUM_COLOURS]
+        return ascii_letters[letter], _SEQUENCE_CLASSES[self._colors.get(number, number) % NUM_COLORS]
 
     def legend(self, name_of: Callable[[TableView], str], *, by_sequence: bool) -> Iterator[tuple[str, str, str]]:
         if by_sequence:
@@ -169,7 +169,7 @@ class PoolMap(LineView):
     COMPONENT_CLASSES = {*_COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
         *hidden_keys({"left": "move(-1, 0)", "right": "move(1, 0)", "up": "move(0, -1)", "down": "move(0, 1)"}),
-        *hidden_keys({"home": "move_to(0)", "end": "move_to(-1)", "c": "colour"}),
+        *hidden_keys({"home": "move_to(0)", "end": "move_to(-1)", "c": "color"}),
     ]
 
     def __init__(self, memory: Memory) -> None:
@@ -246,7 +246,7 @@ class PoolMap(LineView):
         elif seen:
             self.refresh(*(Region(0, y, width, 1) for y in seen))
 
-    def action_colour(self) -> None:
+    def action_color(self) -> None:
         self.by_sequence = not self.by_sequence
         if self._looks is not None and self.by_sequence:
             self._looks.follow_sequences()

@@ -16,7 +16,7 @@ from minillm.service.messages import TableView
 from minillm.text.safe import clean_line
 from minillm.ui.bars import hidden_keys
 from minillm.ui.memory.line_view import LineView, Parts
-from minillm.ui.memory.pool import COPIED, NUM_COLOURS, Left, Memory
+from minillm.ui.memory.pool import COPIED, NUM_COLORS, Left, Memory
 from minillm.ui.memory.tree import (
     FOLD,
     HEAD,
@@ -79,7 +79,7 @@ class Strands(LineView):
 
     COMPONENT_CLASSES = {  # noqa: RUF012
         *("rail", "shared", "shared-words", "name", "swapped", "fact", "torn"),
-        *(f"strand-{number}" for number in range(NUM_COLOURS)),
+        *(f"strand-{number}" for number in range(NUM_COLORS)),
     }
     BINDINGS = [*hidden_keys({"up": "scroll_up", "down": "scroll_down"})]  # noqa: RUF012
 
@@ -211,7 +211,7 @@ class Strands(LineView):
         pool, node, table = self.memory.pool, line.tree.node, line.tree.table
         assert pool is not None
         assert node is not None
-        rail, kind, words = ("┃ ", "shared", "shared-words") if table is None else ("│ ", *[_colour(table)] * 2)
+        rail, kind, words = ("┃ ", "shared", "shared-words") if table is None else ("│ ", *[_color(table)] * 2)
         if line.place == FOLD:
             return [(rail, kind), (f"⋮ {plural(len(node.blocks) - self._most, 'block')}", "fact")]
         block = node.blocks[line.place]
@@ -226,9 +226,9 @@ class Strands(LineView):
     def _leaf(self, table: TableView, node: BlockNode | None) -> Parts:
         pool, swapped = self.memory.pool, table.state == "swapped"
         assert pool is not None
-        parts = [(self.memory.table_name(table), "name" if swapped else _colour(table))]
+        parts = [(self.memory.table_name(table), "name" if swapped else _color(table))]
         if (score := self.memory.scores(table.owner, table.index)) is not None:
-            parts.append((f"  {score:.3f}", _colour(table)))
+            parts.append((f"  {score:.3f}", _color(table)))
         hit = pool.hits.get(table.seq_id)
         if hit is not None and hit.num_found and self._is_new(("hit", table.seq_id), hit.moment, _LEFT):
             return [*parts, (f"  {count(hit.num_found)} of {plural(hit.num_tokens, 'token')} were cached", "shared")]
@@ -293,8 +293,8 @@ def _guide(width: int, height: int) -> list[tuple[str, str]]:
     return lines[:-1] if len(lines) <= height + 1 else [line for line in lines if line[0]]
 
 
-def _colour(table: TableView) -> str:
-    return f"strand-{table.index % NUM_COLOURS}"
+def _color(table: TableView) -> str:
+    return f"strand-{table.index % NUM_COLORS}"
 
 
 def _cut(text: str, room: int) -> str:

@@ -10,8 +10,8 @@ from minillm.ui.numbers import count, plural
 
 _FILLED = "·⡀⣀⣄⣤⣦⣶⣷⣿"  # by eighths of a cell's blocks that are not free
 _OWNERS = ("$primary", "$success", "$warning", "$error", "$strand-4", "$strand-5", "$strand-6", "$strand-7")
-_COLOURS = {FREE: "$frame", CACHED: "$dim", PINNED: "$success", SHARED: "$secondary"}
-_COLOURS.update({OWNED + number: colour for number, colour in enumerate(_OWNERS)})
+_COLORS = {FREE: "$frame", CACHED: "$dim", PINNED: "$success", SHARED: "$secondary"}
+_COLORS.update({OWNED + number: color for number, color in enumerate(_OWNERS)})
 
 
 def strip(memory: Memory, width: int, height: int) -> Content:
@@ -28,11 +28,11 @@ def strip(memory: Memory, width: int, height: int) -> Content:
     for first in range(0, pool.num_blocks, per_cell):
         looks = pool.looks[first : first + per_cell]
         used = len(looks) - looks.count(FREE)
-        cells.append((_FILLED[-(-8 * used // len(looks))], _COLOURS[max(looks)]))
+        cells.append((_FILLED[-(-8 * used // len(looks))], _COLORS[max(looks)]))
     lines = []
     for start in range(0, len(cells), width):
         runs = groupby(cells[start : start + width], key=itemgetter(1))
-        lines.append(Content.assemble(*(("".join(mark for mark, _ in run), colour) for colour, run in runs)))
+        lines.append(Content.assemble(*(("".join(mark for mark, _ in run), color) for color, run in runs)))
     words = f"all {plural(pool.num_blocks, 'block')}"
     if per_cell > 1:
         words += f", {count(per_cell)} to a cell"

@@ -1,6 +1,6 @@
 """Beam searches that the device runs by itself, after computing their logits.
 
-The CPU says which rows are beams of which search, and applies the choices one step later. Each beam owns its last,
+The CPU assigns rows to searches, and applies the choices one step later. Each beam owns its last,
 partly filled block, so a row that continues another's beam has a block to copy into, and nothing is allocated here.
 """
 

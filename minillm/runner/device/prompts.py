@@ -21,9 +21,9 @@ from minillm.runner.to_device import to_device
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens
 _MOST_SEQS = 64
 _MOST_WORK = 1 << 41  # tokens times parameters: 6 ms of an H100, as long as a quick host needs for the launches
-# Of few bits: more tokens' products unpack a layer's weights first, and recorded room for that would be there for good.
+# For low-bit weights: matmuls of more tokens dequantize a layer first, and a graph would keep memory for that.
 _MOST_LOW_BIT = 64
-_MOST_IN_8_BITS = 192  # of a cache in 8 bits: for longer chunks whole contexts are unpacked
+_MOST_IN_8_BITS = 192  # of a cache in 8 bits: for longer chunks whole contexts are dequantized
 
 
 class ShortPrompts:

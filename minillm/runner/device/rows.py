@@ -28,7 +28,7 @@ def padded_size(n: int) -> int:
 
 
 def padded_length(tokens: int, most: int) -> int:
-    """Return the tokens that attention is cut up for where the longest context has so many, and may have ``most``."""
+    """Return the context length for which attention is split: ``tokens`` in the longest context, ``most`` at most."""
     length, factor = SHORTEST, 2
     while length < tokens:
         length, factor = factor * length, 4
@@ -45,12 +45,12 @@ class Row:
     last_block: int = -1
     position: int = -1
     has_token: bool = False  # the row's token is the sequence's last one
-    forks: bool = False  # its group is one whose sequences the device lets fork
+    forks: bool = False  # the device forks its sequences
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How blocks that sequences share are found and read once."""
+    """The rules by which blocks that sequences share are found and read once."""
 
     shape: AttentionShape  # the attention that is cut up
     costs: Costs  # the least that reading shared blocks once must save
@@ -155,7 +155,7 @@ class Rows:
                 if not (row.forks and chunk.group.device):
                     self._replan |= len(blocks) <= first or blocks[first] != row.last_block
                 elif sequence.num_pending:
-                    first = row.num_blocks  # the device may have forked the others, and these books lag behind
+                    first = row.num_blocks  # the device may have forked the others since
                 at = row.index * width + Field.TABLE + first
                 changes.update(zip(range(at, at + len(blocks) - first), blocks[first:], strict=True))
                 row.num_blocks, row.last_block = len(blocks), blocks[-1]

@@ -14,5 +14,5 @@ class DecodeWork:
     values: list[int]  # the new words there
     shares_blocks: bool  # reading shared blocks once is worth it, as the latest plan says
     plan: list[list[int]] | None  # the fields of a `minillm.kernels.Plan`; None: as in the last step
-    num_beams: int = 0  # of the sequences, those that the device lets fork behind the step
+    num_beams: int = 0  # sequences that the device forks after the step
     beam_rows: list[int] | None = None  # theirs, and -1 for each row of padding; None: as in the last step with any

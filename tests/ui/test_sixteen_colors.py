@@ -1,4 +1,4 @@
-"""The chat on a terminal with 16 colours, and without any."""
+"""The chat on a terminal with 16 colors, and without any."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PALETTE = (
 _STYLED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)")
 
 
-def colours(codes: list[int]) -> tuple[int | None, int | None]:
+def colors(codes: list[int]) -> tuple[int | None, int | None]:
     """Of text and ground, as numbers of the palette."""
     text = ground = None
     for code in codes:
@@ -31,7 +31,7 @@ def colours(codes: list[int]) -> tuple[int | None, int | None]:
 
 
 @pytest.mark.parametrize("ground", ["0;15", "15;0"], ids=["light", "dark"])
-def test_no_word_has_the_colour_of_its_ground(ground: str) -> None:
+def test_no_word_has_the_color_of_its_ground(ground: str) -> None:
     with session(environment={"TERM": "xterm", "COLORTERM": "", "COLORFGBG": ground}, size=(120, 40)) as running:
         running.wait_for("ready in")
         for theme in ("nord", "solarized-light", "monokai", "rose-pine-dawn", "dark" if ground == "15;0" else "light"):
@@ -45,8 +45,8 @@ def test_no_word_has_the_colour_of_its_ground(ground: str) -> None:
         assert running.end() == 0
     seen = 0
     for codes, words in _STYLED.findall(running.output.decode("utf-8", "replace")):
-        assert "38;" not in codes, "more than 16 colours"
-        text, below = colours([int(code) for code in codes.split(";") if code])
+        assert "38;" not in codes, "more than 16 colors"
+        text, below = colors([int(code) for code in codes.split(";") if code])
         if re.search(r"\w", words) and text is not None and below is not None:
             seen += 1
             assert contrast(Color(*PALETTE[text]), Color(*PALETTE[below])) > 3, (words, text, below)
