@@ -173,14 +173,10 @@ class RayEngines(Engines):
     def __init__(self, task: Task, count: int, address: str, actor: type = _Actor) -> None:
         super().__init__(count)
         connect(address)
-        self._needs = _needs(task.engine, count)
         self._task = ray.put(task)
-        self._new: Any = ray.remote(actor).options(**self._needs, max_concurrency=1_000_000)
-        self._actors: list[Any] = []
+        self._new: Any = ray.remote(actor).options(**_needs(task.engine, count), max_concurrency=1_000_000)
         self._calls: dict[Any, int] = {}  # under way: the engine of each
-        for number in range(count):
-            self._actors.append(None)
-            self._start(number)
+        self._actors: list[Any] = [self._start(number) for number in range(count)]
 
     def __enter__(self) -> Self:
         return self
@@ -211,9 +207,10 @@ class RayEngines(Engines):
             return number, []
         return number, value
 
-    def _start(self, number: int) -> None:
-        self._actors[number] = self._new.remote(self._task)
-        self._calls[self._actors[number].load.remote()] = number
+    def _start(self, number: int) -> Any:
+        actor = self._new.remote(self._task)
+        self._calls[actor.load.remote()] = number
+        return actor
 
     def _replace(self, number: int, error: Exception) -> None:
         """Start another engine instead of one that has died."""
@@ -221,7 +218,7 @@ class RayEngines(Engines):
         why = "" if number in self.facts else f" while loading ({str(error).strip().splitlines()[-1][:200]})"
         say(f"engine {number} has died{why}; another takes its rows")
         self.facts.pop(number, None)
-        self._start(number)
+        self._actors[number] = self._start(number)
 
 
 def connect(address: str) -> None:

@@ -108,6 +108,23 @@ def _fields(path: Path) -> dict[str, str]:
     return {name.strip(): value for name, value in pairs}
 
 
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment for one that imports minillm from where this one did.
+
+    The user's PYTHONPATH comes after.
+    """
+    places = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def exit_status(code: int) -> str:
+    """Return the words for a process's exit code, or for the signal that ended it: " with exit code 1"."""
+    return f" of signal {-code}" if code < 0 else f" with exit code {code}"
+
+
 # --- ctrl-c -----------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Self
 
 from minillm.errors import MinillmError, UsageError
@@ -24,6 +23,7 @@ from minillm.jobs.placement import place
 from minillm.jobs.rows import Answer, Row, Style
 from minillm.llm import LLM
 from minillm.progress import OnProgress, Progress, say
+from minillm.system import child_environment, exit_status
 from minillm.text.safe import json_line, parse_json
 
 # -P: a module of the current directory must not replace one of the standard library.
@@ -37,10 +37,8 @@ class EngineProcesses(Engines):
         super().__init__(count)
         self._task, self._report = task, report
         self._news: queue.SimpleQueue[tuple[int, subprocess.Popen[bytes], Any]] = queue.SimpleQueue()
-        self._processes: list[subprocess.Popen[bytes]] = []
-        commands = [[*place(number, count, task.engine), *_COMMAND] for number in range(count)]
-        for number, command in enumerate(commands):
-            self._processes.append(self._start(number, command))
+        self._commands = [[*place(number, count, task.engine), *_COMMAND] for number in range(count)]
+        self._processes = [self._start(number) for number in range(count)]
 
     def __enter__(self) -> Self:
         return self
@@ -62,8 +60,8 @@ class EngineProcesses(Engines):
             match message:
                 case None:
                     self.facts.pop(number, None)
-                    say(f"engine {number} has ended{_status(process.wait())}; another takes its rows")
-                    self._processes[number] = self._start(number, list(process.args))  # type: ignore[arg-type]
+                    say(f"engine {number} has ended{exit_status(process.wait())}; another takes its rows")
+                    self._processes[number] = self._start(number)
                     return number, None
                 case {"progress": progress}:
                     self._report(Progress(**progress))
@@ -79,12 +77,10 @@ class EngineProcesses(Engines):
                 case answer:
                     return number, [answer]
 
-    def _start(self, number: int, command: list[str]) -> subprocess.Popen[bytes]:
-        home = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": path},
+            self._commands[number],
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,  # ctrl-c is this process's to interpret
@@ -106,10 +102,6 @@ class EngineProcesses(Engines):
         with contextlib.suppress(BrokenPipeError):  # it has died, which `receive` tells
             process.stdin.write(b"".join(json_line(value).encode() + b"\n" for value in values))
             process.stdin.flush()
-
-
-def _status(code: int) -> str:
-    return f" of signal {-code}" if code < 0 else f" with exit code {code}"
 
 
 def main() -> int:

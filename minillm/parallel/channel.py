@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from minillm.errors import MinillmError
+from minillm.system import exit_status
 
 if TYPE_CHECKING:
     pass
@@ -182,7 +183,7 @@ def _exit_status(process: subprocess.Popen | None) -> str:
     if process is not None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = process.wait(1)
-            return f" of signal {-status}" if status < 0 else f" with exit code {status}"
+            return exit_status(status)
     return ""
 
 

@@ -20,13 +20,13 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel import channel
 from minillm.parallel.channel import Follower, Leader, Lines, RankDied
+from minillm.system import child_environment
 
 if TYPE_CHECKING:
     import torch
@@ -194,13 +194,11 @@ def _start(task: Mapping[str, object]) -> subprocess.Popen:
     """Start another rank: `minillm.loading.rank`, which reads its task from standard input."""
     import torch
 
-    home = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         # -P: a module of the current directory must not replace one of the standard library.
         (sys.executable, "-P", "-m", "minillm.loading.rank"),
         # Ranks on one CPU share its cores: more threads than cores make all of them many times slower.
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        env={**child_environment(), "OMP_NUM_THREADS": str(torch.get_num_threads())},
         stdin=subprocess.PIPE,
         stdout=2,  # stdout is for answers
         process_group=0,  # only rank 0 handles ctrl-c: the others end with it

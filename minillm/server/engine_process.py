@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from minillm.errors import ContextLengthError, MinillmError, UsageError
 from minillm.server import messages
 from minillm.service import messages as chat
+from minillm.system import child_environment
 
 # -P: a module in the current directory must not shadow one of the standard library.
 COMMAND = (sys.executable, "-P", "-m", "minillm.server")
@@ -107,8 +107,7 @@ class EngineProcess:
         command: Sequence[str] = COMMAND,
     ) -> EngineProcess:
         """Start the process. ``ready`` is done when the model is loaded. Its stderr is this process's stderr."""
-        places = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+        environment = child_environment()
         environment.pop(_KEY_VARIABLE, None)  # the engine needs no key
         ours, its = os.pipe()
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from minillm.service.checks import EventReader
 from minillm.service.messages import Command, Event, encode
+from minillm.system import child_environment
 
 # -P: a module in the current directory must not shadow one of the standard library.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service")
@@ -30,12 +31,10 @@ class EngineProcess:
     @classmethod
     async def start(cls, log: Path, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
         """Start a program that speaks this protocol. Its stderr goes to ``log`` instead of the app's screen."""
-        # The process imports minillm from where this one did; the user's PYTHONPATH comes after.
-        places = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         with log.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+                env=child_environment(),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
