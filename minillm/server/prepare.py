@@ -15,9 +15,10 @@ from minillm.grammar.grammar import MAX_BYTES, Grammar
 from minillm.grammar.notation import WHITE_SPACE, followed
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.server.messages import Complete, Conversation, Token
+from minillm.text.reasoning import CLOSE, is_opened
 from minillm.text.tokenizer import Tokenizer
 
-_NO_THOUGHTS = "\n\n</think>\n\n"
+_NO_THOUGHTS = f"\n\n{CLOSE}\n\n"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
         continuation = driver.tokenizer.encode(call.prompt, add_special_tokens=False, continues=True)
     opened = False
     if isinstance(call.prompt, Conversation):
-        opened = driver.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
+        opened = is_opened(driver.tokenizer.decode, token_ids)
         if opened and "grammar" in call.params and not call.thinks:  # the grammar allows no thoughts
             token_ids = token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids)
             opened = False

@@ -1,4 +1,4 @@
-"""A model's thoughts before its answer: ``<think>…</think>`` at the beginning, perhaps opened by the template."""
+"""A model's thoughts before its answer, and the switch for them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 from minillm.server.bodies import BadField, ChatBody
 from minillm.server.parts import Part, Reader, ThoughtPart
-
-_OPEN, _CLOSE = "<think>", "</think>"
+from minillm.text.reasoning import LeadingReasoning, Pieces
 
 
 class ThoughtReader:
@@ -19,54 +18,19 @@ class ThoughtReader:
 
     def __init__(self, inner: Reader, *, opened: bool) -> None:
         self._inner = inner
-        self._held = ""
-        self._stage = self._thinking if opened else self._start
-        self._has_thought = False
+        self._splitter = LeadingReasoning(inside=opened)
 
     def push(self, text: str) -> list[Part]:
-        self._held += text
-        return self._stage(final=False)
+        return self._parts(self._splitter.push(text))
 
     def finish(self) -> list[Part]:
-        return [*self._stage(final=True), *self._inner.finish()]
+        return self._parts(self._splitter.finish()) + self._inner.finish()
 
-    def _start(self, *, final: bool) -> list[Part]:
-        text = self._held.lstrip()
-        if text.startswith(_OPEN):
-            self._held = text.removeprefix(_OPEN)
-            self._stage = self._thinking
-        elif _OPEN.startswith(text) and not final:
-            return []
-        else:
-            self._stage = self._answering
-        return self._stage(final=final)
-
-    def _thinking(self, *, final: bool) -> list[Part]:
-        if not self._has_thought:
-            self._held = self._held.lstrip()
-        thought, closing, after = self._held.partition(_CLOSE)
-        if closing:
-            self._held, self._stage = after, self._gap
-            thought = thought.rstrip()
-        elif not final:
-            kept = next((n for n in range(len(_CLOSE) - 1, 0, -1) if self._held.endswith(_CLOSE[:n])), 0)
-            thought = self._held[: len(self._held) - kept].rstrip()
-            self._held = self._held[len(thought) :]
-        self._has_thought |= bool(thought)
-        parts: list[Part] = [ThoughtPart(thought)] if thought else []
-        return [*parts, *self._gap(final=final)] if closing else parts
-
-    def _gap(self, *, final: bool) -> list[Part]:
-        """Skip the space between thoughts and answer, which belongs to neither."""
-        self._held = self._held.lstrip()
-        if not self._held:
-            return []
-        self._stage = self._answering
-        return self._answering(final=final)
-
-    def _answering(self, *, final: bool) -> list[Part]:
-        text, self._held = self._held, ""
-        return self._inner.push(text)
+    def _parts(self, pieces: Pieces) -> list[Part]:
+        parts: list[Part] = []
+        for is_thought, text in pieces:
+            parts += [ThoughtPart(text)] if is_thought else self._inner.push(text)
+        return parts
 
 
 def template_options(body: ChatBody, *, has_switch: bool) -> dict[str, Any]:

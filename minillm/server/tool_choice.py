@@ -11,6 +11,7 @@ from minillm.errors import UsageError
 from minillm.server.bodies import BadField, ChatBody
 from minillm.server.parts import PlainReader, Reader
 from minillm.server.tool_calls import FORMATS, NAMED, CallReader, ForcedReader
+from minillm.text.reasoning import OPEN
 from minillm.text.tools import knows_tools, plain_tools
 
 _MOST_CALLS = 16  # per answer
@@ -39,7 +40,7 @@ class CallForm:
 
 
 _ANY = {"type": "object"}
-_UNTAGGED = r"[{\[]|<\|python_tag\|>|<think>"  # calls may follow
+_UNTAGGED = rf"[{{\[]|<\|python_tag\|>|{OPEN}"  # calls may follow
 _HERMES = CallForm(("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"), tag="<tool_call>")
 _LLAMA = CallForm(("", "", ""), "parameters", has_many=False)
 _MISTRAL = CallForm(("[", ", ", "]"))

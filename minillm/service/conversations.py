@@ -19,6 +19,7 @@ from minillm.service import messages
 from minillm.service.cache_view import Owner
 from minillm.service.file_pins import FilePins
 from minillm.service.reporting import Answer, Reporter, by_score
+from minillm.text.reasoning import is_opened
 
 _A_MOMENT = 0.05  # seconds between looks for commands while the engine is slowed down
 
@@ -99,7 +100,7 @@ class Conversations:
         params = replace(params, max_tokens=max(1, min(params.max_tokens, self._fitting(len(token_ids), params))))
         parent = self._nearest(command.conversation, token_ids)
         group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True, salt=self.salt)
-        opened = engine.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
+        opened = is_opened(engine.tokenizer.decode, token_ids)
         answer = self.answers[command.request_id] = Answer(command, group, opened)
         if command.num_pinned:
             first = command.messages[: command.num_pinned]

@@ -34,13 +34,13 @@ from minillm.text.dummy_prefix import with_removal
 from minillm.text.gguf_tokenizer import rebuild
 from minillm.text.hf_tokenizer import encoder_of, read_directory
 from minillm.text.reading import is_there
+from minillm.text.reasoning import CLOSE, OPEN
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import SECONDS, Sandbox
 from minillm.text.stop import StreamingDetokenizer
 from minillm.text.token_bytes import TokenBytes
 from minillm.text.tools import plain_tools, with_texts
 
-_REASONING_TAGS = ("<think>", "</think>")  # templates look for them in assistant messages
 _MAX_VOCAB = 1 << 24
 _MAX_CONTROL = 1 << 10  # characters of a control token
 _DROP = {"type": "Replace", "pattern": {"String": BREAK}, "content": ""}
@@ -91,7 +91,9 @@ class Tokenizer:
                 self._table[token_id] = b"" if token.special else token.content.encode()
         self.control_ids = frozenset(i for i, token in self._added.items() if is_control(token))
         self._user_spellings = Spellings(self._added[i].content for i in self.control_ids)
-        allowed = [text for text in self._user_spellings.texts if text not in _REASONING_TAGS]
+        allowed = [
+            text for text in self._user_spellings.texts if text not in (OPEN, CLOSE)
+        ]  # templates look for the tags in them
         few = len(allowed) < len(self._user_spellings.texts)
         self._assistant_spellings = Spellings(allowed) if few else self._user_spellings
         self.bos_token_id = self._id_of("bos_token")

@@ -7,13 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minillm.ui.chat.candidates import num_common
 from minillm.ui.chat.conversation import Candidate, Conversation, Turn
 from minillm.ui.chat.export import to_markdown
-from minillm.ui.chat.reasoning import ReasoningSplitter, split_reasoning
 from minillm.ui.chat.saved import from_data, to_data
 from minillm.ui.chat.sessions import SessionStore
 
@@ -159,28 +156,6 @@ def test_a_conversation_survives_the_disk() -> None:
 def test_what_is_no_conversation_is_refused(data: object) -> None:
     with pytest.raises(ValueError, match="not a conversation"):
         from_data(data)
-
-
-def test_reasoning_is_split_off() -> None:
-    assert split_reasoning("<think>hm</think>yes") == ("hm", "yes")
-    assert split_reasoning("hm</think>yes", inside=True) == ("hm", "yes")
-    assert split_reasoning("a <b> c</think> d") == ("", "a <b> c</think> d")
-    assert split_reasoning("<think>never closed") == ("never closed", "")
-    assert split_reasoning("ends with <thi") == ("", "ends with <thi")
-
-
-@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "thin", "k>", "/", "x"]), max_size=12), st.data())
-def test_reasoning_does_not_depend_on_how_the_text_is_cut(parts: list[str], data: st.DataObject) -> None:
-    text = "".join(parts)
-    splitter = ReasoningSplitter()
-    pieces: list[tuple[bool, str]] = []
-    while text:
-        cut = data.draw(st.integers(1, len(text)))
-        pieces += splitter.push(text[:cut])
-        text = text[cut:]
-    pieces += splitter.finish()
-    whole = split_reasoning("".join(parts))
-    assert ("".join(t for inside, t in pieces if inside), "".join(t for inside, t in pieces if not inside)) == whole
 
 
 def test_the_common_beginning_ends_with_a_word() -> None:

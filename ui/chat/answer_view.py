@@ -9,9 +9,9 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Collapsible, Static
 
+from minillm.text.reasoning import ReasoningSplitter
 from minillm.ui.chat.conversation import Answer
 from minillm.ui.chat.gutter import Gutter
-from minillm.ui.chat.reasoning import ReasoningSplitter
 from minillm.ui.drawing import update_in_place
 from minillm.ui.numbers import count, duration, plural
 from minillm.ui.textual_internals import Growing

@@ -11,11 +11,11 @@ from textual.content import Content
 from textual.widgets import Static
 
 from minillm.cache.runs import common_length
+from minillm.text.reasoning import split_reasoning
 from minillm.text.safe import clean
 from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.answer_view import summary
 from minillm.ui.chat.conversation import Answer, Candidate
-from minillm.ui.chat.reasoning import split_reasoning
 from minillm.ui.drawing import update_in_place
 from minillm.ui.engine_app import CommandAsked
 from minillm.ui.memory.pool import NUM_COLORS

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from minillm.errors import UsageError
 from minillm.service import messages
+from minillm.text.reasoning import split_reasoning
 from minillm.ui.chat.conversation import Conversation, Turn
-from minillm.ui.chat.reasoning import split_reasoning
 from minillm.ui.numbers import count, plural
 
 _REQUEST = (

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from minillm.text.reasoning import ReasoningSplitter
 from minillm.text.safe import clean
 from minillm.ui.chat.candidates import num_common, text_of
 from minillm.ui.chat.conversation import Answer, Turn
 from minillm.ui.chat.files import folded_files
-from minillm.ui.chat.reasoning import ReasoningSplitter
 from minillm.ui.chat.turn_view import shown_question
 
 

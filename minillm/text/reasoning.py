@@ -1,0 +1,125 @@
+"""A model's reasoning, between ``<think>`` and ``</think>``, and the answer after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+OPEN, CLOSE = "<think>", "</think>"  # tags around the reasoning
+Pieces = list[tuple[bool, str]]  # (is reasoning, text) without the tags; no text is empty
+_FEW = 8  # tokens that hold an opening tag, and space after it
+
+
+def is_opened(decode: Callable[[list[int]], str], prompt: list[int]) -> bool:
+    """Return whether a prompt's token ids end with the opening tag: the template has opened the reasoning."""
+    return decode(prompt[-_FEW:]).rstrip().endswith(OPEN)
+
+
+def _cut(text: str, tag: str) -> tuple[str, bool, str]:
+    """Return the text before the first ``tag``, whether it is there, and the text after it.
+
+    Without the tag, the last text returned is a possible beginning of it, which needs more text.
+    """
+    before, found, after = text.partition(tag)
+    if found:
+        return before, True, after
+    kept = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+    return text[: len(text) - kept], False, text[len(text) - kept :]
+
+
+@dataclass
+class ReasoningSplitter:
+    """Splits streamed text into reasoning and answer, which may alternate.
+
+    Text that may begin a tag is held back until more arrives.
+    """
+
+    inside: bool = False
+    _held: str = ""
+
+    def push(self, text: str) -> Pieces:
+        """Add text. Return the pieces that are certain now."""
+        pieces = []
+        found, self._held = True, self._held + text
+        while found:
+            piece, found, self._held = _cut(self._held, CLOSE if self.inside else OPEN)
+            if piece:
+                pieces.append((self.inside, piece))
+            self.inside ^= found
+        return pieces
+
+    def finish(self) -> Pieces:
+        """End the text. The part that was held back is no tag."""
+        held, self._held = self._held, ""
+        return [(self.inside, held)] if held else []
+
+
+class LeadingReasoning:
+    """Splits streamed text that may begin with reasoning. Tags in the answer are text.
+
+    Space around the reasoning belongs to neither.
+
+    Args:
+        inside: the prompt ends with the opening tag.
+    """
+
+    def __init__(self, *, inside: bool) -> None:
+        self._held = ""
+        self._stage = self._reasoning if inside else self._start
+        self._has_reasoned = False
+
+    def push(self, text: str) -> Pieces:
+        """Add text. Return the pieces that are certain now."""
+        self._held += text
+        return self._stage(final=False)
+
+    def finish(self) -> Pieces:
+        """End the text. Return the remaining pieces."""
+        return self._stage(final=True)
+
+    def _start(self, *, final: bool) -> Pieces:
+        text = self._held.lstrip()
+        if text.startswith(OPEN):
+            self._held = text.removeprefix(OPEN)
+            self._stage = self._reasoning
+        elif OPEN.startswith(text) and not final:
+            return []
+        else:
+            self._stage = self._answer
+        return self._stage(final=final)
+
+    def _reasoning(self, *, final: bool) -> Pieces:
+        text = self._held if self._has_reasoned else self._held.lstrip()
+        piece, closed, after = _cut(text, CLOSE)
+        if final and not closed:
+            piece, self._held = text, ""
+        else:
+            piece = piece.rstrip()
+            self._held = after if closed else text[len(piece) :]
+        self._has_reasoned |= bool(piece)
+        pieces = [(True, piece)] if piece else []
+        if not closed:
+            return pieces
+        self._stage = self._gap
+        return pieces + self._gap(final=final)
+
+    def _gap(self, *, final: bool) -> Pieces:
+        self._held = self._held.lstrip()
+        if not self._held:
+            return []
+        self._stage = self._answer
+        return self._answer(final=final)
+
+    def _answer(self, *, final: bool) -> Pieces:
+        text, self._held = self._held, ""
+        return [(False, text)] if text else []
+
+
+def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
+    """Return all reasoning and all answer of a whole text. ``inside``: it begins inside the reasoning."""
+    splitter = ReasoningSplitter(inside)
+    pieces = splitter.push(text) + splitter.finish()
+    return (
+        "".join(piece for reasoning, piece in pieces if reasoning),
+        "".join(piece for reasoning, piece in pieces if not reasoning),
+    )
