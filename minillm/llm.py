@@ -193,7 +193,7 @@ def _request(driver: Driver, prompt: Prompt, params: Params, **options: Any) -> 
 
 
 def _request_of(driver: Driver, make: Callable[[], tuple[Prompt, Params]]) -> Request:
-    return _request(driver, *make())
+    return _request(driver, *make(), offline=True)
 
 
 def _pair(prompt: Prompt, params: Params) -> tuple[Prompt, Params]:

@@ -27,6 +27,7 @@ class Scheduler:
     max_num_batched_tokens: int
     admission: str = "predicted"  # or "optimistic"
     prefill_chunk: int | None = None  # tokens of a step with both decodes and prompts; None: the budget
+    offline_chunk: int | None = None  # the same if all decoding requests are offline
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
     failed: list[SequenceGroup] = field(default_factory=list)  # with an error, still to be ended
@@ -77,10 +78,12 @@ class Scheduler:
     def _budget(self, schedule: Schedule) -> int:
         """Return how many prompt tokens the step may compute."""
         budget, decoding = self.max_num_batched_tokens - len(schedule.decodes), len(schedule.decodes)
-        if decoding and self.prefill_chunk is not None:
+        is_offline = all(chunk.group.offline for chunk in schedule.decodes)
+        most = self.offline_chunk if is_offline else self.prefill_chunk
+        if decoding and most is not None:
             # Decoding sequences should not wait long for their next token. All tokens of the step count, since
             # matmuls are fastest with a multiple of 256 rows.
-            budget = min(budget, max(self.prefill_chunk - decoding, self.prefill_chunk // 2))
+            budget = min(budget, max(most - decoding, most // 2))
         return budget
 
     def _prefill(self, chunks: list[Chunk], budget: int, schedule: Schedule) -> int:

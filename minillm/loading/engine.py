@@ -149,7 +149,14 @@ def new_engine(
     defaults = sampling_defaults(description.config.generation_defaults)
     cache = BlockManager(limits.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
     preemption = Preemption(cache, SwapSpace(limits.num_host_blocks))
-    scheduler = Scheduler(preemption, config.max_num_seqs, limits.num_tokens, config.admission, prefill_chunk)
+    scheduler = Scheduler(
+        preemption,
+        config.max_num_seqs,
+        limits.num_tokens,
+        config.admission,
+        prefill_chunk=prefill_chunk,
+        offline_chunk=config.prefill_chunk,
+    )
     requests = Requests(
         scheduler,
         tokenizer,

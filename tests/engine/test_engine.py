@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from minillm.cache import check, pool_stats
 from minillm.engine import held as idle_verbs
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
+from minillm.engine.requests import Request
 from minillm.errors import CapacityError, UsageError
+from minillm.llm import LLM
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
@@ -362,3 +365,31 @@ def test_log_probabilities_are_the_models_own(theirs: Any, model: Llama, logprob
         best = row.topk(logprobs)
         assert [found for found, _ in entry.top] == best.indices.tolist()
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_only_offline_runs_compute_whole_prompts_next_to_decodes(model: Llama, offline: bool) -> None:
+    """A prompt of 40 tokens needs one step next to an offline request, and chunks next to one that somebody reads."""
+    engine = engine_for(model)
+    engine.scheduler.prefill_chunk = 8
+    first = engine.add(Request(list(range(3, 9)), GREEDY, request_id="first", offline=offline)).sequences[0]
+    while first.num_tokens == first.num_prompt_tokens:
+        engine.step()
+    second = engine.add(Request(list(range(3, 43)), GREEDY, request_id="second", offline=True)).sequences[0]
+    steps = 0
+    while second.num_tokens == second.num_prompt_tokens:
+        engine.step()
+        steps += 1
+    assert steps <= 2 if offline else steps >= 40 // 8, "one step may have been launched ahead"
+    engine.close()
+
+
+def test_an_explicit_chunk_holds_for_offline_runs_too(tiny_model: Path) -> None:
+    """`LLM.generate` runs offline requests, and `LLM.stream` does not."""
+    with LLM(str(tiny_model), prefill_chunk=32, max_num_seqs=8) as llm:
+        assert (llm.engine.scheduler.prefill_chunk, llm.engine.scheduler.offline_chunk) == (32, 32)
+        seen, add = [], llm.engine.add
+        llm.engine.add = lambda request: (seen.append(request.offline), add(request))[1]  # type: ignore[method-assign]
+        llm.generate([[3, 4], [5]], GREEDY)
+        list(llm.stream([3, 4], GREEDY))
+        assert seen == [True, True, False]
