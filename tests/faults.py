@@ -1192,13 +1192,15 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("body-memory-unbounded", "BodyMemory._admit", "Compare 0", "True",
          ACCESS + "test_large_bodies_of_a_tenant_share_its_memory_in_their_order"),
     ],
-    "minillm/server/app.py": [
-        ("session-of-any-key", "_session_command", "BoolOp 0", "$values[0]",
+    "minillm/server/stream_routes.py": [
+        ("session-of-any-key", "take_session_commands", "BoolOp 0", "$values[0]",
          FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
-        ("one-prefix-cache-for-all-keys", "_salt", "BoolOp 1", "True",
-         FORKS + "test_no_key_learns_what_another_has_sent"),
         ("all-streams-for-one-key", "_listening", "BoolOp 1", "False",
          FORKS + "test_one_key_does_not_take_all_streams_of_events"),
+    ],
+    "minillm/server/service.py": [
+        ("one-prefix-cache-for-all-keys", "Service.salt", "BoolOp 1", "True",
+         FORKS + "test_no_key_learns_what_another_has_sent"),
         ("prefixes-of-an-ended-engine-kept", "Service.forget", "DictComp 0",
          "{id: $value for $generators[0].target in $generators[0].iter}",
          REPLICAS + "test_one_engine_serves_while_another_is_started_again"),

@@ -20,8 +20,8 @@ from minillm.errors import UsageError
 from minillm.parallel.launch import Torchrun
 from minillm.progress import loading_bar, say
 from minillm.server.access import AccessRules
-from minillm.server.app import Service
 from minillm.server.replicas import MAX_REPLICAS
+from minillm.server.service import Service
 from minillm.server.serving import ServerConfig, serve
 from minillm.service import messages as chat
 from minillm.system import expanded

@@ -17,11 +17,12 @@ import uvicorn
 
 from minillm.errors import UsageError
 from minillm.server.access import AccessRules
-from minillm.server.app import Service, make_app
+from minillm.server.app import make_app
 from minillm.server.fair_queue import FairQueue
 from minillm.server.http_protocol import BoundedProtocol
 from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine, Replicas
+from minillm.server.service import Service
 from minillm.service import messages as chat
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
