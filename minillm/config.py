@@ -91,8 +91,8 @@ class EngineConfig:
     )
     prefill_chunk: int | None = integer(
         None, 1, _MOST,
-        help="most prompt tokens per step while other sequences decode (default: no limit on a CPU and for offline runs, "
-        "otherwise about 45 ms of work on a GPU)",
+        help="most prompt tokens per step while other sequences decode (default: no limit on a CPU and for offline "
+        "runs, otherwise about 45 ms of work on a GPU)",
     )  # fmt: skip
     gpu_memory_utilization: float = number(
         0.9, 0.0, 1.0, above=True, help="fraction of the GPU's memory for weights, activations and KV cache"
