@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from minillm.server.engine_process import Answer
 from minillm.server.messages import Completion, Ended, Token
 
 Json = dict[str, Any]
@@ -54,8 +57,32 @@ class Frame:
         tail = {"usage": None if usage is None else usage.json()} if has_usage or usage is not None else {}
         return {**self._head(kind), "choices": choices, **tail}
 
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        return b""
+
+    def chunks(self, choices: list[Json], usage: Usage | None, prompt: Json, *, has_usage: bool) -> bytes:
+        found = [self.chunk([each], usage, has_usage=has_usage) for each in choices]
+        found[0] |= prompt
+        return b"".join(map(event, found))
+
+    def closing(self, usage: Usage, *, has_usage: bool) -> bytes:
+        last = event(self.chunk([], usage)) if has_usage else b""
+        return last + b"data: [DONE]\n\n"
+
+    def error(self, error: Json) -> Json:
+        return error
+
+    def failed(self, error: Json) -> bytes:
+        return event(error)
+
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def event(value: Json, name: str = "") -> bytes:
+    """Return a server-sent event, with a ``name`` if it has one."""
+    head = f"event: {name}\ndata: ".encode() if name else b"data: "
+    return head + msgspec.json.encode(value) + b"\n\n"
 
 
 def extras(each: Completion) -> Json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
@@ -11,23 +13,34 @@ from minillm.server import bodies, messages
 from minillm.server.answers import Frame
 from minillm.server.bodies import ChatBody, CompletionBody
 from minillm.server.forms import ChatForm, TextForm
-from minillm.server.generating import Asked, Generating
+from minillm.server.generating import Asked, Form, Framing, Generating
 from minillm.server.service import Service
 from minillm.server.thoughts import ThoughtReader, template_options
 from minillm.server.tool_choice import call_form, call_formats, choice_of
 
 
-async def chat(service: Service, request: Request) -> Generating:
-    body = bodies.read_body(ChatBody, request.state.body)
-    body.check()
-    service.check_model(body.model)
+@dataclass(frozen=True)
+class ChatCall:
+    """The engine's call for a chat.
+
+    Attributes:
+        reader: makes a reader of an answer, given whether the answer begins in thoughts.
+        grammar_field: the field that the grammar comes from, for errors; empty if there is none.
+    """
+
+    call: messages.Complete
+    reader: Callable[[bool], ThoughtReader]
+    grammar_field: str
+
+
+def chat_call(service: Service, tenant: str, name: str, body: ChatBody) -> ChatCall:
+    """Return the call for a chat with the request id ``name``. Raises BadField."""
     choice = choice_of(body)
     options = template_options(body, has_switch=service.facts.facts.has_thinking_switch)
     params = body.params(service.facts.defaults)
     calls, formats = call_form(service.facts.chat_template), call_formats(service.facts.chat_template)
     if choice.schemas:
         params["grammar"] = choice.grammar(calls)
-    name, tenant = f"chatcmpl-{secrets.token_hex(12)}", request.state.tenant
     call = messages.Complete(
         name,
         tenant,
@@ -42,13 +55,22 @@ async def chat(service: Service, request: Request) -> Generating:
         echo=body.prompt_logprobs is not None,
         thinks=not choice.required and bool(calls.tag) and bool(choice.schemas),
     )
-    frame = Frame(name, service.names[0], "chat.completion")
 
     def reader(opened: bool) -> ThoughtReader:
         return ThoughtReader(choice.reader(calls, formats), opened=opened)
 
-    form = ChatForm(bool(body.logprobs), reader, body.prompt_logprobs is not None)
-    return _generating(service, body, tenant, [call], frame, form, grammar_field="tools" if choice.schemas else "")
+    return ChatCall(call, reader, "tools" if choice.schemas else "")
+
+
+async def chat(service: Service, request: Request) -> Generating:
+    body = bodies.read_body(ChatBody, request.state.body)
+    body.check()
+    service.check_model(body.model)
+    name, tenant = f"chatcmpl-{secrets.token_hex(12)}", request.state.tenant
+    made = chat_call(service, tenant, name, body)
+    frame = Frame(name, service.names[0], "chat.completion")
+    form = ChatForm(bool(body.logprobs), made.reader, body.prompt_logprobs is not None)
+    return generating(service, body, tenant, [made.call], frame, form, grammar_field=made.grammar_field)
 
 
 async def complete(service: Service, request: Request) -> Generating:
@@ -80,18 +102,19 @@ async def complete(service: Service, request: Request) -> Generating:
         calls[0].request_id = name
     form = TextForm(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
     frame = Frame(name, service.names[0], "text_completion")
-    return _generating(service, body, tenant, calls, frame, form)
+    return generating(service, body, tenant, calls, frame, form)
 
 
-def _generating(
+def generating(
     service: Service,
     body: ChatBody | CompletionBody,
     tenant: str,
     calls: list[messages.Complete],
-    frame: Frame,
-    form: ChatForm | TextForm,
+    frame: Framing,
+    form: Form,
     grammar_field: str = "",
 ) -> Generating:
+    """Return the response that generates answers to ``calls``."""
     asked = Asked(
         tenant, calls, frame, form, bool(body.stream), body.has_usage, body.counts, grammar_field, body.priority
     )

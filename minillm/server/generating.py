@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from minillm.errors import UsageError
-from minillm.server.answers import Frame, Json, Usage
+from minillm.server.answers import Json, Usage
 from minillm.server.engine_process import Answer, EngineDied
 from minillm.server.fair_queue import FairQueue, Full, Place, num_seats
 from minillm.server.messages import Complete, Completion, Ended, Refused, Text
@@ -28,6 +28,28 @@ _MOST_HEAD_SECONDS = 0.9  # until the head is sent regardless; a later error is 
 _SILENT_SECONDS = 10.0  # until a comment keeps a silent stream alive; proxies close connections after 60 s
 _TYPE_JSON = (b"content-type", b"application/json")
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Framing(Protocol):
+    """Encodes the responses and events of one protocol. `minillm.server.answers.Frame` is that of chat completions."""
+
+    def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
+        """Return a complete response. ``prompt`` holds the fields about the prompt."""
+
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        """Return the events to send as soon as the engine has accepted all prompts."""
+
+    def chunks(self, choices: list[Json], usage: Usage | None, prompt: Json, *, has_usage: bool) -> bytes:
+        """Return the events of a stream's choices. ``prompt`` holds the fields that the first event gets."""
+
+    def closing(self, usage: Usage, *, has_usage: bool) -> bytes:
+        """Return the last events of a stream."""
+
+    def error(self, error: Json) -> Json:
+        """Return an error in OpenAI's format in this protocol's format."""
+
+    def failed(self, error: Json) -> bytes:
+        """Return the last event of a stream that fails with an error, which is in OpenAI's format."""
 
 
 class Form(Protocol):
@@ -52,7 +74,7 @@ class Asked:
 
     tenant: str
     calls: Sequence[Complete]
-    frame: Frame
+    frame: Framing
     form: Form
     streamed: bool
     has_usage: bool = False  # the stream ends with the token usage
@@ -200,10 +222,11 @@ class Generating:
     async def _fail(self, send: Send, failed: Failed) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
+        frame = self.asked.frame
         if self._started:  # the headers are sent: report the error as an event and end the stream
-            await send(_body(_event(failed.json()), more=False))
+            await send(_body(frame.failed(failed.json()), more=False))
         else:
-            await send_json(send, failed.status, failed.json(), failed.headers)
+            await send_json(send, failed.status, frame.error(failed.json()), failed.headers)
 
     async def _answer(self, send: Send, began: float) -> None:
         news = asyncio.Event()
@@ -286,6 +309,9 @@ class Generating:
                 _raise_refused(answers, self.asked.grammar_field)
                 if all(answer.began is not None or answer.ended is not None for answer in answers):
                     self._accepted.set()
+                    if opening := frame.opening(answers):
+                        await self._start(send)
+                        await send(_body(opening, more=True))
             for number in sorted(left):
                 answer = answers[number]
                 texts = answer.take()
@@ -298,8 +324,8 @@ class Generating:
                 for text in texts:
                     if (number, text.index) not in seen:
                         seen.add((number, text.index))
-                        if (opening := form.first(number, text.index, answer)) is not None:
-                            choices.append(opening)
+                        if (first := form.first(number, text.index, answer)) is not None:
+                            choices.append(first)
                     counts[number] += text.num_tokens
                     engine_seconds = engine_seconds or text.first_seconds
                     choices += form.pieces(number, text)
@@ -310,15 +336,13 @@ class Generating:
                 if is_first:
                     has_told, timing = True, await self._start(send, engine_seconds)
                 usage = _so_far(answers, counts) if asked.counts else None
-                chunks = [frame.chunk([each], usage, has_usage=asked.has_usage) for each in choices]
-                if is_first:
-                    chunks[0] |= form.prompt(answers)
-                await send(_body(timing + b"".join(map(_event, chunks)), more=True))
+                prompt = form.prompt(answers) if is_first else {}
+                chunks = frame.chunks(choices, usage, prompt, has_usage=asked.has_usage)
+                await send(_body(timing + chunks, more=True))
                 if is_first:
                     self.metrics.first_token.observe(time.monotonic() - began)
         await self._start(send, engine_seconds)
-        last = _event(frame.chunk([], self.usage)) if asked.has_usage else b""
-        await send(_body(last + b"data: [DONE]\n\n", more=False))
+        await send(_body(frame.closing(self.usage, has_usage=asked.has_usage), more=False))
 
     async def _start(self, send: Send, engine_seconds: float = 0.0) -> bytes:
         """Send a stream's head if it is not sent yet. Return a comment with the timing if the head was sent without it.
@@ -375,10 +399,6 @@ def _as_text(request_id: str, each: Completion) -> Text:
         each.stop_reason,
         each.token_ids,
     )
-
-
-def _event(value: Json) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def _body(data: bytes, *, more: bool) -> dict[str, Any]:
