@@ -1,4 +1,4 @@
-"""Bookkeeping of the KV cache: which table holds which block. No tensors here."""
+"""Bookkeeping of the KV cache: which sequence's block table holds which block. No tensors here."""
 
 from minillm.cache.block_manager import BlockManager, BlockTable, OutOfBlocks
 from minillm.cache.events import CacheEvent

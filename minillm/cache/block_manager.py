@@ -6,9 +6,9 @@ A sequence's context is a table of block ids, and each block counts the tables t
 - **fork** shares: the child's table lists the parent's blocks. No data is copied.
 - **append** adds token slots. If other tables hold the last block, a fresh block replaces it and one copy (source,
   destination) is recorded. The last owner writes in place.
-- **free** drops a table, or the tail of one. An unreferenced block becomes free. If it is full and its tokens are
+- **free** drops a table, or its last blocks. An unreferenced block becomes free. If it is full and its tokens are
   known, it stays cached instead: the next prompt with the same beginning finds it (`prefix_cache.py`), until its memory
-  is needed. Eviction takes the least recently used block first, and a table's tail before its beginning.
+  is needed. Eviction takes the least recently used block first, and the last blocks of a table before its first ones.
 """
 
 from collections.abc import Sequence
@@ -20,25 +20,25 @@ from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache
 
 
 class OutOfBlocks(Exception):
-    """Too few free blocks for an append. Nothing has changed; the scheduler preempts or queues."""
+    """Too few free blocks for an append, which changed nothing. The scheduler then preempts a running request."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """One sequence's blocks in logical order, and the number of its tokens that have a slot in them."""
+    """One sequence's blocks in logical order, and the number of tokens that have a slot in these blocks."""
 
     seq_id: int
     blocks: list[int]
     num_tokens: int = 0
-    # Tokens that can be appended without checking reference counts. `append` updates it. `fork` lowers it to
-    # `num_tokens`, so the next append to either table checks for a shared block.
+    # The table can grow to this many tokens without a new block and without checking reference counts. `append` updates
+    # it. `fork` lowers it to `num_tokens`, so the next append to either table checks for a shared block.
     writable: int = 0
     salt: str | None = None  # only tables of the same salt share cached blocks
     nodes: list[Node] = field(default_factory=list)  # prefix cache nodes of the committed full blocks
 
     def append_in_place(self) -> bool:
-        """Append one token if that takes no block, like `BlockManager.append`; otherwise return False and change
-        nothing.
+        """Append one token if this takes neither a new block nor a copy, and return True. Otherwise change nothing, and
+        return False: the caller needs `BlockManager.append`.
         """
         if self.num_tokens < self.writable:
             self.num_tokens += 1
@@ -71,7 +71,7 @@ class BlockManager:
         """Make a table for a new sequence. It begins with the cached blocks of ``token_ids``.
 
         Args:
-            prefix: the result of `find_cached` for them, if nothing has changed since.
+            prefix: the result of `find_cached` for ``token_ids``, if the cache has not changed since. Saves the lookup.
 
         Raises:
             ValueError: ``seq_id`` already has a table.
@@ -95,7 +95,7 @@ class BlockManager:
         return table
 
     def count_hit(self, num_tokens: int, num_looked_up: int) -> None:
-        """Count a prompt's tokens for the hit rate: how many were cached, and how many it has."""
+        """Count one prompt for the hit rate: ``num_tokens`` of its ``num_looked_up`` tokens were cached."""
         self.num_hit_tokens += num_tokens
         self.num_looked_up_tokens += num_looked_up
 
@@ -143,7 +143,7 @@ class BlockManager:
         table.blocks, table.num_tokens, table.writable, table.nodes = [], 0, 0, []
 
     def unref(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block, the last block first: it is the least shared, and is reused first."""
+        """Drop one reference to each block, last block first. It is shared least, so it should be evicted first."""
         counts = self.ref_counts
         for block in reversed(blocks):
             counts[block] -= 1
@@ -153,7 +153,7 @@ class BlockManager:
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Make the full blocks of the first ``num_computed`` tokens findable: their K and V are computed."""
+        """Add the full blocks of the first ``num_computed`` tokens to the prefix cache. K and V must be computed."""
         size, nodes = self.block_size, table.nodes
         if not self.prefix_caching:
             return
@@ -162,11 +162,11 @@ class BlockManager:
             nodes.append(self.prefixes.add(table.blocks[index], before, token_ids[index * size : (index + 1) * size]))
 
     def is_cached(self, block: int) -> bool:
-        """Return whether the block is unreferenced but prompts can still find it."""
+        """Return whether no table holds the block but the prefix cache can still find it."""
         return block in self._cached
 
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
-        """Look up the blocks that `allocate` would find."""
+        """Look up the cached blocks with which `allocate` would begin a table, without taking them."""
         if not self.prefix_caching:
             return CachedPrefix([], [], 0, 0)
         blocks, nodes = self.prefixes.match(token_ids, salt, len(token_ids) - 1)
@@ -174,13 +174,13 @@ class BlockManager:
         return CachedPrefix(blocks, nodes, len(blocks) * self.block_size, held)
 
     def distrust(self, table: BlockTable) -> None:
-        """Make the blocks of a table unfindable, because their K and V are wrong (for example NaN)."""
+        """Remove a table's blocks from the prefix cache, because their K and V are wrong (for example NaN)."""
         for block in table.blocks:
             if block in self.prefixes:
                 self.prefixes.remove(block)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix and free the unreferenced blocks."""
+        """Remove every block from the prefix cache, and free the cached blocks that no table holds."""
         while self._cached:
             self._evict()
         for table in self.tables.values():
@@ -188,7 +188,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Number of unreferenced blocks that can still be found."""
+        """Number of blocks that no table holds but the prefix cache can still find."""
         return len(self._cached)
 
     # --- for the scheduler and the runner -----------------------------------------------------------------------------
@@ -201,8 +201,8 @@ class BlockManager:
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the (source, destination) copies recorded since the last call.
 
-        They must run on the device before anything is written to the pool. Until they are taken, a source is not
-        reused, even if no table holds it any more.
+        The caller must run the copies on the device before anything is written to the pool. Until this call, a source
+        block is not reused, even if no table holds it any more.
         """
         copies = [(source, destination) for destination, source in self._copies.items()]
         sources, self._copies, self._copy_sources = self._copy_sources, {}, {}
@@ -212,11 +212,11 @@ class BlockManager:
         return copies
 
     def content_of(self, block: int) -> int:
-        """Return the block that has ``block``'s content on the device now: its source, while its copy is not taken."""
+        """Return the block that has ``block``'s content on the device now: the source, until its copy is taken."""
         return self._copies.get(block, block)
 
     def _grow(self, table: BlockTable, end: int) -> None:
-        """Give ``table`` blocks for ``end`` tokens; copy its last block on write if another table shares it."""
+        """Give ``table`` blocks for ``end`` tokens. If another table shares its last block, copy that block first."""
         partly_filled = table.num_tokens % self.block_size > 0
         shared = partly_filled and self.ref_counts[table.blocks[-1]] > 1
         fresh = -(-end // self.block_size) - len(table.blocks)
@@ -225,7 +225,7 @@ class BlockManager:
         if shared:
             self._copy_on_write(table)
         elif partly_filled and table.blocks[-1] in self.prefixes:
-            self.prefixes.remove(table.blocks[-1])  # its last owner, forked at an earlier token, will write to it
+            self.prefixes.remove(table.blocks[-1])  # the only owner was forked at an earlier token, and will write here
         if fresh > 0:
             taken = self._take(fresh, table.blocks[-1] if table.blocks else None)
             for block in taken:
@@ -265,7 +265,7 @@ class BlockManager:
             self.emit(CacheEvent("copy", table.seq_id, (source, destination)))
 
     def _drop(self, block: int) -> None:
-        """Release a block that no table holds any more."""
+        """Cancel the pending copy into a block that no table holds any more, and release the block."""
         source = self._copies.pop(block, None)  # the copy has no reader any more
         if source is not None:
             self._copy_sources[source] -= 1
@@ -277,7 +277,7 @@ class BlockManager:
             self._release(block)
 
     def _release(self, block: int) -> None:
-        """Cache a block without owners and pending copies if it can be found, else free it."""
+        """Keep a block in the prefix cache if that lists it, else free it. No table and no pending copy may need it."""
         if block in self.prefixes:
             self._cached[block] = None
         else:

@@ -9,19 +9,19 @@ EventKind = Literal["allocate", "hit", "fork", "copy", "cut", "free", "evict", "
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """One change of the block tables.
+    """One change to the block tables. ``kind`` says what ``seq_id``, ``blocks`` and ``parent_id`` mean:
 
     ==========  ===================================================================================
-    allocate    ``seq_id`` took ``blocks`` from the free ones
+    allocate    ``seq_id`` took the free ``blocks``
     fork        ``seq_id`` now shares ``blocks`` with ``parent_id``, in place of the blocks it had there
     copy        ``seq_id`` writes to ``blocks[1]``, a copy of the shared ``blocks[0]`` (copy-on-write)
-    cut         ``seq_id`` freed its tail, ``blocks``: they held rejected draft tokens
+    cut         ``seq_id`` freed its last ``blocks``, which held rejected draft tokens
     free        ``seq_id`` is gone; it held ``blocks``
     hit         the new ``seq_id`` found ``blocks`` in the prefix cache
-    evict       the cached ``blocks`` are free; ``seq_id`` is -1
-    preempt     ``seq_id``, which holds ``blocks``, is preempted and waits
-    swap_out    ``seq_id`` left ``blocks`` for host memory
-    swap_in     ``seq_id`` is back, in ``blocks``
+    evict       the cached ``blocks`` became free; ``seq_id`` is -1
+    preempt     ``seq_id``, which still holds ``blocks``, is preempted
+    swap_out    ``seq_id`` moved from ``blocks`` to host memory
+    swap_in     ``seq_id`` moved from host memory to ``blocks``
     ==========  ===================================================================================
     """
 

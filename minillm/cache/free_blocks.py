@@ -25,9 +25,9 @@ class FreeBlocks:
         return self._count
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """Take ``count`` free blocks, starting at ``after + 1`` if that is free, in few runs.
+        """Take ``count`` free blocks in few runs of consecutive ids, starting with block ``after + 1`` if it is free.
 
-        The caller has checked that ``count <= len(self)``.
+        The caller ensures that ``count <= len(self)``.
         """
         taken: list[int] = []
         if after is not None and after + 1 < len(self._is_free) and self._is_free[after + 1]:
@@ -58,11 +58,11 @@ class FreeBlocks:
         self._insert(start, end - start + 1)
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return (start, length) of every run, in order of start."""
+        """Return (first block, number of blocks) of every run of free blocks, in order."""
         return sorted((start, self._length[start]) for size_class in self._classes for start in size_class)
 
     def _longest_run(self, wanted: int) -> int:
-        """Return a run of the largest size class, preferably one that holds ``wanted`` blocks."""
+        """Return the first block of a run in the largest size class, preferably a run of ``wanted`` blocks or more."""
         candidates = self._classes[self._nonempty.bit_length() - 1]
         for tried, start in enumerate(candidates):
             if self._length[start] >= wanted or tried == 8:
@@ -70,7 +70,7 @@ class FreeBlocks:
         return next(iter(candidates))
 
     def _take_from(self, run: int, first: int, count: int) -> list[int]:
-        """Cut ``first … first + count - 1`` out of the run that starts at ``run``."""
+        """Take blocks ``first … first + count - 1`` out of the free run that starts at block ``run``; return them."""
         length = self._length[run]
         self._remove(run)
         if first > run:

@@ -1,19 +1,19 @@
 """Index from tokens to full blocks, so that cached beginnings of prompts are not computed again.
 
-The key of a block is (the node before it, its tokens), and each block gets a new numbered node. Blocks are thus found
-along a chain from the first one. Python's dictionary compares keys whole, so a hash collision never gives a wrong
-answer. vLLM uses a chain of hashes instead (Kwon et al. 2023).
+Each indexed block gets a number, its node. Its key is (the node of the block before it, its own tokens), so a lookup
+follows a chain of nodes from the first block. Python's dictionary compares whole keys, so a hash collision never gives
+a wrong answer. vLLM uses a chain of hashes instead (Kwon et al. 2023).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-Node = int | str | None  # a number, or the salt that a chain begins with
+Node = int | str | None  # a block's number, or the salt before the first block of a chain
 
 
 @dataclass(frozen=True)
 class PrefixEntry:
-    """A findable block: its node, and its key."""
+    """The index entry of a block: its node, and its key (the node before it, its tokens)."""
 
     node: int
     before: Node
@@ -22,7 +22,7 @@ class PrefixEntry:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The cached blocks of a prompt's beginning at this moment."""
+    """The cached blocks at the beginning of a prompt, at the time of the lookup."""
 
     blocks: list[int]
     nodes: list[Node]  # of these blocks
@@ -31,7 +31,7 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """The index. It neither owns nor counts blocks; the block manager adds and removes them."""
+    """The index of full blocks by their tokens. The block manager adds and removes blocks, and counts references."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -40,22 +40,22 @@ class PrefixCache:
         self._next_node = 0
 
     def __contains__(self, block: int) -> bool:
-        """Return whether ``block`` can be found by its tokens."""
+        """Return whether ``block`` is in the index."""
         return block in self._entries
 
     def after(self, node: Node) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens of every block that can be found after ``node``. Scans all blocks, which is slow."""
+        """Yield the tokens of every indexed block that directly follows ``node``. Scans the whole index: slow."""
         return (tokens for before, tokens in self._blocks if before == node and type(before) is type(node))
 
     def entry(self, block: int) -> PrefixEntry | None:
-        """Return the entry under which a block can be found, or None."""
+        """Return a block's index entry, or None if the block is not in the index."""
         if block not in self._entries:
             return None
         node, (before, token_ids) = self._entries[block]
         return PrefixEntry(node, before, token_ids)
 
     def match(self, token_ids: Sequence[int], salt: str | None, limit: int) -> tuple[list[int], list[Node]]:
-        """Return the cached blocks of the first ``limit`` tokens at most, and their nodes."""
+        """Return the cached blocks of a prompt's first tokens (at most ``limit`` tokens), and the blocks' nodes."""
         size = self.block_size
         blocks: list[int] = []
         nodes: list[Node] = []
@@ -71,7 +71,7 @@ class PrefixCache:
         return blocks, nodes
 
     def add(self, block: int, before: Node, token_ids: Sequence[int]) -> Node:
-        """Make a full block findable after node ``before``; return its node, or that of an equal block."""
+        """Index a full block after node ``before``, unless an equal block is indexed. Return that block's node."""
         key = (before, tuple(token_ids))
         known = self._blocks.get(key)
         if known is not None:
@@ -83,5 +83,5 @@ class PrefixCache:
         return node
 
     def remove(self, block: int) -> None:
-        """Make a block unfindable, because its content is about to change."""
+        """Remove a block from the index, because its content is wrong or about to change."""
         del self._blocks[self._entries.pop(block)[1]]

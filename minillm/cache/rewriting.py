@@ -1,4 +1,4 @@
-"""Operations that replace or free a part of a block table: for beams that the device forks, and for draft tokens."""
+"""Operations on a part of a block table: replace its first blocks (on-device beam search), free its last (drafts)."""
 
 from minillm.cache.block_manager import BlockManager, BlockTable
 from minillm.cache.events import CacheEvent
@@ -8,8 +8,8 @@ from minillm.cache.runs import common_length
 def fork_into(manager: BlockManager, table: BlockTable, parent: BlockTable, num_tokens: int) -> None:
     """Replace the first blocks of ``table`` with the full blocks of ``parent``'s first ``num_tokens`` tokens.
 
-    Later blocks stay its own. If the last of these tokens fill a block only partly, the device has already copied
-    that part into ``table``'s block.
+    ``table`` keeps its later blocks. If these tokens fill their last block only partly, the device has already copied
+    that part into ``table``'s own block.
 
     Raises:
         ValueError: one of the tables has fewer tokens.
@@ -28,7 +28,7 @@ def fork_into(manager: BlockManager, table: BlockTable, parent: BlockTable, num_
 
 
 def free_tail(manager: BlockManager, table: BlockTable, num_tokens: int) -> None:
-    """Free the slots after the first ``num_tokens`` tokens of ``table``.
+    """Free the slots of ``table`` after its first ``num_tokens`` tokens.
 
     Raises:
         ValueError: ``table`` has fewer tokens.
@@ -38,7 +38,7 @@ def free_tail(manager: BlockManager, table: BlockTable, num_tokens: int) -> None
     kept = -(-num_tokens // manager.block_size)
     gone = table.blocks[kept:]
     del table.blocks[kept:], table.nodes[num_tokens // manager.block_size :]
-    # Makes the next append check whether the last block is shared or findable.
+    # Makes the next append check whether the last block is shared or in the prefix cache.
     table.num_tokens = table.writable = num_tokens
     manager.unref(gone)
     if gone and manager.subscribers:

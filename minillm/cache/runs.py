@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 
 def contiguous_runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield all runs of consecutive ids in order, each as (index of its first id, that id, length)."""
+    """Yield every run of consecutive ids, in order, as (index of the run's first id, first id, length)."""
     start, count = 0, len(ids)
     for end in range(1, count + 1):
         if end == count or ids[end] != ids[end - 1] + 1:
@@ -13,7 +13,7 @@ def contiguous_runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def common_length(one: Sequence[object], other: Sequence[object], start: int = 0) -> int:
-    """Return the length of the common prefix. The first ``start`` ids are known to be equal."""
+    """Return the length of the common prefix. The caller knows that the first ``start`` ids are equal."""
     length = min(len(one), len(other))
     if one[start:length] == other[start:length]:  # the usual case, and much faster than a loop
         return length

@@ -1,4 +1,4 @@
-"""Views of the bookkeeping: memory figures, consistency checks, and why a prompt is cached up to a point."""
+"""Reports about the blocks: memory figures, a consistency check, and where a prompt differs from cached prefixes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from minillm.cache.runs import common_length
 
 @dataclass(frozen=True)
 class CacheStats:
-    """The pool at one moment. Counts are blocks unless the name says slots; a slot holds one token."""
+    """The pool of blocks at one moment. Counts are in blocks unless the name says otherwise. A slot holds one token."""
 
     num_blocks: int
     block_size: int
@@ -21,7 +21,7 @@ class CacheStats:
     logical_blocks: int  # entries of all tables: the blocks needed without sharing
     used_slots: int  # slots of used blocks that hold a token
     num_sequences: int
-    num_runs: int  # runs of consecutive blocks over all tables; equals num_sequences at best
+    num_runs: int  # runs of consecutive block ids, summed over all tables; equals num_sequences at best
     num_copies: int  # copies on write since the start
     cached_blocks: int = 0  # free blocks that the prefix cache can still find
     num_evictions: int = 0  # cached blocks evicted since the start
@@ -33,12 +33,12 @@ class CacheStats:
     num_swapped_in: int = 0
     host_blocks_used: int = 0
     pinned_blocks: int = 0
-    peak_used_blocks: int = 0  # over the steps so far
+    peak_used_blocks: int = 0  # peak and mean are over the steps so far
     mean_used_blocks: float = 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of all prompt tokens that was found in the prefix cache, 0 to 1."""
+        """Fraction of all prompt tokens that were found in the prefix cache, 0 to 1."""
         return self.num_hit_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
 
     @property
@@ -109,13 +109,16 @@ def check(manager: BlockManager) -> None:
 
 @dataclass(frozen=True)
 class PrefixReport:
-    """The cached part of a prompt, and where the nearest cached prefix differs. Counts are tokens."""
+    """The cached part of a prompt, and where the prompt first differs from the best matching cached prefix.
+
+    Counts are in tokens.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int  # in full blocks: a request does not compute them again
-    num_matching_tokens: int  # with the nearest cached prefix; its last block may match partly
-    expected: int | None  # the next token of the nearest cached prefix, if any
-    found: int | None  # the prompt's token at that position, if any
+    num_matching_tokens: int  # equal to that prefix, including a partly equal last block
+    expected: int | None  # that prefix's token at the first difference, if any
+    found: int | None  # the prompt's token at the first difference, if any
     texts: dict[int, str] = field(default_factory=dict)  # of these two tokens, if a tokenizer is known
 
     def __str__(self) -> str:
@@ -134,7 +137,7 @@ class PrefixReport:
 
 
 def explain_miss(manager: BlockManager, token_ids: Sequence[int], salt: str | None = None) -> PrefixReport:
-    """Compare a prompt with the nearest cached prefix."""
+    """Compare a prompt with the cached prefix that has most of its tokens. ``salt``: as in `BlockManager.allocate`."""
     size, count, prefixes = manager.block_size, len(token_ids), manager.prefixes
     blocks, nodes = prefixes.match(token_ids, salt, count)
     start = len(blocks) * size

@@ -1,7 +1,7 @@
 """Host memory for the blocks of sequences that were swapped out.
 
-A group is swapped out as a whole. Each of its blocks is saved once, even if several of its tables hold it, and after
-the return the tables share the same blocks as before. This is bookkeeping only; the runner moves the data.
+All sequences of a request are swapped out together. A block is saved once, even if several of their tables hold it, and
+these tables share it again after swap-in. This is bookkeeping only; the runner moves the data.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from minillm.cache.runs import common_length
 
 @dataclass(slots=True)
 class HostMoves:
-    """Blocks to move between device and host before a step computes: all of ``out``, then all of ``back``."""
+    """Blocks to move between device and host memory before a step computes: all of ``out``, then all of ``back``."""
 
     out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     back: list[tuple[int, int]] = field(default_factory=list)  # (host block, block), before the copies on write
@@ -23,7 +23,7 @@ class HostMoves:
 
 @dataclass(frozen=True)
 class SavedTable:
-    """A block table with its blocks in host memory."""
+    """The block table of a swapped-out sequence."""
 
     seq_id: int
     blocks: list[int]  # ids of host blocks
@@ -32,7 +32,7 @@ class SavedTable:
 
 
 class SwapSpace:
-    """Reference-counted host blocks ``0 … num_blocks - 1``."""
+    """Bookkeeping of the host blocks (blocks in host memory) ``0 … num_blocks - 1``, with reference counts."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -46,12 +46,12 @@ class SwapSpace:
         return len(self._free)
 
     def swap_out(self, cache: BlockManager, tables: Sequence[tuple[BlockTable, int]]) -> list[tuple[int, int]] | None:
-        """Save the first tokens of each (table, number of tokens) and free the tables.
+        """Assign host blocks to the first tokens of each (table, number of tokens) pair, and free the tables.
 
         Returns:
-            (device block, host block) pairs to copy before anything else is written to the pool, or None if host memory
-            is full; then nothing has changed. Within a step all swap-outs run before all swap-ins, so a group's host
-            blocks are free as soon as it returns.
+            (device block, host block) pairs to copy before anything else is written to the pool. None if host memory is
+            full; nothing has changed then. Within a step all swap-outs run before all swap-ins, so swap-in frees host
+            blocks at once.
         """
         size = cache.block_size
         kept = [(table, tokens, table.blocks[: -(-tokens // size)]) for table, tokens in tables]
@@ -71,18 +71,18 @@ class SwapSpace:
         return pairs
 
     def blocks_needed(self, seq_ids: Sequence[int]) -> int:
-        """Return an upper bound of the device blocks that the return of these sequences takes."""
+        """Return an upper bound on the device blocks that swapping in these sequences takes."""
         distinct = {host for seq_id in seq_ids for host in self.saved[seq_id].blocks}
-        return len(distinct) + len(seq_ids)  # a shared tail forked at fewer tokens is copied on write
+        return len(distinct) + len(seq_ids)  # each sequence may also copy a shared last block on write
 
     def swap_in(
         self, cache: BlockManager, seq_ids: Sequence[int]
     ) -> tuple[dict[int, BlockTable], list[tuple[int, int]]]:
-        """Restore the tables of sequences. The caller ensures that `blocks_needed` blocks are free.
+        """Restore the tables of swapped-out sequences. The caller ensures that `blocks_needed` blocks are free.
 
         Returns:
-            The tables, and the (host block, device block) pairs to copy before this step's copies on write, which may
-            read them.
+            The tables by sequence id, and (host block, device block) pairs. Copy these pairs before the step's copies
+            on write, which may read the restored blocks.
         """
         size = cache.block_size
         restored: dict[int, tuple[SavedTable, BlockTable]] = {}
@@ -110,7 +110,7 @@ class SwapSpace:
         return {seq_id: table for seq_id, (_, table) in restored.items()}, [(h, d) for d, h in loads.items()]
 
     def fork_into(self, seq_id: int, parent_id: int, num_blocks: int) -> None:
-        """Replace the first blocks of a saved sequence with those of another, like `cache.rewriting.fork_into`."""
+        """Replace the first blocks of a saved sequence with those of ``parent_id``: see `cache.rewriting.fork_into`."""
         blocks, shared = self.saved[seq_id].blocks, self.saved[parent_id].blocks[:num_blocks]
         for host in shared:
             self._ref_counts[host] += 1
@@ -123,7 +123,7 @@ class SwapSpace:
         self._let_go([] if saved is None else saved.blocks)
 
     def _let_go(self, hosts: Sequence[int]) -> None:
-        """Drop one reference of each CPU block, and free those without references."""
+        """Drop one reference to each host block, and free the host blocks without references."""
         for host in hosts:
             self._ref_counts[host] -= 1
             if not self._ref_counts[host]:
