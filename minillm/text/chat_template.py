@@ -26,7 +26,7 @@ class ChatTemplate:
     """A Jinja template and the process that renders it.
 
     Args:
-        source: the template.
+        source: the text of the template.
         variables: additional names for the template, such as ``bos_token``.
     """
 
@@ -89,7 +89,11 @@ class ChatTemplate:
 
 
 def _up_to_end(text: str, content: str) -> str:
-    """Return ``text`` up to the end of the last message; without trailing spaces if the template trims messages."""
+    """Return ``text``, a rendered conversation, up to the end of its last message.
+
+    ``content`` is the last message's text, followed in ``text`` by `END_OF_MESSAGE`. Trailing spaces are dropped if the
+    template trims messages. Raises UsageError if ``text`` does not contain the whole message.
+    """
     end = text.rfind(END_OF_MESSAGE)
     if end < 0 or content.strip() not in text[:end]:
         raise UsageError("the model's chat template does not show the whole last message, so it cannot be continued")
@@ -98,11 +102,11 @@ def _up_to_end(text: str, content: str) -> str:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Normalize messages: a role, text as content, and optionally a name.
+    """Normalize messages: each gets a role, its content as text, and optionally a name.
 
     An assistant message may have ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``, which
     may also be called ``thinking`` or ``reasoning``. A tool message has a ``tool_call_id``. Content may also be None,
-    which is empty, or a list of text parts, which are joined by newlines.
+    which means empty text, or a list of text parts, which are joined by newlines.
 
     Raises UsageError for an unknown role or key, or content that is not text.
     """

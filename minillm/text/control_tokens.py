@@ -1,9 +1,9 @@
-"""Control tokens, and text that must not turn into them.
+"""Keep untrusted text from turning into control tokens.
 
 A control token (``<|im_end|>``, ``</s>``, ``[INST]``) structures the conversation. A user who could type one could
-forge a turn. A tokenizer finds them by their spelling. Therefore each spelling in untrusted text gets a reserved
-character between its letters, and the tokenizer drops that character *after* it has searched for control tokens. The
-rest is tokenized like any other text, in its context.
+forge a turn. A tokenizer finds control tokens by their spelling. Therefore minillm inserts a reserved character, the
+break, between the letters of each spelling in untrusted text. The tokenizer drops the break *after* it has searched for
+control tokens. The rest is tokenized like any other text, in its context.
 """
 
 import re
@@ -19,7 +19,7 @@ _MARKUP = re.compile(r"<\S+>|\[\S+\]|<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
 
 
 def is_control(token: AddedToken) -> bool:
-    """Return whether an added token is reserved for the model: it is marked special, or it looks like markup.
+    """Return whether an added token is a control token: it is marked special, or it looks like markup.
 
     DeepSeek's ``<｜User｜>`` opens a turn although it is not marked special. Runs of spaces, which some tokenizers add,
     are ordinary text.
@@ -28,14 +28,17 @@ def is_control(token: AddedToken) -> bool:
 
 
 def admissible(text: str) -> str:
-    """Remove minillm's own marks from ``text``, and replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
+    """Remove minillm's reserved characters, `BREAK` and so on, from ``text``.
+
+    Lone surrogates, which UTF-8 cannot encode, become U+FFFD.
+    """
     if text.isascii():
         return text
     return re.sub("[\ud800-\udfff]", "\ufffd", re.sub(f"[{BREAK}{END_OF_MESSAGE}{CONTINUES}]", "", text))
 
 
 class Spellings:
-    """The spellings of a set of control tokens."""
+    """The spellings of a set of control tokens: finds and breaks them in a text."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = sorted(set(texts), key=len, reverse=True)
@@ -45,11 +48,14 @@ class Spellings:
         self._longest = len(self.texts[0]) if self.texts else 0
 
     def count(self, text: str) -> int:
-        """Count the unbroken spellings in ``text``."""
+        """Count the spellings in ``text`` that are not broken."""
         return sum(1 for _ in self._pattern.finditer(text))
 
     def broken(self, text: str) -> str:
-        """Break every spelling in ``text``, and every partial one that adjacent text could complete."""
+        """Return ``text`` with a `BREAK` inside every spelling.
+
+        A `BREAK` is also added at an end of ``text`` where adjacent text could complete a spelling.
+        """
         text = self._pattern.sub(lambda match: BREAK.join(match[0]), text)
         if any(text[-i:] in self._starts for i in range(1, min(len(text) + 1, self._longest))):
             text += BREAK

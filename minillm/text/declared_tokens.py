@@ -2,7 +2,7 @@
 
 If tokenizer_config.json has ``added_tokens_decoder``, that is the table of added tokens. Otherwise
 special_tokens_map.json overrides the named tokens, and added_tokens.json adds more. Named tokens (``eos_token``) and
-``extra_special_tokens``, formerly ``additional_special_tokens``, are always added, and named ones are special.
+``extra_special_tokens``, formerly ``additional_special_tokens``, are always added. Named tokens are always special.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,13 +22,16 @@ _MOST_ADDED = 1 << 28  # bytes: memory estimate for the prefixes of all added to
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and special_tokens_map.json if it applies. Raises WeightsError if one is damaged."""
+    """Read tokenizer_config.json. If it has no table of added tokens, special_tokens_map.json overrides its keys.
+
+    Raises WeightsError if a file is damaged.
+    """
     config, named = (_read(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     return config if _TABLE in config else {**config, **named}
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """Return the named tokens, such as ``eos_token``, those with transformers' standard names first."""
+    """Return the named tokens, such as ``eos_token``, by name. transformers' standard names come first."""
     extra = _extra(config)
     values = {**config, **(extra if isinstance(extra, Mapping) else {})}
     names = [name for name in values if name.endswith("_token") or (isinstance(extra, Mapping) and name in extra)]
@@ -37,7 +40,7 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def add_declared(backend: tokenizers.Tokenizer, directory: Path, config: Mapping[str, Any]) -> None:
-    """Add the declared tokens that the backend lacks, and set the declared flags of the others.
+    """Add the declared tokens that the backend lacks, and set the declared flags of tokens that it already has.
 
     Raises WeightsError if a declaration is damaged.
     """
@@ -62,7 +65,7 @@ def add_declared(backend: tokenizers.Tokenizer, directory: Path, config: Mapping
 
 
 def check_added(texts: Iterable[str]) -> None:
-    """Raise WeightsError if added tokens take more memory than those of any known model."""
+    """Raise WeightsError if the added tokens would take more memory than those of any known model."""
     lengths = list(map(len, texts))
     if sum(length * (length + 64) for length in lengths) > _MOST_ADDED:
         raise WeightsError(f"{len(lengths)} added tokens of up to {max(lengths)} characters, which no model has")
@@ -77,7 +80,7 @@ def _extra(config: Mapping[str, Any]) -> Any:
 
 
 def _of_file(path: Path, special: set[str]) -> dict[int, AddedToken]:
-    """Read the tokens of an added_tokens.json, which has no flags."""
+    """Read the tokens of an added_tokens.json, which has no flags. Texts in ``special`` become special tokens."""
     return {_id(number): _token(text, path.name, special=text in special) for text, number in _read(path).items()}
 
 

@@ -1,7 +1,7 @@
 """The space that a tokenizer adds before a text (SentencePiece's dummy prefix), and how to avoid it.
 
-A text that continues another must not get that space. Such a text begins with a mark. Each step that adds a prefix is
-followed by a step that removes the prefix together with the mark.
+A text that continues another must not get that space. minillm begins such a text with a mark, the reserved character
+`CONTINUES`. After each step that adds a prefix, another step removes the prefix together with the mark.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,10 @@ Step = Mapping[str, Any]  # a normalizer or a pre-tokenizer, as in tokenizer.jso
 
 
 def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
-    """Return a step in which the mark removes the prefix, and whether the step adds one.
+    """Return ``step`` followed by the removal of its prefix before a mark, and whether ``step`` adds a prefix.
 
-    ``members`` is a sequence's key.
+    ``step`` is returned unchanged if it adds none. ``members`` is the key of a sequence's steps: ``normalizers`` or
+    ``pretokenizers``.
     """
     kind = None if step is None else step["type"]
     if step is None or kind not in ("Sequence", "Prepend", "Metaspace", "ByteLevel"):
@@ -29,7 +30,10 @@ def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
 
 
 def _removable(step: Step) -> list[Step]:
-    """Return the replacement of a step that adds a prefix; empty if it adds none."""
+    """Return the steps that replace ``step`` if it adds a prefix: they also remove it before a mark.
+
+    Otherwise return an empty list.
+    """
     kind = step["type"]
     if kind == "Prepend":
         return [step, {"type": "Replace", "pattern": {"String": step["prepend"] + CONTINUES}, "content": ""}]

@@ -1,6 +1,6 @@
 """Rebuild tokenizers from a GGUF file's metadata.
 
-GGUF stores a vocabulary and the *name* of the pre-tokenizer: see `minillm.text.pre_tokenizers`.
+GGUF stores a vocabulary and the *name* of the pre-tokenizer. `minillm.text.pre_tokenizers` has their definitions.
 """
 
 import math
@@ -43,7 +43,7 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, t in typed if t in hidden])
     backend.add_tokens([AddedToken(text, normalized=False) for text, t in typed if t == USER_DEFINED])
     special = {_NAMES[name]: tokens.texts[token_id] for name, token_id in tokens.special.items() if name in _NAMES}
-    # Uses placeholder names: a token's text could contain characters of the template syntax.
+    # Use placeholder names: a token's text could contain characters of the template syntax.
     around = {
         name.upper(): special[f"{name}_token"]
         for name, default in (("bos", adds_bos), ("eos", False))
@@ -58,7 +58,7 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Tokens) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return byte-level BPE, and whether it adds BOS before a text by default."""
+    """Return a byte-level BPE tokenizer, and whether it adds BOS before a text by default."""
     name = metadata.get("tokenizer.ggml.pre")
     name = "default" if name in (None, "") else name
     if not isinstance(name, str) or name not in SPLITS:
@@ -83,9 +83,10 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Tokens) -> tuple[tokenizers
 
 
 def _sentencepiece(values: Values, tokens: Tokens) -> tokenizers.Tokenizer:
-    """Return SentencePiece's BPE, which merges the pair with the best score, as BPE with merges sorted by score.
+    """Return a BPE tokenizer that merges like SentencePiece.
 
-    Equal or missing scores are ordered by id: SentencePiece numbers tokens in the order of their scores.
+    SentencePiece's BPE merges the pair with the best score. The same result comes from BPE with merges sorted by score.
+    Equal or missing scores are ordered by id, because SentencePiece numbers tokens in the order of their scores.
     """
     scores: Any = values.values.get("tokenizer.ggml.scores", [0.0] * len(tokens.texts))
     sound = isinstance(scores, list) and all(type(score) in (int, float) and math.isfinite(score) for score in scores)

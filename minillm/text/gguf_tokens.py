@@ -1,9 +1,9 @@
-"""The tokens in a GGUF file's metadata: their texts and kinds, the special ones, and the ends of an answer.
+"""The tokens in a GGUF file's metadata: their texts and kinds, the special tokens, and the tokens that end an answer.
 
 Files can be inconsistent: a fine-tuned model keeps the base model's end token, or a converter marks ``<|im_end|>`` as a
-word. llama.cpp repairs them by the tokens' texts (src/llama-vocab.cpp), and authors test their files with it. minillm
-does the same. There is one exception: llama.cpp ends answers of a byte-level file without end token at token 11,
-whatever that is.
+word. llama.cpp corrects such tokens by their texts (src/llama-vocab.cpp), and authors test their files with it. minillm
+does the same, with one exception. If a byte-level file names no end token, llama.cpp ends answers at token 11,
+regardless of its text. minillm does not.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _ENDS = frozenset(
         *("<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
     )
 )
-# So do these, unless a key names another token for the same purpose.
+# Tokens with these texts also end an answer, unless a metadata key names another token for the same purpose.
 _ENDS_BY_KEY = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -45,7 +45,14 @@ _NAMES = ("bos", "eos", "eot", "eom", "unknown", "padding", *_ENDS_BY_KEY)
 
 @dataclass(frozen=True)
 class Tokens:
-    """A vocabulary. ``ids`` maps a token's text to its id, ``special`` its name (``bos``, ``eos``, ``unknown``)."""
+    """A vocabulary.
+
+    Attributes:
+        texts: the text of each token id.
+        kinds: the kind of each token id: NORMAL, UNKNOWN, CONTROL, ….
+        ids: the id of each text.
+        special: ids by name (``bos``, ``eos``, ``unknown``, …).
+    """
 
     texts: list[str]
     kinds: list[int]
@@ -54,7 +61,10 @@ class Tokens:
 
 
 def read_tokens(values: Values) -> Tokens:
-    """Read and repair the tokens of GGUF metadata. Raises WeightsError if they are damaged."""
+    """Read the tokens of GGUF metadata, and correct their kinds by their texts.
+
+    Raises WeightsError if they are damaged.
+    """
     found = texts_of(values.values, "tokens")
     kinds = values.values.get("tokenizer.ggml.token_type", [NORMAL] * len(found))
     if not isinstance(kinds, list) or len(kinds) < len(found) or not all(type(kind) is int for kind in kinds):
@@ -76,7 +86,7 @@ def read_tokens(values: Values) -> Tokens:
 
 
 def texts_of(metadata: Mapping[str, Any], key: str) -> list[str]:
-    """Return a required list of texts of the metadata. Raises WeightsError if it is missing or invalid."""
+    """Return the list of texts under ``tokenizer.ggml.KEY``. Raises WeightsError if it is missing, empty or invalid."""
     values = metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise WeightsError(f"the metadata has no usable tokenizer.ggml.{key}")
@@ -84,9 +94,9 @@ def texts_of(metadata: Mapping[str, Any], key: str) -> list[str]:
 
 
 def special_ids(values: Values, count: int) -> dict[str, int]:
-    """Return token ids by name, from keys and SentencePiece's defaults. Ids of ``count`` or more are ignored.
+    """Return the ids of special tokens by name, from the metadata's keys and SentencePiece's defaults.
 
-    Raises WeightsError if a key's value is not an integer.
+    Ids of ``count`` or more are ignored. Raises WeightsError if a key's value is not an integer.
     """
     defaults = _SENTENCEPIECE_IDS if values.values.get("tokenizer.ggml.model") == "llama" else {}
     found: dict[str, int] = {}
@@ -100,7 +110,10 @@ def special_ids(values: Values, count: int) -> dict[str, int]:
 
 
 def end_ids(values: Values, count: int) -> list[int]:
-    """Return the tokens that end an answer, the file's own end token first, below ``count``, the embedding's rows."""
+    """Return the ids of the tokens that end an answer, the file's own end token first.
+
+    ``count`` is the number of rows of the model's embedding. Larger ids are left out.
+    """
     tokens = values.values.get("tokenizer.ggml.tokens")
     texts = tokens if isinstance(tokens, list) else []
     special = special_ids(values, min(count, len(texts)) or count)
@@ -117,7 +130,7 @@ def _ends_by_text(special: Mapping[str, int]) -> frozenset[str]:
 
 
 def _not_ends(texts: Mapping[str, int]) -> dict[str, int]:
-    """Return the tokens, with their kinds, that end answers in other vocabularies but not in this one."""
+    """Return tokens that end answers in other vocabularies but not in this one, as a map of text to kind."""
     found = {}
     calls = bool({"<|call|>", "<|calls|>"} & texts.keys())
     if calls and {"<|return|>", "<|flush|>"} & texts.keys():

@@ -1,8 +1,9 @@
 """Tokenizers in Hugging Face's layout: tokenizer.json and the files next to it.
 
-A tokenizer.json runs in this process if each of its steps takes time linear in the text. Steps can be programs, like
-chat templates: a regular expression that never ends, a replacement that turns one character into a thousand, data that
-makes the library panic. Such tokenizers run in a `minillm.text.sandbox`.
+A tokenizer.json comes with the model and is untrusted. Its steps (normalizer, pre-tokenizer, post-processor) can be
+harmful: a regular expression that never ends, a replacement that turns one character into a thousand, data that makes
+the library panic. If every step is known to take time linear in the text, the tokenizer runs in this process. Otherwise
+it runs in a `minillm.text.sandbox`.
 """
 
 import json
@@ -28,7 +29,7 @@ _MEMORY_BYTES, _MEMORY_PER_BYTE = 1 << 30, 16  # for a tokenizer in a sandbox, a
 # Each step, with its key in a sequence.
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
 _PATTERNS = {pattern for split in SPLITS.values() for pattern in split.patterns}
-# Factor by which a step may lengthen a text, in bytes. The factors of Unicode's normalization forms are its own.
+# Factor by which a step may lengthen a text, in bytes. The Unicode standard states those of the normalization forms.
 _GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Prepend": 1}
 _GROWTH |= {"ByteLevel": 2, "Metaspace": 4, "Digits": 1, "Whitespace": 1, "WhitespaceSplit": 1, "Punctuation": 1}
 _GROWTH |= {"TemplateProcessing": 1, "BertProcessing": 1, "RobertaProcessing": 1}
@@ -38,10 +39,13 @@ _LONGEST = 64  # characters that a step adds before a text
 
 
 def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, dict[str, Any] | None]:
-    """Read tokenizer.json and the files next to it. Raises WeightsError if it is missing or damaged.
+    """Read tokenizer.json and the files next to it. Raises WeightsError if it is missing, or a file is damaged.
 
-    Return the tokenizer; its special tokens by name (``bos_token``, ``eos_token``, …); its chat template or None; and
-    the steps that must not run in this process, or None. The returned tokenizer lacks these steps.
+    Returns:
+        - the tokenizer, without the steps that must not run in this process;
+        - its special tokens by name (``bos_token``, ``eos_token``, …);
+        - its chat template, or None;
+        - the steps that must not run in this process, as in tokenizer.json, or None.
     """
     path = directory / "tokenizer.json"
     if not is_there(path):
@@ -82,14 +86,14 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def encoder_of(document: Mapping[str, Any]) -> Sandbox:
-    """Return a sandbox that loads a tokenizer.json: see `minillm.text.sandbox_process`."""
+    """Return a sandbox that loads ``document``, the content of a tokenizer.json: see `minillm.text.sandbox_process`."""
     data = json.dumps(document)
     memory = _MEMORY_BYTES + _MEMORY_PER_BYTE * len(data)
     return Sandbox("tokenizer", memory, {"tokenizer": data})
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object, rejecting repeated keys: the library might use the other value."""
+    """Build a JSON object. Raises ValueError for a repeated key: the library might use a value that was not checked."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has a key twice")
@@ -97,7 +101,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_known(document: Mapping[str, Any]) -> bool:
-    """Return whether no step of a tokenizer.json is a program."""
+    """Return whether every step of a tokenizer.json is known to be harmless, so that it may run in this process.
+
+    ``document`` is the content of the file. Together the steps must not lengthen a text by more than `_MOST_GROWTH`.
+    """
     try:
         model = document["model"]
         affixes = [model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")]
@@ -112,7 +119,7 @@ def is_known(document: Mapping[str, Any]) -> bool:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """Return the factor by which a step lengthens a text; infinity if unknown."""
+    """Return the maximum factor by which a step lengthens a text, in bytes; infinity if unknown."""
     kind: Any = step["type"]
     pattern: Any = step.get("pattern")
     if kind == "Split" and pattern.get("Regex") in _PATTERNS:
@@ -126,7 +133,10 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Read the chat template from a file, else from the config: a text, or a list with the name "default"."""
+    """Return the chat template: the text of the file ``path``, else ``chat_template`` of the config, else None.
+
+    In the config it is a text, or a list of named templates with one called "default".
+    """
     try:
         if is_there(path) and (text := read_bytes(path).decode("utf-8", errors="replace")):
             return text

@@ -1,6 +1,7 @@
 """The pre-tokenizers that GGUF files name in ``tokenizer.ggml.pre``, with llama.cpp's regular expressions.
 
-Those of Llama-family models are here. A wrong one tokenizes almost correctly, so unknown names are rejected.
+Only those of Llama-family models are here. A wrong pre-tokenizer would tokenize almost correctly, so unknown names are
+rejected.
 """
 
 from dataclasses import dataclass
@@ -8,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Split:
-    """A byte-level tokenizer's split of text before merging.
+    """The rules by which a byte-level tokenizer splits a text into pieces before it merges bytes within each piece.
 
     Attributes:
-        patterns: each splits the pieces of the previous one; text that it does not match is also a piece.
+        patterns: each splits the pieces that the previous one returned. Unmatched text between matches is also a piece.
         ignore_merges: a piece that is a vocabulary entry is not split further.
         adds_bos: BOS is added before a text, unless the file says otherwise.
         composes: letters and their accents are composed first (NFC), as in the models' own tokenizers. llama.cpp does
@@ -37,7 +38,7 @@ A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 
 
 
 def _class_of(code_points: str) -> str:
-    """Return the inside of a character class."""
+    """Return code points and ranges (``0041-005A 00B5``) as the content of a regular expression's character class."""
     return "".join("-".join(chr(int(end, 16)) for end in entry.split("-")) for entry in code_points.split())
 
 

@@ -11,7 +11,10 @@ Prompt = str | Sequence[int]
 
 
 def prompt_list(prompts: Any) -> list[Prompt]:
-    """Return one prompt or several as a list. Raises UsageError for other types; `plain_ids` checks each prompt."""
+    """Return one prompt or several as a list.
+
+    Raises UsageError for other types. The prompts themselves are not checked.
+    """
     found = _unwrapped(prompts)
     found = found.tolist() if hasattr(found, "tolist") else found  # an array or a tensor
     if isinstance(found, str):
@@ -25,7 +28,7 @@ def prompt_list(prompts: Any) -> list[Prompt]:
 def plain_ids(prompt: Any) -> list[int]:
     """Return token ids from a list, a range, an array or a tensor. Raises UsageError for other types.
 
-    Ids are not compared with a vocabulary.
+    The ids are not checked against a vocabulary.
     """
     found = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array or a tensor
     if not isinstance(found, Sequence) or isinstance(found, str | bytes | bytearray):
@@ -37,7 +40,10 @@ def plain_ids(prompt: Any) -> list[int]:
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """Unwrap vLLM's dictionaries: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or both."""
+    """Return the prompt in a dictionary of vLLM: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or both.
+
+    Token ids take precedence over text. Any other value is returned as it is.
+    """
     if isinstance(prompt, Mapping) and prompt and set(prompt) <= {"prompt", "prompt_token_ids"}:
         return prompt.get("prompt_token_ids", prompt.get("prompt"))
     return prompt

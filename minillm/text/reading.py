@@ -70,9 +70,14 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Values:
-    """The keys of one object of ``where``. A key that is null counts as absent, as in transformers.
+    """The keys and values of one JSON or metadata object, read with checks.
+
+    A null value counts as absent, as in transformers.
 
     Each method raises WeightsError if the value has another type or is out of range.
+
+    Attributes:
+        where: the name of the file or object, for error messages.
     """
 
     where: str
@@ -132,7 +137,7 @@ class Values:
         return tuple(map(float, found))
 
     def part(self, key: str) -> Values:
-        """Return the object under ``key``, or an empty one."""
+        """Return the object under ``key`` as `Values`; empty if ``key`` is absent."""
         value = self.values.get(key)
         if value is None:
             return Values(self.where, {})
@@ -141,8 +146,9 @@ class Values:
         return Values(f"{self.where}: {key}", value)
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Return one token id or a list of them. Ids beyond the model's vocabulary are dropped: it never produces
-        them.
+        """Return the value, one token id or a list of them, as a tuple.
+
+        Ids beyond the model's vocabulary are dropped, because the model never produces them.
         """
         value = self.values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]

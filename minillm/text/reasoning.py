@@ -7,18 +7,23 @@ from dataclasses import dataclass
 
 OPEN, CLOSE = "<think>", "</think>"  # tags around the reasoning
 Pieces = list[tuple[bool, str]]  # (is reasoning, text) without the tags; no text is empty
-_FEW = 8  # tokens that hold an opening tag, and space after it
+_FEW = 8  # last tokens of a prompt to search for an opening tag, which may be followed by space
 
 
 def is_opened(decode: Callable[[list[int]], str], prompt: list[int]) -> bool:
-    """Return whether a prompt's token ids end with the opening tag: the template has opened the reasoning."""
+    """Return whether a prompt ends with the opening tag, so that generation begins inside the reasoning.
+
+    Args:
+        decode: returns the text of token ids.
+        prompt: the prompt's token ids.
+    """
     return decode(prompt[-_FEW:]).rstrip().endswith(OPEN)
 
 
 def _cut(text: str, tag: str) -> tuple[str, bool, str]:
-    """Return the text before the first ``tag``, whether it is there, and the text after it.
+    """Split ``text`` at the first ``tag``. Return the text before it, whether ``tag`` was found, and the rest.
 
-    Without the tag, the last text returned is a possible beginning of it, which needs more text.
+    If ``tag`` was not found, the rest is the end of ``text`` that may begin a tag. It needs more text to decide.
     """
     before, found, after = text.partition(tag)
     if found:
@@ -31,14 +36,15 @@ def _cut(text: str, tag: str) -> tuple[str, bool, str]:
 class ReasoningSplitter:
     """Splits streamed text into reasoning and answer, which may alternate.
 
-    Text that may begin a tag is held back until more arrives.
+    Text that may begin a tag is held back until more arrives. ``inside`` is whether the text begins inside the
+    reasoning.
     """
 
     inside: bool = False
     _held: str = ""
 
     def push(self, text: str) -> Pieces:
-        """Add text. Return the pieces that are certain now."""
+        """Add text. Return the pieces that are now certain to be reasoning or answer."""
         pieces = []
         found, self._held = True, self._held + text
         while found:
@@ -49,15 +55,15 @@ class ReasoningSplitter:
         return pieces
 
     def finish(self) -> Pieces:
-        """End the text. The part that was held back is no tag."""
+        """End the text. Return the text that was held back, as an ordinary piece: it is not a tag."""
         held, self._held = self._held, ""
         return [(self.inside, held)] if held else []
 
 
 class LeadingReasoning:
-    """Splits streamed text that may begin with reasoning. Tags in the answer are text.
+    """Splits streamed text that may begin with reasoning. Tags that occur later, in the answer, are ordinary text.
 
-    Space around the reasoning belongs to neither.
+    White space around the reasoning is dropped.
 
     Args:
         inside: the prompt ends with the opening tag.
@@ -69,7 +75,7 @@ class LeadingReasoning:
         self._has_reasoned = False
 
     def push(self, text: str) -> Pieces:
-        """Add text. Return the pieces that are certain now."""
+        """Add text. Return the pieces that are now certain to be reasoning or answer."""
         self._held += text
         return self._stage(final=False)
 
@@ -116,7 +122,7 @@ class LeadingReasoning:
 
 
 def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
-    """Return all reasoning and all answer of a whole text. ``inside``: it begins inside the reasoning."""
+    """Return all reasoning and all answer text of a complete text. ``inside``: the text begins inside the reasoning."""
     splitter = ReasoningSplitter(inside)
     pieces = splitter.push(text) + splitter.finish()
     return (

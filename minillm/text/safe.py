@@ -2,8 +2,8 @@
 
 Model output, prompts, file names, chat templates and server messages are untrusted. Terminals obey control characters
 (ESC, the 8-bit C1 codes, carriage returns), and bidirectional controls change the displayed order. All such text passes
-through `clean` before it reaches a widget, a title, a log line or stdout. Each dangerous character is replaced by a
-visible stand-in. Each is judged alone, so text may be split into chunks anywhere.
+through `clean` before it reaches a widget, a title, a log line or stdout. `clean` replaces each dangerous character by
+a visible substitute. It looks at one character at a time, so a text may be split into chunks anywhere.
 
 Markup is not escaped here: widgets that parse markup must not receive untrusted text.
 """
@@ -42,7 +42,7 @@ STAND_INS = _stand_ins()
 
 
 def clean(text: str) -> str:
-    """Replace every character that a terminal would obey by a visible stand-in.
+    """Replace every terminal control character with a visible substitute.
 
     Newlines and tabs stay; ``\\r\\n`` becomes ``\\n``. The result encodes to UTF-8 and contains no C0, DEL or C1 byte
     sequence, so no escape sequence can begin in it.
@@ -51,13 +51,13 @@ def clean(text: str) -> str:
 
 
 def clean_line(text: str, limit: int = 200) -> str:
-    """Clean ``text`` and shorten it to one line of at most ``limit`` characters, for titles, names and messages."""
+    """Return ``text`` cleaned, on one line, and cut to ``limit`` characters, for titles, names and messages."""
     line = " ".join(clean(text).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises ValueError if it is not JSON, or nested too deeply."""
+    """Parse a JSON text. Raises ValueError if it is not JSON, or is nested too deeply."""
     import json  # not at the top: ``minillm --help`` imports this file
 
     try:
@@ -67,10 +67,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_strict_json(text: str) -> Any:
-    """Parse a JSON text from a model or a client into a value that can be written as JSON and UTF-8 again.
+    """Parse a JSON text from a model or a client. The result can be written as JSON and UTF-8 again.
 
-    Escapes of lone surrogates become U+FFFD. Raises ValueError for NaN, infinities and numbers beyond float64, and as
-    `parse_json` does.
+    Escapes of lone surrogates become U+FFFD. Raises ValueError for NaN, infinities and numbers beyond float64, for text
+    that is not JSON, and for text that is nested too deeply.
     """
     import json
 
@@ -93,8 +93,9 @@ def _finite(number: str) -> float:
 def json_line(value: object, *, ascii_only: bool = False) -> str:
     """Return ``value`` as JSON on one line that is safe for a terminal.
 
-    Every character that `clean` replaces is written as its ``\\u`` escape. A reader gets the same value, lone
-    surrogates encode to UTF-8, and no reader takes U+2028 for the end of a line.
+    Every character that `clean` would replace is written as its ``\\u`` escape. Parsing the line gives the same value.
+    Lone surrogates are escaped, so the line encodes to UTF-8, and so is U+2028, which some readers take for the end of
+    a line.
     """
     import json
 

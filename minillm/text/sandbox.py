@@ -1,4 +1,4 @@
-"""Killable processes for untrusted programs: chat templates and tokenizers."""
+"""Processes that can be killed, to run untrusted chat templates and tokenizers."""
 
 import contextlib
 import json
@@ -18,16 +18,16 @@ from minillm.errors import WeightsError
 from minillm.text.safe import clean_line
 
 _QUIET = threading.Lock()  # stderr is shared by the process
-_HELD = 1 << 14  # bytes of a request that fit into an empty pipe
+_HELD = 1 << 14  # bytes: a request of this size fits into an empty pipe, so writing it does not block
 SECONDS = 5.0  # for an answer; the slowest known template takes 20 ms
 
 
 class Sandbox:
-    """A process that answers requests, started on first use: `minillm.text.sandbox_process`.
+    """A process that runs `minillm.text.sandbox_process` and answers requests. It is started by the first request.
 
     Args:
-        subject: the kind of program: "chat template" or "tokenizer".
-        memory: maximum bytes of the process's address space.
+        subject: the kind of program, "chat template" or "tokenizer".
+        memory: maximum size of the process's address space, in bytes.
         first: a request that every new process gets before any other.
     """
 
@@ -45,9 +45,10 @@ class Sandbox:
         self._lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Send a request and return its answer.
+        """Send a request and return the answer of the process.
 
-        Raises WeightsError if it fails, takes longer than ``seconds`` (`SECONDS` unless given) or too much memory.
+        ``seconds`` is the time limit, `SECONDS` unless given. Raises WeightsError if the process fails, exceeds the
+        limit, or needs more memory than it may use.
         """
         with self._lock:
             try:
@@ -94,7 +95,10 @@ class Sandbox:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the stderr output of a library that panics; without a panic, print it afterwards."""
+    """Hide stderr output of a library that panics.
+
+    If the block ends without an exception, print the output afterwards.
+    """
     with _QUIET, tempfile.TemporaryFile() as written:
         try:
             kept = os.dup(2)

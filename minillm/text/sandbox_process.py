@@ -1,8 +1,8 @@
-"""The process of a `minillm.text.sandbox`: reads one JSON request per line, and answers each with one JSON line.
+"""The process of a `minillm.text.sandbox.Sandbox`: reads one JSON request per line, and answers each with a JSON line.
 
-It runs as a script with two arguments, the kind of program and a number of bytes, and imports nothing of minillm. It
-limits its own address space, and the parent kills it if it takes too long. Jinja's own sandbox keeps a chat template
-from accessing anything outside, but limits neither time nor memory.
+It runs as a script with two arguments: the kind of program, and the maximum address space in bytes. It imports nothing
+of minillm. It limits its own address space, and the parent kills it if it takes too long. Jinja's own sandbox keeps a
+chat template from accessing anything outside, but limits neither time nor memory.
 """
 
 import json
@@ -60,7 +60,10 @@ def _template(source: str) -> jinja2.Template:
 
 
 def render(request: dict[str, Any]) -> dict[str, Any]:
-    """Render ``template`` with ``variables``: return the ``text``, or why it has ``refused`` them."""
+    """Render ``template`` with ``variables``.
+
+    Return the ``text``, or, as ``refused``, the template's reason to reject them.
+    """
     parts, length = [], 0
     try:
         for part in _template(request["template"]).generate(**request["variables"]):
@@ -74,7 +77,7 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode(request: dict[str, Any]) -> dict[str, Any]:
-    """Load ``tokenizer``, a tokenizer.json, or return the ids of ``text``."""
+    """Load ``tokenizer``, the content of a tokenizer.json, or return the ``ids`` of ``text``."""
     if "tokenizer" in request:
         import tokenizers  # not at the top: templates do not need it
 

@@ -11,17 +11,17 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class OutputText:
-    """The text of one completion: decodes tokens, searches for stop strings, and holds text back that may begin one.
+    """The text of one completion: decodes tokens, and searches for stop strings.
 
-    A stop string ends the completion if a token after the first ``min_tokens`` completes it, wherever it begins. Text
-    that could begin a stop string is held back; all other text is shown at once. Shown text cannot be part of a later
-    match, so only the held text is searched.
+    A stop string ends the completion if a token after the first ``min_tokens`` completes it. The stop string may begin
+    earlier. Text that could begin a stop string is held back; all other text is shown at once. Shown text cannot be
+    part of a later match, so only the held text is searched.
     """
 
     def __init__(self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """Begin an empty text that ends at the first of ``stops`` after ``min_tokens`` tokens."""
+        """Begin with an empty text. The first of ``stops`` to match after ``min_tokens`` tokens ends it."""
         self._detokenizer, self._stops = detokenizer, tuple(stops)
-        self._not_yet = min_tokens  # next tokens that cannot complete a stop string
+        self._not_yet = min_tokens  # number of next tokens that must not complete a stop string
         self._held = ""
         self._immune = 0  # characters of the held text in which no match may end
         self._shown: list[str] = []
@@ -33,11 +33,11 @@ class OutputText:
         return self._take(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
-        """Return the rest of the text, after the last token."""
+        """Return the rest of the text, including text that was held back. Call it after the last token."""
         return self._take(self._detokenizer.finish()) + self.cut_off()
 
     def cut_off(self) -> str:
-        """Return the held text of a completion that was cut off, without an incomplete character."""
+        """Return the text that was held back, without an incomplete character. Call it for an aborted completion."""
         return self._release(len(self._held))
 
     @property
@@ -60,7 +60,7 @@ class OutputText:
             return self._release(len(self._held))
         if self._not_yet >= 0:
             self._immune = len(self._held)
-        # The match that ends first, the longer one of two. The result does not depend on the split into tokens.
+        # Take the match that ends first, and the longest one of those: this does not depend on the split into tokens.
         match = min((found for stop in self._stops if (found := self._find(stop)) is not None), default=None)
         if match is None:
             return self._release(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
@@ -78,7 +78,10 @@ class OutputText:
         return shown
 
     def _find(self, stop: str) -> tuple[int, int, str] | None:
-        """Find where ``stop`` ends first after the immune text; return a sort key of the match."""
+        """Find the first match of ``stop`` after the immune text.
+
+        Return a sort key (end, -length, ``stop``), or None.
+        """
         at = self._held.find(stop, max(0, self._immune + 1 - len(stop)))
         return None if at < 0 else (at + len(stop), -len(stop), stop)
 
@@ -90,23 +93,23 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class StreamingDetokenizer:
-    """Decodes one sequence token by token: never half a character, and none lost.
+    """Decodes one sequence token by token. Characters are never split, and none is lost.
 
-    Every token stands for some bytes. Streaming needs only a table of them and an incremental UTF-8 decoder: bytes that
-    do not complete a character wait, and an invalid sequence becomes U+FFFD.
+    Every token stands for some bytes. Streaming needs only a table of these bytes and an incremental UTF-8 decoder. The
+    bytes of an incomplete character wait for the next token, and an invalid sequence becomes U+FFFD.
 
     Args:
         table: the bytes of each token id. Larger ids have none: embeddings are often padded.
         prompt_ids: the beginning of the sequence. It is not decoded again, but if it ends inside a character, that
             character is returned once it is complete.
-        strips: drop at most this many spaces at the beginning of the whole text, prompt included, and at its end
-            (SentencePiece writes one before the first word).
+        strips: maximum number of spaces to drop at the beginning of the whole text, prompt included, and at its end.
+            SentencePiece adds one before the first word.
     """
 
     def __init__(
         self, table: Sequence[bytes], prompt_ids: Sequence[int] = (), *, strips: tuple[int, int] = (0, 0)
     ) -> None:
-        """Begin after the prompt, with the bytes of its last character if that is incomplete."""
+        """Begin after the prompt. If its last character is incomplete, keep that character's bytes."""
         self._table = table
         self._decoder = _Utf8Decoder("replace")
         tail = b""
@@ -128,21 +131,24 @@ class StreamingDetokenizer:
         return other
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token completes; may be empty."""
+        """Return the text that this token completes. It is empty if the last character is still incomplete."""
         return self._trim(self._decoder.decode(self._bytes(token_id)))
 
     def finish(self) -> str:
-        """Return the rest after the last token: U+FFFD for an incomplete character."""
+        """Return the rest after the last token. An incomplete character becomes U+FFFD."""
         text = self._trim(self._decoder.decode(b"", final=True))
         self._held = ""
         return text
 
     def _bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token; none for an id outside the table."""
+        """Return the bytes of a token; empty for an id outside the table."""
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def _trim(self, text: str) -> str:
-        """Return the text without stripped spaces, and hold back spaces that may be stripped at the end."""
+        """Return ``text`` without spaces to drop.
+
+        Hold back spaces at its end that are dropped if no more text follows.
+        """
         while self._leading and text:
             self._leading -= 1
             if text[0] != " ":

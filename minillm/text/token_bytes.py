@@ -1,4 +1,4 @@
-"""Convert the text of vocabulary entries to bytes, as the tokenizer's own decoder would."""
+"""Convert vocabulary entries to bytes, as the tokenizer's own decoder would."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from minillm.text.safe import clean_line
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """A decoder as a function of one entry.
+    """A tokenizer's decoder, reduced to rules that convert one vocabulary entry to bytes.
 
     Attributes:
         byte_level: entries are written in GPT-2's printable characters, one for each byte.
         space_mark: the text that stands for a space in an entry.
-        byte_fallback: entries like ``<0x0A>`` stand for that byte.
-        strips: maximum number of spaces to drop at a text's beginning and end.
-        strips_each: the same for each entry.
+        byte_fallback: an entry such as ``<0x0A>`` stands for that byte.
+        strips: maximum number of spaces to drop at a text's beginning and at its end.
+        strips_each: maximum number of spaces to drop at the beginning and at the end of each entry.
     """
 
     byte_level: bool = False
@@ -36,7 +36,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes:
-        """Read the backend's decoder. Raises WeightsError if its kind is not supported."""
+        """Read the decoder of ``backend``. Raises WeightsError if this kind of decoder is not supported."""
         decoder: Any = backend.decoder
         state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
         parts = state["decoders"] if state["type"] == "Sequence" else [state]
@@ -88,9 +88,9 @@ class TokenBytes:
 
 
 def _bytes() -> dict[int, int]:
-    """Return the inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019).
+    """Return the inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019), by code point.
 
-    Other bytes map to a code point that Latin-1 cannot encode.
+    Characters below 256 that the map does not produce become a code point that Latin-1 cannot encode.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

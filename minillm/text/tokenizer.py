@@ -3,17 +3,17 @@
 The ``tokenizers`` library does the work. minillm adds two things: text typed by a user can never become a control token
 (see `minillm.text.control_tokens`), and decoding uses a table of bytes (see `minillm.text.stop`).
 
-Plain text gets the same ids as from the library, and thus from transformers, except that:
+Plain text gets the same ids as from the library, and thus from transformers, with these differences:
 
 - A control token spelled out in a text (``</s>``, ``<|im_end|>``) is ordinary text, unless ``parse_special`` is set.
-- Control tokens are searched before the normalizer, including those marked ``normalized``. transformers searches these
-  after it, and misses a ``</s>`` within a chat if the normalizer has put a mark before it.
+- Control tokens are searched before the normalizer runs, including those marked ``normalized``. transformers searches
+  these after it, and misses a ``</s>`` within a chat if the normalizer has put a mark before it.
 - transformers 5 drops the Prepend normalizer of a tokenizer.json with class LlamaTokenizer. minillm applies it, as
   transformers 4 and SentencePiece do. A text's first word therefore has other ids than in transformers 5.
-- Decoding drops one leading space of a text, as SentencePiece does. transformers drops all of them if the decoder is
-  Metaspace.
-- Byte tokens that form invalid UTF-8 become one U+FFFD for each invalid sequence, and valid sequences between them
-  stay. transformers replaces the whole run, which a stream could not know in time.
+- Decoding drops one leading space of a text, as SentencePiece does. If the decoder is Metaspace, transformers drops all
+  leading spaces.
+- If byte tokens form invalid UTF-8, each invalid sequence becomes one U+FFFD, and valid sequences between them stay.
+  transformers replaces the whole run. A stream could not do that, because it cannot know in time where the run ends.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class Tokenizer:
     """A model's tokenizer, created by `load`, `from_directory` or `from_gguf`.
 
     Args:
-        steps: untrusted normalizer, pre-tokenizer and post-processor, as in tokenizer.json. The backend lacks them;
-            they run in a separate process.
-        num_rows: rows of the model's embedding; None: no limit. Added tokens may be beyond it (a ``<pad>`` that the
-            model was never trained with). The model cannot produce them, and a text that contains one is rejected.
+        steps: untrusted normalizer, pre-tokenizer and post-processor, as in tokenizer.json. The backend lacks them. If
+            given, the whole tokenizer runs in a separate process.
+        num_rows: rows of the model's embedding; None: no limit. Added tokens may have larger ids, such as a ``<pad>``
+            that the model was never trained with. The model cannot produce them, and a text that contains one is
+            rejected.
         added_as_written: the text of an added token is decoded as it is. Otherwise the decoder converts it.
 
-    Raises WeightsError if its decoder is not supported, or it belongs to another model.
+    Raises WeightsError if the decoder is not supported, or if the tokenizer belongs to another model.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Tokenizer:
         self._given: ChatTemplate | None = None  # the last one passed by a caller
 
     def use_template(self, chat_template: str | None) -> None:
-        """Use this chat template from now on; None removes it."""
+        """Use this chat template from now on. None removes the chat template."""
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         self.has_chat_template = chat_template is not None
         self.chat_template = chat_template or ""
@@ -132,8 +133,9 @@ class Tokenizer:
             self._backend.add_tokens([AddedToken(**{**token.__getstate__(), "normalized": False}) for token in found])
 
     def _obey_marks(self) -> Sandbox | None:
-        """Make the steps drop minillm's break, and the prefix of a text that continues another; return their
-        sandbox.
+        """Make the tokenizer drop `BREAK`, and the prefix of a text that begins with `CONTINUES`.
+
+        Return the sandbox in which the tokenizer runs, or None if it runs in this process.
         """
         backend = self._backend
         own = self._steps
@@ -153,7 +155,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: Path | Mapping[str, Any], num_rows: int) -> Tokenizer | None:
-        """Load the tokenizer of a model directory or of GGUF metadata; None: the model has none and takes token ids."""
+        """Load the tokenizer of a model directory or of GGUF metadata. Return None if the model has no tokenizer."""
         if isinstance(source, Path):
             return cls.from_directory(source, num_rows) if is_there(source / "tokenizer.json") else None
         return None if source.get("tokenizer.ggml.model") in _NO_TOKENIZER else cls.from_gguf(source, num_rows)
@@ -169,7 +171,7 @@ class Tokenizer:
         return cls(*rebuild(metadata), num_rows=num_rows, added_as_written=True)
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, readable by `from_directory` and transformers."""
+        """Write tokenizer.json and tokenizer_config.json. `from_directory` and transformers can read them."""
         backend = self._backend
         ours = backend.normalizer, backend.pre_tokenizer
         backend.normalizer, backend.pre_tokenizer = self._own_normalizer, self._own_pre_tokenizer
@@ -184,7 +186,7 @@ class Tokenizer:
 
     @property
     def encodes_here(self) -> bool:
-        """Return whether texts are encoded in this process, in time linear in their length."""
+        """Return whether texts are encoded in this process, in time linear in their length, not in a sandbox."""
         return self._sandbox is None
 
     def encode(
@@ -195,8 +197,8 @@ class Tokenizer:
         Args:
             add_special_tokens: include the tokens that the tokenizer adds around every text, usually BOS before it.
             parse_special: control tokens spelled out in the text become those tokens, as in transformers. Use it only
-                with trusted text: whoever writes ``<|im_end|>`` can forge a turn of a conversation. If the text has its
-                own BOS, unset ``add_special_tokens`` to avoid a second one.
+                with trusted text: whoever writes ``<|im_end|>`` can forge a turn of a conversation. If the text
+                contains its own BOS, unset ``add_special_tokens`` to avoid a second one.
             continues: the text continues another one, so it does not get SentencePiece's space before its first word.
                 See `ends_in_text`.
 
@@ -211,11 +213,14 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def ends_in_text(self, ids: Sequence[int]) -> bool:
-        """Return whether a text that follows ``ids`` continues a text: the last id is not a hidden control token."""
+        """Return whether the last of ``ids`` has text. If so, encode a text that follows ``ids`` with ``continues``."""
         return bool(ids) and self.token_bytes(ids[-1]) != b""
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raise ContextLengthError if a text has more characters than ``max_tokens`` tokens, or any text, can have."""
+        """Raise ContextLengthError if ``text`` has more characters than ``max_tokens`` of the longest tokens can have.
+
+        If ``max_tokens`` is None, only a general maximum applies.
+        """
         # Tokenizing takes seconds per million characters, and a hundred times the text's memory.
         most = _MAX_CHARACTERS if max_tokens is None else min(max_tokens * self._longest, _MAX_CHARACTERS)
         if len(text) > most:
@@ -225,7 +230,7 @@ class Tokenizer:
             )
 
     def _whole_ids(self, text: str, special: bool = False) -> list[int]:
-        """Encode ``text`` with the library; ``special`` adds the tokens around a text.
+        """Encode ``text`` with the library. ``special`` adds the tokens that belong before and after every text.
 
         Raises WeightsError if the tokenizer fails, or takes too long or too much memory.
         """
@@ -241,7 +246,7 @@ class Tokenizer:
             raise WeightsError(f"the model's tokenizer: {clean_line(str(error))}") from None
 
     def _ids(self, text: str, continues: bool = False) -> list[int]:
-        """Encode ``text``, and check that the model has an embedding for every id."""
+        """Encode ``text``. Raises UsageError if an id has no embedding in the model."""
         ids = self._whole_ids(CONTINUES + text if continues and self._adds_prefix else text)
         if self.vocab_size > self._num_rows and max(ids, default=0) >= self._num_rows:
             beyond = next(self._texts[i] for i in ids if i >= self._num_rows)
@@ -249,7 +254,10 @@ class Tokenizer:
         return ids
 
     def _plain_ids(self, broken: str, continues: bool) -> list[int]:
-        """Encode a text with broken spellings of control tokens."""
+        """Encode a text that must not produce control tokens. Their spellings in it are already broken.
+
+        Raises UsageError if it produces one nevertheless.
+        """
         ids = self._ids(broken, continues)
         if self.control_ids.intersection(ids):
             ids = self._ids_apart(broken, continues)
@@ -258,7 +266,10 @@ class Tokenizer:
         return ids
 
     def _ids_apart(self, text: str, continues: bool = False) -> list[int]:
-        """Encode a text piece by piece, because the model's own vocabulary spells a control token in it."""
+        """Encode a text piece by piece, split at each `BREAK`.
+
+        This is needed if the model's ordinary vocabulary can join the pieces to a control token again.
+        """
         ids: list[int] = []
         for piece in text.split(BREAK):
             ids += self._ids(piece, continues if not ids else self.ends_in_text(ids))
@@ -276,7 +287,8 @@ class Tokenizer:
     ) -> list[int]:
         """Encode a conversation. Control tokens come only from the template, never from a message or a tool.
 
-        ``chat_template`` is a Jinja template in place of the model's own; for the others see `ChatTemplate.render`.
+        ``chat_template`` is a Jinja template to use instead of the model's own. `ChatTemplate.render` describes the
+        other arguments.
 
         Raises UsageError if there is no template or it rejects the conversation, WeightsError if it is broken.
         """
@@ -304,7 +316,10 @@ class Tokenizer:
         return ids
 
     def _broken(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the message with every control token in its texts broken."""
+        """Return the message with every control token in its texts broken.
+
+        ``<think>`` and ``</think>`` stay in the assistant's own texts, because templates look for them.
+        """
         own = ("content", "reasoning_content") if message["role"] == "assistant" else ()
         broken: dict[str, Any] = {}
         for key, value in message.items():
@@ -318,7 +333,7 @@ class Tokenizer:
         return self._user_spellings.broken(admissible(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; special tokens have none. Invalid UTF-8 becomes U+FFFD."""
+        """Return the text of ``ids``. Special tokens have no text. Invalid UTF-8 becomes U+FFFD."""
         stream = self.detokenizer()
         return "".join(map(stream.push, ids)) + stream.finish()
 
@@ -327,8 +342,9 @@ class Tokenizer:
         return StreamingDetokenizer(self._table, prompt_ids, strips=self._decoding.strips)
 
     def difference(self, other: Tokenizer) -> str | None:
-        """Describe the first shared id that means something else in another tokenizer; None if there is no
-        difference.
+        """Describe the first id that has different texts in this and the ``other`` tokenizer, or return None.
+
+        A message to the user shows the result.
         """
         for token_id, (own, its) in enumerate(zip(self._texts, other._texts, strict=False)):
             if own != its:
@@ -340,7 +356,7 @@ class Tokenizer:
         return self._table[token_id] if token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """Return one token for a display: special tokens by name, invalid UTF-8 as <0xE2>. Not cleaned."""
+        """Return one token for a display: special tokens by name, invalid UTF-8 as <0xE2>. The text is not cleaned."""
         if token_id >= self.vocab_size:
             return f"<{token_id}>"  # a row of the embedding without a token
         data = self._table[token_id]
@@ -352,13 +368,16 @@ class Tokenizer:
             return "".join(f"<0x{byte:02X}>" for byte in data)
 
     def _id_of(self, name: str) -> int | None:
-        """Return the id of a named token, or None if it is missing or the model has no embedding for it."""
+        """Return the id of a named token such as ``bos_token``.
+
+        Return None if it is missing or has no embedding in the model.
+        """
         text = self.special_tokens.get(name)
         token_id = None if text is None else self._backend.token_to_id(text)
         return None if token_id is None or token_id >= self._num_rows else token_id
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
-        """Return the tokens that the tokenizer adds before and after every text."""
+        """Return the ids that the tokenizer adds before every text, and the ids that it adds after every text."""
         bare, wrapped = self._whole_ids("a"), self._whole_ids("a", special=True)
         if max(wrapped, default=0) >= self._num_rows:
             raise WeightsError("the tokenizer adds a token to every text that the model has no embedding for")
@@ -369,11 +388,11 @@ class Tokenizer:
 
 
 def _state(step: Any) -> dict[str, Any] | None:
-    """Return a step of the backend as in tokenizer.json."""
+    """Return a step of the backend as the object that tokenizer.json would contain; None for no step."""
     return None if step is None else json.loads(step.__getstate__())
 
 
 def _with_state(step: Any, state: Any) -> Any:
-    """Set ``step`` to the state that ``state`` describes, and return it."""
+    """Set ``step``, an empty sequence, to ``state``, an object as in tokenizer.json. Return ``step``."""
     step.__setstate__(json.dumps(state).encode())
     return step

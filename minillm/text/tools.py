@@ -29,7 +29,7 @@ _INSTRUCTIONS = (
 
 
 def plain_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return a normalized copy of the tools. Raises UsageError with the position of an invalid one."""
+    """Return a normalized copy of the tools. Raises UsageError with the position of the first invalid tool."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise UsageError(f"tools must be a list, not {shown(tools)}")
     if len(tools) > MAX_TOOLS:
@@ -65,7 +65,9 @@ def _plain_tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def plain_calls(calls: Any) -> list[dict[str, Any]]:
-    """Normalize the calls of an assistant message: ``arguments`` becomes an object, as templates expect.
+    """Normalize the tool calls of an assistant message.
+
+    ``arguments`` as JSON text becomes an object, as templates expect.
 
     Raises UsageError with the position of an invalid call.
     """
@@ -123,7 +125,7 @@ def _name_of(function: Mapping[str, Any], where: str) -> str:
 
 
 def _plain_json(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a copy of a value, which must be JSON."""
+    """Return a copy of a value. Raises UsageError if it cannot be written as JSON."""
     if depth > _MAX_DEPTH:
         raise UsageError(f"{where} is nested deeper than {_MAX_DEPTH} levels; make it flatter")
     if isinstance(value, Mapping):
@@ -154,7 +156,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply ``change`` to each text in a JSON value, keys included."""
+    """Return a copy of a JSON value with ``change`` applied to each text, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -170,7 +172,7 @@ def knows_tools(template: str) -> bool:
 
 
 def written_down(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Render tools, calls and results as text of plain messages, for a template without tool support."""
+    """Render tools, calls and tool results as text of ordinary messages, for a template without tool support."""
     found: list[dict[str, Any]] = []
     for message in messages:
         message = dict(message)
