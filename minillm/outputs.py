@@ -4,6 +4,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+_LEAST_LOGPROB = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can express it: -infinity becomes -9999."""
+    return max(_LEAST_LOGPROB, logprob)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from minillm.cache import explain_miss as explain_cache_miss
 from minillm.engine import held
 from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
-from minillm.engine.requests import Request
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams, params_list
@@ -141,8 +140,7 @@ def pin(llm: Host, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
 
     Raises CapacityError if more than half of the pool would be pinned.
     """
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    [(sequence, _)] = held.hold(llm._driver, [Request(llm._driver.token_ids(prompt), params, hold=True, salt=salt)])
+    [(sequence, _)] = held.hold(llm._driver, [held.prefix_request(llm._driver.token_ids(prompt), salt)])
     held.pin(llm._driver, sequence)
     return PinnedPrefix(sequence.token_ids[:-1], sequence)
 

@@ -5,6 +5,7 @@ from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import CapacityError, MinillmError
 from minillm.outputs import RequestOutput
+from minillm.params import SamplingParams
 from minillm.sequence import Sequence, SequenceGroup
 
 
@@ -46,6 +47,12 @@ def release(driver: Driver, sequence: Sequence) -> None:
     """Free an idle sequence's blocks."""
     with driver.locked() as engine:
         engine.scheduler.idle.release(sequence)
+
+
+def prefix_request(token_ids: list[int], salt: str | None, request_id: str = "") -> Request:
+    """Return the request that computes a prefix to `pin`, and one token after it."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    return Request(token_ids, params, hold=True, salt=salt, request_id=request_id)
 
 
 def pin(driver: Driver, sequence: Sequence) -> None:

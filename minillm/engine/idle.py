@@ -75,6 +75,12 @@ class IdleSequences:
     def num_pinned_blocks(self) -> int:
         return len({block for sequence in self.pinned.values() for block in sequence.blocks})
 
+    def tokens_that_fit(self, num_prompt_tokens: int, num_sequences: int) -> int:
+        """Return how many tokens each completion of a prompt can have in this pool, if nothing else runs."""
+        full, rest = divmod(num_prompt_tokens, self.cache.block_size)
+        blocks = (self.cache.num_blocks - self.num_pinned_blocks - full) // num_sequences
+        return blocks * self.cache.block_size - rest
+
 
 def shared_length(parent: Sequence | None, ours: list[int], salt: str | None = None) -> int:
     """Return how many of these tokens ``parent`` holds, except the last one, since its logits are needed."""

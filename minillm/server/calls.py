@@ -65,7 +65,7 @@ class CallReader:
             case messages.Abort(request_id):
                 then(partial(requests.abort, request_id))
             case messages.UnpinPrefix():
-                then(partial(requests.unpin, call))
+                then(partial(requests.prefixes.unpin, call))
             case messages.ReadCache():
                 then(partial(requests.read_cache, call))
             case messages.Watch(watcher, reader):
@@ -100,7 +100,7 @@ class CallReader:
     def _pin(self, call: messages.PinPrefix) -> None:
         def work() -> None:
             ids = prompt_ids(self._driver, call.prompt)
-            self.jobs.put(partial(self._requests.pin, call, ids))
+            self.jobs.put(partial(self._requests.prefixes.pin, call, ids))
 
         self._answer(call.call_id, work, silent=True)
 

@@ -1,6 +1,5 @@
 """Requests from the HTTP process on one engine, in the engine thread."""
 
-import secrets
 import sys
 import time
 from collections import OrderedDict
@@ -13,10 +12,11 @@ from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
-from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs
-from minillm.params import BeamSearchParams, SamplingParams
+from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, finite
+from minillm.params import BeamSearchParams
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.server import messages
+from minillm.server.prefixes import Prefixes
 from minillm.server.prepare import Prepared, token_of
 from minillm.service.cache_view import CacheView, Owner
 from minillm.service.messages import TableState
@@ -26,7 +26,6 @@ _MOST_REMEMBERED_TOKENS = 1_000_000
 _MOST_KEPT = 256  # answers with blocks that stay
 _FIGURES_INTERVAL = 0.5  # seconds
 _PICTURE_INTERVAL = 0.1
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 @dataclass(slots=True)
@@ -53,14 +52,6 @@ class Remembered:
     sequences: list[Sequence]  # with blocks that stay
 
 
-@dataclass(slots=True)
-class Pinned:
-    tenant: str
-    call_id: str
-    group: SequenceGroup
-    sequence: Sequence | None = None  # None while it is computed
-
-
 @dataclass
 class EngineRequests:
     """Runs an engine for many clients. All methods are called in one thread.
@@ -75,11 +66,11 @@ class EngineRequests:
     others: Callable[[str | None], dict[int, Owner]] = lambda reader: {}
     live: dict[str, Live] = field(default_factory=dict)
     remembered: OrderedDict[str, Remembered] = field(default_factory=OrderedDict)
-    pinned: dict[str, Pinned] = field(default_factory=dict)
     watchers: dict[str, tuple[CacheView, str | None]] = field(default_factory=dict)  # with their readers
 
     def __post_init__(self) -> None:
         self.engine = self.driver.engine
+        self.prefixes = Prefixes(self.driver, self.send)
         self.preparing: set[str] = set()  # requests not added yet; other threads add to it
         self._gone: set[str] = set()  # requests of ``preparing`` that were aborted
         self._num_remembered_tokens = 0
@@ -107,7 +98,9 @@ class EngineRequests:
                 raise UsageError("the prompt is empty; give at least one token")
             params = prepared.params
             if "max_tokens" not in call.params:
-                params = replace(params, max_tokens=max(params.min_tokens, 1, self._fitting(len(token_ids), params)))
+                fitting = self.engine.scheduler.idle.tokens_that_fit(len(token_ids), params.num_sequences)
+                most = min(fitting, self.engine.max_model_len - len(token_ids))
+                params = replace(params, max_tokens=max(params.min_tokens, 1, most))
             request = Request(
                 token_ids, params, parent=parent, hold=call.keep, salt=salt, streamed=False, request_id=call.request_id
             )
@@ -128,14 +121,6 @@ class EngineRequests:
         except Exception as error:  # a bug ends one request, not all
             sys.stderr.write(f"request failed: {type(error).__name__}: {error}\n")
             self.send(messages.Refused(request_id, "internal error; see the server's log", "internal"))
-
-    def _fitting(self, num_prompt_tokens: int, params: BeamSearchParams | SamplingParams) -> int:
-        """Return the most tokens per completion that fit context and pool, for a request without ``max_tokens``."""
-        cache, pinned = self.engine.cache, self.engine.scheduler.idle.num_pinned_blocks
-        shared = num_prompt_tokens // cache.block_size
-        blocks = (cache.num_blocks - pinned - shared) // params.num_sequences
-        free = blocks * cache.block_size - num_prompt_tokens % cache.block_size
-        return min(free, self.engine.max_model_len - num_prompt_tokens)
 
     def _forked(self, call: messages.Complete) -> tuple[list[int], Sequence | None, str | None]:
         """Return the tokens before a fork, a sequence that holds some of their blocks, and their prefix cache salt."""
@@ -228,9 +213,7 @@ class EngineRequests:
             output = engine.requests.take(name)
             if name in self.live:
                 self._end(self.live.pop(name), output)
-            elif name in self.pinned:
-                self._end_pin(name, group)
-            else:
+            elif not self.prefixes.take(name, group):
                 outputs.append(output)
         return strange, outputs
 
@@ -260,8 +243,8 @@ class EngineRequests:
         return messages.Text(delta.request_id, delta.index, delta.text, count, tokens, *reasons, ids)
 
     def _token(self, each: TokenLogprobs, rank: int = 0) -> messages.Token:
-        top = [(other, max(_LEAST_LOGPROB, value)) for other, value in each.top]
-        return token_of(self.engine.tokenizer, each.token_id, max(_LEAST_LOGPROB, each.logprob), top, rank)
+        top = [(other, finite(value)) for other, value in each.top]
+        return token_of(self.engine.tokenizer, each.token_id, finite(each.logprob), top, rank)
 
     def _end(self, live: Live, output: RequestOutput) -> None:
         call, group = live.prepared.call, live.group
@@ -289,8 +272,8 @@ class EngineRequests:
             [self._token(token) for token in each.logprobs or ()],
             each.finish_reason or "abort",
             each.stop_reason,
-            None if each.cumulative_logprob is None else max(_LEAST_LOGPROB, each.cumulative_logprob),
-            None if each.score is None else max(_LEAST_LOGPROB, each.score),
+            None if each.cumulative_logprob is None else finite(each.cumulative_logprob),
+            None if each.score is None else finite(each.score),
             each.token_ids if wants_ids else [],
         )
 
@@ -317,43 +300,6 @@ class EngineRequests:
         for sequence in sequences:
             held.release(self.driver, sequence)
 
-    # --- prefixes -----------------------------------------------------------------------------------------------------
-
-    def pin(self, call: messages.PinPrefix, token_ids: list[int]) -> None:
-        """Compute a prefix and pin its blocks. The result has its name."""
-        name = f"prefix-{secrets.token_hex(8)}"
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        try:
-            group = self.engine.add(Request(token_ids, params, hold=True, salt=call.salt, request_id=name))
-        except MinillmError as error:
-            self.send(messages.Result(call.call_id, None, str(error), messages.kind_of(error)))
-        else:
-            self.pinned[name] = Pinned(call.tenant, call.call_id, group)
-
-    def _end_pin(self, name: str, group: SequenceGroup) -> None:
-        pin, sequence = self.pinned[name], group.sequences[0]
-        try:
-            if group.error is not None or sequence.table is None:
-                raise MinillmError(group.error or "the pool has no memory for it")
-            held.pin(self.driver, sequence)
-        except MinillmError as error:
-            del self.pinned[name]
-            self.send(messages.Result(pin.call_id, None, str(error)))
-            return
-        pin.sequence = sequence
-        count = len(sequence.token_ids) - 1
-        self.send(messages.Result(pin.call_id, {"id": name, "num_tokens": count, "num_blocks": len(sequence.blocks)}))
-
-    def unpin(self, call: messages.UnpinPrefix) -> None:
-        """Unpin a prefix."""
-        pin = self.pinned.get(call.prefix_id)
-        if pin is None or pin.sequence is None:
-            self.send(messages.Result(call.call_id, None, f"there is no prefix {shown(call.prefix_id)}"))
-            return
-        del self.pinned[call.prefix_id]
-        held.unpin(self.driver, pin.sequence)
-        self.send(messages.Result(call.call_id, {"id": call.prefix_id, "deleted": True}))
-
     # --- the pool -----------------------------------------------------------------------------------------------------
 
     def owners(self, reader: str | None = None) -> dict[int, Owner]:
@@ -368,7 +314,7 @@ class EngineRequests:
             add(name, answer.tenant, "idle", answer.sequences)
         for name, live in self.live.items():
             add(name, live.prepared.call.tenant, "running", live.group.sequences)
-        for name, pin in self.pinned.items():
+        for name, pin in self.prefixes.pinned.items():
             add(name, pin.tenant, "running" if pin.sequence is None else "pinned", pin.group.sequences)
         return found
 

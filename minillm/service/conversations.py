@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from minillm.beams.method import places
 from minillm.cache.runs import common_length
@@ -95,9 +96,10 @@ class Conversations:
             self.send(messages.ContextFull(command.request_id, len(token_ids), engine.max_model_len))
             return
         self._files.begin(command.conversation, token_ids)
-        if self._fitting(len(token_ids), params) < command.room:
+        fitting = partial(engine.scheduler.idle.tokens_that_fit, len(token_ids), params.num_sequences)
+        if fitting() < command.room:
             self._files.let_go(command.conversation)
-        params = replace(params, max_tokens=max(1, min(params.max_tokens, self._fitting(len(token_ids), params))))
+        params = replace(params, max_tokens=max(1, min(params.max_tokens, fitting())))  # shortened, not rejected
         parent = self._nearest(command.conversation, token_ids)
         group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True, salt=self.salt)
         opened = is_opened(engine.tokenizer.decode, token_ids)
@@ -106,14 +108,6 @@ class Conversations:
             first = command.messages[: command.num_pinned]
             told = engine.tokenizer.apply_chat_template(first, add_generation_prompt=False, thinks=command.thinks)
             answer.num_pinned_tokens = common_length(told, token_ids)
-
-    def _fitting(self, num_prompt_tokens: int, params: Params) -> int:
-        """Return how many tokens each completion can have in this pool. A chat shortens answers, it rejects none."""
-        cache = self.engine.cache
-        shared = num_prompt_tokens // cache.block_size
-        pinned = self.engine.scheduler.idle.num_pinned_blocks
-        blocks = (cache.num_blocks - pinned - shared) // params.num_sequences
-        return blocks * cache.block_size - num_prompt_tokens % cache.block_size
 
     def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:
         """Return the kept or pinned sequence that shares the most tokens with a prompt."""
@@ -261,9 +255,8 @@ class Conversations:
         common = common_length(one, other)
         if not 0 < common < min(len(one), len(other)):  # equal: the template leaves the question out
             return
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         name = f"pin {time.monotonic_ns()}"
-        self._pinning = engine.add_request(name, one[:common], params, hold=True, salt=self.salt)
+        self._pinning = engine.add(held.prefix_request(one[:common], self.salt, name))
 
     def _finish_pin(self) -> None:
         assert self._pinning is not None

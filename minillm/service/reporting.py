@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from minillm.engine.engine import Engine
 from minillm.loading.pool_size import device_memory
-from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestOutput, StepReport, TokenLogprobs
+from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestOutput, StepReport, TokenLogprobs, finite
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import CacheView, Owner
@@ -15,7 +15,6 @@ from minillm.speculation.drafts import num_accepted
 _INTERVAL = 0.1  # seconds between reports of the pool and the beams, unless `Report` says otherwise
 _MOST_STEPS = 100  # per message
 _MEMORY_INTERVAL = 2.0  # seconds between checks of the device's memory
-_IMPOSSIBLE = -1e4  # the smallest log-probability sent: JSON has no infinity
 
 
 @dataclass
@@ -77,8 +76,8 @@ class Reporter:
         assert self._engine.tokenizer is not None
         text = self._engine.tokenizer.token_text
         texts = [text(token_id) for token_id, _ in token.top]
-        logprobs = [max(_IMPOSSIBLE, logprob) for _, logprob in token.top]
-        return messages.TokenChoice(text(token.token_id), max(_IMPOSSIBLE, token.logprob), texts, logprobs)
+        logprobs = [finite(logprob) for _, logprob in token.top]
+        return messages.TokenChoice(text(token.token_id), finite(token.logprob), texts, logprobs)
 
     def _send_start(self, answer: Answer) -> None:
         group, waited = answer.group, answer.group.metrics.time_to_first_token

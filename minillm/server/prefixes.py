@@ -1,0 +1,69 @@
+"""Prefixes that clients compute and pin, in the engine thread."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from minillm.checks import shown
+from minillm.engine import held
+from minillm.engine.driver import Driver
+from minillm.errors import MinillmError
+from minillm.sequence import Sequence, SequenceGroup
+from minillm.server import messages
+
+
+@dataclass(slots=True)
+class Pinned:
+    """A prefix."""
+
+    tenant: str
+    call_id: str
+    group: SequenceGroup
+    sequence: Sequence | None = None  # None while it is computed
+
+
+@dataclass
+class Prefixes:
+    """The prefixes, by request. Results of calls are sent to the HTTP process."""
+
+    driver: Driver
+    send: Callable[[messages.Event], None]
+    pinned: dict[str, Pinned] = field(default_factory=dict)
+
+    def pin(self, call: messages.PinPrefix, token_ids: list[int]) -> None:
+        """Compute a prefix and pin its blocks. The result has its name."""
+        name = f"prefix-{secrets.token_hex(8)}"
+        try:
+            group = self.driver.engine.add(held.prefix_request(token_ids, call.salt, name))
+        except MinillmError as error:
+            self.send(messages.Result(call.call_id, None, str(error), messages.kind_of(error)))
+        else:
+            self.pinned[name] = Pinned(call.tenant, call.call_id, group)
+
+    def take(self, name: str, group: SequenceGroup) -> bool:
+        """Pin a request that has finished. Return False if it computed no prefix."""
+        pin, sequence = self.pinned.get(name), group.sequences[0]
+        if pin is None:
+            return False
+        try:
+            if group.error is not None or sequence.table is None:
+                raise MinillmError(group.error or "the pool has no memory for it")
+            held.pin(self.driver, sequence)
+        except MinillmError as error:
+            del self.pinned[name]
+            self.send(messages.Result(pin.call_id, None, str(error)))
+            return True
+        pin.sequence = sequence
+        count = len(sequence.token_ids) - 1
+        self.send(messages.Result(pin.call_id, {"id": name, "num_tokens": count, "num_blocks": len(sequence.blocks)}))
+        return True
+
+    def unpin(self, call: messages.UnpinPrefix) -> None:
+        """Unpin a prefix."""
+        pin = self.pinned.get(call.prefix_id)
+        if pin is None or pin.sequence is None:
+            self.send(messages.Result(call.call_id, None, f"there is no prefix {shown(call.prefix_id)}"))
+            return
+        del self.pinned[call.prefix_id]
+        held.unpin(self.driver, pin.sequence)
+        self.send(messages.Result(call.call_id, {"id": call.prefix_id, "deleted": True}))
