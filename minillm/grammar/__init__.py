@@ -1,1 +1,1 @@
-"""Structured output: grammars, and the tokens that they allow at each point of a text."""
+"""Structured output: grammars, and masks of the tokens that a grammar allows next."""

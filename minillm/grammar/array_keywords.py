@@ -1,4 +1,4 @@
-"""Rewrite the array keywords of a JSON schema."""
+"""Rewrite the array keywords of a JSON schema for llguidance: see `minillm.grammar.rewriting`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _MOST_WAYS = 1600  # alternatives for the items of a set
 
 
 def of_arrays(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Rewrite a schema's array keywords into ``result``, and into further schemas in ``more``."""
+    """Rewrite a schema's array keywords.
+
+    Keywords that can be written directly go to ``result``. Schemas that a value must also satisfy go to ``more``.
+    Returns None: the schema accepts something.
+    """
     first, rest = tuple_of(schema)
     if "unevaluatedItems" in schema and schema["unevaluatedItems"] is not True:
         if any(key in schema for key in (*IN_PLACE, "contains")):
@@ -45,7 +49,10 @@ def of_arrays(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any
 
 
 def _containing(rewriter: Rewriting, schema: dict[str, Any], least: int, most: int | None) -> Schema:
-    """Return a schema of arrays that have items valid under ``contains`` among their first items."""
+    """Return a schema for ``contains`` and ``minContains``: enough matching items are among the array's first items.
+
+    Values other than arrays are also valid. ``least`` and ``most`` limit the array's length; ``most`` may be None.
+    """
     fewest, greatest = count(schema, "minContains", 1), count(schema, "maxContains")
     inner, start = schema["contains"], schema.get("$from", 0)
     ways: list[Schema] = [typed(set(KINDS) - {"array"})]
@@ -71,7 +78,11 @@ def _containing(rewriter: Rewriting, schema: dict[str, Any], least: int, most: i
 def _unique(
     rewriter: Rewriting, schema: dict[str, Any], first: list[Schema], rest: Schema, least: int, most: int | None
 ) -> Schema:
-    """Return a schema of arrays with distinct items."""
+    """Return a schema for ``uniqueItems``: arrays with distinct items, and values other than arrays.
+
+    The items have the schemas ``first`` by position, then ``rest``. ``least`` and ``most`` limit the array's length.
+    Raises Unsupported if distinct items cannot be expressed.
+    """
     ways: list[Schema] = [typed(set(KINDS) - {"array"}), {"type": "array", "maxItems": 1}]
     size = len(first) if rest is False and most is None else most
     values = None if first else _finite(rewriter, rest)
@@ -96,14 +107,17 @@ def _unique(
 
 
 def _differ(rewriter: Rewriting, first: list[Schema], rest: Schema, size: int | None) -> bool:
-    """Return whether the items of a tuple always differ."""
+    """Return whether any two items of a tuple always differ, because their schemas are disjoint. False if unknown.
+
+    ``size`` is the maximum length of the tuple.
+    """
     if size is None or size > 8 or (size > len(first) and rest is not False):
         return False
     return all(rewriter.meaning.disjoint(one, other) for one, other in combinations(first, 2))
 
 
 def _finite(rewriter: Rewriting, schema: Schema) -> list[Any] | None:
-    """Return all values that a schema accepts, if they are few."""
+    """Return all values that a schema accepts. Return None if they are too many, or if they cannot be listed."""
     kinds = rewriter.meaning.kinds(schema)
     for part in rewriter.meaning.parts(schema):
         for values in choices(part):
@@ -125,7 +139,11 @@ def _finite(rewriter: Rewriting, schema: Schema) -> list[Any] | None:
 
 
 def _partition() -> Iterable[tuple[Schema, Schema]]:
-    """Yield pairs of disjoint schemas, for two items that differ."""
+    """Yield pairs of disjoint schemas.
+
+    An array of two items with the two schemas of a pair has distinct items. Some distinct items fit no pair, so the
+    rewritten schema accepts fewer arrays than the original.
+    """
     for first in "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ":
         yield {"type": "string", "pattern": f"^{first}"}, {"type": "string", "pattern": f"^(?!{first})"}
     for number_ in range(-20, 21):

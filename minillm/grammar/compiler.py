@@ -24,7 +24,7 @@ _CHEAP_SECONDS = 0.05  # slower grammars are compiled only once
 
 @dataclass
 class _Kept:
-    """Matchers of one grammar at the beginning of a text, each compiled separately."""
+    """Matchers of one grammar at the beginning of a text, each compiled separately, to be copied for requests."""
 
     matchers: list[Matcher]
     seconds: float  # of one compilation
@@ -36,7 +36,7 @@ class _Kept:
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary, and keeps the latest for other requests with the same grammar.
+    """Compiles grammars for one vocabulary. It keeps the latest ones for other requests with the same grammar.
 
     It is thread-safe.
     """
@@ -48,7 +48,7 @@ class Compiler:
         self._looking = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the beginning of a text.
+        """Return a new matcher of ``grammar``, at the beginning of a text.
 
         Raises:
             UsageError: the grammar takes too long to compile for this vocabulary, or allows no text that its tokens can
@@ -75,7 +75,10 @@ class Compiler:
             return kept.matchers[kept.turn].copy()
 
     def _compile(self, grammar: Grammar) -> Matcher:
-        """Compile a grammar in a thread. If it takes too long, the thread keeps running: nothing can interrupt it."""
+        """Compile a grammar in a thread. Raises UsageError as `matcher` does.
+
+        If it takes too long, the thread keeps running, because nothing can interrupt it.
+        """
         found: list[Matcher] = []
         failed: list[Exception] = []
 

@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas: parse JavaScript's notation into languages."""
+"""Regular expressions of JSON schemas: parse JavaScript's syntax into a `minillm.grammar.regular.Language`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ class BadPattern(ValueError):
 
 @dataclass(frozen=True)
 class _Node:
-    """A part of an expression: set, cat, or, rep, begin, end, look (look-ahead; ``most`` is 0 if it must not match)."""
+    """A node of a parsed expression.
+
+    Attributes:
+        kind: "set" (one character of ``chars``), "cat" (concatenation), "or", "rep" (repetition), "begin" and "end"
+            (anchors), or "look" (look-ahead).
+        parts: the operands.
+        least, most: limits of a repetition; ``most`` is None without a limit. For a look-ahead, ``most`` is 0 if it
+            must not match.
+    """
 
     kind: str
     parts: tuple[_Node, ...] = ()
@@ -43,7 +51,10 @@ class _Node:
 
 
 def language(algebra: Algebra, pattern: str) -> Language:
-    """Return the language of all texts in which an expression matches. Raises BadPattern."""
+    """Return the language of all texts in which an expression matches somewhere.
+
+    Raises BadPattern if the expression is invalid or not supported.
+    """
     return _found(algebra, _Reader(pattern).read())
 
 
@@ -59,7 +70,12 @@ def _found(algebra: Algebra, node: _Node) -> Language:
 
 
 def _continued(algebra: Algebra, node: _Node, rest: Callable[[bool], Language], begin: bool) -> Language:
-    """Return the language of a node and its continuation; ``begin``: the node is at the start of the text."""
+    """Return the language of ``node`` followed by the rest of the expression.
+
+    Args:
+        rest: returns the language of the rest. Its argument is whether the rest is at the start of the text.
+        begin: ``node`` is at the start of the text.
+    """
     if not node.asserts:
         return _followed(algebra, _alone(algebra, node), rest, begin)
     if node.kind == "or":
@@ -113,7 +129,7 @@ def _cat(parts: tuple[_Node, ...]) -> _Node:
 
 @dataclass
 class _Reader:
-    """Reads an expression."""
+    """A recursive-descent parser of an expression. Each method raises BadPattern on an error."""
 
     pattern: str
     at: int = 0

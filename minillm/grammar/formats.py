@@ -1,4 +1,4 @@
-"""Patterns of the JSON Schema formats that are enforced. All other formats are annotations."""
+"""Patterns of the JSON Schema formats that minillm enforces. Other formats are annotations without effect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _IPV6 = "|".join(
     + [f"::(?:{_GROUP}:){{0,6}}{_GROUP}"]
     + [f"{_GROUP}(?::{_GROUP}){{{before - 1}}}::(?:{_GROUP}:){{0,{6 - before}}}{_GROUP}" for before in range(1, 7)]
 )
-_LABEL = "@(?:~{0,2}@|~(?:@~|-@)~{0,58}@)?"  # no -- at its third letter, which would introduce Punycode
+_LABEL = "@(?:~{0,2}@|~(?:@~|-@)~{0,58}@)?"  # no "--" at the third character, which would introduce Punycode
 _LABEL = _LABEL.replace("~", "[a-zA-Z0-9-]").replace("@", "[a-zA-Z0-9]")
 _FOREIGN = r"[\u00e0-\u00f6\u00f8-\u00ff\u0430-\u044f\u4e00-\u9fa5\uac00-\ud7a3]{1,15}"  # international letters
 _ANY_LABEL = f"(?:{_LABEL}|{_FOREIGN})"

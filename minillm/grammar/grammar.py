@@ -30,18 +30,18 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """A constraint on the text of an answer, for the parameter ``grammar``. Use one of its constructors.
+    """A constraint on the text of an answer, for the parameter ``grammar``. Create it with one of the class methods.
 
     The whole text of the answer matches the grammar, unless it was cut off by ``max_tokens``, by a stop string, or by
     an abort.
 
     Attributes:
         kind: "json_object", "json_schema", "regex", "choice" or "lark".
-        source: the schema or the list of choices as JSON, the expression, the Lark grammar; empty for any JSON object.
+        source: the schema or the list of choices as JSON, the expression, or the Lark grammar. Empty for "json_object".
 
     Raises:
-        UsageError: it is too large, is nested too deeply, allows no text, takes too long to compile, or is invalid or
-            not supported.
+        UsageError: the grammar is too large, is nested too deeply, allows no text, takes too long to compile, or is
+            invalid or not supported.
     """
 
     kind: str
@@ -63,14 +63,14 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: Any = None) -> Grammar:
-        """Return a grammar of JSON that a schema describes, or of any JSON object without one.
+        """Return a grammar of the JSON texts that ``schema`` accepts. Without a schema, it accepts any JSON object.
 
         Args:
-            schema: a JSON schema, as a mapping, as JSON text, or as a pydantic class. Properties are generated in its
-                order. Everything that it does not forbid is allowed: set ``"additionalProperties": False`` to forbid
-                others. The standard's formats are enforced; other formats are annotations, and ``x-guidance`` is
-                ignored. Unsupported keywords (``uniqueItems`` unless the items are an enum, ``maxContains``, …) are
-                rejected.
+            schema: a JSON schema, as a mapping, as JSON text, or as a pydantic class. Properties are generated in the
+                schema's order. The schema allows everything that it does not forbid: set ``"additionalProperties":
+                False`` to forbid other properties. The standard's formats are enforced. Other formats, and
+                ``x-guidance``, are ignored. Unsupported keywords (``uniqueItems`` unless the items are an enum,
+                ``maxContains``, …) are rejected.
         """
         if schema is None:
             return cls("json_object")
@@ -82,7 +82,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Return a grammar of texts that an expression matches from end to end.
+        """Return a grammar of the texts that an expression matches from end to end.
 
         The syntax is that of Rust's crate ``regex``: like Python's, without look-around and backreferences. ``\\d`` and
         ``\\w`` match digits and letters of all scripts; ``[0-9]`` matches only ASCII digits.
@@ -91,19 +91,24 @@ class Grammar:
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Grammar:
-        """Return a grammar of several texts: an answer is one from the list."""
+        """Return a grammar of a list of texts: the answer is exactly one of them."""
         if isinstance(choices, str) or not isinstance(choices, Iterable):
             raise UsageError(f"grammar: choices must be a list of texts, not {shown(choices)}")
         return cls("choice", _json_text("choice", list(choices)))
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """Return a grammar in Lark's notation, in the variant of the library llguidance."""
+        """Return a grammar in Lark's syntax, in the variant that the library llguidance accepts."""
         return cls("lark", text)
 
 
 def grammar_of(name: str, value: Any) -> Grammar | None:
-    """Check the parameter ``grammar``, which may also be a mapping, as in JSON: ``{"regex": "…"}``."""
+    """Convert the parameter ``name`` to a grammar.
+
+    ``value`` may be a `Grammar`, a mapping such as ``{"regex": "…"}``, or None.
+
+    Raises UsageError if it is anything else, or if the grammar is invalid.
+    """
     if value is None or isinstance(value, Grammar):
         return value
     if not isinstance(value, Mapping) or len(value) != 1:

@@ -1,4 +1,7 @@
-"""The meaning of JSON schemas: which values they accept, and whether two schemas are disjoint."""
+"""The meaning of JSON schemas: which values a schema accepts, and whether two schemas are disjoint.
+
+Every value has a kind (`KINDS`). Unlike JSON Schema's types, they separate integers from other numbers, "fractions".
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ _MOST_VISITS = 60_000
 
 
 class Unsupported(ValueError):
-    """An unsupported keyword, or combination; the text names it."""
+    """A keyword, or combination of keywords, that is not supported. The text names it."""
 
 
 def kinds_of_type(name: Any) -> tuple[str, ...]:
-    """Return the kinds of value of a type name. Raises UsageError."""
+    """Return the kinds of value that a schema's type name includes. Raises UsageError if the name is unknown."""
     if name == "number":
         return NUMBERS
     if name == "any":
@@ -39,7 +42,7 @@ def kinds_of_type(name: Any) -> tuple[str, ...]:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value: 1.0 is an integer, as in the standard."""
+    """Return the kind of a value. 1.0 is an integer, as in the standard."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -48,7 +51,7 @@ def kind_of(value: Any) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal; true is not 1."""
+    """Return whether two JSON values are equal. Unlike in Python, true is not equal to 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -59,12 +62,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 def mapping(schema: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the mapping at a keyword; empty if absent. Raises UsageError."""
+    """Return the mapping at a keyword; empty if the keyword is absent. Raises UsageError if the value is no mapping."""
     return _checked(schema, key, dict, {})
 
 
 def sequence(schema: dict[str, Any], key: str) -> list[Any]:
-    """Return the list at a keyword; empty if absent. Raises UsageError."""
+    """Return the list at a keyword; empty if the keyword is absent. Raises UsageError if the value is no list."""
     return _checked(schema, key, list, [])
 
 
@@ -76,7 +79,7 @@ def _checked(schema: dict[str, Any], key: str, kind: type, otherwise: Any) -> An
 
 
 def count(schema: dict[str, Any], key: str, otherwise: int | None = None) -> Any:
-    """Return the count at a keyword. Raises UsageError."""
+    """Return the count at a keyword, or ``otherwise`` if it is absent. Raises UsageError if the value is no count."""
     value = schema.get(key, otherwise)
     if value is None:
         return None
@@ -86,7 +89,7 @@ def count(schema: dict[str, Any], key: str, otherwise: int | None = None) -> Any
 
 
 def number(schema: dict[str, Any], key: str) -> Any:
-    """Return the number at a keyword, None if absent. Raises UsageError."""
+    """Return the number at a keyword, or None if it is absent. Raises UsageError if the value is no number."""
     value = schema.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise UsageError(f"grammar: the JSON schema's {key} must be a number, not {str(value)[:40]!r}")
@@ -94,7 +97,10 @@ def number(schema: dict[str, Any], key: str) -> Any:
 
 
 def bounds(schema: dict[str, Any]) -> tuple[Any, bool, Any, bool]:
-    """Return the least number, whether it is excluded, and the same for the greatest; None without a bound."""
+    """Return a schema's limits of a number: the minimum, whether it is excluded, the maximum, whether it is excluded.
+
+    A missing limit is None.
+    """
     found: list[Any] = []
     for plain, exclusive, closer in (("minimum", "exclusiveMinimum", max), ("maximum", "exclusiveMaximum", min)):
         bound = number(schema, plain)
@@ -110,11 +116,11 @@ def bounds(schema: dict[str, Any]) -> tuple[Any, bool, Any, bool]:
 
 
 class Meaning:
-    """A schema with its references.
+    """A schema and everything needed to interpret it and its subschemas.
 
     Attributes:
-        algebra: of the languages of its patterns.
-        references: of the schema.
+        algebra: creates the languages of the schema's patterns.
+        references: resolves the schema's references.
     """
 
     def __init__(self, root: Any) -> None:
@@ -125,13 +131,13 @@ class Meaning:
         self._visits = 0
 
     def visit(self) -> None:
-        """Count a step. Raises Unsupported after too many."""
+        """Count a step of work on this schema. Raises Unsupported after too many steps."""
         self._visits += 1
         if self._visits > _MOST_VISITS:
             raise Unsupported("is too complex; make it simpler")
 
     def language(self, pattern: Any) -> Language:
-        """Return the language of a pattern. Raises Unsupported."""
+        """Return the language of a pattern. Raises Unsupported if the pattern is invalid or not supported."""
         if not isinstance(pattern, str):
             raise UsageError("grammar: the JSON schema has a pattern that is not a text")
         if pattern not in self._languages:
@@ -142,14 +148,17 @@ class Meaning:
         return self._languages[pattern]
 
     def target(self, schema: dict[str, Any]) -> Schema | None:
-        """Return the schema that a schema refers to, or None."""
+        """Return the schema that a schema's reference (``$ref``) names; None without a reference."""
         if not any(key in schema for key in REFERENCES):
             return None
         found: Schema = self.references.target(schema)
         return found
 
     def parts(self, schema: Schema, depth: int = 0) -> Iterator[dict[str, Any]]:
-        """Split a schema into parts that must all accept a value. Read each without allOf and references."""
+        """Split ``schema`` into schemas that a value must all satisfy: itself, its allOf, and its reference's target.
+
+        Ignore allOf and references when you read a yielded schema, because their schemas are yielded separately.
+        """
         self.visit()
         if depth > 20:
             return
@@ -165,7 +174,7 @@ class Meaning:
             yield from self.parts(target, depth + 1)
 
     def kinds(self, schema: Schema, depth: int = 0) -> frozenset[str]:
-        """Return the kinds of value that a schema may accept."""
+        """Return the kinds of value that a schema may accept. Some may turn out to be rejected."""
         found = frozenset(KINDS)
         if depth > _DEEPEST:
             return found
@@ -181,7 +190,10 @@ class Meaning:
         return found
 
     def strings(self, schema: dict[str, Any]) -> list[Language]:
-        """Return the languages to which a schema's own keywords restrict strings."""
+        """Return a list of languages.
+
+        A string must belong to all of them to satisfy the schema's own string keywords.
+        """
         found = [schema["$language"]] if "$language" in schema else []
         if "pattern" in schema:
             found.append(self.language(schema["pattern"]))
@@ -196,7 +208,10 @@ class Meaning:
         return found
 
     def values_of(self, part: dict[str, Any], name: str) -> list[Schema]:
-        """Return the schemas that one part of a schema has for a property."""
+        """Return the schemas that ``part`` applies to the value of property ``name``.
+
+        ``part`` is a schema without its allOf and references: see `parts`.
+        """
         found = [mapping(part, "properties")[name]] if name in mapping(part, "properties") else []
         patterns = mapping(part, "patternProperties")
         found += [each for key, each in patterns.items() if self.algebra.matches(self.language(key), name)]
@@ -205,7 +220,7 @@ class Meaning:
         return found
 
     def disjoint(self, one: Schema, other: Schema, depth: int = 0) -> bool:
-        """Return whether no value is valid under both; False if unknown."""
+        """Return whether no value is valid under both schemas. False if unknown."""
         if one is False or other is False:
             return True
         if depth > _DEEPEST or one is True or other is True:
@@ -270,7 +285,7 @@ class Meaning:
         return False
 
     def accepts(self, schema: Schema, value: Any) -> bool:
-        """Return whether a value is valid under a schema. Raises Unsupported if unknown."""
+        """Return whether a value is valid under a schema. Raises Unsupported if that cannot be determined."""
         self.visit()
         if isinstance(schema, bool):
             return schema
@@ -341,7 +356,7 @@ class Meaning:
 
 
 def choices(schema: dict[str, Any]) -> Iterator[list[Any]]:
-    """Yield the lists of allowed values: a value must be in each list."""
+    """Yield the schema's lists of allowed values, from enum and const. A value must be in each list."""
     if "enum" in schema:
         yield sequence(schema, "enum")
     if "const" in schema:
@@ -359,27 +374,27 @@ def required(schema: dict[str, Any]) -> list[str]:
 
 
 def as_schema(dependency: Any) -> Schema:
-    """Return a dependency as a schema. A name or a list of names means required properties."""
+    """Return the value of a dependency as a schema. A name or a list of names means required properties."""
     if isinstance(dependency, str):
         dependency = [dependency]
     return {"type": "object", "required": dependency} if isinstance(dependency, list) else dependency
 
 
 def items_at(schema: dict[str, Any], at: int) -> Schema:
-    """Return the schema that a schema's own keywords have for the item at a position."""
+    """Return the schema that a schema's own keywords apply to the item at position ``at`` of an array."""
     first, rest = tuple_of(schema)
     return first[at] if at < len(first) else rest
 
 
 def tuple_of(schema: dict[str, Any]) -> tuple[list[Schema], Schema]:
-    """Return the schemas of the first items of an array, and that of all others."""
+    """Return the schemas of an array's first items by position, and the schema of all further items."""
     if isinstance(schema.get("items"), list):
         return schema["items"], schema.get("additionalItems", True)
     return sequence(schema, "prefixItems"), schema.get("items", True)
 
 
 def _no_number(parts: list[dict[str, Any]]) -> bool:
-    """Return whether no number lies between the bounds of all parts."""
+    """Return whether no number is within the bounds of all parts."""
     found = [bounds(part) for part in parts]
     least = max(((low, strict) for low, strict, _, _ in found if low is not None), default=None)
     most = min(((high, not strict) for _, _, high, strict in found if high is not None), default=None)

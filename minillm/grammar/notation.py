@@ -1,4 +1,4 @@
-"""Convert a grammar to the notation of the library llguidance, and limit its work."""
+"""Convert a grammar to the syntax of the library llguidance, and limit the library's work."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from minillm.grammar.rewriting import supported
 if TYPE_CHECKING:
     import llguidance
 
-# Between two tokens of JSON. If any amount is allowed, small models sometimes write only white space.
+# White space between two tokens of JSON. If any amount were allowed, small models would sometimes write nothing else.
 WHITE_SPACE = r" {1,2}|\r?\n[ \t]{0,48}"
-# For one step of one sequence: 14 ms and 2.5 ms at the library's own rates.
+# The first two limit one step of one sequence: to 14 ms and 2.5 ms at the library's own rates.
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
@@ -24,7 +24,7 @@ LIMITS: dict[str, Any] = {
 
 
 def library() -> Any:
-    """Import and return the library, on first use of a grammar. Raises UsageError if it is not installed."""
+    """Import and return llguidance, which is imported on first use. Raises UsageError if it is not installed."""
     try:
         import llguidance
     except ImportError:
@@ -33,8 +33,9 @@ def library() -> Any:
 
 
 def notation(kind: str, source: str) -> str:
-    """Return the grammar as text for `limited_matcher`, without checking its syntax. Raises UsageError as `library`
-    does.
+    """Return the grammar in llguidance's syntax, for `limited_matcher`. Syntax errors are not found here.
+
+    Raises UsageError if llguidance is not installed or a JSON schema is not supported.
     """
     matcher = library().LLMatcher
     if kind in ("json_object", "json_schema"):
@@ -52,7 +53,7 @@ def notation(kind: str, source: str) -> str:
 
 
 def followed(schema: Any) -> dict[str, Any]:
-    """Rewrite a schema for the library. Raises UsageError with the name of an unsupported keyword."""
+    """Rewrite a schema to one that llguidance follows. Raises UsageError with the name of an unsupported keyword."""
     found = supported(schema)
     if isinstance(found, bool):  # true or false: anything or nothing
         return {} if found else {"enum": []}
@@ -60,7 +61,7 @@ def followed(schema: Any) -> dict[str, Any]:
 
 
 def limited_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatcher:
-    """Compile a grammar for a vocabulary. On failure, the matcher has an error."""
+    """Compile ``text``, a grammar in llguidance's syntax, for a vocabulary. If that fails, the matcher has an error."""
     import llguidance
 
     return llguidance.LLMatcher(tokenizer, text, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))

@@ -1,4 +1,4 @@
-"""Rewrite the object keywords of a JSON schema."""
+"""Rewrite the object keywords of a JSON schema for llguidance: see `minillm.grammar.rewriting`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _MOST_WAYS = 400  # alternatives for the present properties
 
 
 def of_objects(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Rewrite a schema's object keywords into ``result``, and into further schemas in ``more``.
+    """Rewrite a schema's object keywords.
 
-    Returns False if the schema accepts nothing.
+    Keywords that can be written directly go to ``result``. Schemas that a value must also satisfy go to ``more``.
+    Returns False if the schema accepts nothing, else None.
     """
     more_names: Schema = schema.get("additionalProperties", True)
     if "unevaluatedProperties" in schema and schema["unevaluatedProperties"] is not True:
@@ -56,7 +57,7 @@ def _names_allowed(rewriter: Rewriting, schema: dict[str, Any]) -> Language | No
 
 
 def _texts(rewriter: Rewriting, schema: Schema) -> Language:
-    """Return the language of the texts that a schema accepts."""
+    """Return the language of the strings that a schema accepts."""
     ways = []
     for part in rewriter.meaning.parts(schema):
         unknown = [key for key in ("oneOf", "if") if key in part]
@@ -79,7 +80,18 @@ def _texts(rewriter: Rewriting, schema: Schema) -> Language:
 def _patterns(
     rewriter: Rewriting, schema: dict[str, Any], allowed: Language | None, rest: Schema
 ) -> tuple[dict[str, Schema], Schema]:
-    """Return schemas by disjoint patterns, and the schema of names that match no pattern."""
+    """Rewrite patternProperties and propertyNames.
+
+    The returned patterns are disjoint, so that each name matches only one.
+
+    Args:
+        allowed: the language of allowed property names; None: all names.
+        rest: the schema of other properties.
+
+    Returns:
+        - a schema by pattern;
+        - the schema of properties that match no pattern.
+    """
     algebra, patterns = rewriter.algebra, mapping(schema, "patternProperties")
     if not patterns and allowed is None:
         return {}, rest
@@ -111,7 +123,10 @@ def _every(rewriter: Rewriting, schemas: list[Schema]) -> Schema:
 
 
 def _counted(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Write the limits of the number of properties. Return False if no number is possible."""
+    """Write the limits on the number of properties to ``result`` and ``more``.
+
+    Return False if no object is possible.
+    """
     least, most = count(schema, "minProperties", 0), count(schema, "maxProperties")
     names, properties = required(schema), result.get("properties", {})
     optional = [name for name, each in properties.items() if name not in names and each is not False]
@@ -139,7 +154,14 @@ def _counted(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any]
 def _subsets(
     rewriter: Rewriting, optional: list[str], lacking: int, spare: int | None, bounds: dict[str, int], is_open: bool
 ) -> Schema:
-    """Return a schema with an alternative for each set of present optional properties."""
+    """Return a schema with one alternative for each set of optional properties that may be present.
+
+    Args:
+        lacking: minimum number of properties in addition to the required ones.
+        spare: maximum number of properties in addition to the required ones; None: no limit.
+        bounds: the original keywords, for an alternative with further properties.
+        is_open: properties that the schema does not name are allowed.
+    """
     ways: list[Schema] = [typed(set(KINDS) - {"object"})]
     last = min(len(optional), lacking if spare is None else spare)
     for size in range(last + 1):

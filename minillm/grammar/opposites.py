@@ -1,4 +1,4 @@
-"""Negate a JSON schema: return the values that it rejects, as a list of schemas."""
+"""Negate a JSON schema: describe the values that it rejects, as a list of schemas."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ _MOST_NUMBERS = 20  # of an enum
 
 
 def opposites(meaning: Meaning, schema: Schema, names: tuple[str, ...] = ()) -> Iterator[Schema | None]:
-    """Yield schemas that together accept what a schema rejects; None for a part that cannot be expressed.
+    """Yield schemas that together accept the values that ``schema`` rejects.
+
+    None stands for a part that cannot be expressed.
 
     Args:
-        names: relevant property names: any of them violates a schema without additional properties.
+        names: relevant property names. If ``schema`` forbids additional properties, the presence of any of these names
+            violates it.
     """
     if isinstance(schema, bool):
         if not schema:
@@ -53,7 +56,10 @@ def opposites(meaning: Meaning, schema: Schema, names: tuple[str, ...] = ()) -> 
 
 
 def typed(kinds: Any) -> Schema:
-    """Return a schema of some kinds of value. Fractions cannot be separated from integers."""
+    """Return a schema that accepts values of ``kinds``.
+
+    Fractions without integers cannot be expressed, and are left out.
+    """
     found = [kind for kind in KINDS if kind in kinds and kind != "fraction"]
     return {"type": ["number" if kind == "integer" and "fraction" in kinds else kind for kind in found]}
 

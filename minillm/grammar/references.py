@@ -1,4 +1,4 @@
-"""References within a JSON schema: find the subschemas that they name."""
+"""References within a JSON schema: find the subschemas that ``$ref`` and similar keywords name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OLD = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 
 
 class References:
-    """Resolves references.
+    """Resolves the references of one schema.
 
     Attributes:
         is_old: the schema's draft ignores keywords next to ``$ref``.
@@ -22,9 +22,9 @@ class References:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._bases: dict[int, str] = {}  # base addresses, by the identity of schemas
+        self._bases: dict[int, str] = {}  # base URIs, by the id() of schemas
         self._named: dict[str, Any] = {"": root}
-        self._dynamic: list[Any] = []  # names that may resolve differently, depending on the path to a reference
+        self._dynamic: list[Any] = []  # dynamic anchors: their meaning depends on the path to a reference
         dialect = root.get("$schema") if isinstance(root, dict) else None
         self.is_old = isinstance(dialect, str) and any(draft in dialect for draft in _OLD)
         self._documents: set[str] = set()
@@ -50,7 +50,10 @@ class References:
                 self._walk(value, base)
 
     def _name(self, node: Any, base: str, name: str) -> str:
-        """Note the name of a schema, and return the base address of its subschemas."""
+        """Register ``node`` under the URI ``name``, resolved against ``base``.
+
+        Return the base URI of its subschemas.
+        """
         document, _, fragment = _joined(base, name).partition("#")
         if fragment:
             self._named.setdefault(f"{document}#{fragment}", node)
@@ -60,11 +63,14 @@ class References:
         return document
 
     def has(self, node: Any) -> bool:
-        """Return whether a schema is part of the original one, rather than created later."""
+        """Return whether ``node`` is part of the original schema, and was not created by a rewrite."""
         return id(node) in self._bases
 
     def target(self, node: dict[str, Any]) -> Any:
-        """Return the schema that a schema's reference names. Raises UsageError if it does not exist."""
+        """Return the schema that the reference of ``node`` names, after following references to references.
+
+        Raises UsageError if it does not exist, or refers to itself.
+        """
         [key, *_] = (each for each in _REFERENCES if each in node)
         reference = node[key]
         if not isinstance(reference, str):
@@ -110,7 +116,7 @@ class References:
 
 
 def _constraints(node: dict[str, Any]) -> list[str]:
-    """Return the keywords other than annotations."""
+    """Return the keywords of ``node`` that are not annotations."""
     return [key for key in node if key not in ("title", "description", "$comment", "default", "examples")]
 
 

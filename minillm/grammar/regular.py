@@ -1,7 +1,7 @@
-"""Regular languages with intersection and complement, written as expressions.
+"""Regular languages with intersection and complement, written as regular expressions.
 
-llguidance's expressions have no look-around and no complement. Therefore an expression in JavaScript's notation becomes
-a language, languages are combined, and the result is written as an expression that llguidance accepts.
+llguidance's expressions have no look-around and no complement. Therefore an expression in JavaScript's syntax is parsed
+into a language, languages are combined, and the result is written as an expression that llguidance accepts.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from itertools import pairwise
 
 LAST = 0x10FFFF  # code point
 Chars = tuple[tuple[int, int], ...]  # ranges of code points, in order, with gaps between them
-_MOST_STEPS = 20_000  # derivatives, for all languages of one schema
+_MOST_STEPS = 20_000  # computed derivatives, for all languages of one schema
 _MOST_STATES = 400  # of one automaton
-_MOST_LETTERS = 16_000  # of one expression
+_MOST_LETTERS = 16_000  # characters of one written expression
 
 
 class TooComplex(ValueError):
@@ -22,7 +22,7 @@ class TooComplex(ValueError):
 
 
 def chars(ranges: Iterable[tuple[int, int]]) -> Chars:
-    """Return the union of ranges of code points."""
+    """Return the union of ranges of code points, sorted and merged."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -33,7 +33,7 @@ def chars(ranges: Iterable[tuple[int, int]]) -> Chars:
 
 
 def others(of: Chars) -> Chars:
-    """Return all code points except these."""
+    """Return all code points that are not in ``of``."""
     gaps, begin = [], 0
     for low, high in of:
         if begin < low:
@@ -47,14 +47,17 @@ ALL: Chars = ((0, LAST),)
 
 @dataclass(frozen=True, eq=False)
 class Language:
-    """A node of an expression. `Algebra` makes each once, so equal ones are identical.
+    """A node of an expression tree, which stands for a set of texts.
+
+    `Algebra` creates equal nodes once, so they are identical.
 
     Attributes:
-        kind: "set", "cat", "or", "and", "not" or "rep".
+        kind: "set" (one character of ``chars``), "cat" (concatenation), "or", "and", "not" or "rep" (repetition).
         parts: the operands.
-        chars: of a set.
-        least, most: of a repetition; ``most`` is None without a limit.
-        has_empty: whether it contains the empty text.
+        least, most: limits of a repetition; ``most`` is None without a limit.
+        has_empty: whether the language contains the empty text.
+        number: position in the order of creation.
+        derivatives: results of `Algebra.step`, by character.
     """
 
     kind: str
@@ -68,7 +71,7 @@ class Language:
 
 
 class Algebra:
-    """Makes and combines languages, with a limit on the work."""
+    """Creates and combines languages. TooComplex is raised if that takes too much work."""
 
     def __init__(self) -> None:
         self._made: dict[object, Language] = {}
@@ -96,15 +99,15 @@ class Algebra:
         return found
 
     def one_of(self, of: Chars) -> Language:
-        """Return the language of single characters."""
+        """Return the language of the single characters ``of``."""
         return self._make("set", (), of=of) if of else self.nothing
 
     def text(self, text: str) -> Language:
-        """Return the language of one text."""
+        """Return the language that contains only ``text``."""
         return self.then(*(self.one_of(((ord(each), ord(each)),)) for each in text))
 
     def then(self, *parts: Language) -> Language:
-        """Return the concatenation."""
+        """Return the concatenation of languages: a text of the first, followed by a text of the next, and so on."""
         flat: list[Language] = []
         for part in parts:
             if part is self.nothing:
@@ -115,7 +118,7 @@ class Algebra:
         return self._make("cat", tuple(flat), has_empty=all(part.has_empty for part in flat)) if flat else self.empty
 
     def either(self, *parts: Language) -> Language:
-        """Return the union."""
+        """Return the union of languages."""
         flat = {each for part in parts for each in (part.parts if part.kind == "or" else (part,))}
         if self.anything in flat:
             return self.anything
@@ -128,7 +131,7 @@ class Algebra:
         return self._make("or", ordered, has_empty=any(each.has_empty for each in ordered))
 
     def both(self, *parts: Language) -> Language:
-        """Return the intersection."""
+        """Return the intersection of languages."""
         flat = {each for part in parts for each in (part.parts if part.kind == "and" else (part,))}
         flat.discard(self.anything)
         if self.nothing in flat:
@@ -143,7 +146,7 @@ class Algebra:
         return self._make("and", ordered, has_empty=all(each.has_empty for each in ordered))
 
     def complement(self, of: Language) -> Language:
-        """Return the language of all other texts."""
+        """Return the language of all texts that are not in ``of``."""
         if of.kind == "not":
             return of.parts[0]
         if of is self.nothing:
@@ -151,7 +154,7 @@ class Algebra:
         return self.nothing if of is self.anything else self._make("not", (of,), has_empty=not of.has_empty)
 
     def repeat(self, of: Language, least: int = 0, most: int | None = None) -> Language:
-        """Return the language of ``least`` to ``most`` texts in a row."""
+        """Return the language of ``least`` to ``most`` concatenated texts of ``of``. None: no limit."""
         if most == 0 or of is self.empty or (of is self.nothing and least == 0):
             return self.empty
         if of is self.nothing or (least == most == 1):
@@ -161,7 +164,7 @@ class Algebra:
         return self._make("rep", (of,), least=least, most=most, has_empty=least == 0 or of.has_empty)
 
     def step(self, of: Language, char: int) -> Language:
-        """Return the language of continuations after a character (Brzozowski's derivative)."""
+        """Return the language of the texts that may follow ``char`` in ``of`` (Brzozowski's derivative)."""
         found = of.derivatives.get(char)
         if found is None:
             self._steps += 1
@@ -190,13 +193,13 @@ class Algebra:
         return self.either(*parts) if of.kind == "or" else self.both(*parts)
 
     def matches(self, of: Language, text: str) -> bool:
-        """Return whether a text belongs to a language."""
+        """Return whether ``text`` belongs to the language ``of``."""
         for each in text:
             of = self.step(of, ord(each))
         return of.has_empty
 
     def is_empty(self, of: Language) -> bool:
-        """Return whether no text belongs to a language."""
+        """Return whether the language ``of`` contains no text."""
         seen, waiting = {of}, [of]
         letters = [low for (low, _), *_ in _alphabet(of)]
         while waiting:
@@ -213,14 +216,17 @@ class Algebra:
         return True
 
     def expression(self, of: Language) -> str:
-        """Write a language as an expression that matches its texts from end to end."""
+        """Write a language as a regular expression that matches its texts from end to end.
+
+        Raises TooComplex if the expression would be too long.
+        """
         written = _written(self._plain(of))
         if len(written) > _MOST_LETTERS:
             raise TooComplex("a pattern is too long to be written without look-around")
         return f"^(?:{written})$"
 
     def _plain(self, of: Language) -> Language:
-        """Return the same language without intersections and complements."""
+        """Return an equal language with neither intersections nor complements in its tree."""
         if of.kind in ("and", "not"):
             return self._eliminated(of)
         parts = tuple(self._plain(part) for part in of.parts)
@@ -231,7 +237,7 @@ class Algebra:
         return self.then(*parts) if of.kind == "cat" else self.either(*parts)
 
     def _eliminated(self, of: Language) -> Language:
-        """Return the language of an automaton's paths, by eliminating its states."""
+        """Return an equal language without intersections and complements, by eliminating the states of an automaton."""
         edges = self._automaton(of)
         into: dict[int, set[int]] = {}
         for state, targets in edges.items():
@@ -257,7 +263,11 @@ class Algebra:
         return edges[-1].get(-2, self.nothing)
 
     def _automaton(self, of: Language) -> dict[int, dict[int, Language]]:
-        """Return its transitions. State -1 precedes the initial state 1, and -2 follows the accepting ones."""
+        """Return the transitions of a deterministic automaton for ``of``, by source and target state.
+
+        A transition is the language of its characters. State 1 is the initial state. Two states are added, with
+        transitions of the empty text: -1 leads to the initial state, and accepting states lead to -2.
+        """
         letters = _alphabet(of)
         numbers, waiting = {of: 1}, [of]
         edges: dict[int, dict[int, Language]] = {-1: {1: self.empty}}
@@ -279,7 +289,7 @@ class Algebra:
 
 
 def _alphabet(of: Language) -> list[Chars]:
-    """Partition all characters into sets that a language does not distinguish."""
+    """Partition all characters into sets. A language never distinguishes two characters of the same set."""
     cuts, seen, waiting = {0, LAST + 1}, {of}, [of]
     ranges: set[Chars] = set()
     while waiting:
@@ -327,7 +337,7 @@ def _written_set(of: Chars) -> str:
     if of == ALL:
         return "(?s:.)"
     if of[0][0] == 0 != of[0][1] and not all(any(low <= ord(sign) <= high for low, high in of) for sign in '"\\'):
-        # llguidance 1.9 treats a set of all control characters as if it had quotation marks and backslashes.
+        # llguidance 1.9 treats a set of all control characters as if it also contained quotation marks and backslashes.
         of = ((1, of[0][1]), *of[1:])
     negated = of[-1][1] == LAST
     body = "".join(_written_range(low, high) for low, high in (others(of) if negated else of))
@@ -335,7 +345,7 @@ def _written_set(of: Chars) -> str:
 
 
 def _written_range(low: int, high: int) -> str:
-    """Write a range of characters without surrogates, which are not text."""
+    """Write a range of characters, without the surrogates in it, which are not text."""
     if low <= 0xDFFF and high >= 0xD800:
         below = _written_range(low, 0xD7FF) if low < 0xD800 else ""
         return below + (_written_range(0xE000, high) if high > 0xDFFF else "")

@@ -1,8 +1,7 @@
-"""Rewrite JSON schemas for llguidance.
+"""Rewrite JSON schemas for llguidance, which supports a part of JSON Schema.
 
-llguidance supports a part of JSON Schema. A schema is rewritten into this part. The result accepts the same values, or
-fewer if that cannot be expressed, and never a value that the original rejects. Schemas that cannot be rewritten are
-rejected.
+The rewritten schema uses only that part. It accepts the same values, or fewer if they cannot be expressed exactly. It
+never accepts a value that the original rejects. Schemas that cannot be rewritten are rejected.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MOST_SIZE = 60_000  # subschemas of the result
 _MOST_OPPOSITES = 4  # nesting levels: each multiplies the alternatives of the outer one
 
 Write = Callable[["Rewriter", dict[str, Any], dict[str, Any], list[Schema]], bool | None]
-# Keywords that are written together, and the keyword that determines their position.
+# Keywords that one function rewrites together, and the keyword that determines their position in the result.
 _GROUPS: tuple[tuple[frozenset[str], str, Write], ...] = (
     (OBJECTS, "properties", of_objects),
     (ARRAYS, "items", of_arrays),
@@ -45,7 +44,7 @@ _GROUPS: tuple[tuple[frozenset[str], str, Write], ...] = (
 
 
 def supported(root: Schema) -> Schema:
-    """Rewrite a schema. Raises UsageError with the name of an unsupported keyword."""
+    """Rewrite a schema to one that llguidance supports. Raises UsageError with the name of an unsupported keyword."""
     try:
         return Rewriter(_tidy(root)).whole()
     except (Unsupported, TooComplex) as error:
@@ -55,7 +54,7 @@ def supported(root: Schema) -> Schema:
 
 
 def _tidy(schema: Any) -> Any:
-    """Return a copy in which draft 3's ``required`` of a property is moved to its object."""
+    """Return a copy of a schema with draft 3's ``required: true`` of a property moved to the list of its object."""
     if isinstance(schema, list):
         return [_tidy(each) for each in schema]
     if not isinstance(schema, dict):
@@ -70,7 +69,7 @@ def _tidy(schema: Any) -> Any:
 
 
 class Rewriter:
-    """Rewrites one schema and its references."""
+    """Rewrites one schema and the schemas that it refers to."""
 
     def __init__(self, root: Schema) -> None:
         self.root, self.meaning = root, Meaning(root)
@@ -108,7 +107,11 @@ class Rewriter:
         return parts[0] if len(parts) == 1 else {"allOf": parts}
 
     def _own(self, schema: dict[str, Any]) -> tuple[Schema, list[Schema]]:
-        """Rewrite the keywords of a schema in order, which determines the order of properties."""
+        """Rewrite the keywords of a schema in their order, which determines the order of generated properties.
+
+        Return the rewritten schema, and further schemas that a value must also satisfy. The first is False if
+        ``schema`` accepts nothing.
+        """
         result: dict[str, Any] = {}
         more: list[Schema] = []
         if "type" in schema:
@@ -169,7 +172,7 @@ class Rewriter:
         return False if self._definitions[name] is False else {"$ref": f"#/$defs/{name}"}
 
     def ways(self, ways: Iterable[Schema]) -> Schema:
-        """Return the union of schemas."""
+        """Return a schema that accepts a value if any of ``ways`` accepts it."""
         found = [way for way in ways if way is not False]
         if any(way is True or way == {} for way in found):
             return True
@@ -213,7 +216,7 @@ class Rewriter:
         return [*found, *(name for each in inner for name in self._names_in(each))]
 
     def _no(self, schema: dict[str, Any]) -> Schema:
-        """Rewrite ``not``."""
+        """Rewrite ``not``, as the union of schemas that accept rejected values: see `opposites`."""
         inner, found = schema["not"], []
         exact = self._opposites < _MOST_OPPOSITES and id(inner) not in self._open
         self._open.append(id(inner))

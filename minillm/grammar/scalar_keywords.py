@@ -1,4 +1,4 @@
-"""Rewrite the string and number keywords of a JSON schema."""
+"""Rewrite the string and number keywords of a JSON schema for llguidance: see `minillm.grammar.rewriting`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _FARTHEST = (1 << 63) - 1024  # the library's largest integer
 
 
 class Rewriting(Protocol):
-    """Rewrites a schema, keyword by keyword."""
+    """The interface of `minillm.grammar.rewriting.Rewriter` that the functions for single keywords use."""
 
     meaning: Meaning
     algebra: Algebra
 
     def rewritten(self, schema: Schema) -> Schema:
-        """Rewrite a schema."""
+        """Return a schema, rewritten for llguidance."""
 
     def ways(self, ways: Iterable[Schema]) -> Schema:
-        """Return the union of schemas."""
+        """Return a schema that accepts a value if any of ``ways`` accepts it."""
 
 
 def written(rewriter: Rewriting, pattern: str) -> str:
-    """Return a pattern in the library's syntax."""
+    """Return a pattern of a JSON schema in llguidance's syntax."""
     try:
         return rewriter.algebra.expression(rewriter.meaning.language(pattern))
     except Unsupported:
@@ -41,7 +41,11 @@ def written(rewriter: Rewriting, pattern: str) -> str:
 
 
 def of_strings(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Rewrite a schema's string keywords into ``result``, and into further schemas in ``more``."""
+    """Rewrite a schema's string keywords.
+
+    The first pattern and the lengths go to ``result``. Further patterns go to ``more``, as schemas that a value must
+    also satisfy. Returns None: the schema accepts something.
+    """
     patterns = []
     if "pattern" in schema:
         patterns.append(written(rewriter, schema["pattern"]))
@@ -59,7 +63,7 @@ def of_strings(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
 
 
 def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Rewrite a schema's number keywords into ``result``."""
+    """Rewrite a schema's number keywords into ``result``. Returns None: the schema accepts something."""
     low, above, high, below = bounds(schema)
     if low is not None:
         result["exclusiveMinimum" if above else "minimum"] = _inner(low, up=True)
@@ -74,7 +78,10 @@ def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
 
 
 def _inner(bound: float, *, up: bool) -> float:
-    """Return a bound that is exact in the library: the nearest one inside the range."""
+    """Return the nearest bound that llguidance represents exactly. It is never outside the original range.
+
+    ``up``: ``bound`` is a minimum, so the result may be larger. Otherwise it may be smaller.
+    """
     if abs(bound) <= EXACT:
         return bound
     bound = max(bound, -_FARTHEST) if up else min(bound, _FARTHEST)

@@ -1,4 +1,4 @@
-"""Compile each grammar in a killable process first.
+"""Compile each grammar first in a process that can be killed.
 
 Most grammars of reasonable size compile in milliseconds. Some, such as an intersection of expressions or a large
 ``multipleOf``, would take hours in a library that cannot be interrupted.
@@ -23,9 +23,9 @@ _MEMORY = 2 << 30  # bytes of address space
 
 @lru_cache(maxsize=256)
 def check_compiles(kind: str, source: str) -> str | None:
-    """Return the fault of a grammar, as the end of a sentence, or None if it compiles.
+    """Compile a grammar in another process. Return its fault as the end of a sentence, or None if it compiles.
 
-    Raises UsageError if the library is not installed.
+    Raises UsageError if the library is not installed, or a JSON schema is not supported.
     """
     request = {"grammar": notation(kind, source), "limits": LIMITS, "seconds": _CPU_SECONDS, "memory": _MEMORY}
     # -P: a module of the current directory must not replace one of the standard library.
@@ -48,7 +48,7 @@ def check_compiles(kind: str, source: str) -> str | None:
 
 
 def readable(fault: str) -> str:
-    """Convert the library's error to the end of a one-line message."""
+    """Convert an error of the library to the end of a one-line message."""
     if fault.startswith("panic"):
         return "makes the library fail; make it simpler"
     if "invalid regex" in fault and "\nerror: " in fault:

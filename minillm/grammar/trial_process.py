@@ -1,6 +1,7 @@
 """The process of `minillm.grammar.trial`: compiles one grammar for a vocabulary of single bytes.
 
-It reads one JSON object, and writes another with the ``fault`` of the grammar, or null. It imports nothing of minillm.
+It reads one JSON object from stdin. It writes a JSON object with the ``fault`` of the grammar, which is null if it
+compiles. It imports nothing of minillm.
 """
 
 import json
@@ -14,7 +15,7 @@ _END = 256  # the id after the bytes
 
 
 class Bytes:
-    """The vocabulary in the library's interface."""
+    """A vocabulary of the 256 bytes, in the interface that the library expects of a tokenizer."""
 
     eos_token_id, bos_token_id = _END, None
     tokens = (*(bytes([byte]) for byte in range(256)), b"")
@@ -25,7 +26,7 @@ class Bytes:
 
 
 def fault(request: dict[str, Any]) -> str | None:
-    """Return why a grammar cannot be used, or None."""
+    """Return why a grammar cannot be used, or None if it can."""
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, eos_token=_END)
     limits = llguidance.LLParserLimits(**request["limits"])
     matcher = llguidance.LLMatcher(tokenizer, request["grammar"], log_level=0, limits=limits)

@@ -1,4 +1,4 @@
-"""A model's vocabulary for grammars: the bytes of each token."""
+"""A model's vocabulary for grammars: the bytes of each token, and token masks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import llguidance
 
 NUM_CORES = len(os.sched_getaffinity(0))
-# Maximum lengths of runs of a JSON string's characters. If a text allows any run of such a length, the library allows
-# all tokens within it at once. The library's own lengths are 10, 30 and any; a string of bounded length has a last ten
-# characters in each answer, which need the shorter ones.
+# Lengths of runs of JSON string characters. The library groups the tokens of at most this many characters.
+# If the grammar allows any run of that length next, it allows the whole group at once, without testing each token. The
+# library's own groups have 10, 30 and any number. The shorter ones speed up the last ten characters of bounded strings.
 _RUNS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 30)
 _MARK = "\x02"  # before a text to encode: some tokenizers treat the beginning of a text differently
 
@@ -29,8 +29,8 @@ class Vocabulary:
 
     Args:
         tokens: the bytes of each of the model's ids. Control tokens and unused ids have none: no grammar allows them.
-        encode: encodes a text without special tokens. If a grammar leaves no choice of bytes, a mask has only the
-            tokens that this function chooses; `Matcher.spellings` has the others.
+        encode: encodes a text without special tokens. If a grammar leaves no choice of the next bytes, a mask has only
+            the token that this function chooses for them. `Matcher.spellings` returns the others.
     """
 
     def __init__(self, tokens: Sequence[bytes], encode: Callable[[str], Sequence[int]]) -> None:
@@ -51,19 +51,20 @@ class Vocabulary:
 
     @cached_property
     def _executor(self) -> Any:
-        # With few cores use all of them, since the caller only waits for the masks; of many, the library leaves some
-        # free.
+        # With up to 4 cores, use all of them, because the caller only waits for the masks. With more cores, the library
+        # leaves some free.
         return library().LLExecutor(NUM_CORES if NUM_CORES <= 4 else None)
 
     def fill(self, states: Sequence[llguidance.LLMatcher], words: NDArray[np.uint32]) -> list[bool]:
         """Compute masks of the tokens that may follow, for several sequences at a time.
 
         Args:
+            states: the library's matcher of each sequence.
             words: ``[states, num_words]``, contiguous. Bit ``i % 32`` of word ``i // 32`` is set to 1 if token ``i``
                 may follow. If a text is complete or its state has an error, no bit is set.
 
         Returns:
-            Whether each text may end here, or its state has an error.
+            For each sequence, whether its text may end here, or its state has an error.
         """
         assert words.flags.c_contiguous, "the library writes to the memory itself"
         if len(states) == 1:
@@ -77,12 +78,15 @@ class Vocabulary:
         return may_end
 
     def along(self, text: bytes) -> list[int]:
-        """Return the tokens that are prefixes of a text, or begin with it."""
+        """Return the tokens that begin ``text``, and the tokens that begin with ``text``."""
         tokens = enumerate(self._tokens[: self.size])
         return [each for each, data in tokens if data and (text.startswith(data) or data.startswith(text))]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text within another text, as far as its bytes can be encoded."""
+        """Return the ids of a text within another text, as far as its bytes can be encoded.
+
+        The library calls this to choose tokens for bytes that the grammar leaves no choice about.
+        """
         wanted = text.encode("utf-8", "surrogateescape")
         try:
             ids = list(self._encode(_MARK + text))
@@ -98,7 +102,10 @@ class Vocabulary:
         return self._longest_first(wanted)
 
     def _longest_first(self, data: bytes) -> list[int]:
-        """Return ids with the bytes ``data``, each as long as possible, up to the first byte that begins no token."""
+        """Encode ``data`` by taking the longest possible token each time.
+
+        Stop at the first byte that begins no token.
+        """
         ids, at = [], 0
         while at < len(data):
             lengths = range(min(self._longest, len(data) - at), 0, -1)
@@ -111,14 +118,14 @@ class Vocabulary:
 
 
 def _slices() -> list[str]:
-    """Return nested sets of tokens as regular expressions; the library handles each as a whole."""
+    """Return nested groups of tokens as regular expressions. The library can allow a whole group at once."""
     space, *_, character = library().LLTokenizer.json_slices()
     character = character.removesuffix("+")
     return [space, *(f"{character}{{1,{most}}}" for most in _RUNS), f"{character}+"]
 
 
 class _Tokens:
-    """The vocabulary in the library's interface."""
+    """The vocabulary in the interface that the library expects of a tokenizer."""
 
     bos_token_id = None
 
