@@ -139,9 +139,9 @@ class LLM:
         """Complete prompts that are supplied piece by piece; yield (key, output) as they finish.
 
         Args:
-            take: given the number of sequences that could start, returns the next prompts, any number of them, each as
-                a key and a function that returns prompt and parameters; none if there are no more, None if there are
-                none now. It may wait if all its prompts are done.
+            take: called with the number of sequences that could start. Returns the next prompts, any number of them,
+                each as a key and a function that returns prompt and parameters. An empty result ends the input, and
+                None means that no prompt is ready. It may wait if all earlier prompts are done.
             refuse: returns the output of a rejected prompt.
         """
 

@@ -82,7 +82,7 @@ def _numbers(word, DTYPE: tl.constexpr):
 def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
     """Convert the result of `load_queries` to operands of ``mma``, and return the factor of head t's products.
 
-    A query is integers up to `_Q_LARGEST` times a scale. A query with NaN or infinity has NaN as its scale.
+    A query is quantized to integers of at most `_Q_LARGEST`, with one scale. NaN or infinity in a query makes it NaN.
     """
     LANES: tl.constexpr = WARPS * 32
     numbers, largest = (), tl.zeros([LANES], tl.float32)

@@ -119,7 +119,7 @@ def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.c
 
 @triton.jit
 def _ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
-    """Load the block ids of tokens ``position + at``; after the end, the last token's."""
+    """Load the block ids of tokens ``position + at``. Past ``end``, load the last token's."""
     block = position // BLOCK_SIZE
     if BLOCK_SIZE < TOKENS:
         block += at // BLOCK_SIZE

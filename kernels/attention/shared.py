@@ -269,9 +269,9 @@ def _merge_results_kernel(
 def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
     """Return tokens per tile, stages and warps of the second phase.
 
-    Tails are short, and as many as possible should run in parallel with the first phase: therefore one warp, and 16
-    tokens. With one query head per kv head they run one after another, and wider tiles end each sooner. In float32 a
-    matmul takes many registers, without tensor cores: therefore two warps.
+    A tail is short. With one warp and 16 tokens, most tails run in parallel with the first phase. With one query head
+    per kv head, tails run one after another, and wider tiles are faster. A float32 matmul uses no tensor cores and many
+    registers, so it gets two warps.
     """
     warps = 2 if shape.element_size == 4 else 1
     if shape.group > 1:

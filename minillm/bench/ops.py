@@ -81,7 +81,7 @@ def _double(pages: Pages) -> Pages:
 
 
 def _copies(moved: int, *shape: int) -> list[Tensor]:
-    """Return as many copies of random inputs as keep the L2 cold if a launch moves ``size`` bytes."""
+    """Return random inputs for launches of ``moved`` bytes each, enough of them to keep the L2 cold."""
     return [random(*shape) for _ in range(copies_for_cold_l2(moved))]
 
 

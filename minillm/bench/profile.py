@@ -26,7 +26,7 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class KernelShare:
-    """Hold one kernel's part of a decode step; ``bytes`` is None if they do not matter."""
+    """Hold one kernel's part of a decode step. ``bytes`` is None where the benchmark does not count them."""
 
     kernel: str = shown("kernel", width=48)
     launches: float = shown("launches", ".1f")  # per step

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
-    """Return the completions of the last of ``words`` after the others; none where a file or any text may follow."""
+    """Return the completions of the last word after the others; none where a file name or free text is expected."""
     *before, last = words
     begun = ""  # the part of the last word that the shell keeps
     if last == ":" and before:  # bash splits model:quantization into three words

@@ -25,7 +25,7 @@ _MARK = "\x02"  # before a text to encode: some tokenizers treat the beginning o
 
 
 class Vocabulary:
-    """A model's tokens, and masks of the tokens that may follow.
+    """A model's tokens, and masks of the tokens that a grammar allows next.
 
     Args:
         tokens: the bytes of each of the model's ids. Control tokens and unused ids have none: no grammar allows them.
@@ -56,12 +56,12 @@ class Vocabulary:
         return library().LLExecutor(NUM_CORES if NUM_CORES <= 4 else None)
 
     def fill(self, states: Sequence[llguidance.LLMatcher], words: NDArray[np.uint32]) -> list[bool]:
-        """Compute masks of the tokens that may follow, for several sequences at a time.
+        """Compute masks of the allowed next tokens, for several sequences at a time.
 
         Args:
             states: the library's matcher of each sequence.
             words: ``[states, num_words]``, contiguous. Bit ``i % 32`` of word ``i // 32`` is set to 1 if token ``i``
-                may follow. If a text is complete or its state has an error, no bit is set.
+                is allowed. If a text is complete or its state has an error, no bit is set.
 
         Returns:
             For each sequence, whether its text may end here, or its state has an error.

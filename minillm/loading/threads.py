@@ -74,9 +74,7 @@ def clocks(read: Callable[[], float] | None = None) -> Clocks:
 
 
 def follows_free_cores() -> bool:
-    """Return whether minillm may choose the number of threads: the system reports the load, and the user has set
-    nothing.
-    """
+    """Return whether minillm may set the number of threads: the system reports its load, and no variable sets it."""
     return _STAT.exists() and not any(name in os.environ for name in _USERS_OWN)
 
 

@@ -48,9 +48,9 @@ class Masks:
 def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, device: torch.device) -> Masks:
     """Return the masks of the sequences that need one; row i of the logits belongs to sequence i.
 
-    Tokens that end an answer may follow exactly where its grammar is complete, if it has one, and not before
-    ``min_tokens`` unless nothing else may. A sequence whose grammar fails has no mask; its matcher has the error. The
-    masks of logits on a GPU, ``device``, go there without another copy.
+    End tokens are allowed where the grammar is complete, if there is one, and after ``min_tokens``, or if no other
+    token is. A sequence with a failed grammar has no mask, and its matcher has the error. Masks for a GPU are in pinned
+    memory.
     """
     needing = [(row, *pair) for row, pair in enumerate(sequences) if needs_mask(*pair)]
     if not needing:

@@ -1,4 +1,4 @@
-"""Changes of logits that a request asks for: biases, penalties, tokens that must not follow, functions of its own."""
+"""Change logits as requests ask: bias, penalties, banned tokens, and the request's own logits processor."""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -24,11 +24,11 @@ def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
 def process_logits(logits: Tensor, owners: SequenceOf[Owner]) -> Masks:
     """Apply what requests ask for to the ``[n, vocab]`` logits of each owner's next token, in place.
 
-    In this order: logit bias, repetition, frequency and presence penalty, tokens that must not follow, the caller's own
-    processor. Beam search applies them to log-probabilities instead, as Hugging Face ``generate`` does.
+    In this order: logit bias; repetition, frequency and presence penalty; banned tokens; the caller's own processor.
+    Beam search applies them to log-probabilities instead, as Hugging Face ``generate`` does.
 
     Returns:
-        The masks of the tokens that may follow.
+        The masks of the allowed tokens.
     """
     masks = masks_of(owners, logits.shape[1], logits.device)  # while the device computes the logits
     for row, (group, sequence) in enumerate(owners):
@@ -40,7 +40,7 @@ def process_logits(logits: Tensor, owners: SequenceOf[Owner]) -> Masks:
 
 
 def run_processors(logits: Tensor, owners: SequenceOf[Owner], masks: Masks) -> None:
-    """Let callers' own processors change their rows; what must not follow stays so. Where one fails, its group does."""
+    """Run callers' own processors on their rows. Banned tokens stay banned. If a processor fails, its group fails."""
     processed = []
     for row, (group, sequence) in enumerate(owners):
         processor = group.params.logits_processor
@@ -56,7 +56,7 @@ def run_processors(logits: Tensor, owners: SequenceOf[Owner], masks: Masks) -> N
 
 
 def note_empty(owners: SequenceOf[Owner], masks: Masks) -> None:
-    """Note the error of groups that need a token where none is possible."""
+    """Set the error of groups that have no allowed token."""
     for row in masks.empty:
         group, _ = owners[row]
         group.error = group.error or NO_TOKEN

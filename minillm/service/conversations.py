@@ -210,7 +210,7 @@ class Conversations:
     def _keep_those_of_answers(self, answer: Answer) -> None:
         """Keep the beams that a finished search's answers come from, and assign each to one answer.
 
-        A beam is assigned to the answer that shares the most tokens with it, the best answer if several do.
+        A beam is assigned to the answer that shares the most tokens with it. The better answer wins a tie.
         """
         spared: dict[int, Sequence] = {}
         most: dict[int, int] = {}  # tokens a beam shares with its answer

@@ -92,7 +92,7 @@ def test_a_tail_that_is_freed_is_shared_no_more_and_the_rest_still_is() -> None:
 
 
 def test_a_fork_into_a_table_keeps_its_own_last_block() -> None:
-    """What a device does that has a row for each: the last block is copied there, and the others are shared."""
+    """As on a device with a row per sequence: it copies the last block, and the other blocks are shared."""
     manager = BlockManager(9, 4)
     root = grown(manager, 0, 4)
     parent, child = manager.fork(root, 1), manager.fork(root, 2)
@@ -331,7 +331,7 @@ def test_a_block_that_its_last_owner_writes_to_is_found_no_more() -> None:
 
 
 def committed(manager: BlockManager, seq_id: int, tokens: list[int], salt: str | None = None) -> BlockTable:
-    """A table of which every full block can be found."""
+    """Return a table with every full block in the prefix cache."""
     table = manager.allocate(seq_id, tokens, salt)
     manager.append(table, len(tokens) - table.num_tokens)
     manager.commit(table, tokens, len(tokens))
@@ -373,7 +373,7 @@ def test_a_block_is_found_behind_its_own_beginning_only() -> None:
 
 
 def test_of_a_table_the_tail_is_evicted_first() -> None:
-    """A block after an evicted one can never be found: it would only take room."""
+    """No prompt can match a block after an evicted one, so it would only take memory."""
     manager = BlockManager(5, 4, prefix_caching=True)
     tokens = list(range(17))
     manager.free(committed(manager, 0, tokens))

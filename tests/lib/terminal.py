@@ -110,7 +110,7 @@ class Session:
         os.write(self._master, data)
 
     def quit(self) -> None:
-        """Press Ctrl+Q, and once more where an answer or unsent text asks for it."""
+        """Press Ctrl+Q, and once more if an answer is running or text is unsent."""
         self.type("\x11")
         self.read(0.5)
         if self.process.poll() is None:
@@ -122,9 +122,9 @@ class Session:
             self.process.send_signal(signal.SIGWINCH)
 
     def end(self, seconds: float = 15) -> int:
-        """Wait for the program's end, without a message from Python; returns the exit code as a shell does.
+        """Wait for the program's end. Return the exit code as a shell does. Fail if Python has printed a message.
 
-        Time in which it waits for a processor does not count: on a loaded machine it needs longer for the same.
+        ``seconds`` excludes the time for which the program waits for a processor.
         """
         patience = self._patience(seconds)
         while self.process.poll() is None:
@@ -136,13 +136,13 @@ class Session:
         return code if code >= 0 else 128 - code
 
     def _patience(self, seconds: float) -> Iterator[bool]:
-        """Whether the program has run or slept for less than so many seconds since the first look."""
+        """Yield whether the program has run or slept for less than ``seconds`` since the first look."""
         began, starved = time.monotonic(), waited_for_processor(self.process.pid)
         while True:
             yield time.monotonic() - began - max(0.0, waited_for_processor(self.process.pid) - starved) < seconds
 
     def _story(self) -> str:
-        """What was written last; which keys wait; the program and its children; and what `telling` tells."""
+        """Return the last output, the number of unread keys, the processes, and the output of `telling`."""
         shown = self.output[-600:]
         waiting = struct.unpack("i", fcntl.ioctl(self._slave, termios.FIONREAD, b"\0" * 4))[0]
         processes = [self.process.pid, *children(self.process.pid)]

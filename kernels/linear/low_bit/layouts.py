@@ -1,8 +1,8 @@
 """Layouts of matrices of 4 to 8 bits per weight in memory, with their packing and dequantization.
 
 A row is divided into groups of 32 weights along the input. A weight is ``scale * (level - zero) + offset``; levels are
-integers, or FP8 numbers. `Layout` defines the source of scales, zeros and offsets. Every layout keeps the bits per
-weight of the format that it is for:
+integers, or FP8 numbers. `Layout` defines the source of scales, zeros and offsets. A layout has as many bits per
+weight as the stored formats it is for:
 
 =========  ========================================================================  =====================
 layout     levels; scales                                                            stored formats
@@ -17,9 +17,9 @@ layout     levels; scales                                                       
 
 Levels of up to 6 bits are stored in a plane of nibbles and a plane of the bits above them. A 32-bit word of nibbles has
 eight weights adjacent along the input, the first four in the low nibbles of its bytes and the next four in the high
-nibbles; a word of 8-bit levels has four. The four are in bytes 0, 2, 1, 3, so one mask extracts four integers in bytes
-from a word, or, with the bits of 1,024 above them, two adjacent weights as two float16. The higher plane has the same
-order, for shifts of whole words: see `_high_shifts`. FP8 levels are stored row by row.
+nibbles; a word of 8-bit levels has four. The four are in bytes 0, 2, 1, 3. One mask extracts four integers in bytes
+from a word. A mask and the exponent bits of 1,024 extract two adjacent weights as two float16. The higher plane has the
+same order, for shifts of whole words: see `_high_shifts`. FP8 levels are stored row by row.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def in_eight_bits(weight: Tensor) -> LowBit:
 
 
 def _in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return words and scales of some rows."""
+    """Return the words and scales of `in_eight_bits` for some of the matrix's rows."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 127).half()
     levels = torch.where(scales[..., None] == 0, 0.0, groups / scales[..., None].float()).round_().clamp_(-127, 127)
@@ -295,9 +295,7 @@ def _in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_fp8(weight: Tensor) -> LowBit:
-    """Quantize a matrix ``[out, in]`` to FP8, each row with the scale of its largest weight; a NaN makes its row
-    NaN.
-    """
+    """Quantize a matrix ``[out, in]`` to FP8 with a scale per row. A row with a NaN becomes NaN."""
     wide = weight.float()
     scales = wide.abs().amax(1, keepdim=True) / LARGEST_FP8
     levels = (wide / torch.where(scales == 0, 1.0, scales)).to(torch.float8_e4m3fn)

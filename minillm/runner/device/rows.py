@@ -20,7 +20,7 @@ _LEAST_STEPS = 32  # for which a plan of how to read shared blocks is good: it t
 
 
 def padded_size(n: int) -> int:
-    """Return the number of rows that n sequences are computed with: few enough graphs, and little waste."""
+    """Return the padded batch size of n sequences, a compromise between the number of graphs and wasted rows."""
     if n <= 8:
         return 1 << (n - 1).bit_length()
     step = 8 if n <= 64 else 16
@@ -109,25 +109,25 @@ class Rows:
         return list(changes), list(changes.values())
 
     def rows_for(self, chunks: list[Chunk], decodes: list[Chunk]) -> list[Row]:
-        """Return the rows of sequences that are about to draw; beams among ``decodes`` still need theirs."""
+        """Return the rows of sequences that are about to sample. Rows of beams among ``decodes`` are not reused."""
         current = {chunk.sequence.seq_id for chunk in chunks}
         current |= {chunk.sequence.seq_id for chunk in decodes if chunk.group.device}
         return [self._held.get(chunk.sequence.seq_id) or self._take(chunk, current) for chunk in chunks]
 
     def note_drawn(self, chunks: list[Chunk]) -> None:
-        """Note that the rows of these sequences hold their last tokens."""
+        """Record that the rows of these sequences have their last tokens."""
         for chunk in chunks:
             self._held[chunk.sequence.seq_id].has_token = True
 
     def give_up(self, sequences: list[Sequence]) -> None:
-        """Free the rows of sequences that continued without them; when they decode again, rows are written again."""
+        """Free the rows of sequences that ran outside the device. They are written again for the next decode step."""
         for sequence in sequences:
             row = self._held.pop(sequence.seq_id, None)
             if row is not None:
                 self._free.append(row.index)
 
     def outdate(self, sequences: list[Sequence]) -> None:
-        """Note that these went on without their rows, which keep all but the last token; nobody counts their tokens."""
+        """Record that the rows of these sequences lack the last token, because another step computed it."""
         for sequence in sequences:
             if (row := self._held.get(sequence.seq_id)) is not None:
                 row.has_token = False
