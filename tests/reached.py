@@ -1,7 +1,7 @@
-"""Which functions does each test reach, also in the processes that it starts?
+"""Record the functions that each test reaches, also in the processes that it starts.
 
-As a plugin of pytest it numbers the tests and notes how long each takes. In the copy of the tree that is traced, a
-`sitecustomize` that calls `trace` makes all processes note each function's first call in each test.
+As a plugin of pytest it numbers the tests and records their times. In the traced copy of the tree, a `sitecustomize`
+calls `trace`, so all processes record each function's first call in each test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STARTER = "import os, sys\nsys.path.append({folder!r})\nimport reached\nreached.
 
 @dataclass
 class Reach:
-    """What a run of the tests reached.
+    """The functions that a run of the tests reached.
 
     Attributes:
         seconds: that each test took, with the fixtures that it was the first to need.

@@ -34,7 +34,7 @@ def test_a_busy_machine_is_measured_beside_the_quiet_one(subject: Subject) -> No
 
 
 class FakeLlama:
-    """What the peer asks of llama-cpp-python."""
+    """A fake of the llama-cpp-python model, with the calls that the benchmark uses."""
 
     ctx = "context"
 

@@ -83,7 +83,7 @@ def pages_that_run() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def is_read() -> bool:
-    """Whether the default model has the weights that pages show the output of; a hub's differ in last digits."""
+    """Return whether the default model's weights are those of the pages' output. A hub's differ in last digits."""
     files = find_downloaded(load_manifest().default)
     return files is not None and files.source.startswith("the package")
 

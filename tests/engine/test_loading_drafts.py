@@ -66,7 +66,7 @@ def test_a_copy_in_8_bits_guesses(model: Path) -> None:
 
 
 def test_random_weights_have_a_copy_of_few_bits() -> None:
-    """What `minillm bench speculate --shape` measures: not other random weights."""
+    """`minillm bench speculate --shape` needs a draft model with the same random weights."""
     llm = LLM(
         "smollm2-135m", device="cpu", load_format="dummy", num_blocks=64, max_model_len=256,
         speculate="smollm2-135m:q8_0",

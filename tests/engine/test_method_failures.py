@@ -83,7 +83,7 @@ def finish(engine: Engine) -> list[RequestOutput]:
 
 
 def is_victim(argument: Any) -> bool:
-    """Whether an argument of a method's call is the victim, or has something to do with it."""
+    """Return whether an argument of a method's call is the victim, its group or a list with it."""
     if isinstance(argument, list):
         return any(map(is_victim, argument))
     group = argument if isinstance(argument, SequenceGroup) else getattr(argument, "group", None)

@@ -37,7 +37,7 @@ def loaded(path: Path, dtype: torch.dtype) -> Llama:
 
 
 def bytes_of(model: Llama) -> int:
-    """What a loaded model holds, its tables of angles left out."""
+    """Return the bytes of a loaded model without its rotary tables."""
     total = model.embedding.nbytes + model.norm.nbytes
     for layer in model.layers:
         total += layer.input_norm.nbytes + layer.post_attention_norm.nbytes

@@ -173,7 +173,7 @@ def test_answers_are_among_the_choices(llm: LLM) -> None:
 
 
 def test_a_lark_grammar_counts(llm: LLM) -> None:
-    """What no regular expression can say: as many closing as opening brackets."""
+    """A Lark grammar, unlike a regular expression, can require equal numbers of opening and closing brackets."""
     grammar = Grammar.lark('start: "(" start ")" | "x"')
     [answers] = texts(llm.generate(["x"], SamplingParams(grammar=grammar, n=16, max_tokens=80, seed=2)))
     complete = [text for text, reason in answers if reason == "stop"]
@@ -370,7 +370,7 @@ def test_bad_words_that_leave_nothing_are_an_error(llm: LLM, cls: Any) -> None:
 @pytest.mark.parametrize("cls", [SamplingParams, BeamSearchParams])
 @pytest.mark.parametrize("text", ["hello there, hello world", "naïve 🎉 the then", '{"name": "the"}'])
 def test_a_text_that_is_the_only_one_may_be_spelled_with_any_tokens(llm: LLM, cls: Any, text: str) -> None:
-    """What excludes its longest tokens leaves shorter ones: four parameters that exclude tokens."""
+    """Four parameters ban the longest tokens of the text. Shorter tokens remain."""
     grammar, ids = Grammar.choice([text]), set(ids_of(llm, text))
     [plain] = llm.generate(["x"], cls(grammar=grammar, max_tokens=60))
     spelled = set(plain.outputs[0].token_ids)

@@ -107,7 +107,7 @@ def test_no_row_is_lost_or_computed_twice_whoever_is_killed(tiny_model: Path, tm
 
 
 def test_a_batch_of_columns_is_answered_row_by_row(tiny_model: Path) -> None:
-    """What Ray Data does with `Generate`, without a cluster: several batches at a time, and rows that fail alone."""
+    """Call `Generate` as Ray Data does, without a cluster: several batches at a time, and rows that fail alone."""
     options: dict[str, Any] = {"device": "cpu", "num_blocks": 64}
     generate = Generate(str(tiny_model), {"temperature": 0, "max_tokens": 6, "ignore_eos": True}, **options)
     rows: list[dict[str, Any]] = [

@@ -21,12 +21,12 @@ class Fence:
     gap: str  # the text between the fence before it and this one
 
     def is_output_of(self, block: Fence) -> bool:
-        """Whether this block directly follows ``block`` and is plain text."""
+        """Return whether this block directly follows ``block`` and is plain text."""
         return self.kind == "text" and not self.gap.strip() and self.start >= block.end
 
 
 def fences_of(page: Path) -> list[Fence]:
-    """The fenced blocks of a page, in its order."""
+    """Return the fenced blocks of a page, in its order."""
     text = page.read_text(encoding="utf-8")
     assert len(re.findall(r"^ *```", text, re.MULTILINE)) % 2 == 0, f"{page}: a fence is not closed"
     found, end = [], 0
@@ -40,7 +40,7 @@ def fences_of(page: Path) -> list[Fence]:
 
 
 def steps_of(fence: Fence) -> list[tuple[str, str]]:
-    """The commands of an ``sh`` or ``console`` fence, each with the output that the page shows."""
+    """Return the commands of an ``sh`` or ``console`` fence, each with the output that the page shows."""
     steps: list[tuple[str, str]] = []
     going_on = False
     for line in fence.text.splitlines():
@@ -57,7 +57,7 @@ def steps_of(fence: Fence) -> list[tuple[str, str]]:
 
 
 def _scan(command: str) -> tuple[int, str]:
-    """Where a command's comment begins, or its length, and the quotation mark that is open at its end, if any."""
+    """Return the position of a command's comment, or its length, and the quotation mark that is open at its end."""
     quote = escaped = ""
     for position, character in enumerate(command):
         if escaped:
@@ -74,18 +74,18 @@ def _scan(command: str) -> tuple[int, str]:
 
 
 def _goes_on(command: str) -> bool:
-    """Whether a command ends in a backslash, or within quotation marks."""
+    """Return whether a command ends in a backslash, or within quotation marks."""
     return command.endswith("\\") or bool(_scan(command)[1])
 
 
 def normalized(command: str) -> str:
-    """A command without its comment, on one line unless a quotation has several."""
+    """Return a command without its comment, on one line unless a quotation has several."""
     joined = re.sub(r"\s*\\\n\s*", " ", command).strip()
     return joined[: _scan(joined)[0]].strip()
 
 
 def matches(expected: str, output: str) -> bool:
-    """Whether output is as a page shows it; ``…`` stands for any text, also for several lines."""
+    """Return whether output is as a page shows it. ``…`` matches any text, also several lines."""
 
     def lines(text: str) -> str:
         return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())

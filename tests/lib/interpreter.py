@@ -1,7 +1,7 @@
-"""Triton's interpreter does nothing twice: kernels take less than half the time, and compute the same.
+"""Cache the work that Triton's interpreter repeats: kernels compute the same in less than half the time.
 
-Every operation of a kernel makes types and tensors anew, and each of them unwraps its shape, checks it, and writes
-its name. What depends on nothing but a type is kept here.
+Every operation of a kernel creates types and tensors, and each of them unwraps and checks its shape and formats its
+name. The results that depend on a type alone are cached here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 @contextmanager
 def nothing_twice() -> Iterator[None]:
-    """As long as it is open, where kernels are interpreted and the interpreter is made as we know it."""
+    """Patch the interpreter while the context is open, if kernels are interpreted and its code is known."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     is_on = os.environ.get("TRITON_INTERPRET") == "1"  # else the compiler has the same types
     if not is_on or interpreter is None or not hasattr(interpreter, "_LangPatchScope"):
@@ -34,9 +34,9 @@ def nothing_twice() -> Iterator[None]:
 
 
 def _patch_once_a_launch(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """It patches its language anew for each function that a kernel calls: half of a test's time.
+    """Patch the language once per launch. The interpreter does it for each function, in half of a test's time.
 
-    Within a launch that finds everything patched already. Looking at three members is enough to know.
+    Three members show whether the language is patched already.
     """
     language, patch_all = interpreter.tl, interpreter._patch_lang
     sees_core: dict[Any, bool] = {}
@@ -54,7 +54,7 @@ def _patch_once_a_launch(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """What belongs to a type is found by the type's name."""
+    """Cache the facts of a type by its name."""
     core = interpreter.tl.core
     blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     shapes: dict[str, dict[str, Any]] = {}

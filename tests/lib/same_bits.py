@@ -1,9 +1,9 @@
-"""Whether a request gets the same bits whatever runs beside it: ``deterministic`` on a GPU, in the ways that differ.
+"""Check that ``deterministic`` requests on a GPU are bitwise reproducible in any batch.
 
     PYTHONPATH=tests python -m lib.same_bits [SHAPE] [NUMBER OF SEQUENCES] [OF WHICH ALONE]
 
-Random weights: their logits are close to each other, so a last digit that differs shows soon, in a token. What is
-compared is every token and the log-probabilities of the best, bit for bit.
+Random weights have logits close to each other, so a different last digit soon changes a token. The check compares every
+token and the log-probabilities of the best tokens, bit for bit.
 """
 
 from __future__ import annotations

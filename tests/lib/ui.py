@@ -1,4 +1,4 @@
-"""How tests drive the app: with Textual's Pilot, on the scripted engine or on a real one."""
+"""Drive the app in tests: with Textual's Pilot, on the scripted engine or on a real one."""
 
 from __future__ import annotations
 

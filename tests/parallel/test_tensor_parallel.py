@@ -351,7 +351,7 @@ def test_a_steady_step_sends_next_to_nothing() -> None:
 
 
 def test_searches_fork_on_all_ranks_at_once() -> None:
-    """Where nothing needs the host, ranks hear of no fork: rank 0's device tells them."""
+    """In steps that need no CPU, ranks get forks from rank 0's device, without a message."""
     model = hf_model()
     params = BeamSearchParams(beam_width=4, max_tokens=40, ignore_eos=True)
     requests: list[tuple[list[int], Params]] = [([5, 6, 7 + i], params) for i in range(3)]

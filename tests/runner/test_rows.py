@@ -121,7 +121,7 @@ def test_running_ahead_changes_no_token(model: Llama, seed: int) -> None:
 
 
 def happening(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What an engine will do, in its order: run, draw, conclude."""
+    """Return a list that will get the engine's calls in order: run, draw, conclude."""
     happened = []
 
     def noted(name: str, function: Any) -> Any:

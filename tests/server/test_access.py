@@ -1,4 +1,4 @@
-"""Who may come in, and how much they may bring."""
+"""Test access to the server: API keys, hosts, and the sizes of requests."""
 
 from __future__ import annotations
 

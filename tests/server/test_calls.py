@@ -1,4 +1,4 @@
-"""Which calls are prepared at once, and which in threads that keep nothing else waiting."""
+"""Short calls are prepared at once. Long calls are prepared in threads, so that no other call waits."""
 
 from __future__ import annotations
 

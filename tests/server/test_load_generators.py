@@ -1,4 +1,4 @@
-"""What load generators send, and what they read: `vllm bench serve` and guidellm."""
+"""Test requests and replies of the load generators `vllm bench serve` and guidellm."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def kv_of(model: Llama, token_ids: list[int]) -> Tensor:
 
 
 def assert_known_is_right(engine: Engine) -> int:
-    """What the books say of the draft's K and V of every sequence is so. Returns the number of such tokens."""
+    """Check that the draft model has the K and V that its bookkeeping claims. Return their number of tokens."""
     drafter, found = drafter_of(engine), 0
     size, cache = drafter.runner.block_size, drafter.runner.kv_cache.values
     for group in engine.scheduler.running:
@@ -226,7 +226,7 @@ def test_another_number_of_ids_does_no_harm(model: Llama, vocab_size: int) -> No
 
 
 def test_nothing_is_guessed_behind_an_end(model: Llama) -> None:
-    """Where the host knows the guesses as they are made."""
+    """The CPU knows each draft token, so it can stop at an end token."""
     params = SamplingParams(temperature=0, max_tokens=30)
     token_ids = run(engine_for(model), [(WORDS[0], params)])[0].outputs[0].token_ids
     end = token_ids[3]

@@ -140,7 +140,7 @@ def some_sizes(rng: random.Random, requests: list[Request]) -> dict[str, Any]:
 
 @dataclass
 class Counts:
-    """How much happened to random requests."""
+    """Counts of the events in random requests."""
 
     asked: int = 0
     aborted: int = 0
@@ -152,7 +152,7 @@ class Counts:
 
 
 def compare_random_requests(parts: Parts, guessers: list[dict[str, Any]], count: int) -> Counts:
-    """So many random requests with guesses and without: they come, are preempted and aborted at any step.
+    """Compare ``count`` random requests with and without draft tokens, preempted and aborted at any step.
 
     ``guessers`` are options of engines, which take turns.
     """

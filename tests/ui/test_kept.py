@@ -1,4 +1,4 @@
-"""What the chat keeps from one start to the next."""
+"""Settings and text that the chat keeps from one start to the next."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ async def opened(pilot: Pilot[None], num_turns: int = 300) -> Transcript:
 
 
 def check(transcript: Transcript) -> None:
-    """What is mounted is a part of the list without a gap, and covers the screen."""
+    """Check that the mounted views are a part of the list without a gap, and cover the screen."""
     turns = transcript.turns
     mounted = [view.turn for view in transcript.turn_views]
     first = turns.index(mounted[0])

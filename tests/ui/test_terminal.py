@@ -36,7 +36,7 @@ def engines(log: Path) -> set[int]:
 
 
 def gone(process: int) -> bool:
-    """Whether the process has ended, or is a zombie of another parent."""
+    """Return whether the process has ended, or is a zombie of another parent."""
     try:
         return Path(f"/proc/{process}/stat").read_text().split(") ")[1][0] in "ZX"
     except OSError:

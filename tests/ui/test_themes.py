@@ -57,10 +57,10 @@ in_every_theme = pytest.mark.parametrize("in_all", [False, pytest.param(True, ma
 
 
 async def faint(pilot: Pilot[Any], where: str, in_all: bool, views: Sequence[str] = ()) -> list[str]:
-    """What cannot be read in some theme, on a terminal with all colors or with 256; in each of the ``views``, if any.
+    """Return the unreadable texts in all themes, on terminals with all colors and with 256, in each of ``views``.
 
-    Unless ``in_all``, a place has every other theme, with the one or the other. Views share a theme's turn: the whole
-    chat takes its colors again each time.
+    Unless ``in_all``, each place tests every other theme, on one of the terminals. Views are tested together, because
+    each change of theme restyles the whole chat.
     """
     found, app = [], screen(pilot).app
     await until(pilot, lambda: any(words_of(pilot)))
@@ -81,7 +81,7 @@ async def faint(pilot: Pilot[Any], where: str, in_all: bool, views: Sequence[str
 
 
 def unread(pilot: Pilot[Any], place: str, theme: str, kind: str) -> list[str]:
-    """What cannot be read of what is shown."""
+    """Return the unreadable texts on the screen."""
     words, found = list(words_of(pilot)), []
     assert words, f"{place}, {theme}, {kind}"
     for text, *colors in words:

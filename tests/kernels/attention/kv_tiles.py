@@ -155,7 +155,7 @@ def compile_prefill(heads: Heads, in_8_bits: bool) -> None:
 
 
 def tasks(parts: set[str]) -> Iterator[Callable[[], str | None]]:
-    """What is checked, and compiled ahead: what takes longest first."""
+    """Yield the checks and the kernels to compile ahead, the slowest first."""
     for seed in range(6) if "check" in parts else ():
         yield partial(check, seed, prefill="prefill" in parts)
     for heads, in_8_bits in product((HEADS[0], HEADS[2]), (True, False)):

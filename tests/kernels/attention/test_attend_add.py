@@ -40,7 +40,7 @@ def _kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def handed(monkeypatch: pytest.MonkeyPatch) -> list[low_bit_matmul.HalfActivations | None]:
-    """What attention has written for the product behind it."""
+    """Collect the activations that attention writes for the matmul after it."""
     seen, write = [], decode_attention.attended_halves
 
     def noted(*args: Any) -> low_bit_matmul.HalfActivations | None:

@@ -70,7 +70,7 @@ class Layer(NamedTuple):
 
 @pytest.fixture
 def handed(monkeypatch: pytest.MonkeyPatch) -> list[low_bit_matmul.HalfActivations]:
-    """What gated products have written for the products behind them."""
+    """Collect the activations that gated matmuls write for the matmuls after them."""
     seen, write = [], low_bit_linear.gated_halves
 
     def noted(*args: object) -> low_bit_matmul.HalfActivations:
@@ -277,7 +277,7 @@ def test_what_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_else_changes(handed: list[low_bit_matmul.HalfActivations]) -> None:
-    """Where it is not handed over, or there is no bound, the layer computes as it would without, bit for bit."""
+    """A layer that hands nothing over gives bitwise the results of separate matmuls."""
     layer = Layer.of()
     for tokens in (2, 17):
         x, residual = randn(tokens, WIDTH, dtype=HALF), randn(tokens, 12, dtype=HALF)

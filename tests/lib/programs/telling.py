@@ -27,7 +27,7 @@ def run(app: ChatApp, typed: bytes = b"") -> int:
 
 
 def state(app: ChatApp) -> list[str]:
-    """The app's state, and for each task that does not wait for its next message, where it stands."""
+    """Return the app's state, and the place of each task that does not wait for its next message."""
     talk = app.chat.talk
     run, leaf = talk.run, talk.conversation.leaf
     return [
@@ -41,7 +41,7 @@ def state(app: ChatApp) -> list[str]:
 
 
 def _place(task: asyncio.Task[Any]) -> str:
-    """Where a task waits; empty where that is its queue."""
+    """Return the place where a task waits; empty if it waits for its queue."""
     places: list[str] = []
     step: Any = task.get_coro()
     while (frame := getattr(step, "cr_frame", None)) is not None:

@@ -31,7 +31,7 @@ SMALL = {"device": "cpu", "num_blocks": 60, "admission": "optimistic"}
 
 @dataclass
 class Look:
-    """What was seen: ``said`` are the ended answers, as (question, texts); ``holders`` own blocks."""
+    """A record of the app: ``said`` are the ended answers, as (question, texts); ``holders`` own blocks."""
 
     conversation: str
     said: list[tuple[str, list[str]]]
@@ -51,7 +51,7 @@ def ended(conversation: Conversation) -> list[tuple[str, list[str]]]:
 
 
 def book_problems(pool: Pool) -> list[str]:
-    """How the app's picture of the pool contradicts the tables that it knows."""
+    """Return the contradictions between the app's picture of the pool and its block tables."""
     held = Counter(b for table in pool.tables.values() if table.state != "swapped" for b in table.blocks)
     wrong = [block for block in range(pool.num_blocks) if pool.ref_counts[block] != held[block]]
     problems = [f"blocks {wrong} are counted otherwise than the tables hold them"] if wrong else []
@@ -61,7 +61,7 @@ def book_problems(pool: Pool) -> list[str]:
 
 
 class Watched(chat_app.ChatApp):
-    """Looks, in the talk's own task, where no change is half done."""
+    """The app, which records its state in the conversation's own task, where no change is half done."""
 
     seen = Path()
     last_seen = ""
@@ -87,7 +87,7 @@ class Watched(chat_app.ChatApp):
                 file.write(line + "\n")
 
     def _lost(self, conversation: Conversation, busy: bool) -> list[str]:
-        """What the disk does not have."""
+        """Return the differences between the conversation and its file."""
         path = self.chat.talk.store.path_of(conversation)
         if not conversation.first or path in DELETED:
             return []
