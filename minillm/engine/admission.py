@@ -1,7 +1,8 @@
 """Admission: check that a request suits its model, and predict the blocks that it needs.
 
 A group is admitted if its prompt fits, and if the predicted peak of all running groups also fits, as in LightLLM's
-router: when the i-th sequence finishes, the others hold their present tokens and i times as many new ones.
+router. The peak is at a moment when a sequence reaches its maximum length: the k sequences that still run have then
+grown by k times the tokens that this sequence still lacks now.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from minillm.text.tokenizer import Tokenizer
 
 
 def blocks_at_most(group: SequenceGroup, block_size: int) -> int:
-    """Return the blocks that a group holds if all its sequences reach their maximum length."""
+    """Return the number of blocks that a group holds if all its sequences reach their maximum length."""
     shared = group.num_prompt_tokens // block_size
     longest = group.num_prompt_tokens + group.max_tokens
     return shared + group.params.num_sequences * (-(-longest // block_size) - shared)
@@ -40,7 +41,7 @@ def check_capacity(group: SequenceGroup, max_num_seqs: int, cache: BlockManager,
 
 
 def blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:
-    """Return the blocks of all tokens of a group so far, and of one more token for each of its sequences."""
+    """Return the number of blocks for a group's tokens so far and one new token for each of its sequences."""
     shared = group.num_prompt_tokens // block_size
     lengths = [len(sequence.token_ids) for sequence in group.unfinished]
     lengths += [group.num_prompt_tokens] * (group.num_seqs - len(lengths))
@@ -49,7 +50,7 @@ def blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:
 
 
 def blocks_promised(group: SequenceGroup, block_size: int) -> int:
-    """Return the blocks that a running group still needs to finish its prompt."""
+    """Return the number of blocks that a running group still needs to finish its prompt."""
     prompt = group.num_prompt_tokens if group.stage is Stage.PROMPT else 0
     if all((prompt or sequence.num_tokens) - sequence.num_computed <= 1 for sequence in group.computing):
         return 0
@@ -59,13 +60,13 @@ def blocks_promised(group: SequenceGroup, block_size: int) -> int:
 
 
 def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: BlockManager, num_pinned: int) -> bool:
-    """Return whether the predicted peak of the running groups and ``group`` fits.
+    """Return whether the predicted peak of the running groups and ``group`` fits into the pool.
 
-    Worst cases are rare, so with half of the pool free the group is always admitted.
+    The prediction assumes maximum lengths, which are rare. So it is skipped while half of the pool is free.
     """
     if not running or 2 * cache.num_free > cache.num_blocks:
         return True
-    ahead = []  # (tokens still to come, tokens held by this sequence alone) of every sequence
+    ahead = []  # (tokens still to generate, tokens generated) of every sequence
     shared = 0
     for each in (*running, group):
         shared += each.num_prompt_tokens
@@ -84,14 +85,17 @@ def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: Blo
 def is_being_computed(
     group: SequenceGroup, prompt: list[int], known: int, running: Sequence[SequenceGroup], block_size: int
 ) -> bool:
-    """Return whether a running group is computing the block of ``prompt`` after its first ``known`` tokens."""
+    """Return whether a running group is computing the block of ``prompt`` after its first ``known`` tokens.
+
+    If so, admission waits until the prefix cache has that block.
+    """
     end = known + block_size
     if end >= len(prompt):
         return False
     for other in running:
         sequence = other.sequences[0]
         theirs = sequence.token_ids
-        # Most differ in the first token of the block in question, so that is looked at first.
+        # Most prompts differ in the first token of that block, so it is compared first.
         if len(theirs) < end or theirs[known] != prompt[known] or other.salt != group.salt:
             continue
         computing = sequence.num_computed < min(sequence.num_prompt_tokens, len(theirs) - 1)
@@ -101,14 +105,14 @@ def is_being_computed(
 
 
 def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, num_new: int = 1) -> None:
-    """Raise UsageError unless a model with this vocabulary and context can compute the prompt.
+    """Raise UsageError unless a model with this vocabulary and context length can compute the prompt.
 
-    ``num_new`` tokens, 0 or 1, are left for an answer.
+    The context must also have space for ``num_new`` tokens of an answer, 0 or 1.
     """
     if not token_ids:
         raise UsageError("the prompt is empty; give at least one token of text")
-    # On a GPU an id out of range would destroy the whole context, not only this request. The loop finds the one to
-    # name; the lines above it look at long prompts several times as fast.
+    # On a GPU an id out of range would break the CUDA context, not only this request. The loop finds the id for the
+    # message. The two lines before it check a long prompt several times as fast.
     whole = countOf(map(type, token_ids), int) == len(token_ids)
     if not whole or min(token_ids) < 0 or max(token_ids) >= vocab_size:
         for token_id in token_ids:
@@ -121,7 +125,11 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, 
 
 
 def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Return the banned runs of token ids; a text is banned at the start of a line and within one."""
+    """Return ``bad_words`` as banned runs of token ids. A word given as text counts with and without a leading space.
+
+    Raises:
+        UsageError: a word is text and the model has no tokenizer, or a word has no tokens.
+    """
     runs: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         if not isinstance(word, str):
@@ -129,7 +137,7 @@ def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int
         elif tokenizer is None:
             raise UsageError("bad_words: this model has no tokenizer; give token ids instead of text")
         else:
-            # White space alone, a line end say, is meant as it stands.
+            # A word of white space only, such as a line end, is banned unchanged.
             for text in (word.lstrip(), f" {word.lstrip()}") if word.strip() else (word,):
                 runs[tuple(tokenizer.encode(text, add_special_tokens=False, continues=True))] = None
     if () in runs:
@@ -138,7 +146,7 @@ def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int
 
 
 def check_ids(params: Params, bad_words: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
-    """Raise UsageError where parameters name token ids beyond the vocabulary."""
+    """Raise UsageError if parameters name token ids outside the vocabulary, or ban every allowed token."""
     for name, ids in (
         ("logit_bias", params.logit_bias or ()),
         ("stop_token_ids", params.stop_token_ids),

@@ -1,4 +1,4 @@
-"""A stream for asyncio, made of one that blocks."""
+"""Turn a blocking generator into one for asyncio."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 async def in_threads(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
-    """Yield the items of a generator, waiting for each in a thread; closing this closes the generator."""
+    """Yield the items of a blocking generator, running it in a worker thread. Closing this closes the generator."""
     lock = threading.Lock()  # the thread of a cancelled task must end before the generator is closed
 
     def locked(step: Callable[[], Item | None]) -> Item | None:

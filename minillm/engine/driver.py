@@ -1,6 +1,7 @@
 """The driver runs one engine for several callers, in any number of threads.
 
-All callers use one loop, `Driver.run`. One thread computes at a time, and each thread takes its own results.
+Every caller runs the loop `Driver.run` in its own thread. One thread computes a step at a time, for the requests of all
+callers. Each caller takes the results of its own requests.
 """
 
 import itertools
@@ -25,7 +26,7 @@ Key = TypeVar("Key")
 
 
 class Driver:
-    """An engine and its lock."""
+    """An engine that several threads share, with the lock that protects it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -35,7 +36,7 @@ class Driver:
 
     @contextmanager
     def locked(self) -> Iterator[Engine]:
-        """Lock the engine between two steps."""
+        """Lock the engine between two steps, and return it as the context manager's value."""
         with self._lock:
             yield self.engine
 
@@ -59,8 +60,8 @@ class Driver:
         """Return a prompt's ids (see `minillm.llm.LLM.token_ids`); raise UsageError for text without a tokenizer.
 
         Args:
-            whole: the prompt must fit into the context.
-            after: it continues these ids, without special tokens.
+            whole: reject text that is too long for the context.
+            after: ids of the text that ``prompt`` continues; no special tokens are added.
         """
         if isinstance(prompt, str):
             self.tokenizer.check_length(prompt, self.engine.max_model_len if whole else None)
@@ -84,10 +85,10 @@ class Driver:
         Leaving the iterator early, or ctrl-c, aborts everything that is still running.
 
         Args:
-            take: given the number of sequences that could start, returns requests, each as a key and a function that
-                creates it; none if there are no more, None if there are none now. Called when all its requests are
-                done, when it may wait, or none is queued.
-            refuse: returns the output of a rejected request; without it, rejection raises.
+            take: called with the number of sequences that could start. Returns (key, function that creates the request)
+                pairs; no pairs if there will be no more requests; None if there are none at the moment. It is called
+                when no request is queued, or when all its requests are done. Only in the second case may it block.
+            refuse: returns the output of a rejected request. Without it, the exception is raised.
             added: called with the group of each accepted request.
         """
         mine: dict[str, Key] = {}
@@ -129,10 +130,10 @@ class Driver:
                     self._deltas.pop(request_id, None)
 
     def step(self) -> list[Delta]:
-        """Compute one step of the engine, with ctrl-c deferred; return the deltas that no stream waits for.
+        """Compute one step of the engine, with ctrl-c deferred. Return the deltas that `run` does not stream.
 
-        An exception that ended requests is in their outputs. It is raised only if it ended none, or if the engine
-        cannot continue.
+        If an exception ended requests, their outputs have the error. The exception is raised only if it ended no
+        request, or if the engine cannot continue.
         """
         others: list[Delta] = []
         with self._lock, deferred_interrupt():

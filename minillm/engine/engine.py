@@ -1,9 +1,10 @@
 """The engine: requests in, tokens out, one step at a time: schedule -> run -> launch -> (wait) -> conclude.
 
 If drawn tokens stay on the device, the next step is launched before the CPU waits for this step's tokens. The scheduler
-counts a pending token (`Sequence.num_pending`) like any other. If the sequence turns out to have ended, that token is
-discarded. If the next draws need this step's tokens on the CPU, as a grammar does, only the next logits are computed
-ahead; tokens are drawn from them once this step is concluded. One thread calls everything but `Engine.abort`.
+counts a pending token (`Sequence.num_pending`) like any other. If the sequence turns out to have ended, the next step's
+token is discarded. Some draws, with a grammar for example, need this step's tokens on the CPU. Then only the next
+logits are computed ahead, and tokens are drawn from them after this step is concluded. All calls except `Engine.abort`
+come from one thread.
 """
 
 import time
@@ -28,10 +29,10 @@ from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Sta
 
 @dataclass(slots=True)
 class Step:
-    """A launched step: its flights, one per method, are still to be concluded.
+    """A launched step that is not concluded. It has one `minillm.sequence.Flight` per decoding method.
 
     Attributes:
-        undecided: logits and their chunks, until the step before has been concluded and the methods may decide.
+        undecided: logits and their chunks while the methods must wait for the previous step; None afterwards.
     """
 
     schedule: Schedule
@@ -105,25 +106,25 @@ class Engine:
         self._aborts.append(request_id)
 
     def carry_out_aborts(self) -> list[Delta]:
-        """End the requests that `abort` named, without computing anything."""
+        """End the requests that `abort` named, without computing anything. Return their last deltas."""
         names = dict.fromkeys(self._aborts.popleft() for _ in range(len(self._aborts)))
         groups = self.requests.groups
         return self.requests.end([groups[name] for name in names if name in groups]) + self.requests.end_failed()
 
     def take_finished(self) -> list[RequestOutput]:
-        """Return the requests that finished since the last call, in the order in which they finished."""
+        """Return the outputs of requests that finished since the last call, in the order in which they finished."""
         return [self.requests.take(request_id) for request_id in list(self.requests.finished)]
 
     def close(self) -> None:
-        """Free everything that would outlive the engine; it cannot compute anything afterwards."""
+        """Free resources that would outlive the engine. It cannot compute anything afterwards."""
         self._on_close()
 
     def step(self) -> list[Delta]:
-        """Compute one step, and launch the next if possible. Return its additions to each completion.
+        """Compute one step, and launch the next if possible. Return the additions to each completion.
 
-        If a request's method raises, that request ends alone, with the error. If the device fails, all requests of the
-        step end with the error, their blocks are freed, and the exception is raised. The engine stays usable unless its
-        guard says otherwise.
+        If a decoding method raises for a request, only that request ends, with the error. If the device fails, all
+        requests of the step end with the error, their blocks are freed, and the exception is raised. The engine stays
+        usable unless ``guard`` raises an exception of its own.
         """
         with self._guard():
             began = time.monotonic()
@@ -144,18 +145,18 @@ class Engine:
             return deltas + self.take_undelivered()
 
     def take_undelivered(self) -> list[Delta]:
-        """Return the additions that no step has returned, once, for example after a step that raised."""
+        """Return the deltas that no `step` has returned yet, for example because it raised. Each is returned once."""
         deltas, self._undelivered = self._undelivered, []
         return deltas
 
     def _advance(self, step: Step) -> list[Delta]:
-        """Launch the step after ``step`` if possible, then conclude ``step``."""
+        """Launch the step after ``step`` if possible, then conclude ``step`` and return its deltas."""
         failure: Exception | None = None
         if step.may_run_ahead or step.may_compute_ahead:
             try:
                 self._under_way = self._launch(decide=step.may_run_ahead)
             except Exception as error:
-                failure = error  # of the next step; this one is still to be concluded
+                failure = error  # of the next step; ``step`` is still to be concluded
         try:
             deltas = self.conclude(step)
         except Exception as error:
@@ -179,7 +180,10 @@ class Engine:
         return deltas
 
     def _launch(self, *, decide: bool = True) -> Step | None:
-        """Schedule a step and run it on the device; return None if nothing can run. `_decide` may come later."""
+        """Schedule a step and run it on the device; return None if nothing can run.
+
+        If ``decide`` is false, the caller must call `_decide` later.
+        """
         schedule = self.scheduler.schedule()
         self._undelivered += self.requests.end_failed()
         if not schedule.chunks:
@@ -203,14 +207,14 @@ class Engine:
         return step
 
     def _decide(self, step: Step) -> None:
-        """Launch the methods' decisions about sequences that are still running, unless that is done."""
+        """Let the methods begin to decide about sequences that still run, if they have not begun for this step."""
         if step.undecided is not None:
             (logits, sampled), step.undecided = step.undecided, None
             running = [c for c in sampled if c.sequence.finish_reason is None and c.group.error is None]
             self.launch_flights(step, logits, running)
 
     def launch_flights(self, step: Step, logits: Tensor, sampled: list[Chunk]) -> None:
-        """Let each method begin to decide about its own sequences."""
+        """Let each method begin to decide about the sequences of its own requests."""
         parts: dict[Method, list[Chunk]] = {}
         for chunk in sampled:
             parts.setdefault(chunk.group.method, []).append(chunk)
@@ -226,9 +230,9 @@ class Engine:
                     raise  # no request of the step continues: the device has failed
 
     def note_computed(self, schedule: Schedule) -> None:
-        """Record computed tokens, make full blocks findable, and fork groups with a complete prompt.
+        """Record a step's computed tokens, add full blocks to the prefix cache, and fork groups with a complete prompt.
 
-        The device executes steps in order, so later steps may rely on these writes before they are done.
+        The device may still be computing. It executes steps in order, so later steps may already rely on this one.
         """
         size = self.cache.block_size
         for chunk in schedule.chunks:
@@ -247,7 +251,7 @@ class Engine:
                     self.scheduler.fail(group, error)
 
     def conclude(self, step: Step) -> list[Delta]:
-        """Wait for a step's decisions and apply them to its sequences."""
+        """Wait for a step's decisions and apply them to its sequences. Return the additions to each completion."""
         waited = time.monotonic()
         for flight in step.flights:
             flight.wait()

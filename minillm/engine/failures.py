@@ -1,4 +1,4 @@
-"""Failures within a step: if a method fails, its request ends alone; if the device fails, all of the step's end."""
+"""Failures within a step. If a method fails for a request, only that request ends; if the device fails, all end."""
 
 from torch import Tensor
 
@@ -10,10 +10,12 @@ from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Sta
 def launch_others(
     method: Method, logits: Tensor, chunks: list[Chunk], error: Exception, scheduler: Scheduler
 ) -> tuple[list[Flight], set[SequenceGroup]]:
-    """Fail the group that a method cannot decide about, and launch the others; fail all if there are several.
+    """Find the one group for which ``method.launch`` fails, fail it with ``error``, and launch the others.
+
+    If no single group is to blame, fail them all.
 
     Returns:
-        The flights that were launched, at most one, and the failed groups.
+        The launched flight in a list (empty if all failed), and the failed groups.
     """
     flights: list[Flight] = []
     groups = dict.fromkeys(chunk.group for chunk in chunks)
@@ -30,7 +32,7 @@ def launch_others(
 
 
 def end_requests_of(schedule: Schedule, error: Exception, requests: Requests) -> None:
-    """End every request that was part of a step in which the device failed."""
+    """End every request of a step in which the device failed, and drop its blocks from the prefix cache."""
     cache, preemption = requests.scheduler.cache, requests.scheduler.preemption
     groups: dict[str, SequenceGroup] = {}
     for chunk in schedule.chunks:
@@ -42,13 +44,13 @@ def end_requests_of(schedule: Schedule, error: Exception, requests: Requests) ->
     requests.end(list(groups.values()))
     for group in schedule.preempted:
         if group.stage is Stage.SAVED:
-            preemption.start_over(group)  # how much of it reached the host is unknown
+            preemption.start_over(group)  # its blocks may not have reached host memory
 
 
 def fail_nan(requests: Requests, group: SequenceGroup) -> None:
     """Fail a group with NaN logits, and remove its blocks from the prefix cache.
 
-    Logits are also NaN if all tokens are excluded; that error is already set.
+    Logits are also NaN if a request's parameters exclude all tokens. Then the group already has another error.
     """
     group.error = group.error or "the model produced NaN; another dtype may help: float32 or bfloat16"
     for sequence in group.unfinished:

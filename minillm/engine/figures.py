@@ -1,4 +1,4 @@
-"""Figures about an engine: its pool, and the work of its steps."""
+"""Statistics of an engine: use of its block pool, and a report about each step."""
 
 import time
 from dataclasses import replace
@@ -10,12 +10,12 @@ from minillm.sequence import Schedule
 
 
 class Figures:
-    """Counts as an engine goes on."""
+    """Running statistics of one engine."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self.num_steps = 0
-        self.last_step: StepReport | None = None  # of the step with the latest tokens
+        self.last_step: StepReport | None = None  # of the last concluded step
         self.device_seconds = 0.0  # since the last report
         self.reset_peaks()
 
@@ -24,14 +24,14 @@ class Figures:
         self._peak_used = self._sum_used = self._steps_counted = 0
 
     def count_blocks(self) -> None:
-        """Note how much of the pool a step uses that is about to be launched."""
+        """Count a step that is about to be launched, and the blocks in use."""
         used = self._scheduler.cache.num_blocks - self._scheduler.cache.num_free
         self._peak_used, self._sum_used = max(self._peak_used, used), self._sum_used + used
         self._steps_counted += 1
         self.num_steps += 1
 
     def report(self, schedule: Schedule, began: float) -> None:
-        """Make the report of a step that has been concluded just now."""
+        """Store the report of a step that was just concluded. ``began``: its start, by `time.monotonic`."""
         ended = time.monotonic()
         self.last_step = StepReport(
             number=self.num_steps,
@@ -48,7 +48,7 @@ class Figures:
         self.device_seconds = 0.0
 
     def cache_stats(self) -> CacheStats:
-        """Token-true figures of this moment, and of everything since the start (or `reset_peaks`)."""
+        """Return the pool's present use, totals since the start, and peak and mean use since the last `reset_peaks`."""
         preemption, swap = self._scheduler.preemption, self._scheduler.preemption.swap
         return replace(
             pool_stats(self._scheduler.cache),

@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled for the tokens of the engine's model."""
+"""Compile the grammars of requests for the vocabulary of the engine's model."""
 
 from collections.abc import Collection
 from functools import cached_property, partial
@@ -12,7 +12,7 @@ from minillm.text.tokenizer import Tokenizer
 
 
 class Grammars:
-    """Compiles grammars; the first one builds the compiler."""
+    """Compiles grammars. The first grammar builds the compiler, which takes time."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
@@ -30,5 +30,9 @@ class Grammars:
         return Compiler(Vocabulary(tokens, partial(tokenizer.encode, add_special_tokens=False)))
 
     def matcher(self, params: Params) -> Matcher | None:
-        """Return a matcher at the start of a request's grammar; raise UsageError if the model cannot follow it."""
+        """Return a matcher at the start of a request's grammar, or None if the request has none.
+
+        Raises:
+            UsageError: the model has no tokenizer, or cannot follow the grammar.
+        """
         return None if params.grammar is None else self.compiler.matcher(params.grammar)

@@ -1,4 +1,4 @@
-"""Sequences that keep their blocks after their request: the operations of branches, pinned prefixes and the chat."""
+"""Operations on idle sequences, which keep their blocks after their request. Branches and pinned prefixes use them."""
 
 from minillm.engine.admission import blocks_at_most
 from minillm.engine.driver import Driver
@@ -10,10 +10,10 @@ from minillm.sequence import Sequence, SequenceGroup
 
 
 def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, RequestOutput]]:
-    """Run requests of one completion each, and keep their blocks: their sequences become idle.
+    """Run requests of one completion each that have ``hold`` set. Return each one's idle sequence and output, in order.
 
     Raises:
-        MinillmError: one of them failed; no blocks are kept.
+        MinillmError: a request failed; no blocks are kept.
     """
     groups: dict[int, SequenceGroup] = {}
     outputs: dict[int, RequestOutput] = {}
@@ -35,7 +35,7 @@ def fork_idle(driver: Driver, sequence: Sequence, num_tokens: int | None = None)
     """Return a new idle sequence that shares the first ``num_tokens`` tokens (all by default) of an idle one."""
     count = len(sequence.token_ids) if num_tokens is None else num_tokens
     with driver.locked() as engine:
-        if sequence.table is None:  # pressure has taken its blocks
+        if sequence.table is None:  # its blocks were evicted
             return Sequence(engine.requests.new_seq_id(), sequence.token_ids[:count], count)
         child = engine.requests.fork(sequence, count)
         child.num_prompt_tokens = count
@@ -56,10 +56,10 @@ def prefix_request(token_ids: list[int], salt: str | None, request_id: str = "")
 
 
 def pin(driver: Driver, sequence: Sequence) -> None:
-    """Keep an idle sequence's blocks under any load, a system prompt's, say; see `IdleSequences.pin`.
+    """Pin an idle sequence, such as a system prompt, so that its blocks are never evicted; see `IdleSequences.pin`.
 
     Raises:
-        CapacityError: it cannot be pinned; its blocks are free then.
+        CapacityError: the sequence cannot be pinned. Its blocks have been freed.
     """
     with driver.locked() as engine:
         scheduler = engine.scheduler
@@ -72,6 +72,6 @@ def pin(driver: Driver, sequence: Sequence) -> None:
 
 
 def unpin(driver: Driver, sequence: Sequence) -> None:
-    """Free a pinned sequence's blocks; does nothing where that has been done."""
+    """Free a pinned sequence's blocks. Does nothing if the sequence is no longer pinned."""
     with driver.locked() as engine:
         engine.scheduler.idle.unpin(sequence)

@@ -11,18 +11,20 @@ from minillm.sequence import Sequence
 
 @dataclass
 class IdleSequences:
-    """Idle sequences, evicted when blocks run out, and pinned sequences, never evicted."""
+    """Idle sequences, which are evicted when blocks run out, and pinned sequences, which never are."""
 
     cache: BlockManager
     idle: dict[int, Sequence] = field(default_factory=dict)  # by seq_id, the longest unused first
     pinned: dict[int, Sequence] = field(default_factory=dict)
 
     def keep(self, sequence: Sequence) -> None:
-        """Keep a sequence's blocks until it is released or others need them."""
+        """Keep a sequence's blocks until it is released, or evicted because others need the blocks."""
         self.idle[sequence.seq_id] = sequence
 
     def keep_ended(self, sequence: Sequence, new_seq_id: Callable[[], int]) -> None:
-        """Keep a sequence that has just ended, without its last token if a step that ran ahead has computed it."""
+        """Keep a sequence that has just ended. If the step that ran ahead computed its last token, drop that token's K
+        and V.
+        """
         table, last = sequence.own_table, len(sequence.token_ids) - 1
         if table.num_tokens > last and sequence.num_output_tokens:
             sequence.seq_id, sequence.num_computed = new_seq_id(), last
@@ -38,7 +40,10 @@ class IdleSequences:
         sequence.table, sequence.num_computed = None, 0
 
     def evict(self, spare: Sequence | None = None) -> bool:
-        """Evict the longest unused idle sequence, ``spare`` last. Return False if there is nothing to evict."""
+        """Evict the idle sequence that was unused for longest, ``spare`` only if there is no other.
+
+        Return whether a sequence was evicted.
+        """
         victim = next((s for s in self.idle.values() if s is not spare), spare)
         if victim is None or victim.seq_id not in self.idle:
             return False
@@ -46,13 +51,13 @@ class IdleSequences:
         return True
 
     def pin(self, sequence: Sequence, groups_at_most: Iterable[int]) -> None:
-        """Keep an idle sequence's blocks under any load.
+        """Pin an idle sequence, so that its blocks are never evicted.
 
         Args:
-            groups_at_most: the blocks that each request under way may need.
+            groups_at_most: for each running or waiting request, the maximum number of blocks that it may need.
 
         Raises:
-            CapacityError: more than half of the pool would be pinned, or a request could not run any more.
+            CapacityError: more than half of the pool would be pinned, or one of these requests could not run any more.
         """
         total, num_blocks = self.num_pinned_blocks + len(sequence.blocks), self.cache.num_blocks
         largest, more = max(groups_at_most, default=0), "or start with more blocks"
@@ -67,7 +72,7 @@ class IdleSequences:
         self.pinned[sequence.seq_id] = self.idle.pop(sequence.seq_id)
 
     def unpin(self, sequence: Sequence) -> None:
-        """Free a pinned sequence; its full blocks stay findable in the prefix cache until they are needed."""
+        """Free a pinned sequence's blocks. Full blocks stay in the prefix cache until their memory is needed."""
         if self.pinned.pop(sequence.seq_id, None) is not None:
             self.release(sequence)
 
@@ -83,7 +88,10 @@ class IdleSequences:
 
 
 def shared_length(parent: Sequence | None, ours: list[int], salt: str | None = None) -> int:
-    """Return how many of these tokens ``parent`` holds, except the last one, since its logits are needed."""
+    """Return how many first tokens of ``ours`` have K and V in the blocks of ``parent``.
+
+    The last token does not count, since its logits are needed. 0 if ``parent`` has no blocks or another salt.
+    """
     if parent is None or parent.table is None or parent.table.salt != salt:
         return 0
     limit = min(parent.num_computed, len(ours) - 1)

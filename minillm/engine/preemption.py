@@ -1,6 +1,6 @@
-"""Preemption: take a whole group out of the pool, and bring it back later.
+"""Preemption: take all blocks of a group from it when blocks run out, and resume the group later.
 
-Its blocks move to host memory (swap), or are freed and its tokens computed again (recompute).
+The blocks move to host memory (swap), or are freed and their tokens are computed again later (recompute).
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from minillm.sequence import Schedule, Sequence, SequenceGroup, Stage
 
 @dataclass
 class Preemption:
-    """Takes groups out of the pool and brings them back."""
+    """Preempts groups and restores them."""
 
     cache: BlockManager
     swap: SwapSpace = field(default_factory=lambda: SwapSpace(0))
@@ -22,7 +22,7 @@ class Preemption:
         self.idle = IdleSequences(self.cache)
 
     def take_out(self, group: SequenceGroup, schedule: Schedule) -> None:
-        """Free a running group's blocks; first copy them to host memory, if all of them fit."""
+        """Preempt a running group: swap its blocks out to host memory if all of them fit, else free them."""
         self.count += 1
         group.metrics.num_preemptions += 1
         schedule.preempted.append(group)
@@ -39,14 +39,15 @@ class Preemption:
             self.start_over(group)
 
     def bring_back(self, group: SequenceGroup, promised: int, running: bool, schedule: Schedule) -> bool:
-        """Restore a saved group's tables, if all of it and its next tokens fit.
+        """Swap a group in from host memory, if the pool has enough free blocks for it and its next tokens.
 
         Args:
-            promised: blocks that running groups will need.
+            promised: blocks that running groups still need for their prompts.
             running: whether any group runs, so that blocks will become free.
 
         Returns:
-            False if it has to wait or to start over, as its stage then says.
+            True if the group was restored. If not, it waits (its stage is still SAVED), or its tokens must be computed
+            again (another stage).
         """
         saved = [sequence for sequence in group.unfinished if sequence.seq_id in self.swap.saved]
         unsaved = sum(sequence.num_tokens - sequence.num_computed for sequence in saved) // self.cache.block_size
@@ -58,7 +59,7 @@ class Preemption:
             if running:
                 return False
             if returning + len(seq_ids) <= self.cache.num_free:
-                break  # nothing will ever become free: the largest need is not the real one
+                break  # no block will become free, and the group may need fewer than this upper bound
             self.start_over(group)
             return False
         tables, pairs = self.swap.swap_in(self.cache, seq_ids)
@@ -69,9 +70,9 @@ class Preemption:
         return True
 
     def fork_into(self, child: Sequence, parent: Sequence, num_tokens: int) -> None:
-        """Let ``child`` share the blocks of ``parent``'s first ``num_tokens`` tokens, on the device or the host.
+        """Let ``child`` share the blocks of ``parent``'s first ``num_tokens`` tokens, in the pool or in host memory.
 
-        The device has already forked the rows: see `cache.rewriting.fork_into`.
+        The device has already forked its own tables; this updates the CPU's: see `cache.rewriting.fork_into`.
         """
         if child.table is not None and parent.table is not None:
             fork_into(self.cache, child.table, parent.table, num_tokens)
@@ -79,14 +80,14 @@ class Preemption:
             self.swap.fork_into(child.seq_id, parent.seq_id, num_tokens // self.cache.block_size)
 
     def start_over(self, group: SequenceGroup) -> None:
-        """Discard everything computed of a group, on the device and the host; its tokens are computed again."""
+        """Discard all computed K and V of a group, on the device and in host memory. They are computed again."""
         for sequence in group.unfinished:
             self.free(sequence)
             sequence.num_computed = 0
         group.stage = _stage_of(group)
 
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks, on the device and the host."""
+        """Free a sequence's blocks, on the device and in host memory."""
         if sequence.table is not None:
             self.cache.free(sequence.table)
             sequence.table = None
@@ -94,6 +95,6 @@ class Preemption:
 
 
 def _stage_of(group: SequenceGroup) -> Stage:
-    """Return SPLIT if each unfinished sequence can continue alone: a prompt that several share is computed."""
+    """Return PROMPT if the group's sequences share a prompt that is not computed, else SPLIT."""
     alone, leader = group.params.num_sequences == 1, group.unfinished[0]
     return Stage.SPLIT if alone or leader.num_computed >= group.num_prompt_tokens else Stage.PROMPT

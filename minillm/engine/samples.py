@@ -1,4 +1,4 @@
-"""Sampling, a decoding method: every sequence draws its own next token."""
+"""Sampling as a decoding method: every sequence draws its own next token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
 
 
 class Samples:
-    """The samples of all requests; see `minillm.sequence.Method`. ``seed`` is for requests without a seed."""
+    """The `minillm.sequence.Method` that samples: draws, appends and ends. ``seed``: for requests without their own."""
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
         self.requests, self._runner, self._random = requests, runner, random.Random(seed)
@@ -72,7 +72,7 @@ class Samples:
         for chunk in chunks:
             draws.append(chunk)
             if len(chunk.group.sequences) > 1 and chunk.sequence.num_tokens == chunk.sequence.num_prompt_tokens:
-                # The other sequences also draw their first token from the prompt's logits.
+                # The group's other sequences also draw their first token from the prompt's logits.
                 group, leader = chunk.group, chunk.sequence
                 draws += [Chunk(group, each, 0, False, chunk.row) for each in group.unfinished if each is not leader]
         drawn = self._runner.draw(logits, draws)
@@ -123,7 +123,7 @@ class Samples:
 
 @dataclass(slots=True)
 class Draws:
-    """The tokens drawn in one step; see `minillm.sequence.Flight`."""
+    """The tokens that one step draws for sampled requests; see `minillm.sequence.Flight`."""
 
     samples: Samples
     chunks: list[Chunk]  # one for each drawn token

@@ -37,7 +37,7 @@ class Scheduler:
 
     @property
     def num_free_seats(self) -> int:
-        """Return the number of further sequences that could run now."""
+        """Return how many more sequences may run at the same time, by ``max_num_seqs``."""
         return self.max_num_seqs - sum(group.num_seqs for group in self.running)
 
     def add(self, group: SequenceGroup) -> None:
@@ -46,7 +46,7 @@ class Scheduler:
         self.waiting.append(group)
 
     def schedule(self) -> Schedule:
-        """Choose the step's work and allocate the blocks that it writes to."""
+        """Choose the next step's work, and allocate the blocks that it writes to."""
         schedule = Schedule()
         behind = self._decode(schedule)
         budget = self._prefill(behind, self._budget(schedule), schedule)
@@ -58,7 +58,7 @@ class Scheduler:
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
-        """Schedule every sequence that lacks only its last token. Return the chunks of the others."""
+        """Schedule every running sequence that lacks only its last token. Return the chunks of the other sequences."""
         decodes, preempted, behind = schedule.decodes, schedule.preempted, []
         for group in list(self.running):
             try:
@@ -81,7 +81,7 @@ class Scheduler:
         is_offline = all(chunk.group.offline for chunk in schedule.decodes)
         most = self.offline_chunk if is_offline else self.prefill_chunk
         if decoding and most is not None:
-            # Decoding sequences should not wait long for their next token. All tokens of the step count, since
+            # Decoding sequences should not wait long for their next token. The limit includes their own tokens, since
             # matmuls are fastest with a multiple of 256 rows.
             budget = min(budget, max(most - decoding, most // 2))
         return budget
@@ -96,7 +96,7 @@ class Scheduler:
         return budget
 
     def _extend(self, budget: int, schedule: Schedule) -> None:
-        """Grant optional tokens from the rest of the budget and the free blocks; none if a group was preempted."""
+        """Grant optional (draft) tokens if budget and free blocks are left; none if the step preempted a group."""
         optional = [chunk for chunk in schedule.decodes if chunk.optional]
         if not optional:
             return
@@ -111,9 +111,9 @@ class Scheduler:
         schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.optional]
 
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
-        """Admit groups from the queue, in order, while seats, budget and blocks last. Return the rest of the budget."""
+        """Admit waiting groups, in order, while sequences, budget and blocks allow. Return the rest of the budget."""
         seats = self.num_free_seats if self.waiting else 0
-        promised: int | None = None  # blocks, to the running groups; summed once, and only if there is a seat
+        promised: int | None = None  # blocks that running groups still need; summed once, if a group may start
         size = self.cache.block_size
         while self.waiting and not schedule.preempted and self.waiting[0].num_seqs <= seats:
             group = self.waiting[0]
@@ -143,12 +143,12 @@ class Scheduler:
         return budget
 
     def fail(self, group: SequenceGroup, error: Exception) -> None:
-        """Record the exception that ends this group alone: see `Requests.end_failed`."""
+        """Record an exception that ends this group but no other. `Requests.end_failed` ends the group."""
         group.error = group.error or str(as_known(error))
         self.failed.append(group)
 
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks, on the device and elsewhere."""
+        """Free a sequence's blocks, on the device and in host memory."""
         self.preemption.free(sequence)
 
     def remove(self, groups: Collection[SequenceGroup]) -> None:
@@ -162,7 +162,10 @@ class Scheduler:
         self.waiting = deque(group for group in self.waiting if group not in gone)
 
     def _make_room(self, chunk: Chunk, schedule: Schedule) -> bool:
-        """Allocate slots for a chunk, preempting later groups for it; return False if its own group was preempted."""
+        """Allocate slots for a chunk, evicting idle sequences and preempting the newest groups if necessary.
+
+        Return False if the chunk's own group was preempted.
+        """
         while True:
             try:
                 self.cache.append(chunk.sequence.own_table, chunk.count)
@@ -177,7 +180,10 @@ class Scheduler:
                     return False
 
     def _admit(self, group: SequenceGroup, promised: int, schedule: Schedule) -> bool:
-        """Allocate the group's tables if its prompt fits, given the blocks promised to running groups."""
+        """Allocate the group's tables if its prompt fits. Return whether it did.
+
+        ``promised``: free blocks that running groups still need.
+        """
         if group.stage is Stage.SAVED:
             if self.preemption.bring_back(group, promised, bool(self.running), schedule):
                 return True

@@ -1,4 +1,4 @@
-"""Scores of prompts: log-probabilities of tokens that are given, and the requests that want nothing else."""
+"""Prompt scores, the log-probabilities of a prompt's tokens, and requests that want only these."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
 @dataclass(slots=True)
 class Scoring:
-    """The scores that one step gives; see `minillm.sequence.Flight`."""
+    """The prompt scores that one step computes; see `minillm.sequence.Flight`."""
 
     requests: Requests
     scored: Scored
-    parts: list[tuple[SequenceGroup, range]]  # the tokens of each group's prompt, in the order of the step's chunks
+    parts: list[tuple[SequenceGroup, range]]  # each group's scored prompt tokens, in the order of the step's chunks
     results: list[list[PromptTokenLogprobs]] = field(default_factory=list)
     may_run_ahead: bool = True
     may_compute_ahead: bool = True
 
     @classmethod
     def launched(cls, requests: Requests, scored: Scored, schedule: Schedule) -> Scoring:
-        """Note what a step under way will tell. To be called before its tokens count as computed."""
+        """Return the scores to expect of a launched step. Call it before the step's tokens count as computed."""
         parts = []
         for chunk in schedule.chunks:
             scores, first = chunk.group.scores, chunk.sequence.num_computed
@@ -59,7 +59,7 @@ class Scoring:
 
 
 class ScoreOnly:
-    """Requests that end with their prompt (``max_tokens`` 0); see `minillm.sequence.Method`."""
+    """The `minillm.sequence.Method` of requests with ``max_tokens`` 0: they end when their prompt is computed."""
 
     def __init__(self, requests: Requests) -> None:
         self.requests = requests
@@ -68,7 +68,7 @@ class ScoreOnly:
         assert group.scores is not None
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
-        # Never as a decode, even of one token: what a decode computes is a draw's.
+        # Never a decode, even for one token: a token is drawn after every decode.
         return [Chunk(group, each, each.num_prompt_tokens - each.num_computed, False) for each in group.unfinished]
 
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
@@ -84,7 +84,7 @@ class ScoreOnly:
 
 @dataclass(slots=True)
 class Ends:
-    """The requests that end with one step; see `minillm.sequence.Flight`."""
+    """The prompt-only requests that end with one step; see `minillm.sequence.Flight`."""
 
     requests: Requests
     groups: list[SequenceGroup]
@@ -96,7 +96,7 @@ class Ends:
         return any(not group.finished for group in self.groups)
 
     def wait(self) -> None:
-        """Nothing that a device computes is missing."""
+        """Return at once: no result from the device is needed."""
 
     def conclude(self) -> list[Delta]:
         deltas = []
