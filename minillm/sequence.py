@@ -26,7 +26,7 @@ from minillm.text.stop import OutputText
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, the block table of their K and V, and how many of them are computed."""
+    """The tokens of one completion (prompt and output), and the block table with the K and V computed so far."""
 
     seq_id: int
     token_ids: list[int]  # prompt, then output
@@ -37,16 +37,16 @@ class Sequence:
     num_pending: int = 0  # tokens drawn, or being drawn, that the CPU has not seen yet
     table: BlockTable | None = None  # None while it holds no block
     text: OutputText | None = None  # of the output; None without a tokenizer, or if text is only made at the end
-    matcher: Matcher | None = None  # its state in the request's grammar, if there is one
+    matcher: Matcher | None = None  # the sequence's state in the request's grammar, if there is one
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    decode: Chunk | None = None  # its last token as a chunk: one object, reused at every step
+    decode: Chunk | None = None  # a chunk of the last token: one object, reused at every step
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, pending ones included."""
+        """Number of tokens, pending ones included."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -59,7 +59,7 @@ class Sequence:
 
     @property
     def own_table(self) -> BlockTable:
-        """Its table; the sequence must have one."""
+        """The block table. Raises AssertionError if the sequence holds no blocks."""
         assert self.table is not None, f"sequence {self.seq_id} runs without a block table"
         return self.table
 
@@ -89,7 +89,7 @@ class SequenceGroup:
     metrics: RequestMetrics
     stage: Stage
     prompt: str | None = None
-    parent: Sequence | None = None  # an idle sequence; its common beginning is shared at admission
+    parent: Sequence | None = None  # an idle sequence; at admission, blocks of equal first tokens are shared
     hold: bool = False  # keep completions' blocks when they end: the sequences become idle
     salt: str | None = None  # only requests with the same salt share cached blocks
     end_ids: tuple[int, ...] = ()  # tokens that end a completion
@@ -117,7 +117,7 @@ class SequenceGroup:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that hold blocks once the prompt is computed."""
+        """Number of sequences that hold blocks once the prompt is computed."""
         return self.params.num_sequences - sum(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
@@ -128,36 +128,36 @@ class SequenceGroup:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``count`` tokens of one sequence, from ``sequence.num_computed`` on."""
+    """The ``count`` tokens of one sequence that a step computes, starting at position ``sequence.num_computed``."""
 
     group: SequenceGroup
     sequence: Sequence
     count: int
-    decodes: bool  # it is only its sequence's last token
-    row: int = -1  # of the step's logits, if it computes its sequence's last token
-    optional: int = 0  # further tokens, computed if the step has room left; once scheduled, as many as have room
+    decodes: bool  # the chunk is only its sequence's last token
+    row: int = -1  # of the step's logits, if the chunk includes its sequence's last token
+    optional: int = 0  # draft tokens after them, if budget and blocks allow; the scheduler lowers it to what fits
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
-        """Return the last token of a sequence, if all others are computed."""
+        """Return the chunk of a sequence's last token. All other tokens of the sequence must be computed."""
         sequence.decode = sequence.decode or cls(group, sequence, 1, True)
         return sequence.decode
 
     @property
     def token_ids(self) -> list[int]:
-        """Its tokens, as far as the CPU knows them. Read before the step."""
+        """The chunk's tokens, except pending ones. Read it before the step, which changes ``sequence.num_computed``."""
         first = self.sequence.num_computed
         return self.sequence.token_ids[first : first + self.count]
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits: one if the chunk computes its sequence's last token. Read before the step."""
+        """Number of rows of logits: 1 if the chunk includes its sequence's last token, else 0. Read before the step."""
         return int(self.sequence.num_computed + self.count == self.sequence.num_tokens)
 
 
 @dataclass(slots=True)
 class Schedule:
-    """One step: decoding sequences (one token each, their last), chunks of prompts, chunks with optional tokens."""
+    """The work of one step: decodes (one token per sequence), chunks of prompts, and chunks with optional tokens."""
 
     decodes: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
@@ -171,24 +171,24 @@ class Schedule:
 
 
 class Method(Protocol):
-    """A decoding method: how the sequences of a group continue. Engine and scheduler only know this protocol.
+    """A decoding method: how the sequences of a group continue. Engine and scheduler know only this protocol.
 
-    If one of these raises an exception for a group, that group ends alone, with an error.
+    If a function of this protocol raises for a group, only that group ends, with the error.
     """
 
     def begin(self, group: SequenceGroup) -> None:
         """Prepare a new group, which has one sequence."""
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
-        """Return all chunks of an admitted group that could be computed now."""
+        """Return all chunks of an admitted group that the next step could compute."""
 
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
-        """Fork the group's sequences from ``leader``, which has computed the prompt."""
+        """Fork the group's other sequences from ``leader``, which has just computed the prompt."""
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        """Begin to decide how the sequences of these chunks continue.
+        """Begin to decide how the sequences of ``chunks`` continue, from ``logits [n, vocab]`` at their ``row``.
 
-        If it raises, nothing has been decided: the engine calls it again without the failing group.
+        If this raises, nothing may have been decided: the engine calls it again without the failing group.
         """
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
@@ -204,21 +204,21 @@ class Flight(Protocol):
 
     @property
     def may_compute_ahead(self) -> bool:
-        """Return whether the next step's logits can be computed earlier; its decisions wait for these."""
+        """Return whether the next step's logits, but not its decisions, can be computed before these are known."""
 
     @property
     def groups(self) -> list[SequenceGroup]:
-        """Return the groups that it decides about, each once."""
+        """Return the groups that the decisions are about, each once."""
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether any of its sequences is still running."""
+        """Return whether any sequence that the decisions are about is still running."""
 
     def wait(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has computed the decisions."""
 
     def conclude(self) -> list[Delta]:
-        """Apply the decisions to the sequences; return their additions."""
+        """Apply the decisions to the sequences. Return the additions to each completion."""
 
     def discard(self) -> None:
-        """Discard the decisions."""
+        """Discard the decisions instead of applying them."""

@@ -1,1 +1,1 @@
-"""From a schedule to tensors to logits to drawn tokens."""
+"""Execute a schedule: tensors for the model, its logits, and tokens drawn from them."""

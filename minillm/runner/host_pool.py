@@ -1,4 +1,4 @@
-"""Host memory for blocks of preempted sequences."""
+"""Host memory for the blocks of preempted sequences."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ from minillm.cache import HostMoves
 from minillm.cache.runs import contiguous_runs
 from minillm.kernels import KVCache
 
-_STAGED_BLOCKS = 256  # moved at a time: the room that it takes on the device
+_STAGED_BLOCKS = 256  # blocks moved at a time; limits the size of the staging buffer on the device
 
 
 class HostPool:
-    """Space for ``num_blocks`` blocks of ``kv_cache``, allocated at first use; pinned if there is a GPU.
+    """Host memory for ``num_blocks`` blocks of ``kv_cache``, allocated at first use. Pinned if the cache is on a GPU.
 
-    All moves are queued on one stream, between pinned memory and the device: each sees earlier writes, and the CPU
+    All moves between pinned memory and the GPU are queued on one stream. So each move sees earlier writes, and the CPU
     never waits.
     """
 
@@ -25,7 +25,7 @@ class HostPool:
         self._pools: list[Tensor] = []  # of each tensor, [num_blocks, layers, 2, ...]
 
     def carry_out(self, moves: HostMoves, copies: list[tuple[int, int]]) -> None:
-        """Move blocks to and from the host, then copy (source, destination) blocks within the pool."""
+        """Move blocks to and from host memory, then copy (source, destination) blocks within the device's pool."""
         self.save(moves.out)
         self.restore(moves.back)
         if copies:
@@ -34,7 +34,7 @@ class HostPool:
                 kernels.block_copy(tensor, pairs)
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy (block, host block) pairs to the host."""
+        """Copy blocks from the device to host memory, given as (device block, host block) pairs."""
         if pairs and not self._pools:
             for tensor in self._tensors:
                 shape = (self._num_blocks, *tensor.shape[:2], *tensor.shape[3:])
@@ -47,7 +47,7 @@ class HostPool:
                     pool[host : host + count].copy_(staging[first : first + count], non_blocking=True)
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy (host block, block) pairs to the device."""
+        """Copy blocks from host memory to the device, given as (host block, device block) pairs."""
         for start in range(0, len(pairs), _STAGED_BLOCKS):
             hosts, blocks = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
             for tensor, pool, staging in self._staged(len(blocks)):
@@ -56,7 +56,7 @@ class HostPool:
                 kernels.scatter_blocks(tensor, torch.tensor(blocks, device=staging.device), staging)
 
     def _staged(self, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each tensor of the pool, its host buffer, and a device buffer for ``count`` of its blocks."""
+        """Yield (tensor of the KV cache, its host memory, new device buffer for ``count`` blocks) for each tensor."""
         assert self._pools, "blocks return that were never saved"
         for tensor, pool in zip(self._tensors, self._pools, strict=True):
             yield tensor, pool, pool.new_empty((count, *pool.shape[1:]), device=tensor.device)

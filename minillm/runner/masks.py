@@ -1,4 +1,4 @@
-"""Masks of allowed tokens, one bit each, computed on the CPU while the device computes the logits."""
+"""Bit masks of allowed tokens, computed on the CPU while the device computes the logits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Masks:
     """Masks for some rows of logits.
 
     Attributes:
-        rows: the rows that have one.
-        words: ``[rows, words]`` int32, on the host: bit ``i % 32`` of word ``i // 32`` tells whether token ``i`` may
-            follow.
-        empty: of the rows, those where a request's parameters, or these and its grammar, leave no token.
+        rows: the rows of logits that have a mask.
+        words: ``[masks, vocab // 32 + 1]`` int32 on the CPU, one mask for each of ``rows``. Bit ``i % 32`` of word
+            ``i // 32`` is set if token ``i`` is allowed.
+        empty: the rows of logits in which a request's parameters, with its grammar if any, allow no token.
     """
 
     rows: list[int]
@@ -32,13 +32,13 @@ class Masks:
     empty: list[int]
 
     def apply(self, logits: Tensor) -> None:
-        """Set the ``[n, vocab]`` logits of tokens that may not follow to -inf, in place; other rows are not touched."""
+        """Set the ``[n, vocab]`` logits of tokens that are not allowed to -inf, in place. Rows without a mask stay."""
         if self.rows:
             places = to_device(self.places(len(logits)), torch.int32, logits.device)
             kernels.mask_logits(logits, places, self.words.to(logits.device, non_blocking=True), logits)
 
     def places(self, count: int) -> list[int]:
-        """Return, for each of ``count`` rows, the place of its mask in ``words``, or -1 without a mask."""
+        """Return for each of ``count`` rows of logits the index of its mask in ``words``, or -1 if it has none."""
         places = [-1] * count
         for number, row in enumerate(self.rows):
             places[row] = number
@@ -46,17 +46,18 @@ class Masks:
 
 
 def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, device: torch.device) -> Masks:
-    """Return the masks of the sequences that need one; row i of the logits belongs to sequence i.
+    """Return the masks of the sequences that need one. Row i of the logits belongs to sequence i.
 
-    End tokens are allowed where the grammar is complete, if there is one, and after ``min_tokens``, or if no other
-    token is. A sequence with a failed grammar has no mask, and its matcher has the error. Masks for a GPU are in pinned
-    memory.
+    With a grammar, end tokens are allowed only where the grammar is complete. Before ``min_tokens`` they are allowed
+    only if no other token is. If a grammar fails, its sequence gets no mask, and its matcher has the error. If
+    ``device``, where the logits are, is a GPU, the masks are in pinned memory.
     """
     needing = [(row, *pair) for row, pair in enumerate(sequences) if needs_mask(*pair)]
     if not needing:
         return Masks([], torch.empty(0, 0, dtype=torch.int32), [])
     by_grammar = [each for each in needing if each[2].matcher is not None]
-    # Copies of a matcher side by side, for they wait for each other: the library's threads take parts of the list.
+    # The library's threads take consecutive parts of the list. Copies of one matcher wait for each other, so they are
+    # adjacent.
     by_grammar.sort(key=lambda each: 0 if each[2].matcher is None else id(each[2].matcher.family))
     masked = by_grammar + [each for each in needing if each[2].matcher is None]
     there = torch.empty(len(masked), vocab // 32 + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -80,12 +81,12 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
 
 
 def needs_mask(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Return whether any token is banned as the next one."""
+    """Return whether any token may be banned as the sequence's next one."""
     return sequence.matcher is not None or _is_bounded(group, sequence)
 
 
 def needs_tokens(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Return whether the next draw depends on earlier tokens in ways that only the CPU computes."""
+    """Return whether only the CPU can compute the next draw's constraints, since they depend on earlier tokens."""
     params = group.params
     if sequence.matcher is not None or params.no_repeat_ngram_size or params.logits_processor is not None:
         return True
@@ -93,12 +94,12 @@ def needs_tokens(group: SequenceGroup, sequence: Sequence) -> bool:
 
 
 def is_early(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Return whether the answer must not end with its next token yet."""
+    """Return whether ``min_tokens`` forbids an end token as the next one."""
     return bool(group.end_ids) and sequence.num_tokens - sequence.num_prompt_tokens < group.params.min_tokens
 
 
 def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
-    """Return the tokens that would repeat an earlier run of ``size`` tokens."""
+    """Return the next tokens that would complete a repeated n-gram of ``size`` tokens."""
     if len(token_ids) < size:
         return []
     if size == 1:
@@ -109,12 +110,12 @@ def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
 
 
 def completing_tokens(token_ids: list[int], words: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Return the tokens that would complete one of ``words``, given as runs of token ids."""
+    """Return the next tokens that would complete one of ``words``, each given as a run of token ids."""
     return [word[-1] for word in words if len(word) == 1 or tuple(token_ids[1 - len(word) :]) == word[:-1]]
 
 
 def bits_of(token_ids: list[int], vocab: int) -> NDArray[np.uint32]:
-    """Return ``[words]`` with the bits of these tokens set."""
+    """Return a mask ``[vocab // 32 + 1]`` uint32 with the bits of ``token_ids`` set."""
     bits = np.zeros((vocab // 32 + 1) * 32, dtype=np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
@@ -126,13 +127,13 @@ def _all_tokens(vocab: int) -> NDArray[np.uint32]:
 
 
 def _follow_grammars(owners: SequenceOf[tuple[SequenceGroup, Sequence]], words: NDArray[np.uint32]) -> None:
-    """Compute the first rows of ``words``, by the matchers of these sequences; some may find that they have failed."""
+    """Write the masks of these sequences' grammars to the first rows of ``words``. Failed matchers keep their error."""
     matchers = [sequence.matcher for _, sequence in owners if sequence.matcher is not None]
     if not matchers:
         return
     may_end = matchers[0].vocabulary.fill([matcher.state for matcher in matchers], words[: len(matchers)])
     for allowed, ends, matcher, (group, sequence) in zip(words, may_end, matchers, owners, strict=False):
-        stops = bool(group.params.stop_token_ids)  # ids that may stand for text as well
+        stops = bool(group.params.stop_token_ids)  # ids that may also be ordinary text in the grammar
         if stops:
             _set(allowed, group.end_ids, False)
             if not (ends or allowed.any()):
@@ -152,7 +153,7 @@ def _is_bounded(group: SequenceGroup, sequence: Sequence) -> bool:
 
 
 def _exclude(words: NDArray[np.uint32], group: SequenceGroup, sequence: Sequence) -> None:
-    """Take away the tokens that a request's parameters, its grammar apart, exclude."""
+    """Clear the bits of tokens that a request's parameters, apart from its grammar, exclude."""
     params = group.params
     if group.allowed is not None:
         words &= group.allowed

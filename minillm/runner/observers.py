@@ -1,27 +1,27 @@
-"""Objects that follow every step of a runner: a draft model, other ranks, meters."""
+"""Objects that a runner notifies of every step: a draft model, the other ranks, meters."""
 
 from minillm.runner.step import StepWork
 from minillm.sequence import Schedule
 
 
 class StepObserver:
-    """Called at every step of a runner. Each method does nothing by default."""
+    """Base class of objects that a runner calls at every step. Each method does nothing by default."""
 
     def prepare(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
-        """Follow the block moves and (source, destination) copies of a step; propose its optional tokens."""
+        """Apply the step's block moves and (source, destination) copies to other pools. Propose its optional tokens."""
 
     def begin(self, work: StepWork) -> None:
-        """Note that the device is about to get ``work``."""
+        """Handle the step's ``work`` before the device gets it, for example send it to other ranks."""
 
     def end(self) -> None:
-        """Note that the device has got the step's work, or also its draws: it may be called twice for a step."""
+        """Note that the device has the step's work. Called again if the device later gets the step's draws."""
 
     def prepare_ahead(self) -> bool:
         """See `Runner.prepare_ahead`."""
         return False
 
     def forget(self) -> None:
-        """Discard what depends on the device's state: a step has failed."""
+        """Discard everything derived from the device's state, because a step has failed."""
 
     def close(self) -> None:
-        """Free everything that would outlive the runner."""
+        """Free resources that would outlive the runner."""

@@ -11,7 +11,7 @@ from minillm.sequence import Sequence, SequenceGroup
 
 NO_TOKEN = "no token is possible any more: together the request's parameters exclude all of them"
 _NOTHING_LEFT = "logits_processor has left NaN, infinity, or no token that is possible"
-Owner = tuple[SequenceGroup, Sequence]  # of a row of logits: those of its next token
+Owner = tuple[SequenceGroup, Sequence]  # of a row of logits: the group and sequence that it predicts a token of
 
 
 def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
@@ -22,7 +22,7 @@ def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
 
 
 def process_logits(logits: Tensor, owners: SequenceOf[Owner]) -> Masks:
-    """Apply what requests ask for to the ``[n, vocab]`` logits of each owner's next token, in place.
+    """Apply the requests' parameters to ``logits [n, vocab]`` in place. Row i predicts the next token of owner i.
 
     In this order: logit bias; repetition, frequency and presence penalty; banned tokens; the caller's own processor.
     Beam search applies them to log-probabilities instead, as Hugging Face ``generate`` does.
@@ -78,10 +78,13 @@ def _penalize(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:
 
 
 def _run(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) -> str | None:
-    """Replace the ``[vocab]`` logits of a sequence's next token by the caller's. Returns what failed, in a line."""
+    """Replace the ``[vocab]`` logits of a sequence's next token by the result of ``processor``.
+
+    Return an error message of one line, or None.
+    """
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     if logits.isnan().any():
-        return None  # the model's own fault, and told as such
+        return None  # the model's own error, reported elsewhere
     try:
         changed = processor(prompt, sequence.output_token_ids, logits.clone())
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:

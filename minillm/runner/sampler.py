@@ -1,4 +1,4 @@
-"""From logits to tokens. A draw is a `Chunk`: the next token of its sequence, from its row of logits."""
+"""Draw tokens from logits. A draw is given as a `Chunk`: its sequence's next token is drawn from row ``chunk.row``."""
 
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -15,7 +15,7 @@ from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk
 
-MANY = 256  # a kernel finds up to this many of the most probable tokens
+MANY = 256  # the most probable tokens that the kernel can find; a sort finds more
 
 
 class Drawn:
@@ -24,8 +24,8 @@ class Drawn:
     Log-probabilities are the model's own, before penalties, grammar and temperature.
 
     Args:
-        token_ids: ``[draws]`` int64.
-        logprobs: ``[draws]``, of these tokens; NaN if a logit is NaN.
+        token_ids: ``[draws]`` int64, the drawn tokens.
+        logprobs: ``[draws]``, their log-probabilities; NaN if a logit is NaN.
         logits: ``[draws, vocab]``, the model's own, to find the most probable tokens if requested.
         listed: log-probabilities and ids ``[draws, listed]`` of the most probable tokens, if already known.
         may_run_ahead, may_compute_ahead: see `minillm.sequence.Flight`.
@@ -45,7 +45,8 @@ class Drawn:
         self.may_run_ahead, self.may_compute_ahead = may_run_ahead, may_compute_ahead
         self._counts = [draw.group.params.logprobs for draw in draws]
         vocab, results = logits.shape[-1], [token_ids, logprobs]
-        # Many are found in another way than a few. A request's results must not depend on others' requests.
+        # More than `MANY` tokens are found in another way, which may round differently. Those draws are handled apart,
+        # so that a request's results do not depend on other requests.
         self._listed: list[SequenceOf[int]] = [range(len(draws))] if listed else []
         results += listed
         for is_many in (False, True):
@@ -61,7 +62,9 @@ class Drawn:
         self._results = ToHost(results)
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
-        """Return the tokens, their log-probabilities if requested, and whether a token's logits held NaN."""
+        """Wait for the device. Return for each draw the token, its log-probabilities (None if not requested), and
+        whether its logits held NaN.
+        """
         token_ids, logprobs, *top = self._results.wait()
         best: dict[int, tuple[tuple[int, float], ...]] = {}
         for listed, values, ids in zip(self._listed, top[::2], top[1::2], strict=True):
@@ -77,7 +80,7 @@ class Drawn:
 
 @torch.inference_mode()
 def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
-    """Draw one token for each of ``draws`` from ``logits [n, vocab]``."""
+    """Apply the requests' parameters to ``logits [n, vocab]``, and draw one token for each of ``draws``."""
     raw = logits
     rows = [draw.row for draw in draws]
     if rows != list(range(len(logits))):
@@ -93,7 +96,7 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
 
 
 def draw_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Tensor:
-    """Draw a token ``[draws]`` int64 for each row of ``logits [draws, vocab]``, by the requests' parameters."""
+    """Draw a token for each row of ``logits [draws, vocab]`` by the requests' parameters. Return ``[draws]`` int64."""
     params = [draw.group.params for draw in draws if isinstance(draw.group.params, SamplingParams)]
     if all(p.temperature == 0 for p in params):
         return logits.argmax(-1)

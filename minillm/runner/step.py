@@ -1,4 +1,4 @@
-"""One step's work as plain data: token ids, positions and block ids, and nothing of requests."""
+"""One step's work as plain data: token ids, positions and block ids, without requests or sequences."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +8,13 @@ from minillm.runner.device.work import DecodeWork
 
 @dataclass(slots=True)
 class ChunkWork:
-    """Consecutive tokens of one sequence."""
+    """Consecutive tokens of one sequence to compute."""
 
     token_ids: list[int]
     first: int  # the first token's position
     blocks: list[int]  # of the sequence, up to the last token
     num_prompt_tokens: int
-    num_logits: int  # of the last tokens
+    num_logits: int  # number of last tokens to compute logits for
     score_from: int = 0  # the position before the first of ``targets``
     targets: list[int] = field(default_factory=list)  # tokens to score
     num_top: int = 0  # most probable tokens to return with each score
@@ -31,14 +31,14 @@ class Packed:
     token_ids: list[int]
     positions: list[int]
     slots: list[int]
-    starts: list[int]  # of the prefill chunks, and the end of the last, counted from the first one
-    lengths: list[int]  # of the sequences, with these tokens
-    tables: list[list[int]]  # padded to the same width
+    starts: list[int]  # of each prefill chunk, and the end of the last, in tokens from the first prefill token
+    lengths: list[int]  # of each sequence, these tokens included
+    tables: list[list[int]]  # block tables, padded to the same width
     logit_rows: list[int]
 
 
 def packed(chunks: list[ChunkWork], num_decodes: int, size: int) -> Packed:
-    """Pack chunks; the first ``num_decodes`` decode, and a block has ``size`` tokens."""
+    """Pack chunks into one batch. The first ``num_decodes`` chunks are decodes; a block has ``size`` tokens."""
     width = max((len(chunk.blocks) for chunk in chunks), default=0)
     tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
     out = Packed([], [], [], [0], [chunk.end for chunk in chunks], tables, [])
@@ -55,14 +55,14 @@ def packed(chunks: list[ChunkWork], num_decodes: int, size: int) -> Packed:
 
 @dataclass(slots=True)
 class StepWork:
-    """A step: move and copy blocks, then compute."""
+    """One step: move and copy blocks, then compute ``decode`` and ``chunks``."""
 
     moves: HostMoves
     copies: list[tuple[int, int]]  # (source, destination)
-    decode: DecodeWork | None  # a device runner's own part
+    decode: DecodeWork | None  # tokens of sequences with state on the device; None without a device runner
     chunks: list[ChunkWork]
-    # The first chunks, computed as decodes without state on the device: of a device runner all or none of their tokens,
-    # otherwise one token of each.
+    # How many of the first chunks are decodes. In a device runner either all chunks are (a step with draft tokens, each
+    # computed like a decode) or none; otherwise each of them is one token.
     num_decodes: int
 
     @property

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def to_device(values: SequenceOf[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers, or lists of them, as a tensor on the device, copied before the next launch.
+    """Return numbers, or nested lists of numbers, as a tensor on the device. Later launches see the copied values.
 
-    The source is pinned: a copy from pageable memory would wait for all earlier work of the device.
+    The copy is from pinned memory. From pageable memory it would wait for all earlier work of the device.
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ToHost:
-    """Tensors that the device has computed, or is computing; `wait` returns their values."""
+    """Start copying tensors that the device has computed, or is computing, to the CPU. `wait` returns their values."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
@@ -21,7 +21,7 @@ class ToHost:
             self._event.record()
 
     def wait(self) -> list[Any]:
-        """Return the values of each tensor, as nested lists."""
+        """Wait for the copies. Return the values of each tensor as nested lists."""
         if self._event is not None:
             self._event.synchronize()
         return [each.tolist() for each in self._tensors]

@@ -1,4 +1,4 @@
-"""A step's work as a JSON message to another rank, so that ranks need only torch."""
+"""Encode a step's work as a JSON message for the other ranks, so that exchanging it needs no further library."""
 
 import json
 from typing import Any
@@ -21,5 +21,5 @@ def decode(message: bytes) -> StepWork:
 
 
 def _values(record: Any) -> list[Any]:
-    """Return a record's values in order, without names, which would be most of the message."""
+    """Return a record's values in order. Field names would be most of the message, so they are left out."""
     return [getattr(record, name) for name in record.__slots__]
