@@ -1,1 +1,1 @@
-"""The chat app's engine process. App and engine exchange messages."""
+"""The chat app's engine process, its client, and the messages that app and engine exchange."""

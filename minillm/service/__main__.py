@@ -1,6 +1,6 @@
-"""Engine process: read commands from stdin, write events to stdout, run steps in between.
+"""The engine process: reads commands from stdin, writes events to stdout, and runs engine steps in between.
 
-Run as ``python -m minillm.service``. The process ends when stdin closes, so it never outlives the app.
+Run it as ``python -m minillm.service``. The process ends when stdin closes, so it never outlives the app.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from minillm.service.messages import Command, Event, Load, LoadFailed, Loading, 
 if TYPE_CHECKING:
     from minillm.service.conversations import Conversations
 
-_UNREAD = 1 << 20  # bytes of events the app may leave unread
+_UNREAD = 1 << 20  # size of the event pipe in bytes: the engine blocks once the app leaves this much unread
 
 
 def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) -> int:
-    """Load the model named by the first command, then handle commands until ``None``. Return the exit code."""
+    """Load the model that the first command names, then handle commands until ``None`` arrives. Return the exit code.
+
+    The engine runs steps while it has work. ``send`` takes the events for the app.
+    """
     first = commands.get()
     if not isinstance(first, Load):
         return 0
@@ -88,9 +91,9 @@ def _read_commands(commands: queue.Queue[Command | None]) -> None:
 
 
 def _widen(events: BinaryIO) -> None:
-    """Enlarge the event pipe where the system supports it, so the engine can run for seconds while the app is busy.
+    """Enlarge the event pipe where the system supports it. The engine can then run for seconds while the app is busy.
 
-    At the usual 64 KiB, two seconds of cache updates from a large pool would block the engine.
+    With the usual 64 KiB, two seconds of cache updates from a large pool would block the engine.
     """
     with contextlib.suppress(ImportError, AttributeError, OSError):
         import fcntl

@@ -1,4 +1,4 @@
-"""The changes in the block pool since the last report to the app, collected from cache events.
+"""Collect the changes in the block pool since the last report to the app, from cache events.
 
 A pool may have 20,000 blocks and change ten times a second, so this module never scans unchanged blocks.
 """
@@ -16,33 +16,33 @@ from minillm.engine.engine import Engine
 from minillm.sequence import Sequence
 from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableState, TableView
 
-_WORD_TOKENS, _WORDS = 16, 80  # tokens decoded per block, and characters kept of their text
+_WORD_TOKENS, _WORDS = 16, 80  # to label a block: tokens to decode, and maximum characters of their text
 _MOST_LOGGED = 400  # events per report; a step of a large batch can make thousands
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The request and completion that a sequence belongs to."""
+    """The request and completion that a sequence belongs to, as shown in the app."""
 
     request_id: str
     index: int
     state: TableState
     sequence: Sequence
-    shows_words: bool = True  # False: the viewer may not read its tokens
+    shows_words: bool = True  # False: the viewer must not see the text of the sequence
 
 
 @dataclass
 class CacheView:
-    """Tracks the block pool of one engine."""
+    """Tracks one engine's block pool by its cache events, and reports the changes to one viewer."""
 
     engine: Engine
     began: float = field(default_factory=time.monotonic)
-    shows_all_words: bool = True  # including blocks that no sequence of a known owner holds
+    shows_all_words: bool = True  # False: show no text of blocks that no sequence of a known owner uses
     _owners: Mapping[int, Owner] = field(default_factory=dict)  # by seq_id
     _tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, as last sent
     _cached: set[int] = field(default_factory=set)  # blocks, as last sent
     _counts: CacheCounts | None = None
-    _touched: set[int] = field(default_factory=set)  # blocks named by events since the last report
+    _touched: set[int] = field(default_factory=set)  # blocks in events since the last report
     _since: dict[int, float] = field(default_factory=dict)  # block -> when it was allocated
     _log: list[LogEntry] = field(default_factory=list)
     _num_unlogged: int = 0
@@ -50,7 +50,7 @@ class CacheView:
 
     def __post_init__(self) -> None:
         self.engine.cache.subscribers.append(self._note)
-        self._touched.update(range(self.engine.cache.num_blocks))  # the first report names all cached blocks
+        self._touched.update(range(self.engine.cache.num_blocks))  # the first report lists all cached blocks
 
     def close(self) -> None:
         """Stop listening to cache events."""
@@ -77,7 +77,10 @@ class CacheView:
         self._log.append(LogEntry(moment, event.kind, event.seq_id, name, blocks, event.parent_id, detail))
 
     def changes(self, owners: Mapping[int, Owner]) -> CacheChanged | None:
-        """Return the changes since the last call, None if there are none. ``owners`` maps ``seq_id`` to owners."""
+        """Return the changes since the last call, or None if nothing changed.
+
+        ``owners`` maps each ``seq_id`` to its owner.
+        """
         self._owners = owners
         tables, gone = self._table_changes()
         cached, uncached = self._cached_changes()
@@ -90,7 +93,10 @@ class CacheView:
         return CacheChanged(tables, gone, cached, uncached, counts, log, unlogged, self._new_words(tables))
 
     def _new_words(self, changes: list[TableView]) -> dict[int, str]:
-        """Return the first words of the blocks that these tables gained, and of the block each was filling."""
+        """Return the text at the beginning of each block that the changed tables gained, by block.
+
+        A block that a table was still filling at the last report is included if its text has changed.
+        """
         tokenizer, size, found = self.engine.tokenizer, self.engine.cache.block_size, {}
         for table in changes:
             owner = self._owners.get(table.seq_id)
@@ -137,7 +143,7 @@ class CacheView:
         return list(more), list(fewer)
 
     def facts(self, block: int) -> BlockFacts:
-        """Return the tokens of a block and its place in the prefix cache."""
+        """Return details of one block: its tokens, its age, and its node in the prefix cache."""
         cache, tokenizer = self.engine.cache, self.engine.tokenizer
         token_ids: list[int] = []
         for seq_id, table in cache.tables.items():

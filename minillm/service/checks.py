@@ -1,7 +1,7 @@
-"""Decode and check the app's events. All other code can rely on them, even from an untrusted server.
+"""Decode and check events on the app's side. The app can then rely on them, even if the server is untrusted.
 
-The types in `messages.py` limit each number on its own. This module compares events with earlier ones, makes names and
-errors safe for a terminal, and limits everything that can grow.
+The types in `messages.py` limit each number on its own. This module also compares events with earlier ones, makes names
+and errors safe for a terminal, and limits everything that can grow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BEFORE_LOADED = messages.Loading | messages.Notice | messages.LoadFailed
 
 @dataclass
 class _Answer:
-    """An answer requested by the app: its number of texts and the characters received so far."""
+    """An answer that the app has requested: its number of texts, and the characters received so far."""
 
     num_texts: int
     num_chars: int = 0
@@ -37,7 +37,7 @@ class _Table:
 
 
 class EventReader:
-    """Decodes one engine's events. `note` must see every command sent to the engine."""
+    """Decodes and checks one engine's events. `note` must see every command that the app sends to the engine."""
 
     def __init__(self) -> None:
         self._loaded: messages.Loaded | None = None
@@ -46,16 +46,16 @@ class EventReader:
         self._num_entries = 0  # blocks in all tables
 
     def note(self, command: Command) -> None:
-        """Record a request, so that later events about it can be checked."""
+        """Record a command, so that later events about its request can be checked."""
         if isinstance(command, messages.Generate):
             params = command.params
             self._answers[command.request_id] = _Answer(int(params.get("beam_width") or params.get("n") or 1))
 
     def read(self, line: bytes) -> Event:
-        """Return the event of a line.
+        """Decode one line of the engine's output, check it, and return the event.
 
         Raises:
-            ValueError: the line is no event, or contradicts earlier events.
+            ValueError: the line is not an event, or contradicts earlier events.
         """
         event = decode_event(line)
         if self._loaded is None and not isinstance(event, messages.Loaded | _BEFORE_LOADED):
@@ -168,7 +168,10 @@ def _check_length(what: str, items: Collection[object], most: int) -> None:
 
 
 def _check_numbers(numbers: Iterable[float]) -> None:
-    """Check numbers in types that `messages.py` does not define. Raises ValueError."""
+    """Check numbers of types that `messages.py` does not define.
+
+    Raises ValueError for a negative or too large number.
+    """
     for number in numbers:
         if not 0 <= number <= _LARGEST:
             raise ValueError("a number out of range")

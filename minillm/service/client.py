@@ -1,4 +1,4 @@
-"""asyncio client of the engine process."""
+"""The app's asyncio client of the engine process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from minillm.service.checks import EventReader
 from minillm.service.messages import Command, Event, encode
 from minillm.system import child_environment
 
-# -P: a module in the current directory must not shadow one of the standard library.
+# -P: a module in the current directory must not replace one of the standard library.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service")
 _LINE_LIMIT = 64 << 20  # bytes per event; a report of a million blocks is smaller
 
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A running engine process, started by `start`. It ends with `stop` or with the app."""
+    """A running engine process, started by `start`. It ends when `stop` is called or the app ends."""
 
     _process: asyncio.subprocess.Process
     log: Path  # the process's stderr
@@ -30,7 +30,7 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, log: Path, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
-        """Start a program that speaks this protocol. Its stderr goes to ``log`` instead of the app's screen."""
+        """Start ``command``, a program that reads commands and writes events. Its stderr goes to the file ``log``."""
         with log.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -44,7 +44,7 @@ class EngineProcess:
         return cls(process, log)
 
     def send(self, command: Command) -> None:
-        """Queue a command. Drop it if the process has ended."""
+        """Queue a command for the process. The command is lost if the process has ended."""
         assert self._process.stdin is not None
         self._reader.note(command)
         if not self._process.stdin.is_closing():
@@ -59,11 +59,11 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code: None while the process runs, negative for a signal."""
+        """Return the exit code: None while the process runs, negative if a signal ended it."""
         return self._process.returncode
 
     def last_words(self) -> str:
-        """Return the last line of the log. After a crash, it names the cause."""
+        """Return the last line of the log, which names the cause after a crash. Empty if there is none."""
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return lines[-1] if lines else ""
 

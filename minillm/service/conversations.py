@@ -1,4 +1,4 @@
-"""Conversations on one engine, and the blocks that stay when an answer ends."""
+"""Run conversations on one engine, and keep the blocks of ended answers for later questions."""
 
 import sys
 import time
@@ -22,17 +22,21 @@ from minillm.service.file_pins import FilePins
 from minillm.service.reporting import Answer, Reporter, by_score
 from minillm.text.reasoning import is_opened
 
-_A_MOMENT = 0.05  # seconds between looks for commands while the engine is slowed down
+_A_MOMENT = 0.05  # maximum seconds without a check for commands while the engine is slowed down
 
 
 @dataclass
 class Conversations:
-    """Runs one engine for the app. An answer's blocks stay after it ends, so that branches can fork from them."""
+    """Runs one engine for the app.
+
+    The blocks of an answer stay in the pool after it ends, so that the next question and other branches can fork from
+    its sequences.
+    """
 
     engine: Engine
     send: Callable[[messages.Event], None]
-    answers: dict[str, Answer] = field(default_factory=dict)  # under way, by request
-    kept: dict[str, Answer] = field(default_factory=dict)  # ended, with blocks that stay
+    answers: dict[str, Answer] = field(default_factory=dict)  # running, by request
+    kept: dict[str, Answer] = field(default_factory=dict)  # ended, with blocks still in the pool, by request
     others: Callable[[], Mapping[int, Owner]] = dict  # owners of other clients' sequences, by seq_id
     salt: str | None = None  # prefix cache salt of all prompts
 
@@ -41,8 +45,8 @@ class Conversations:
         self._files = FilePins(self._driver, self.engine.cache)
         self.reporter = Reporter(self.engine, self.send, self._owners)
         self._pause = self._next_step = 0.0  # minimum seconds between steps; when the next step is due
-        self._pinning: SequenceGroup | None = None  # a system prompt being computed
-        self._pinned: Sequence | None = None
+        self._pinning: SequenceGroup | None = None  # the request that computes a system prompt to pin
+        self._pinned: Sequence | None = None  # the pinned system prompt
         self._closed = False
 
     def handle(self, command: messages.Command) -> None:
@@ -110,7 +114,10 @@ class Conversations:
             answer.num_pinned_tokens = common_length(told, token_ids)
 
     def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:
-        """Return the kept or pinned sequence that shares the most tokens with a prompt."""
+        """Return the kept or pinned sequence that shares the most tokens with a prompt, to fork it.
+
+        None: there is no sequence.
+        """
         kept = [answer for answer in self.kept.values() if answer.command.conversation == conversation]
         sequences = [each for answer in kept for each in answer.sequences if each.table is not None]
         pinned = (self._pinned, self._files.pinned.get(conversation))
@@ -118,7 +125,10 @@ class Conversations:
         return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
     def step(self) -> None:
-        """Run one step, if there is work and the pace allows it, and send the results."""
+        """Run one engine step and send the results.
+
+        Do nothing without work, or before the requested pace allows a step.
+        """
         if self._pause and self.engine.has_work:  # a question's first step never waits
             wait = self._next_step - time.monotonic()
             time.sleep(max(0.0, min(wait, _A_MOMENT)))
@@ -133,7 +143,7 @@ class Conversations:
         self.take(deltas, self.engine.take_finished())
 
     def take(self, deltas: Iterable[Delta], finished: Iterable[RequestOutput]) -> None:
-        """Send the results of a step. Ignore other clients' requests."""
+        """Send the results of a step: new text and finished requests. Ignore other clients' requests."""
         for delta in deltas:
             if (answer := self.answers.get(delta.request_id)) is not None:
                 self.reporter.add_delta(answer, delta)
@@ -145,7 +155,10 @@ class Conversations:
                 self._finish(answer, output)
 
     def close(self) -> None:
-        """Release everything. Running answers end at the next step; `is_idle` is true from then on."""
+        """Free all blocks and abort all requests.
+
+        Running answers end at the next step, after which `is_idle` is true.
+        """
         self._closed = True
         for request_id in (*self.answers, *self.kept):
             self._drop(request_id)
@@ -208,12 +221,13 @@ class Conversations:
         kept.sequences, kept.places = [best], {best.seq_id: index}
 
     def _keep_those_of_answers(self, answer: Answer) -> None:
-        """Keep the beams that a finished search's answers come from, and assign each to one answer.
+        """Keep the sequences that a finished beam search's answers come from, and assign each to one answer.
 
-        A beam is assigned to the answer that shares the most tokens with it. The better answer wins a tie.
+        Free the others. A sequence is assigned to the answer that shares the most tokens with it. The better answer
+        wins a tie.
         """
         spared: dict[int, Sequence] = {}
-        most: dict[int, int] = {}  # tokens a beam shares with its answer
+        most: dict[int, int] = {}  # by seq_id: the tokens that a sequence shares with its answer
         for place, output in enumerate(answer.outputs):
             if answer.sequences:
                 nearest = _nearest_to(output.token_ids, answer.sequences)
@@ -247,7 +261,7 @@ class Conversations:
             self._pinned = None
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
-        # The beginning that all conversations with this system prompt share. It does not depend on the question.
+        # Pin the tokens that all conversations with this system prompt begin with, whatever the question is.
         first = {"role": "system", "content": system}
         one, other = (
             engine.tokenizer.apply_chat_template([first, {"role": "user", "content": question}]) for question in "ab"
@@ -272,5 +286,8 @@ class Conversations:
 
 
 def _nearest_to(token_ids: list[int], sequences: list[Sequence]) -> Sequence:
-    """Return the sequence that shares the most tokens with an answer. A finished beam may have no sequence left."""
+    """Return the sequence that shares the most tokens with an answer.
+
+    A finished beam may have no own sequence any more.
+    """
     return max(sequences, key=lambda sequence: common_length(sequence.output_token_ids, token_ids))

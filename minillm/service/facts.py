@@ -1,11 +1,11 @@
-"""Facts about an engine that clients need."""
+"""Facts about an engine that its clients need."""
 
 from minillm.engine.engine import Engine
 from minillm.service.messages import Loaded
 
 
 def loaded(engine: Engine, model_name: str, seconds: float) -> Loaded:
-    """Return the facts about an engine. ``seconds`` is its loading time."""
+    """Return the facts about an engine as an event. ``seconds`` is the time it took to load."""
     model = engine.runner.model
     return Loaded(
         model=model_name,

@@ -1,4 +1,4 @@
-"""Pinned beginnings of conversations with attached files. Their blocks are not evicted while the files are in use."""
+"""Pinned beginnings of conversations with attached files. The pin keeps their blocks from being evicted."""
 
 from dataclasses import dataclass, field
 
@@ -13,20 +13,23 @@ _MOST = 4  # one conversation pins at most a fourth of the pool
 
 @dataclass
 class FilePins:
-    """At most one pinned beginning per conversation, up to the last attached file in its prompt."""
+    """Pins at most one beginning per conversation. It ends with the last attached file in the prompt."""
 
     driver: Driver
     cache: BlockManager
     pinned: dict[str, Sequence] = field(default_factory=dict)  # by conversation
 
     def begin(self, conversation: str, token_ids: list[int]) -> None:
-        """Unpin a conversation's beginning if its next prompt does not start with it."""
+        """Unpin a conversation's beginning if its next prompt, ``token_ids``, does not start with it."""
         pinned = self.pinned.get(conversation)
         if pinned is not None and token_ids[: len(pinned.token_ids)] != pinned.token_ids:
             self.let_go(conversation)
 
     def keep(self, conversation: str, sequence: Sequence, num_tokens: int) -> None:
-        """Pin the full blocks of an idle sequence's first tokens. Does nothing if they are too many."""
+        """Pin the full blocks of an idle sequence's first ``num_tokens`` tokens. This replaces the conversation's pin.
+
+        Nothing is pinned if this gains no block, or needs more than a fourth of the pool.
+        """
         cache, before = self.cache, self.pinned.get(conversation)
         num_blocks = min(num_tokens, sequence.num_computed) // cache.block_size
         had = 0 if before is None else len(before.blocks)

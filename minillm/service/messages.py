@@ -17,7 +17,7 @@ from minillm.outputs import FinishReason, StepReport
 from minillm.progress import Progress
 
 SYSTEM_PROMPT, FILES = "system prompt", "files"
-"""Owners of pinned tables, which no request owns: the system prompt, and beginnings of conversations with files."""
+"""Names shown as owners of pinned tables: the system prompt, and beginnings of conversations with files."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # larger numbers have no exact JSON form everywhere
 Size = Annotated[int, Meta(ge=1, le=1 << 53)]
@@ -28,7 +28,7 @@ TableState = Literal["running", "idle", "pinned", "swapped"]
 
 
 class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
-    """A message. Its class name is sent with it."""
+    """A message. Its class name is sent in the field ``message``."""
 
 
 class Command(_Message):
@@ -40,11 +40,11 @@ class Event(_Message):
 
 
 class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A part of an event, sent as a list of its values, because field names would be most of the message."""
+    """A part of an event. It is sent as a list of values, because field names would be most of the message."""
 
 
 class Load(Command):
-    """Load a model. This is the first command of a process and is sent once: another model needs another process."""
+    """Load a model. This is the first command of a process, and is sent once. Another model needs another process."""
 
     model: str
     options: dict[str, Any] = {}  # of EngineConfig
@@ -53,18 +53,18 @@ class Load(Command):
 class Generate(Command):
     """Answer a conversation.
 
-    The answer's blocks stay until `Drop`, `Forget` or eviction. The conversation's next question computes only the
-    tokens that it shares with no answer, which makes branches cheap.
+    The answer's blocks stay until `Drop`, `Forget` or eviction. The conversation's next question reuses them, and
+    computes only the tokens after its longest common beginning with an earlier answer. This makes branches cheap.
     """
 
     request_id: str
     conversation: str
     messages: list[dict[str, str]]
     params: dict[str, Any] = {}  # of BeamSearchParams if it has "beam_width", else of SamplingParams
-    continues: bool = False  # continue the last message, an answer that the model began
+    continues: bool = False  # the last message is the beginning of an answer, which the model continues
     thinks: bool | None = None  # think before the answer, if the template has that switch; None: the template's default
-    room: int = 1  # tokens that must be left for the answer, else the context counts as full
-    num_pinned: int = 0  # leading messages to pin the blocks of, while prompts begin with them
+    room: int = 1  # minimum tokens left in the context for the answer; with fewer, the engine sends `ContextFull`
+    num_pinned: int = 0  # first messages to keep pinned while the conversation's prompts begin with them
 
 
 class Abort(Command):
@@ -135,7 +135,7 @@ class LoadFailed(Event):
 
 
 class Reading(Event):
-    """Progress of a long prompt."""
+    """Progress of computing a long prompt."""
 
     request_id: str
     num_computed_tokens: Count
@@ -154,7 +154,7 @@ class Started(Event):
 
 
 class TokenChoice(_Record):
-    """A sampled token, its log-probability, and the most probable tokens, best first. Not cleaned."""
+    """A sampled token, its log-probability, and the most probable tokens, best first. The texts are not cleaned."""
 
     text: str
     logprob: float
@@ -163,7 +163,7 @@ class TokenChoice(_Record):
 
 
 class TextDelta(Event):
-    """More of one completion's text, raw model output, not cleaned for a terminal."""
+    """More text of one completion. It is raw model output, not cleaned for a terminal."""
 
     request_id: str
     index: Index
@@ -196,7 +196,7 @@ class Finished(Event):
     num_output_tokens: Count
     tokens_per_second: Amount
     num_context_tokens: Count  # prompt and completion
-    num_guessed_tokens: Count = 0  # tokens of the completion that were draft tokens
+    num_guessed_tokens: Count = 0  # accepted draft tokens of the completion
 
 
 class RequestFailed(Event):
@@ -215,10 +215,13 @@ class ContextFull(Event):
 
 
 class TableView(_Record):
-    """One sequence's block table. In a `CacheChanged`, its first ``keep`` blocks stay and ``blocks`` follow them."""
+    """One sequence's block table.
+
+    In a `CacheChanged`, it keeps its first ``keep`` blocks, and ``blocks`` follow them.
+    """
 
     seq_id: SeqId
-    owner: str  # the request that computes or keeps it; empty for the engine's own sequences
+    owner: str  # the request that runs or keeps the sequence; empty for the engine's own sequences
     index: Index  # of the completion within its request
     state: TableState  # "swapped": ``blocks`` are blocks in host memory
     num_tokens: Count
@@ -227,7 +230,7 @@ class TableView(_Record):
 
 
 class CacheCounts(_Record):
-    """Counts of pool events since the start, and of the blocks in host memory now."""
+    """Counts of pool events since the start, and the number of blocks in host memory now."""
 
     num_copies: Count = 0
     num_evictions: Count = 0
@@ -240,7 +243,7 @@ class CacheCounts(_Record):
 
 
 class LogEntry(_Record):
-    """One cache event, see `minillm.cache.CacheEvent`, with its time and a figure about it."""
+    """One cache event (see `minillm.cache.CacheEvent`), with its time and a number that describes it."""
 
     time: Amount  # seconds since the model was loaded
     kind: str
@@ -248,13 +251,13 @@ class LogEntry(_Record):
     owner: str
     blocks: list[Count]
     parent_id: SeqId | None = None
-    detail: Count = 0  # of a copy, how many others still hold the source; of a hit, the tokens saved
+    detail: Count = 0  # for a copy, the number of remaining references to the source; for a hit, the tokens saved
 
 
 class CacheChanged(Event):
-    """The changes in the pool since the last such event. The first one names everything that is not free.
+    """The changes in the pool since the last such event. The first event lists everything that is not free.
 
-    A block's state follows from the tables that hold it. A block that no table holds is free or cached.
+    A block's state follows from the tables that contain it. A block in no table is free or cached.
     """
 
     tables: list[TableView] = []  # new and changed tables
@@ -264,17 +267,17 @@ class CacheChanged(Event):
     counts: CacheCounts = msgspec.field(default_factory=CacheCounts)
     log: list[LogEntry] = []
     num_unlogged: Count = 0  # events not sent because there were too many
-    words: dict[Count, str] = {}  # new first words of blocks that sequences hold; not cleaned
+    words: dict[Count, str] = {}  # new text at the beginning of blocks that sequences use; not cleaned
 
 
 class MemoryUse(Event):
-    """Memory use of the model's device, in bytes. ``cache`` is the part of the pool that is allocated."""
+    """Memory use of the model's device, in bytes. ``cache`` is the allocated part of the block pool."""
 
     total: Count
     free: Count
     weights: Count
     cache: Count
-    rest: Count  # of the engine process: activations and workspaces
+    rest: Count  # other memory of the engine process: activations and workspaces
 
 
 class Stepped(Event):
@@ -282,18 +285,18 @@ class Stepped(Event):
 
 
 class BlockFacts(Event):
-    """Facts about a block that only the engine knows."""
+    """Details of a block that only the engine knows: the answer to `Inspect`."""
 
     block: Count
     tokens: list[str]  # not cleaned
-    node: Count | None  # its node number in the prefix cache, None if it is not there
-    before: str  # number of the previous node, or the salt of a first block
+    node: Count | None  # number of its node in the prefix cache; None if the block is not cached
+    before: str  # number of the previous block's node; for a first block, the salt
     age: Amount | None  # seconds since it was allocated
 
 
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
-# Decode a line that `encode` made. Raises ValueError, with a one-line message, for anything else.
+# Decode a line that `encode` returned. Raises ValueError, with a one-line message, for anything else.
 decode_command = msgspec.json.Decoder[Command](reduce(or_, Command.__subclasses__())).decode
 decode_event = msgspec.json.Decoder[Event](reduce(or_, Event.__subclasses__())).decode
 

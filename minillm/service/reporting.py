@@ -1,4 +1,4 @@
-"""Reports the engine's progress to the app, at the rate that the app asks for."""
+"""Report the engine's progress to the app, at the rate that the app asks for."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,19 +19,19 @@ _MEMORY_INTERVAL = 2.0  # seconds between checks of the device's memory
 
 @dataclass
 class Answer:
-    """A running request, or an ended one with blocks that stay."""
+    """A running request, or an ended one with blocks that stay in the pool."""
 
     command: messages.Generate
     group: SequenceGroup
     in_reasoning: bool
     started: bool = False  # `Started` is sent
-    sent_at: float = 0.0  # when its beams or its prompt's progress were last sent
-    first_read: tuple[float, int] | None = None  # time and tokens computed, first seen
-    stays: bool = True  # keep its blocks when it ends
+    sent_at: float = 0.0  # time at which beams or progress of the prompt were last sent
+    first_read: tuple[float, int] | None = None  # time and number of computed tokens at the first report of progress
+    stays: bool = True  # keep the blocks when the request ends
     num_pinned_tokens: int = 0  # leading tokens of its prompt, up to the last attached file
-    sequences: list[Sequence] = field(default_factory=list)  # idle sequences that stay: one, or one per candidate
-    outputs: list[CompletionOutput] = field(default_factory=list)  # of the ended answer
-    places: dict[int, int] = field(default_factory=dict)  # by seq_id: the output a beam is assigned to
+    sequences: list[Sequence] = field(default_factory=list)  # idle sequences with blocks: one, or one per candidate
+    outputs: list[CompletionOutput] = field(default_factory=list)  # results of the ended request
+    places: dict[int, int] = field(default_factory=dict)  # by seq_id: index of the output that a beam is assigned to
 
     @property
     def searches(self) -> bool:
@@ -39,7 +39,7 @@ class Answer:
 
 
 class Reporter:
-    """Collects text, beams, steps and pool changes, and sends them at most once per interval."""
+    """Collects text, beams, steps and pool changes, and sends them to the app at most once per interval."""
 
     def __init__(
         self, engine: Engine, send: Callable[[messages.Event], None], owners: Callable[[], Mapping[int, Owner]]
@@ -57,7 +57,7 @@ class Reporter:
         self._interval = self._text_interval = seconds
 
     def add_delta(self, answer: Answer, delta: Delta) -> None:
-        """Add the text of one step to one completion of a sampled answer."""
+        """Add the text that one step generated for one completion of a sampled answer."""
         self._send_start(answer)
         sequence = next((each for each in answer.group.sequences if each.index == delta.index), None)
         if sequence is None or answer.searches:
@@ -87,13 +87,13 @@ class Reporter:
             self.send(messages.Started(name, group.num_prompt_tokens, cached, waited, answer.in_reasoning))
 
     def send_text(self, request_id: str, index: int) -> None:
-        """Send the text that one completion gained since the last time."""
+        """Send the collected text of one completion."""
         text = self._unsent.pop((request_id, index), None)
         if text is not None:
             self.send(text)
 
     def end_step(self, answers: Iterable[Answer]) -> None:
-        """Record the step. Send texts, beams and prompt progress unless the last report is too recent."""
+        """Record a step. Then send text, beams and progress of prompts, each unless its last report is too recent."""
         if (step := self._engine.figures.last_step) is not None and step is not self._last_step:
             self._steps.append(step)
             self._last_step = step
@@ -142,13 +142,16 @@ class Reporter:
         self.send(messages.BeamsChanged(answer.command.request_id, beams))
 
     def end_beams(self, answer: Answer, output: RequestOutput) -> None:
-        """Send the beams of a finished search and their ends."""
+        """Send the beams of a finished beam search, then the end of each."""
         self._send_beams(answer, output)
         for each in output.outputs:
             self._send_end(answer, each.index, each.finish_reason or "abort", len(each.token_ids))
 
     def show_cache(self, *, now: bool = False) -> None:
-        """Send the steps and the pool changes unless the last report is too recent."""
+        """Send steps, pool changes and memory use, unless the last report is too recent.
+
+        ``now``: send them in any case.
+        """
         moment = time.monotonic()
         if now or moment - self._last_picture >= self._interval:
             picture = self.view.changes(self._owners())
@@ -169,7 +172,7 @@ def memory_use(engine: Engine) -> messages.MemoryUse:
     free, total, own = device_memory(model.device)
     pool = model.local.kv_bytes_per_token(model.kv_element_size) * cache.block_size * cache.num_blocks
     others = max(0, own - model.weight_bytes)
-    held = min(pool, others)  # a CPU pool takes no memory before it is written
+    held = min(pool, others)  # on a CPU, the pool takes no memory until it is written to
     return messages.MemoryUse(total, free, min(own, model.weight_bytes), held, others - held)
 
 
