@@ -1,1 +1,1 @@
-"""Implement the command line: a function per command takes the parsed arguments and returns the exit code."""
+"""The command line. Each command is a function that takes the parsed arguments and returns the exit code."""

@@ -13,7 +13,7 @@ from minillm.system import import_torch
 
 
 def add_workloads(bench: Parser) -> None:
-    """Add a subcommand for every workload; its file is imported when its options are needed."""
+    """Add a subcommand for every workload. A workload's module is imported only when its options are needed."""
     workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True)
     for name, (_, summary) in WORKLOADS.items():
         parser = workloads.add_parser(name, help=summary, description=summary)

@@ -1,4 +1,7 @@
-"""``minillm chat`` and ``demo``: open the app, a chat line by line, or a guided tour. No other file here names `ui`."""
+"""``minillm chat`` and ``demo``: open the app, a chat line by line, or a guided tour.
+
+Only this module of the package imports `minillm.ui`.
+"""
 
 import argparse
 import gc
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """Chat with a model. Report wrong options before the terminal changes."""
+    """Chat with a model, in the app or line by line. Invalid options are reported before the terminal changes."""
     from minillm.ui.chat.sessions import SessionStore
     from minillm.ui.kept import Keeper
     from minillm.ui.settings import Settings, load_settings
@@ -60,9 +63,9 @@ def chat(arguments: argparse.Namespace) -> int:
             resumed = resumed or Conversation(is_trial=True)  # one question and answer: nothing to continue
         return run_plain(llm, settings, store, resumed, question)
     check_terminal()
-    gc.disable()  # the first screen's objects all stay; looking for garbage among them takes a tenth of its time
+    gc.disable()  # the objects of the first screen all stay; garbage collection would take a tenth of its time
     try:
-        with _asking_background(settings.theme) as answer:  # Textual takes as long as most terminals
+        with _asking_background(settings.theme) as answer:  # most terminals answer while Textual is imported
             from minillm.ui.app import ChatApp, run
         settings = replace(settings, theme=settings.theme or answer.background)
         program = remote_engine(arguments.server) if arguments.server else ENGINE_COMMAND
@@ -75,7 +78,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
 
 def load(model: str, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
-    """Load a model as the chat does: its best quantization, and a KV cache that leaves memory for other programs."""
+    """Load a model as the chat does. It takes the best quantization that fits, and leaves memory for other programs."""
     from minillm.llm import LLM
     from minillm.loading.engine import best_form, chat_options
     from minillm.progress import say
@@ -87,14 +90,17 @@ def load(model: str, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
 
 
 def remote_engine(url: str) -> tuple[str, ...]:
-    """Return the command of a process that connects to a server's engine. Raises UsageError for a bad address."""
+    """Return the command of a process that connects to the engine of the server at ``url``.
+
+    Raises UsageError for an invalid address.
+    """
     from minillm.server.remote import Address
 
     return (sys.executable, "-P", "-m", "minillm.server.remote", str(Address.parse(url)))
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Run the guided tour. It does not save a conversation."""
+    """Run the guided tour. It saves no conversation."""
     from minillm.ui.chat.sessions import SessionStore
     from minillm.ui.settings import Settings
     from minillm.ui.terminal import check_terminal
@@ -116,7 +122,10 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def _asking_background(theme: str) -> "AbstractContextManager[TerminalAnswer]":
-    """Ask the terminal for its background color, unless a setting or ``COLORFGBG`` tells it."""
+    """Ask the terminal for its background color, unless ``theme`` is set or ``COLORFGBG`` says it.
+
+    The answer arrives while the context is open.
+    """
     from minillm.ui.terminal import TerminalAnswer, asking_background
 
     return nullcontext(TerminalAnswer()) if theme or os.environ.get("COLORFGBG") else asking_background()

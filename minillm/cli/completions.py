@@ -1,6 +1,7 @@
-"""``minillm completions``: print a script for a shell. At every Tab it runs this command to list the next words.
+"""``minillm completions``: print a script for a shell.
 
-The offered words are thus always those of the parser and of the available models.
+At every Tab, the script runs this command to list the next words. The offered words therefore always match the parser
+and the available models.
 """
 
 import argparse
@@ -49,9 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
-    """Return the completions of the last word after the others; none where a file name or free text is expected."""
+    """Return the possible completions of the last of ``words``; the words before it are complete.
+
+    The result is empty where a file name or free text is expected.
+    """
     *before, last = words
-    begun = ""  # the part of the last word that the shell keeps
+    begun = ""  # a part of the last word that the shell has split off and keeps
     if last == ":" and before:  # bash splits model:quantization into three words
         *before, begun = before
         last = begun = f"{begun}:"
@@ -59,7 +63,7 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
         *before, begun, _ = before
         begun += ":"
         last = begun + last
-    option: argparse.Action | None = None  # the one that takes the next word as its value
+    option: argparse.Action | None = None  # the option that takes the next word as its value
     for word in before:
         actions = parser.filled()._actions
         commands = next((each.choices for each in actions if isinstance(each, argparse._SubParsersAction)), {})
@@ -80,7 +84,7 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
 
 
 def _values(action: argparse.Action) -> list[str]:
-    """Return all values of an option or of an argument, if they can be listed."""
+    """Return all values of an option or an argument; empty if they cannot be listed."""
     if action.choices is not None:
         return list(action.choices)
     if action.dest in ("model", "name", "downloaded"):

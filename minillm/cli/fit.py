@@ -32,11 +32,13 @@ _UNITS = {"": 1, **{f"{unit}{kind}": base ** (power + 1) for power, unit in enum
 
 @dataclass(frozen=True)
 class Machine:
-    """Describe the device that models are to fit.
+    """The device on which the models should fit.
 
     Attributes:
-        bandwidth: in bytes per second; None: not known.
-        draft_read: bytes that the draft model reads per token. It is useless for a model that reads no more.
+        about: a description for the user.
+        budget: the memory of the device.
+        bandwidth: memory bandwidth in bytes per second; None: not known.
+        draft_read: bytes that the draft model reads per token. A model that reads no more cannot gain from it.
     """
 
     about: str
@@ -45,13 +47,16 @@ class Machine:
     draft_read: int = 0
 
     def drafts_for(self, fit: Fit) -> bool:
-        """Return whether the draft model, if there is one, reads fewer bytes per token than the model."""
+        """Return whether the draft model reads fewer bytes per token than the model. True without a draft model."""
         return fit.weights.read > self.draft_read
 
 
 @dataclass(frozen=True)
 class Row:
-    """Hold a line of the table."""
+    """A row of the table that `minillm fit` prints: one model or quantization.
+
+    ``best`` marks the recommended row of a model.
+    """
 
     model: Sized
     fit: Fit
@@ -60,7 +65,7 @@ class Row:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table. Report wrong values before measuring anything."""
+    """Print the table. Invalid values are reported before anything is measured."""
     options = dict(read_config(arguments.config).engine)
     if arguments.context is not None and arguments.context < 1:
         raise UsageError(f"--context must be at least 1 token, not {arguments.context}")
@@ -93,7 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_bytes(option: str, text: str | None, ending: str = "") -> int | None:
-    """Return the bytes of ``12GiB``, ``24GB`` or ``500 MB/s``. Raises UsageError if it is not a size above 0."""
+    """Convert ``12GiB``, ``24GB`` or ``500 MB/s`` to a number of bytes.
+
+    ``ending`` is an optional ending such as ``/s``.
+
+    Raises UsageError if ``text`` is not a size above 0.
+    """
     if text is None:
         return None
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?i?B?)", text.strip().removesuffix(ending), re.IGNORECASE)
@@ -105,7 +115,10 @@ def parse_bytes(option: str, text: str | None, ending: str = "") -> int | None:
 
 
 def _models(name: str | None) -> list[list[Sized]]:
-    """Return the models to show, each with its quantizations."""
+    """Return the models to show, each as a list with its quantizations. Without a name, return all named models.
+
+    Raises UsageError if the size of the model is unknown.
+    """
     manifest = load_manifest()
     if name is None:
         return [forms for entry in manifest.models.values() if (forms := sized_forms(entry))]
@@ -130,7 +143,10 @@ def _draft(name: str) -> Sized:
 
 
 def _beside(draft: Sized, machine: Machine) -> Machine:
-    """Return the machine with a draft model on it, loaded as by `minillm.loading.build.describe_draft`."""
+    """Return ``machine`` with less free memory: a draft model is loaded on it.
+
+    The draft model is loaded as by `minillm.loading.build.describe_draft`.
+    """
     in_8_bits = not machine.budget.on_gpu and machine.budget.element_size == 4
     own = replace(machine.budget.config, speculate="off", quantize=None, weights="int8" if in_8_bits else "stored")
     weights = draft.weights(replace(machine.budget, config=own))
@@ -141,7 +157,10 @@ def _beside(draft: Sized, machine: Machine) -> Machine:
 
 
 def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) -> Machine:
-    """Return this machine's GPU, or its CPU if it has no GPU; with ``memory``, a device with that much, all free."""
+    """Return the device to fit models on: this machine's GPU, or its CPU if it has no GPU.
+
+    With ``memory``, return an imaginary device with that many bytes, all free. ``bandwidth`` replaces a measurement.
+    """
     gpu_here = _gpu_is_here()
     on_gpu = config.device != "cpu" and (gpu_here or memory is not None or config.device != "auto")
     if on_gpu and memory is None:
@@ -192,7 +211,7 @@ def _rate(speed: Bandwidth | None, given: int | None) -> str:
 
 
 def _rows(models: list[Sized], machine: Machine) -> list[Row]:
-    # On a CPU, a chat loads a model without further options if it fits that way.
+    # On a CPU, a chat loads a model without further options if one fits, so the best row is then one of these.
     plain = [model for model in models if machine.budget.on_gpu or not model.options]
     order = _order(plain, machine) or _order(models, machine)
     rows = []
@@ -238,7 +257,10 @@ def _show(tables: list[list[Row]], machine: Machine) -> None:
 
 
 def _faster(rows: list[Row]) -> list[Row]:
-    """Return the row with the most bits at reading speed if the best row is slower and this one needs an option."""
+    """Return, as a list, the largest model that reaches reading speed with an option.
+
+    The list is empty if there is no such row, or if the best row is fast enough.
+    """
     best = next((row.tokens_per_second for row in rows if row.best), None)
     if best is None or best >= READING_SPEED:
         return []
@@ -247,7 +269,10 @@ def _faster(rows: list[Row]) -> list[Row]:
 
 
 def _advice(rows: list[Row], machine: Machine, name: str) -> str:
-    """Return the command that runs the best quantization, or the memory that the smallest one lacks."""
+    """Return the command that runs the best row.
+
+    If no row fits, say why: usually, how much memory the smallest one lacks.
+    """
     best = next((row for row in rows if row.best), None)
     if best is None:
         row = min(rows, key=lambda row: row.fit.needed)

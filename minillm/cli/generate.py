@@ -1,4 +1,4 @@
-"""``minillm generate``: complete prompts, and write the completions in their order."""
+"""``minillm generate``: complete prompts, and write the completions in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ MOST_ENGINES = 4096
 
 @dataclass(frozen=True)
 class Job:
-    """Hold the requests, with their settings from the command line and the configuration."""
+    """The requests of one command, with their settings from the command line and the configuration file."""
 
     arguments: argparse.Namespace
     config: UserConfig
     requests: list[Request]
     grammar: Mapping[str, Any] = field(default_factory=dict)  # the parameter ``grammar``, if it is set
-    first: int = 0  # index of the first request: of a shard, among all
+    first: int = 0  # index of the first request among those of all shards
 
     @property
     def model(self) -> str:
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The engine's options."""
+        """Return the engine's options: those of the configuration, overridden by the command line's."""
         return {**self.config.engine, **given(self.arguments, EngineConfig)}
 
     @property
@@ -64,7 +64,7 @@ class Job:
         return Style(self.chat, self.arguments.system, bool(self.arguments.parse_special))
 
     def rows(self, defaults: Mapping[str, Any] = {}) -> list[Row]:
-        """Return the requests with their parameters; ``defaults`` are the model's own."""
+        """Return the requests with their sampling parameters. ``defaults`` are the model's own."""
         flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams), **self.grammar}
         return [
             Row(
@@ -79,11 +79,17 @@ class Job:
         ]
 
     def params(self) -> list[Params]:
-        """Return the parameters of each request, without the model's defaults. Raises UsageError."""
+        """Return the sampling parameters of each request, without the model's defaults.
+
+        Raises UsageError if one is invalid.
+        """
         return [row.sampling() for row in self.rows()]
 
     def name(self) -> str:
-        """Return a fingerprint of the requests and their settings: 16 hexadecimal digits."""
+        """Return a fingerprint of the requests and their settings: 16 hexadecimal digits.
+
+        A resumed run must have the same fingerprint.
+        """
         system, parse_special = self.arguments.system, self.arguments.parse_special
         about = [self.model, self.chat, system, parse_special, self.requests, self.params()]
         if template := EngineConfig(chat_template=self.engine.get("chat_template")).chat_template:
@@ -92,7 +98,7 @@ class Job:
 
 
 def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
-    """Complete the prompts; with ``for_chat``, with the defaults of the chat, which also loads the model."""
+    """Complete the prompts. ``for_chat``: load the model as the chat does, and use the chat's defaults."""
     _check_engines(arguments)
     config = read_config(arguments.config)
     if arguments.parse_special and (arguments.chat or arguments.system):
@@ -124,14 +130,17 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
 
 
 def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the model's defaults, completed with ours; our sampling applies only if the model sets none."""
+    """Return the model's own defaults, completed by ``ours``.
+
+    If the model sets any sampling parameter, the sampling parameters in ``ours`` are left out.
+    """
     if {"temperature", "top_p", "top_k", "min_p"} & set(of_model):
         ours = {name: value for name, value in ours.items() if name not in CALM_SAMPLING}
     return {**ours, **of_model}
 
 
 def _suggest_template(job: Job, llm: LLM, params: list[Params]) -> None:
-    """Say once that a model has a chat template which raw prompts do not use."""
+    """Print a hint if raw prompts go to a model that has a chat template."""
     from minillm.parallel.launch import Torchrun
 
     arguments, tokenizer, torchrun = job.arguments, llm.engine.tokenizer, Torchrun.from_environment()
@@ -144,14 +153,17 @@ def _suggest_template(job: Job, llm: LLM, params: list[Params]) -> None:
 
 
 def _with_seed(row: Row) -> Row:
-    """Return a row with a random seed if it samples without one, so that each run differs and can be repeated."""
+    """Return ``row``, with a random seed if it samples without a seed.
+
+    So each run differs, and can be repeated with this seed.
+    """
     if "beam_width" in row.params or row.params.get("seed") is not None:
         return row
     return replace(row, params={**row.params, "seed": secrets.randbits(32)})
 
 
 def _check_engines(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for options about several engines that contradict each other."""
+    """Raise UsageError if options about several engines contradict each other or lack a required option."""
     if arguments.data_parallel:
         more = "on several machines, --ray ADDRESS --engines N, or --shard I/N"
         raise UsageError(f"--data-parallel is gone: --replicas N starts N engines on this machine; {more}")
@@ -169,7 +181,7 @@ def _check_engines(arguments: argparse.Namespace) -> None:
 
 
 def _check_torchrun(tensor_parallel_size: int) -> None:
-    """Raise UsageError if torchrun started several models: all of them would complete every prompt."""
+    """Raise UsageError if torchrun has started several engines, because each of them would complete every prompt."""
     from minillm.parallel.launch import Torchrun
 
     torchrun = Torchrun.from_environment()
@@ -179,7 +191,12 @@ def _check_torchrun(tensor_parallel_size: int) -> None:
 
 
 def _shard(text: str, total: int) -> range:
-    """Return the requests of shard ``I/N``: consecutive ones, so that the shards' outputs can be concatenated."""
+    """Return the indices of the requests in shard ``I/N``.
+
+    They are consecutive, so that the outputs can be concatenated.
+
+    Raises UsageError if ``text`` is not a valid shard of ``total`` requests.
+    """
     found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     index, count = map(int, found.groups()) if found else (1, 0)
     if index >= count:
@@ -190,7 +207,7 @@ def _shard(text: str, total: int) -> range:
 
 
 def _output(arguments: argparse.Namespace) -> Path:
-    """Return the output file: of a shard, one of its own (``out.jsonl`` becomes ``out.00-of-16.jsonl``)."""
+    """Return the path of the output file. Each shard has its own: ``out.jsonl`` becomes ``out.00-of-16.jsonl``."""
     path = expanded(arguments.output, "--output")
     if arguments.shard is None:
         return path
@@ -199,13 +216,13 @@ def _output(arguments: argparse.Namespace) -> Path:
 
 
 class Source(Protocol):
-    """A source of answers: an engine of this process, or several engines."""
+    """Computes answers: with the engine of this process, or with several engines in other processes."""
 
     def defaults(self) -> Mapping[str, Any]:
         """Return the model's own sampling parameters."""
 
     def answers(self, rows: list[Row]) -> Iterator[Answer]:
-        """Yield each row's answer as it finishes."""
+        """Yield the answer of each row, as it finishes."""
 
 
 @dataclass
@@ -220,7 +237,7 @@ class ThisProcess:
         return self.llm.engine.defaults
 
     def answers(self, rows: list[Row]) -> Iterator[Answer]:
-        """Yield each row's answer as it finishes."""
+        """Yield the answer of each row, as it finishes."""
         for row in rows:
             self.engine.submit(row)
         self.engine.close()
@@ -229,7 +246,7 @@ class ThisProcess:
 
 @contextmanager
 def _source(job: Job, *, for_chat: bool) -> Iterator[Source]:
-    """Start the engines that the command line asks for, and end them."""
+    """Start the engines that the command line asks for. End them when the context closes."""
     arguments = job.arguments
     import_torch()
     with ExitStack() as stack:
@@ -259,13 +276,13 @@ def _source(job: Job, *, for_chat: bool) -> Iterator[Source]:
 
 @dataclass
 class Writer:
-    """Write outputs in the order of their prompts, each as soon as the previous ones are written."""
+    """Writes outputs in the order of their prompts. An output that finishes early waits for the previous ones."""
 
     job: Job
     write_line: Callable[[str], None]
     rows: list[Row]
     tokenizer: Tokenizer | None
-    several: bool  # each text gets a heading
+    several: bool  # there are several texts, so each gets a heading
     written: int = 0  # answers without failures
     _waiting: dict[int, RequestOutput] = field(default_factory=dict)
     _next: int = 0
@@ -277,7 +294,7 @@ class Writer:
             self._next += 1
 
     def flush(self) -> None:
-        """Write all finished outputs, although earlier ones are missing."""
+        """Write all waiting outputs, although previous ones are missing."""
         for index in sorted(self._waiting):
             self._write(index, self._waiting.pop(index))
 
@@ -326,7 +343,10 @@ def _to_stdout(job: Job, llm: LLM, rows: list[Row]) -> int:
 
 
 def _to_file(job: Job, source: Source, rows: list[Row], path: Path) -> int:
-    """Write the answers to a file; no answer is computed twice."""
+    """Write the answers to the file ``path``. Answers that an earlier run has finished are not computed again.
+
+    Return the exit code.
+    """
     from minillm.jobs.part_files import PartFiles
 
     kept = f"finished answers are kept next to {path}; the same command resumes the run"
@@ -360,7 +380,7 @@ def _to_file(job: Job, source: Source, rows: list[Row], path: Path) -> int:
 
 
 def prompt_table(output: RequestOutput, tokenizer: Tokenizer | None) -> list[str]:
-    """Return the scores of a prompt's tokens, a line each, and their sum."""
+    """Return a table of the scores of a prompt's tokens: a heading, a line per token, and the sum."""
 
     def text(token_id: int) -> str:
         return str(token_id) if tokenizer is None else clean_line(repr(tokenizer.token_text(token_id)), 40)

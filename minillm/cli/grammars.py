@@ -13,7 +13,7 @@ _MAX_BYTES = 1 << 24  # of a file; the grammar checks its own limits
 
 
 def add_grammar_options(parser: argparse.ArgumentParser) -> None:
-    """Add the mutually exclusive ``--json-object``, ``--json-schema``, ``--regex``, ``--choice`` and ``--lark``."""
+    """Add the options for structured output. At most one of them can be given."""
     section = parser.add_argument_group("structured output, for sampling and beam search")
     group = section.add_mutually_exclusive_group()
     group.add_argument("--json-object", action="store_true", help="answer with a JSON object")
@@ -24,9 +24,9 @@ def add_grammar_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given_grammar(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the parameter ``grammar`` if one of the options is set.
+    """Return ``{"grammar": …}``, the sampling parameter for the given option; empty if no option is given.
 
-    Raises UsageError if the file cannot be read or the grammar is wrong.
+    Raises UsageError if the file cannot be read or the grammar is invalid.
     """
     from minillm.grammar.grammar import Grammar
 

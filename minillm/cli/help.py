@@ -1,4 +1,7 @@
-"""Lay out ``--help`` and ``--help-all``, the same on every version of Python and without a long line of usage."""
+"""Lay out ``--help`` and ``--help-all``.
+
+The layout does not depend on the Python version, and the usage line is short.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 _MOST_COLUMNS = 100
-_MOST_NAME = 24  # characters of an option and its value to the left of its text; a longer one gets a line of its own
+_MOST_NAME = 24  # characters of an option with its value; if it is longer, its text begins on the next line
 
-Entry = tuple[str, str]  # a name and its text
+Entry = tuple[str, str]  # an option, argument or command, and its help text
 
 
 def help_text(parser: argparse.ArgumentParser, essential: Sequence[str]) -> str:
     """Return the help of a command.
 
     Args:
-        essential: the options to show, in this order, each with the first sentence of its text; empty: all options in
-            their groups, with their whole texts.
+        essential: the options to show, in this order, each with the first sentence of its help text. If it is empty,
+            all options are shown in their groups, with their complete texts.
     """
     about = (parser.description or "").strip()
     lines = [f"usage: {parser.prog} {' '.join(_usage(parser))}", ""]
@@ -32,7 +35,7 @@ def help_text(parser: argparse.ArgumentParser, essential: Sequence[str]) -> str:
 
 
 def _columns() -> int:
-    """Return the width of the text: the terminal's, or 80."""
+    """Return the maximum number of columns of the help: the terminal's width or 80, within limits."""
     try:
         columns = int(os.environ.get("COLUMNS") or os.get_terminal_size(sys.stdout.fileno()).columns)
     except (AttributeError, OSError, ValueError):
@@ -41,7 +44,7 @@ def _columns() -> int:
 
 
 def _usage(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the words after the command's name."""
+    """Yield the words of the usage line that follow the command's name."""
     names = [str(each.metavar or each.dest.upper()) for each in _positionals(parser)]
     if any(isinstance(each, argparse._SubParsersAction) for each in _positionals(parser)):
         yield from (*names, "[OPTIONS]")
@@ -57,7 +60,7 @@ def _positionals(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _sections(parser: argparse.ArgumentParser, essential: Sequence[str]) -> Iterator[tuple[str, str, list[Entry]]]:
-    """Yield the title, the note and the entries of each section."""
+    """Yield the title, the note and the entries of each section of the help."""
     for action in _positionals(parser):
         if isinstance(action, argparse._SubParsersAction):
             yield "commands", "", [(str(each.metavar), each.help or "") for each in action._choices_actions]
@@ -81,7 +84,7 @@ def _options(actions: Iterable[argparse.Action]) -> Iterator[Entry]:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of an option's text, and its default."""
+    """Return the first sentence of an option's help text, followed by its default."""
     default = re.search(r" \(default: [^()]*\)$", text)
     first = re.split(r"\. (?=[A-Za-z])", text.removesuffix(default[0] if default else ""))[0]
     return first + (default[0] if default else "")

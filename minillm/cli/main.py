@@ -1,6 +1,8 @@
 """Run the ``minillm`` command.
 
-The other files of this package hold the commands; this one only knows their options, so ``--help`` imports no torch.
+The other modules of this package implement the commands. This one knows only their options, so that ``--help`` does not
+import torch.
+
 Exit codes: 0 success, 1 failure, 2 usage error, 130 stopped with ctrl-c.
 """
 
@@ -23,7 +25,7 @@ from minillm.user_config import CALM_SAMPLING, CHAT_SAMPLING, THEMES
 
 
 def command_parser() -> Parser:
-    """Return the parser of the whole command."""
+    """Return the parser of the whole command line."""
     about = "run Llama-family models on your own machine: chat, batch generation, a server, and a view of the KV cache"
     parser = Parser(prog="minillm", description=about)
     version = f"minillm {minillm.__version__}"
@@ -67,7 +69,7 @@ _THEME = option(
     "--theme", choices=THEMES, metavar="NAME", help="color theme: dark, light, nord, … (default: match the terminal)"
 )
 
-# For each command: its summary, the function in this package that runs it, and the functions that add its options.
+# For each command: its summary, "MODULE.FUNCTION" of this package that runs it, and functions that add its options.
 _COMMANDS: dict[str, tuple[Any, ...]] = {
     "chat": (
         "chat with a model in the terminal, and watch the KV cache",
@@ -197,7 +199,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         "print a script that completes minillm's options in a shell",
         "completions.run",
         option("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),
-        option("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),  # print candidates for the last one
+        option("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),  # list completions of the last word
     ),
 }
 
@@ -216,11 +218,12 @@ _ESSENTIAL = {
 }
 
 
-_WHILE_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF, errno.EIO)  # an error of a file names the file
+# Errors of standard output. An error of a file has the file's name instead.
+_WHILE_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF, errno.EIO)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. Print an error that a user can cause as one line, and return the exit code."""
+    """Run the command line ``argv`` and return the exit code. Each error is printed as one line."""
     settle_streams()
     code = _guarded(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -234,12 +237,13 @@ def main(argv: list[str] | None = None) -> int:
 def settle_streams() -> None:
     """Open closed standard streams, and escape characters that the output's encoding lacks.
 
-    Otherwise the next opened file would get a closed stream's number, and with it the output of libraries. Closed input
-    reads as empty, output to a closed stderr is lost, and writing to a closed stdout fails.
+    Otherwise the next opened file would get the file descriptor of a closed stream, and with it the output of
+    libraries. Afterwards, closed input reads as empty, output to a closed stderr is lost, and writing to a closed
+    stdout fails.
     """
     for name, flags, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, flags)  # the lowest free number, so the stream's own
+            number = os.open(os.devnull, flags)  # the lowest free file descriptor, which is the stream's own
             os.set_inheritable(number, True)
             stream = open(number, mode, closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
@@ -250,7 +254,7 @@ def settle_streams() -> None:
 
 
 def _guarded(argv: Sequence[str]) -> int:
-    """Run the command, and print each error as one line."""
+    """Run the command and return its exit code. Print each error as one line."""
     try:
         code = _run(argv)
         sys.stdout.flush()
@@ -293,7 +297,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _say(message: str, code: int = 1, kind: str = "error: ") -> int:
-    """Write a line to stderr, if it can be written; returns ``code``."""
+    """Print a line to stderr, if that is possible. Return ``code``."""
     with contextlib.suppress(OSError):
         print(f"minillm: {kind}{clean_line(message, 1000)}", file=sys.stderr)
     return code

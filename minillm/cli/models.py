@@ -24,7 +24,7 @@ from minillm.weights.resolve import describe, find, resolve
 
 
 def models(arguments: argparse.Namespace) -> int:
-    """List the named and the downloaded models, and show which of them fit this machine."""
+    """List the named models and the downloaded ones, and show which of them fit this machine."""
     manifest, gpu, config = load_manifest(), _gpu_memory(), EngineConfig(**read_config().engine)
     places = _places(config, gpu)
     here = {files.name: files for files in downloaded()}
@@ -60,7 +60,7 @@ def models(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the facts of a model without loading its weights."""
+    """Print facts about a model without loading its weights."""
     name, manifest = read_config(arguments.config).choose_model(arguments.model), load_manifest()
     found = find(name, manifest)
     if isinstance(found, ModelEntry):
@@ -85,7 +85,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Download a model, and show the progress."""
+    """Download a model and show the progress."""
     name = load_manifest().canonical(read_config(arguments.config).choose_model(arguments.model))
     before = find_downloaded(name)
     with loading_bar() as report:
@@ -107,7 +107,7 @@ def rm(arguments: argparse.Namespace) -> int:
 
 
 def _places(config: EngineConfig, gpu: int) -> list[Place]:
-    """Return the devices of this machine. Measure their bandwidths if no earlier measurement is stored."""
+    """Return the devices of this machine. Their bandwidths are measured if no earlier measurement is stored."""
     speed = kept_rate(system.processor())
     if speed is None or gpu:
         import_torch()
@@ -131,7 +131,10 @@ def _facts(verdict: Verdict) -> dict[str, Any]:
 
 
 def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
-    """Return a model's facts, with ``files`` if it is downloaded; ``size`` is in bytes."""
+    """Return the facts about a model that the manifest knows.
+
+    ``size`` is in bytes. ``files`` are its files if it is downloaded.
+    """
     return {
         "name": entry.name,
         "description": entry.description,
@@ -145,7 +148,10 @@ def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
 
 
 def _details(files: ModelFiles) -> dict[str, Any]:
-    """Read facts from a model's files. Raises WeightsError if they are damaged or not supported."""
+    """Return further facts about a model, read from its files.
+
+    Raises WeightsError if they are damaged or not supported.
+    """
     import_torch()
     from minillm.model.config import ModelConfig
     from minillm.text.tokenizer import Tokenizer
@@ -174,7 +180,10 @@ def _details(files: ModelFiles) -> dict[str, Any]:
 
 
 def _gpu_memory() -> int:
-    """Return the bytes of the largest GPU. Without a driver, skip the import of torch, which takes seconds."""
+    """Return the memory of the largest GPU in bytes, or 0.
+
+    Without a driver, torch is not imported, which would take seconds.
+    """
     if not Path("/proc/driver/nvidia/version").exists():
         return 0
     import_torch()

@@ -16,17 +16,19 @@ MODEL_NAMES = "name in `minillm models`, Hugging Face repository (org/name), mod
 option = partial(methodcaller, "add_argument")  # returns a function that adds this option to a parser
 add_model_option = option("-m", "--model", metavar="NAME", help=MODEL_NAMES)
 _SHORT = {"n": "-n", "temperature": "-t"}
-_ALIKE = 0.7  # similarity of a mistyped command to ours: commands of other programs (create, stop, ps) have less
+# Suggest one of our commands if a mistyped one is at least this similar. Commands of other programs, such as create,
+# stop and ps, are less similar.
+_ALIKE = 0.7
 _DESTRUCTIVE = {"rm"}  # never suggested for a mistyped command
-_NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
+_NO = "enable_"  # prefix of a parameter that is on by default: enable_x becomes the option --no-x
 
 
 class Parser(argparse.ArgumentParser):
-    """Parse a command or a subcommand. Errors are one line.
+    """An argument parser of a command or a subcommand. Errors are one line.
 
     Attributes:
-        fill: functions that add its options the first time it parses. `bench` alone has more options than all other
-            commands together, and adding them takes longer than everything else that ``--help`` does.
+        fill: functions that add its options when it first parses. Adding all options of all commands would take longer
+            than everything else that ``--help`` does; `bench` has most of them.
         essential: the options that ``--help`` shows, most important first; empty: all. ``--help-all`` shows all.
     """
 
@@ -38,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"add_help": False, "allow_abbrev": False, **options})
 
     def filled(self) -> Self:
-        """Return this parser, with its options."""
+        """Return this parser, with its options added."""
         if not self._is_filled:
             self._is_filled = True
             for add_options in self.fill:
@@ -54,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         return help_text(self, [*essential, "--help", "--help-all"] if essential else ())
 
     def parse_args(self, *args: Any, **options: Any) -> Any:
-        """Parse all arguments. The innermost command's parser reports unknown ones."""
+        """Parse all arguments. An unknown argument is reported by the parser of the innermost subcommand."""
         found, rest = self.parse_known_args(*args, **options)
         parser: Parser = self
         while commands := next(
@@ -68,9 +70,9 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        """Parse the arguments; those after an option belong to the last argument as well if it takes several.
+        """Parse the arguments. An argument that takes several values also takes the values that follow an option.
 
-        argparse by itself ends such an argument at the first option: in ``generate "a" -t 0 "b"`` it rejects "b".
+        argparse itself ends such an argument at the first option: in ``generate "a" -t 0 "b"`` it rejects "b".
         """
         found, rest = super(Parser, self.filled()).parse_known_args(*args, **options)
         last = next((each for each in self._actions if each.nargs == "*"), None)
@@ -85,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError; the message names the nearest option or choice."""
+        """Raise UsageError. The message suggests the most similar option or choice."""
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ").split()[0]
             if unknown.startswith("-"):
@@ -118,7 +120,7 @@ def _meant(word: str, words: Iterable[str], alike: float = 0.5) -> str:
 
 
 def add_model_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] = {}) -> None:
-    """Add ``--model``, and an option for each field of EngineConfig; ``defaults`` are those of the command."""
+    """Add ``--model``, and an option for each field of EngineConfig. ``defaults`` are the command's own defaults."""
     from minillm.config import EngineConfig  # here and below not at the top: ``minillm --help`` takes half as long
 
     group = parser.add_argument_group("model and memory")
@@ -127,7 +129,7 @@ def add_model_options(parser: argparse.ArgumentParser, defaults: Mapping[str, An
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
-    """Add an option for each parameter of sampling and of beam search; ``defaults`` are those of the command."""
+    """Add an option for each parameter of sampling and of beam search. ``defaults`` are the command's own defaults."""
     from minillm.checks import declared
     from minillm.params import BeamSearchParams, SamplingParams
 
@@ -140,11 +142,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, defaults: Mapping[str,
 def add_declared(
     group: argparse._ActionsContainer, cls: type, skip: Collection[str] = (), defaults: Mapping[str, Any] = {}
 ) -> None:
-    """Add an option for each declared parameter of a dataclass.
+    """Add an option for each declared parameter of the dataclass ``cls``: see `minillm.checks`.
 
     Args:
-        skip: parameters without an option.
-        defaults: values that the help names as defaults instead of those of the dataclass.
+        skip: parameters that get no option.
+        defaults: values that the help names as defaults, instead of the dataclass's defaults.
     """
     from minillm.checks import declared
 
@@ -170,7 +172,7 @@ def add_declared(
 
 
 def given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """Return the declared parameters of a dataclass that the command line sets."""
+    """Return the values that the command line sets for the declared parameters of the dataclass ``cls``."""
     from minillm.checks import declared
 
     return {name: value for name, _, _ in declared(cls) if (value := getattr(arguments, name, None)) is not None}

@@ -15,12 +15,12 @@ from minillm.text.chat_template import plain_messages
 from minillm.text.safe import parse_json
 
 _MAX_BYTES = 256 << 20
-_PATIENCE = 10.0  # seconds to wait for text from a pipe without ``--file -``
+_PATIENCE = 10.0  # seconds to wait for piped text; with ``--file -`` there is no limit
 
 
 @dataclass(frozen=True)
 class Request:
-    """Hold a prompt or a conversation, with the parameters that override the command line's."""
+    """A prompt or a conversation, with parameters that override the command line's."""
 
     prompt: str | list[int] | None
     messages: list[dict[str, str]] | None
@@ -30,11 +30,13 @@ class Request:
 
 
 def read_requests(prompts: Sequence[str], file: str | None, form: str | None) -> list[Request]:
-    """Return all requests, in order. Raises UsageError if one is wrong (naming its line) or there are none.
+    """Return all requests, in order.
+
+    Raises UsageError if there are none, or if one is invalid; the message names its line.
 
     Args:
-        prompts: of the command line. Piped text is appended to each, after a blank line.
-        file: a path; "-" is standard input, without a limit on the wait.
+        prompts: the prompts on the command line. Piped text is appended to each, after a blank line.
+        file: a path. "-" is standard input, which is then awaited without a time limit.
         form: "lines": every line of the file is a prompt; "jsonl": every line is a JSON object; None: the whole file is
             one prompt, unless its name ends in ``.jsonl``.
     """
@@ -64,7 +66,7 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
 
 
 def with_piped_text(question: str) -> str:
-    """Return a question, with piped text appended to it after a blank line."""
+    """Return ``question``, followed by a blank line and the piped text if there is any."""
     return question + _tail(_read("-") if _is_piped() else "")
 
 
@@ -73,10 +75,11 @@ def _tail(piped: str) -> str:
 
 
 def _is_piped() -> bool:
-    """Return whether standard input holds text for the prompts of the command line.
+    """Return whether standard input has text to append to the prompts of the command line.
 
-    It does if it is a file, or a pipe that delivers something. A partly read file belongs to a loop
-    (``while read line; do minillm generate "$line"; done``). An inherited pipe may never deliver anything.
+    That is so for a file, and for a pipe that delivers something. A partly read file belongs to a loop instead: ``while
+    read line; do minillm generate "$line"; done``. An inherited pipe may never deliver anything, so the wait for it is
+    limited.
     """
     try:
         mode = os.fstat(0).st_mode
@@ -123,7 +126,10 @@ def _check_keys(params: Mapping[str, Any], where: str) -> None:
 
 
 def _json_request(line: str, where: str) -> Request:
-    """Parse ``{"prompt": text or ids}`` or ``{"messages": […]}``, with an optional "id" and sampling parameters."""
+    """Parse ``{"prompt": text or ids}`` or ``{"messages": […]}``, with an optional "id" and sampling parameters.
+
+    Raises UsageError if it is invalid. The message begins with ``where``.
+    """
     try:
         value = parse_json(line)
     except ValueError as error:

@@ -16,7 +16,7 @@ _NAME = re.compile(r"[\w.:/@~+-]+", re.ASCII)  # a model's name, or its path
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer the question, which may be piped in. Without one, open the chat."""
+    """Answer the question on the command line or from a pipe. Without a question, open the chat."""
     model, question = model_and_question(arguments.model, [arguments.name or "", *arguments.question])
     options = {**vars(arguments), "model": model}
     if not question and os.isatty(0):
@@ -32,13 +32,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def model_and_question(model: str | None, words: list[str]) -> tuple[str | None, str]:
-    """Split the arguments of the command line. A first one that could be a model's name is one, as for ``ollama run``.
+    """Split the arguments into the model's name and the question.
+
+    As for ``ollama run``, the first word is the model's name if it could be one.
 
     Args:
-        model: the value of ``--model``. With it, all words belong to the question.
+        model: the value of ``--model``. If it is given, all words belong to the question.
 
     Raises:
-        UsageError: there is no such model.
+        UsageError: the first word could be a name, but there is no such model.
     """
     first, *rest = [word for word in words if word] or [""]
     if model is None and (_NAME.fullmatch(first) or os.path.exists(first)):

@@ -1,4 +1,4 @@
-"""``minillm serve``: serve a model to clients of the OpenAI API."""
+"""``minillm serve``: serve a model over HTTP to clients of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHORTEST_KEY = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until ctrl-c."""
+    """Serve a model until ctrl-c."""
     if arguments.api_key is not None:
         _hide_key(arguments.api_key)
     config = read_config(arguments.config)
@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
-    """Return the server's checked configuration. Raises UsageError.
+    """Return the server's configuration. Raises UsageError if an option is invalid.
 
     Args:
-        key: the environment's API key; empty: none.
+        key: the API key from the environment; empty: none.
     """
     bounds = {"port": (0, 65535), "max_waiting": (1, 1 << 20), "max_body": (1024, 1 << 31), "grace": (0, 3600)}
     replicas = 1 if arguments.replicas is None else arguments.replicas
@@ -99,7 +99,10 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
 
 
 def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) -> int:
-    """Return the number of engines in torchrun's processes. Raises UsageError if one address cannot serve them."""
+    """Return the number of engines for which torchrun has started processes.
+
+    Raises UsageError if ``asked``, the value of ``--replicas``, is another number.
+    """
     count = torchrun.num_replicas(tensor_parallel_size)
     if asked not in (None, count):
         raise UsageError(f"--replicas {asked}: torchrun has started processes for {count}; leave the option out")
@@ -107,7 +110,10 @@ def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) 
 
 
 def _wait_for_the_end() -> int:
-    """Wait until torchrun ends this process or itself: the first process runs all engines."""
+    """Wait until torchrun ends this process, or ends itself.
+
+    Only the process of rank 0 runs the server and its engines.
+    """
     parent, over = os.getppid(), threading.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: over.set())
@@ -117,7 +123,10 @@ def _wait_for_the_end() -> int:
 
 
 def _keys(key: str, file: str | None) -> Mapping[str, str]:
-    """Return the owners' names by key: of the environment's key, and of a file with ``name: key`` lines."""
+    """Return the names of the owners by API key, for the environment's ``key`` and a file of ``name: key`` lines.
+
+    Raises UsageError if a key is invalid.
+    """
     found = {key: "key"} if key else {}
     if file is not None:
         path = expanded(file, "--api-key-file")
@@ -154,7 +163,7 @@ def _is_local(host: str) -> bool:
 
 
 def _hide_key(key: str) -> None:
-    """Restart this program with the key in its environment: all users of this machine can read its arguments."""
+    """Restart this program with the API key in its environment: all users of this machine can read its arguments."""
     words, left = [], list(sys.orig_argv)
     while left:
         word = left.pop(0)

@@ -13,7 +13,7 @@ _MOST = 4  # one conversation pins at most a fourth of the pool
 
 @dataclass
 class FilePins:
-    """Pins at most one beginning per conversation. It ends with the last attached file in the prompt."""
+    """Pins at most one beginning per conversation: its prompt up to the last attached file."""
 
     driver: Driver
     cache: BlockManager
