@@ -35,7 +35,7 @@ _BEGAN = pytest.StashKey[float]()
 
 
 def processor_seconds() -> float:
-    """Return the processor time of this process and of those that it has started and waited for."""
+    """Return the processor time of this process and of its ended children."""
     return sum(os.times()[:4])
 
 

@@ -38,7 +38,7 @@ def equivalent(change: Mutation) -> str:
 
 
 def tests_of(change: Mutation, reach: Reach) -> list[str]:
-    """Return the tests to run for a change: those that reach its function, the fastest first, up to a bound."""
+    """Return the tests to run for a change: tests that reach its function, the fastest first, up to a bound."""
     found: list[str] = []
     seconds = 0.0
     for test in reach.of(change.file, change.function)[:_MOST_TESTS]:

@@ -122,7 +122,7 @@ def test_engine_options_are_checked(options: dict[str, Any], said: str) -> None:
 
 
 def output(stops: list[str], pieces: list[str]) -> OutputText:
-    """A completion whose tokens are the pieces."""
+    """Return a completion with the pieces as its tokens."""
     return OutputText(StreamingDetokenizer([piece.encode() for piece in pieces]), stops)
 
 

@@ -18,7 +18,7 @@ BEGIN, END = "<!-- written by tests/write_help.py -->\n", "<!-- end -->\n"
 
 @patch.dict(os.environ, {"COLUMNS": "100"})
 def sections() -> str:
-    """Return the help of the top level and of every command, and at the end all options of those that show a part."""
+    """Return the help of the top level and of every command, then all options of the commands that show a part."""
     top = command_parser()
     [commands] = [each for each in top.filled()._actions if isinstance(each, argparse._SubParsersAction)]
     parsers: list[Parser] = list({id(each): each for each in commands.choices.values()}.values())

@@ -1,4 +1,4 @@
-"""Beam searches whose steps the device takes by itself: the beams of transformers, and books that follow its tables."""
+"""Test beam searches on the device: they find the beams of transformers, and the bookkeeping follows their tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def models() -> tuple[Any, Any]:
 
 
 class Witness:
-    """Compares the books of every beam with its row on the device, each time the host has followed a step."""
+    """Compares every beam's bookkeeping with its row on the device after each step."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(engine.runner, DeviceRunner)
@@ -78,7 +78,7 @@ class Witness:
 def test_the_same_beams_and_scores_as_transformers(
     models: tuple[Any, Any], eos: list[int], block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All cases in one batch, those that the host decides (penalties, say) and samples among them."""
+    """Run all cases in one batch, with samples, and with searches that the CPU decides, such as with penalties."""
     theirs, model = models
     requests: list[tuple[list[int], Any]] = []
     for number, (params, prompt) in enumerate(zip(CASES, prompts(len(CASES)), strict=True)):
@@ -175,7 +175,7 @@ def mixed(rng: random.Random, count: int, *, hosted: bool) -> list[tuple[list[in
 
 
 def preempting(engine: Engine, rng: random.Random, share: float) -> None:
-    """Let a step in so many take the latest group out, whatever is under way."""
+    """Preempt the latest group in a random ``share`` of the steps, even if the device is running ahead."""
     scheduler, decode = engine.scheduler, engine.scheduler._decode
 
     def decode_or_preempt(schedule: Schedule) -> list[Chunk]:
@@ -251,7 +251,7 @@ def test_the_next_step_is_launched_before_the_host_has_seen_this_one(models: tup
 
 
 def test_what_a_step_too_many_has_chosen_is_dropped(models: tuple[Any, Any]) -> None:
-    """A search that is over is known to be when the step behind is under way; its blocks serve others at once."""
+    """The CPU sees a search's end while the next step runs. The blocks are reused at once."""
     theirs, model = models
     engine = engine_for(model, num_blocks=512, eos=frozenset([EOS]), on_device=True)
     params = BeamSearchParams(beam_width=2, early_stopping=True, max_tokens=60)
@@ -293,7 +293,7 @@ def test_logits_of_nan_end_the_request_alone(models: tuple[Any, Any], monkeypatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernel itself is compared")
 def test_shared_blocks_are_those_that_stay_shared(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention by the list of shared blocks alone, which is made anew as the beams come to share more."""
+    """Attention uses only the list of shared blocks, which is rebuilt as the beams share more."""
     theirs, model = models
     params = BeamSearchParams(beam_width=4, max_tokens=60, ignore_eos=True)
     plans: list[Any] = []

@@ -1,4 +1,4 @@
-"""Processes beside a measurement: they compute, and none outlives it."""
+"""Test the processes that load the machine during a measurement: they compute, and end with it."""
 
 from __future__ import annotations
 

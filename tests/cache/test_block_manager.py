@@ -252,7 +252,7 @@ def test_runs_join_in_whatever_order_blocks_come_back() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_ten_thousand_random_histories_balance(block_size: int) -> None:
-    """2,500 histories per block size; the tokens of each table are checked on the way, the books after each history."""
+    """Run 2,500 histories per block size. Check tables' tokens in between, and the bookkeeping after each history."""
     for seed in range(2500):
         rng = random.Random(seed * 31 + block_size)
         model = PoolModel(num_blocks=rng.choice([1, 2, 3, 8, 24]), block_size=block_size)
@@ -439,7 +439,7 @@ def test_hits_are_as_frequent_as_a_simple_oracle_says() -> None:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Hypothesis looks for the shortest history that breaks the books: every verb, hits, colliding hashes, swapping."""
+    """Find the shortest history that breaks the bookkeeping: all operations, hits, hash collisions, swaps."""
 
     @initialize(
         num_blocks=st.integers(1, 12),

@@ -1,4 +1,4 @@
-"""``minillm generate`` and the files around it: those that it reads, writes and leaves alone."""
+"""Test ``minillm generate`` and the files that it reads, writes and leaves alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rope scaling that depends on a sequence's length: no block is found by a prompt whose K would be other numbers."""
+"""Test rope scaling that depends on a sequence's length: prompts only find blocks with the K they would compute."""
 
 from __future__ import annotations
 

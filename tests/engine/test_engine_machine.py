@@ -34,7 +34,7 @@ PREFIX = list(range(40, 60))
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """After any series of events the books balance, every request ends, and every answer is the one it gives alone."""
+    """After any series of events the bookkeeping is right, requests end, and answers are as in a batch of one."""
 
     @initialize(
         on_device=st.booleans(),

@@ -1,4 +1,4 @@
-"""Requests that are aborted or that fail, at every point of their lives: the books balance, here and on the host."""
+"""Test requests that are aborted or fail at any step: the bookkeeping of the pool and of host memory stays right."""
 
 from __future__ import annotations
 

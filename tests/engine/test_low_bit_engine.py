@@ -1,4 +1,4 @@
-"""Engines over matrices of few bits: the requests of every kind, preempted or not, beside the same numbers unpacked."""
+"""Test engines with quantized matrices: all kinds of requests answer as with the dequantized matrices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Numbers(RoundedTensors):
 
 @pytest.fixture
 def models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Llama, Llama]:
-    """One layer in few bits, and as numbers; without a GPU the kernels are interpreted."""
+    """A model of one layer, quantized and dequantized. Without a GPU the kernels are interpreted."""
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     hf_model(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False).save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_all_kinds_of_requests(models: tuple[Llama, Llama], num_blocks: int, hos
 
 @pytest.mark.parametrize("models", ["int4"], indirect=True)
 def test_steps_of_many_tokens_by_a_copy(models: tuple[Llama, Llama]) -> None:
-    """A prompt by the copy in 16 bits, here in 32, and the answer by few bits."""
+    """The prompt uses the copy in 16 bits (here 32), and the answer uses the quantized matrices."""
     low_bit, unpacked = models
     for linear in low_bit.linears:
         linear.keep_copy(torch.float32)

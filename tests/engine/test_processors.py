@@ -34,7 +34,7 @@ def with_values(params: Any, **values: Any) -> Any:
 
 
 def parity(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Odd tokens behind even ones and the other way round: it depends on all that it is given."""
+    """Allow odd tokens after even ones, and even ones after odd ones, so the result depends on all arguments."""
     last = (prompt + output)[-1]
     changed = logits.clone()
     changed[last % 2 :: 2] = float("-inf")

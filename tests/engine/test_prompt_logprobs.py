@@ -42,7 +42,7 @@ def models() -> tuple[Any, Any]:
 
 
 def expected(theirs: Any, prompt: list[int]) -> torch.Tensor:
-    """Log-probabilities ``[tokens - 1, vocab]`` of what comes behind each token but the last."""
+    """Return the log-probabilities ``[tokens - 1, vocab]`` of the next token after each token but the last."""
     with torch.inference_mode():
         return theirs(torch.tensor([prompt], device=DEVICE)).logits[0, :-1].float().log_softmax(-1).cpu()
 
@@ -77,7 +77,7 @@ def compare(theirs: Any, prompt: list[int], params: Any, output: RequestOutput, 
 def test_they_are_those_of_transformers(
     models: tuple[Any, Any], on_device: bool, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks of a prompt and pieces of a chunk of any size, beside requests that decode."""
+    """Score in chunks of a prompt and pieces of a chunk of any size, batched with decoding requests."""
     monkeypatch.setattr(scores, "_PIECE", piece)
     theirs, model = models
     rng = random.Random(1)
@@ -210,7 +210,7 @@ def test_wrong_values_are_refused() -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_mix_in_a_pool_that_is_too_small(data: st.DataObject) -> None:
-    """Preempted by swap and by recompute, aborted at any step: what is told is right, and the books balance."""
+    """Preempt by swap and by recompute, and abort at any step: log-probabilities and bookkeeping are right."""
     if not THEIRS:
         THEIRS.append(hf_model(seed=3, vocab_size=VOCAB, max_position_embeddings=256).to(DEVICE))
         THEIRS.append(ours(THEIRS[0]))

@@ -44,7 +44,7 @@ def balanced(llm: LLM) -> Any:
 
 
 def logprobs(theirs: Any, ids: list[int]) -> list[float]:
-    """Of each token but the first."""
+    """Return the log-probability of each token but the first."""
     with torch.inference_mode():
         rows = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
     return [rows[i - 1, ids[i]].item() for i in range(1, len(ids))]

@@ -1,4 +1,4 @@
-"""Minutes of mixed requests: every answer is compared, the books balance, and no memory is lost."""
+"""Run mixed requests for minutes: compare every answer, check the bookkeeping, and find no leak."""
 
 from __future__ import annotations
 

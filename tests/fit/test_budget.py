@@ -59,7 +59,7 @@ def test_the_parts_add_up_to_no_more_than_there_is() -> None:
 
 @pytest.mark.parametrize("make", [gpu, cpu])
 def test_a_cache_in_8_bits_holds_more_by_what_a_token_takes_less(make: Callable[..., Budget]) -> None:
-    """Of 128 numbers and a scale: 132 bytes, and not 256 or 512."""
+    """K of 128 numbers and a scale takes 132 bytes, not 256 or 512."""
     wide, narrow = (make(12, kv_cache_dtype=form, pool_tokens=1 << 30) for form in ("auto", "int8"))
     size = wide.element_size
     assert narrow.kv_bytes_per_token(LLAMA_8B) == LLAMA_8B.kv_bytes_per_token(size) * 132 // (128 * size)
@@ -131,7 +131,7 @@ def test_the_step_that_is_measured_unpacks_as_much_as_any(monkeypatch: pytest.Mo
 
 
 def test_a_copy_in_16_bits_is_kept_where_it_is_a_small_part() -> None:
-    """Of the matrices and the head of an 8B, 15 GB; not of 16-bit weights, nor of FP8, nor on a CPU."""
+    """An 8B's copy of matrices and head has 15 GB. Weights in 16 bits or FP8, and CPUs, have no copy."""
     assert Q4.copied == pytest.approx(15.0e9, rel=0.03)
     assert FULL.copied == 0
     assert weights_in_memory(expected_tensors(LLAMA_8B, 16_060_556_376), Layout(2, quantize="fp8")).copied == 0

@@ -75,7 +75,7 @@ def parts(directory: Path) -> tuple[Llama, Tokenizer]:
 def results(
     parts: tuple[Llama, Tokenizer], requests: list[tuple[list[int], Any]], **options: Any
 ) -> list[RequestOutput]:
-    """The outputs of an engine whose books are checked after every step."""
+    """Return the outputs of an engine. Check its bookkeeping after every step."""
     model, tokenizer = parts
     assert tokenizer.eos_token_id is not None
     eos = frozenset({tokenizer.eos_token_id})

@@ -35,7 +35,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 
 @pytest.fixture
 def vocabulary(tokenizer: Tokenizer) -> tuple[list[bytes], Vocabulary]:
-    """The tokenizer's, with rows of the embedding behind it that no token uses."""
+    """Return the tokenizer's vocabulary, followed by unused rows of the embedding."""
     control = tokenizer.control_ids
     tokens = [b"" if i in control else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size + 45)]
     return tokens, Vocabulary(tokens, lambda text: tokenizer.encode(text, add_special_tokens=False))
@@ -152,9 +152,9 @@ def test_spellings_are_all_tokens_that_may_follow() -> None:
 def test_bounded_strings_of_json_are_followed_as_brute_force_would(
     vocabulary: tuple[list[bytes], Vocabulary], least: int
 ) -> None:
-    """Sets of tokens of so many characters are taken at once; near a string's end they are the wrong ones.
+    """The library allows all tokens of a length at once, which is wrong near a string's maximum length.
 
-    Tokens that begin an escape, or a character of several bytes, are left out: a plain Python program of them is long.
+    Tokens that begin an escape or a character of several bytes are left out, to keep the brute force short.
     """
     tokens, ours = vocabulary
     most = 14

@@ -247,7 +247,7 @@ def attention_of(pages: Pages, heads: tuple[int, int, int]) -> dict[str, Attend]
 
 
 def shared_pool(head_dim: int, block_size: int) -> Pages:
-    """Two sequences behind 16 tokens of the first one."""
+    """Return the pool of two sequences that share the first one's first 16 tokens."""
     pages = make_pool([29, 21], 2, head_dim, torch.bfloat16, block_size, in_8_bits=True)
     tables = pages.tables.clone()
     tables[1, : 16 // block_size] = tables[0, : 16 // block_size]
@@ -273,7 +273,7 @@ def test_a_scale_that_is_nan_spoils_the_sequences_that_have_its_token(name: str,
 
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_slots_that_no_sequence_owns_change_nothing(block_size: int) -> None:
-    """Whatever bytes and scales lie there, block 0 among them, which lanes behind the end may read."""
+    """Unused slots may hold any bytes and scales. So may block 0, which lanes past the end can read."""
     pages = shared_pool(64, block_size)
     free = torch.ones(pages.k.shape[:2], dtype=torch.bool, device=DEVICE)
     for table, length in zip(pages.tables.tolist(), pages.lens.tolist(), strict=True):
@@ -411,7 +411,7 @@ def test_a_context_is_unpacked_if_it_ends_in_the_scratch_and_read_as_it_is_if_no
         assert got[30 * is_unpacked[0] :].isnan().all()
 
     def stage_and_forget(pages: Pages, *rest: Any) -> tuple[Tensor, Tensor]:
-        """Of what is unpacked nothing can be read in 8 bits any more."""
+        """Dequantize, then spoil the 8-bit scales, so that a later read of them shows."""
         unpacked = stage(pages, *rest)
         for scales in (pages.k_scales, pages.v_scales):
             assert scales is not None

@@ -69,7 +69,7 @@ class Shell:
     @classmethod
     @contextmanager
     def made(cls, home: Path, root: Path, tiny: Path) -> Iterator[Shell]:
-        """A shell whose `minillm` is a process that waits for commands."""
+        """Yield a shell. Its `minillm` is a running process that waits for commands."""
         (home / "bin").mkdir()
         _write_models(home, tiny)
         address = str(home / "socket")

@@ -117,7 +117,7 @@ def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], bloc
 
 
 def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOutput]:
-    """Run requests together; the books are checked after every step, and everything must be back at the end."""
+    """Run requests together. Check the bookkeeping after every step, and that everything is freed at the end."""
     for number, (prompt, params) in enumerate(requests):
         engine.add_request(str(number), prompt, params)
     outputs = {}

@@ -22,7 +22,7 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 def write_gguf(
     path: Path, model: Any, kind: gguf.GGMLQuantizationType, fused: Any = False, **metadata: Any
 ) -> dict[str, np.ndarray]:
-    """A GGUF file of a transformers Llama, or its kin; returns the dequantized tensors by Hugging Face name.
+    """Write a GGUF file of a Llama-family transformers model. Return the dequantized tensors by Hugging Face name.
 
     ``fused``: q, k and v are one tensor, as with the converter's ``--fuse-qkv``.
     """
@@ -88,7 +88,7 @@ def gguf_model(**overrides: Any) -> Any:
 
 
 class Without:
-    """A transformers model whose file leaves some tensors out."""
+    """Return a transformers model with tensors that its file leaves out."""
 
     def __init__(self, model: Any, *endings: str) -> None:
         self.config = model.config

@@ -182,7 +182,7 @@ def _see_what_is_equal(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def _call_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """An operation is called through two or three functions, one of which only looks whether it may be."""
+    """Call operations directly, without the two or three functions around them that check the caller."""
     core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
     around = core.builtin(lambda: None).__code__
 

@@ -1,4 +1,4 @@
-"""Tiles of the products that do not depend on the batch: those that `tile_for` chooses from, and their neighbours."""
+"""Tile sizes of the batch-invariant matmuls: the choices of `tile_for`, and sizes close to them."""
 
 import torch
 from torch import Tensor

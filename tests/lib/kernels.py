@@ -1,4 +1,4 @@
-"""Inputs for kernel tests: pools whose unused slots hold NaN, shuffled tables, odd lengths.
+"""Inputs for kernel tests: pools with NaN in unused slots, shuffled tables, odd lengths.
 
 On a GPU the tests run there, over more and larger shapes; elsewhere in Triton's interpreter.
 """

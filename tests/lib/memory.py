@@ -81,7 +81,7 @@ def picture(tables: list[TableView], log: list[LogEntry] | None = None) -> Cache
 
 
 def steps(num_steps: int) -> list[StepReport]:
-    """A prefill of two chunks, then decodes, one of which had to swap."""
+    """A prefill of two chunks, then decode steps, one of them with a swap."""
     first = StepReport(1, 2, 512, 0, 0, 0, 0, 0.25, 0.2, 100.02)
     rest = [StepReport(n, 0, 0, 8, 0, 0, 0, 0.02, 0.015, 100 + 0.02 * n) for n in range(2, num_steps + 1)]
     rest[1:2] = [StepReport(3, 0, 0, 6, 1, 12, 4, 0.04, 0.01, 100.07)]

@@ -61,7 +61,7 @@ class StateDict:
 
 
 def hf_model(seed: int = 0, kind: str = "Llama", **overrides: Any) -> Any:
-    """A small random transformers model whose logits are far from flat."""
+    """Return a small random transformers model with logits far from flat."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**{**TINY, **overrides})
@@ -101,7 +101,7 @@ needs_products_of_8_bits = pytest.mark.skipif(
 
 
 def in_4_bits(held: Held = "int8", **changes: Any) -> Llama:
-    """A small random model on a CPU whose matrices have 4 bits in its checkpoint."""
+    """Return a small random model on a CPU, with matrices of 4 bits in its checkpoint."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = hf_model(**{**sizes, "head_dim": 16, "num_hidden_layers": 3, **changes})
     config = ModelConfig.from_hf(model.config.to_dict())

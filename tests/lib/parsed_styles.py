@@ -1,4 +1,4 @@
-"""Textual parses a style sheet once for all apps: what is parsed depends on its text and the theme's colors alone."""
+"""Parse each Textual style sheet once for all apps. The result depends only on its text and the theme's colors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """As long as it is open, where tests of the chat are among those that run."""
+    """Patch Textual while the context is open, if tests of the chat run."""
     stylesheet: Any = sys.modules.get("textual.css.stylesheet")
     if stylesheet is None:
         yield

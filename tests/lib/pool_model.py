@@ -91,7 +91,7 @@ class PoolModel:
         del self.tokens[seq]
 
     def free_tail(self, seq: int, num_tokens: int) -> None:
-        """Give the room behind the first ``num_tokens`` tokens back."""
+        """Free the slots after the first ``num_tokens`` tokens."""
         self.run_step()  # what comes back has been written
         table = self.tables[seq]
         gone = table.blocks[-(-num_tokens // self.block_size) :]
@@ -166,7 +166,7 @@ class PoolModel:
             self.manager.commit(table, self.tokens[seq], len(self.tokens[seq]))
 
     def check(self) -> None:
-        """Check that every table reads back its own tokens, and that the books balance."""
+        """Check that every table reads back its own tokens, and that the bookkeeping is right."""
         self.run_step()
         check(self.manager)
         self.swap.check()

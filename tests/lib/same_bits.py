@@ -25,7 +25,7 @@ Result = list[tuple[Any, ...]]
 def requests_of(
     count: int, vocab: int, *, most_tokens: int, longest: int, seed: int = 0
 ) -> list[tuple[list[int], Any]]:
-    """Prompts of mixed lengths, every third one behind one of four common beginnings, and mixed parameters."""
+    """Return prompts of mixed lengths with mixed parameters. Every third one starts with one of four prefixes."""
     rng = random.Random(seed)
     common = [[rng.randrange(vocab) for _ in range(rng.randrange(16, longest))] for _ in range(4)]
     found = []
@@ -84,7 +84,7 @@ def compare(name: str, expected: list[Result], got: list[Result]) -> bool:
 
 
 def ways(shape: str, requests: list[tuple[list[int], Any]], **config: Any) -> bool:
-    """All ways of a batch beside each request alone."""
+    """Compare each request alone with all ways of batching."""
     begin = time.monotonic()
     lengths = [len(prompt) + each.max_tokens for prompt, each in requests]
     config = {"max_model_len": max(lengths)} | config
@@ -112,7 +112,7 @@ def ways(shape: str, requests: list[tuple[list[int], Any]], **config: Any) -> bo
 
 
 def beams(shape: str) -> bool:
-    """Beam searches, two of them with penalties, each alone and all beside samples."""
+    """Compare beam searches alone with all of them batched with samples. Two have penalties."""
     rng = random.Random(5)
     requests: list[tuple[list[int], Any]] = []
     for number in range(6):

@@ -1,4 +1,4 @@
-"""Fifty JSON schemas, each of which something in the vocabulary of JSON Schema is about."""
+"""Fifty JSON schemas, each about one part of JSON Schema's vocabulary."""
 
 from __future__ import annotations
 

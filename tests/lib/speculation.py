@@ -27,7 +27,7 @@ def guesses_of(engine: Engine) -> SpeculativeSamples:
 
 
 def counting_model(**sizes: Any) -> Llama:
-    """A model behind whose token t comes t + 1."""
+    """Return a model that continues token t with t + 1."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels.cpu, "packed_linear", lambda *_: None)  # the head is written over
         counting = ours(hf_model(**sizes))
@@ -62,7 +62,7 @@ def play(
     aborts: dict[int, str],
     failed: Callable[[Exception], bool] = lambda error: False,
 ) -> dict[str, RequestOutput]:
-    """Run requests that come, and go, before certain steps; the books are checked after each, and at the end."""
+    """Run requests that start and abort before certain steps. Check the bookkeeping after each step and at the end."""
     waiting = sorted(range(len(requests)), key=lambda number: arrivals[number])
     outputs: dict[str, RequestOutput] = {}
     streamed: dict[tuple[str, int], list[int]] = {}

@@ -66,7 +66,7 @@ async def say(pilot: Pilot[Any], text: str) -> None:
 
 
 async def settled(pilot: Pilot[Any]) -> None:
-    """Wait until what was asked for is done: messages are handled, and those that these led to, and all is drawn."""
+    """Wait until all messages, and the messages that they cause, are handled and drawn."""
     for _ in range(3):
         for each in (screen(pilot).talk, screen(pilot), pilot.app):
             handled = asyncio.Event()

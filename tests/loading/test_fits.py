@@ -61,7 +61,7 @@ def here(name: str, source: Path) -> None:
 
 
 def manifest_with(path: Path, **places: Path) -> None:
-    """Write a manifest whose llama-3.1-8b, or another form of it, lies at ``places``."""
+    """Write a manifest with llama-3.1-8b, or another quantization of it, at ``places``."""
     text = manifest_path().read_text(encoding="utf-8")
     for name, place_of in places.items():
         if name == "full":

@@ -1,4 +1,4 @@
-"""The limit of a GPU's stacks: whose process lowers it, and that it comes back. The driver is a stand-in."""
+"""Test the limit of a GPU's stacks: minillm's own processes lower it, and it is restored. The driver is a fake."""
 
 from __future__ import annotations
 

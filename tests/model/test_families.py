@@ -1,4 +1,4 @@
-"""Llama's kin against transformers, on small random models of many shapes in float32."""
+"""Test Llama-family models against transformers, on small random models of many shapes in float32."""
 
 from __future__ import annotations
 

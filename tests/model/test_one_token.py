@@ -1,4 +1,4 @@
-"""A model's layers as one function of a single token: beside the model's own ops, as torch runs it, and compiled."""
+"""Test the function of all layers for a single token against the model's own ops, uncompiled and compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment gets one import name, `minillm`, from any kind of installation and beside any other packages."""
+"""Any kind of installation adds one import name, `minillm`, and works next to any other packages."""
 
 from __future__ import annotations
 

@@ -348,7 +348,7 @@ def test_padded_lengths() -> None:
 
 
 def test_tables_are_as_wide_as_the_longest_context_asks(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few sequences, as attention cuts their contexts into more parts; of many the whole tables."""
+    """Small batches get narrow tables, because attention splits their contexts. Large batches get the whole tables."""
     monkeypatch.setattr(rows, "SHORTEST", 8)
     monkeypatch.setattr(state, "SHORTEST", 8 * 1024)
     engines = [engine_for(model, on_device=on_device, max_num_seqs=8, sharing=None) for on_device in (True, False)]
@@ -377,7 +377,7 @@ def test_tables_are_as_wide_as_the_longest_context_asks(model: Llama, monkeypatc
 
 
 def test_the_most_probable_tokens_are_those_without_graphs(model: Llama) -> None:
-    """However many each of a step's requests wants, and beside guesses."""
+    """Requests of one step ask for different numbers of them, also with draft tokens."""
     text = [11, 12, 13, 14] * 6
     counts = (0, 3, None, 7, 20, 40, -1)
     ways: list[dict[str, Any]] = [{}, {"speculate": "lookup"}]

@@ -131,7 +131,7 @@ def test_a_model_too_large_for_them_goes_without(model: Llama, monkeypatch: pyte
 
 
 def test_requests_begin_with_them(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a long prompt, several prompts at once, and the rest behind a cached beginning."""
+    """Run chunks of a long prompt, several prompts at once, and the rest of a prompt after a cached prefix."""
     sizes = []
     compute = ShortPrompts.compute
 
@@ -153,7 +153,7 @@ def test_requests_begin_with_them(model: Llama, monkeypatch: pytest.MonkeyPatch)
 
 
 class Recording(Graphs):
-    """Graphs whose recordings are the work itself."""
+    """Graphs that run the work itself instead of a recording."""
 
     def lacks(self, key: Hashable) -> bool:
         return key not in self._recorded

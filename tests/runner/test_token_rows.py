@@ -19,7 +19,7 @@ SIZE, WIDTH = 4, 12  # of a block in tokens, and of a table in blocks
 
 @pytest.mark.parametrize("seed", range(8))
 def test_each_token_is_computed_at_its_place(seed: int) -> None:
-    """Behind many other steps: what these left is not read."""
+    """Run it after many other steps. Their leftovers are not read."""
     rng = random.Random(seed)
     rows = TokenRows(40, WIDTH, DEVICE, pinned=DEVICE.type == "cuda")
     inputs = DecodeInputs.allocate(40, WIDTH, DEVICE)

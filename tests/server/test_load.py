@@ -81,7 +81,7 @@ def _value(dice: random.Random, depth: int = 0) -> Any:
 
 
 def test_hostile_bodies_get_an_answer_or_an_error(server: Server) -> None:
-    """And leave no seat and no descriptor behind."""
+    """Hostile bodies leak no place in the queue and no file descriptor."""
     dice = random.Random(7)
     server.wait_until_idle()
     descriptors = server.num_descriptors()

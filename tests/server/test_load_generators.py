@@ -46,7 +46,7 @@ def events(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, An
 @pytest.mark.parametrize("more", [{}, EXTRA, {"logprobs": 2}], ids=["plain", "extra body", "logprobs"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_vllm_bench_serve(server: Server, path: str, more: dict[str, Any]) -> None:
-    """It takes the time of each chunk with choices, and the numbers of tokens from one behind them without."""
+    """It takes the time of each chunk with choices, and the numbers of tokens from a later chunk without choices."""
     chats = "chat" in path
     if chats and "logprobs" in more:
         more = {"logprobs": True, "top_logprobs": more["logprobs"]}

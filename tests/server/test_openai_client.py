@@ -1,4 +1,4 @@
-"""The server with OpenAI's own client, and its answers beside those of the engine in this process."""
+"""Test the server with OpenAI's own client, and compare its answers with the engine's in this process."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_commands_share_a_connection(script: Script) -> None:
     "last", [Abort("a"), Drop("a"), Forget("conversation of a"), Drop("c"), Forget("another")], ids=str
 )
 def test_a_question_that_waits_is_asked_again_unless_it_is_not_wanted(script: Any, last: Command) -> None:
-    """The one behind it waits as well: when that is asked again, this one would have been."""
+    """The next question waits as well. Once it is asked again, the first would have been."""
     num_asked = 0
     stream = io.BytesIO()
     commands = Commands(script.address, "s1", App(stream))

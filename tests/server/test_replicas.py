@@ -1,4 +1,4 @@
-"""Several engines behind one address."""
+"""Test several engines at one address."""
 
 from __future__ import annotations
 

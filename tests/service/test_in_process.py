@@ -47,7 +47,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
 
 
 class Talk:
-    """Conversations and their events, each of which has been through the pipe."""
+    """Conversations and their events. Each event has been through the pipe."""
 
     def __init__(self, engine: Engine, salt: str | None = None) -> None:
         self.events: list[Event] = []

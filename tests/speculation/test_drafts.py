@@ -32,7 +32,7 @@ def model() -> Llama:
 
 @pytest.fixture(scope="module")
 def draft() -> Llama:
-    """Of the model's mind in most cases."""
+    """Return a draft model that mostly agrees with the model."""
     return noisy(hf_model(), 0.05)
 
 
@@ -260,7 +260,7 @@ def test_on_the_device_guesses_are_computed_as_if_they_decoded(model: Llama, dra
 
 
 def play(pace: DraftPace, rate: float, steps: int, rng: random.Random) -> tuple[int, int, float]:
-    """Steps with guesses of which each is right by chance: the guesses, the tokens, and the time in plain steps."""
+    """Steps with draft tokens that are accepted by chance: draft tokens, tokens, and the time in plain steps."""
     guessed, tokens, time = 0, 0, 0.0
     for _ in range(steps):
         count = pace.count if pace.is_due() else 0

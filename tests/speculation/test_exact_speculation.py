@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {"vocab_size": 640, "max_position_embeddings": 512}
 
 @pytest.fixture(scope="module")
 def drafting() -> Llama:
-    """The model of `parts` as one in few bits might be: most of its guesses are right, and not all."""
+    """Return a model close to that of `parts`, as a quantized one is: most draft tokens are accepted, but not all."""
     return noisy(hf_model(**SIZES), 0.05)
 
 
@@ -198,7 +198,7 @@ def test_random_requests_with_every_option(parts: Parts, guesser: dict[str, Any]
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_ten_thousand_requests_have_the_same_tokens_with_draft_models(parts: Parts, drafting: Llama) -> None:
-    """Of a model that is nearly of one mind with a draft model, hardly ever, and always."""
+    """The draft models agree with the model nearly always, hardly ever, and always."""
     drafts = drafting, ours(hf_model(seed=9, num_hidden_layers=1, **SIZES)), parts[0]
     counts = compare_random_requests(parts, [{"draft": draft} for draft in drafts], 10_000)
     assert min(counts.aborted, counts.preempted, counts.swapped, counts.right) > 100
@@ -208,7 +208,7 @@ def test_ten_thousand_requests_have_the_same_tokens_with_draft_models(parts: Par
 
 
 def looping(tokenizer: Tokenizer, count: int = 3, **options: Any) -> list[Request]:
-    """Requests whose answers say one thing over and over, so that guesses come at nearly every step."""
+    """Return requests with repetitive answers, so that nearly every step has draft tokens."""
     requests = []
     for number in range(count):
         ids = tokenizer.encode("one two three " * 4, add_special_tokens=False)

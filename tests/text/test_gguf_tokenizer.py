@@ -29,7 +29,7 @@ def test_byte_level_bpe_is_rebuilt(tmp_path: Path, pre: str, split: str | None) 
 
 
 def plain_sentencepiece(text: str, vocabulary: dict[str, int], scores: list[float]) -> list[int]:
-    """SentencePiece's BPE written out: it keeps merging the neighbours whose union scores best, leftmost first."""
+    """Encode with SentencePiece's BPE, written out: merge the adjacent pair with the best score, leftmost first."""
     pieces = list(("▁" + text.replace(" ", "▁")) if text else "")
     while True:
         candidates = [

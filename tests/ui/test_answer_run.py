@@ -45,7 +45,7 @@ class Paper:
 
 
 class Asked:
-    """A conversation whose last question is being answered."""
+    """Return a conversation with an answer in progress."""
 
     def __init__(self, *questions: str, num_candidates: int = 0, max_model_len: int = 10_000, **sampling: Any) -> None:
         self.conversation = Conversation()

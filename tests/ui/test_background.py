@@ -12,7 +12,7 @@ from minillm.ui.terminal import LateAnswers, background_of
 
 
 def waiting(seconds: float, program: str) -> tuple[str, str, str]:
-    """A program in which the terminal has so many seconds to answer."""
+    """Return a program that gives the terminal ``seconds`` to answer."""
     return sys.executable, "-c", f"from minillm.ui import terminal\nterminal._LONGEST_WAIT = {seconds}\n{program}"
 
 

@@ -1,4 +1,4 @@
-"""The gutter beside answers: which blocks hold an answer's tokens."""
+"""Test the gutter next to answers, which shows the blocks of an answer's tokens."""
 
 import pytest
 

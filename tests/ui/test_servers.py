@@ -1,4 +1,4 @@
-"""`chat --server`: what the app says of the server behind its engine, and of the requests of others."""
+"""Test `chat --server`: the app's messages about its server, and the requests of others."""
 
 from __future__ import annotations
 

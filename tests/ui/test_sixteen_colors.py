@@ -19,7 +19,7 @@ _STYLED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)")
 
 
 def colors(codes: list[int]) -> tuple[int | None, int | None]:
-    """Of text and ground, as numbers of the palette."""
+    """Return the colors of text and background, as numbers of the palette."""
     text = ground = None
     for code in codes:
         for first, number in ((30, 0), (90, 8)):

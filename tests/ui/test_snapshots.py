@@ -1,4 +1,4 @@
-"""The main screens as pictures, small and large. ``UPDATE_SNAPSHOTS=1`` takes them anew: look at them then."""
+"""Compare the main screens with pictures, small and large. ``UPDATE_SNAPSHOTS=1`` retakes them: look at them then."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_a_key_in_the_midst_of_a_question(keys: str) -> None:
 
 
 def test_an_app_that_does_not_end_tells_what_it_does() -> None:
-    """For the tests: what stands in the message of one that fails."""
+    """The message of a test that fails gets this text."""
     with session() as running:
         running.wait_for("ready")
         running.type("never\r")

@@ -1,4 +1,4 @@
-"""Downloads: from a hub that breaks in every way we know, and the files left behind."""
+"""Test downloads from a hub that breaks in every way we know, and the files that they leave."""
 
 from __future__ import annotations
 

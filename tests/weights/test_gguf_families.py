@@ -1,4 +1,4 @@
-"""GGUF files of Llama's kin: the models compute what transformers computes, and their keys are followed or refused."""
+"""Test GGUF files of Llama-family models against transformers, and that unsupported keys are rejected."""
 
 from __future__ import annotations
 

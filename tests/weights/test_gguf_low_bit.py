@@ -1,4 +1,4 @@
-"""GGUF files whose matrices stay in few bits: against gguf's own dequantization, and through a model's forward pass."""
+"""Test GGUF files with matrices that stay quantized, against gguf's dequantization and in a model's forward pass."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_cpu_computes_in_8_bits_where_it_is_asked_to(tmp_path: Path, kind: str
 
 @pytest.mark.parametrize(("kind", "tied"), [("Q4_1", True), ("Q4_0", False), ("Q8_0", False), ("F16", True)])
 def test_a_cpu_keeps_few_bits_where_it_is_asked_to(tmp_path: Path, kind: str, tied: bool) -> None:
-    """Of 4 bits in 4, others of few bits in 8, and those of 16 with every digit."""
+    """Matrices of 4 bits stay at 4, other quantized ones get 8, and 16-bit ones stay exact."""
     write_gguf(tmp_path / "m.gguf", gguf_model(tie_word_embeddings=tied, attention_bias=True), Type[kind])
     plain, in_8, model = (load(tmp_path / "m.gguf", each) for each in ("expanded", "int8", "int4"))
     tokens = [3, 14, 15, 92, 65, 35]

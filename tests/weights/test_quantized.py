@@ -1,4 +1,4 @@
-"""Checkpoints of safetensors in few bits: each is packed here from its format's description, in numpy."""
+"""Test quantized safetensors checkpoints. Each is packed here from its format's description, in numpy."""
 
 import json
 from itertools import cycle

@@ -18,7 +18,7 @@ from minillm.kernels.attention import hopper_prefill
 
 
 class Hopper:
-    """Stand in for the driver of a GPU that is not here."""
+    """Fake the driver of a GPU that this machine lacks."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -1,4 +1,4 @@
-"""Attention over a cache in 8 bits on a GPU, beside 16 bits: is it right, how long does it take, in which tiles.
+"""Check and time attention over an 8-bit cache on a GPU, compared with 16 bits, and try its tile sizes.
 
 PYTHONPATH=. python tests/kernels/attention/kv_tiles.py [SECONDS [PART ...]]
 
@@ -123,7 +123,7 @@ def check(seed: int, *, prefill: bool) -> str:
 
 
 def set_lanes(warps: int, registers: int | None) -> None:
-    """Let decode attention in 8 bits have so many warps and registers, whatever else it would choose."""
+    """Make 8-bit decode attention use these numbers of warps and registers."""
     decode_attention.lanes_tiling = lambda part: (32 * min(warps, 2), warps)
     attention_lanes.registers = lambda group: registers  # type: ignore[assignment,return-value]
 

@@ -1,4 +1,4 @@
-"""Attention that writes what the product behind it reads, against float64 and against the way by 16 bits."""
+"""Test attention that writes the input format of the next matmul, against float64 and against 16-bit activations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[low_bit_matmul.HalfActivatio
 
 
 class Layer(NamedTuple):
-    """q, k, v and o; values are those that the layer's own v could give."""
+    """A layer's q, k, v and o. Cached values are within the bound of its own v."""
 
     norm: Tensor
     qkv: LinearWeight

@@ -1,4 +1,4 @@
-"""Attention whose bits do not depend on the batch: against float64, and against itself in other tilings."""
+"""Test batch-invariant attention against float64, and against itself in other tilings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over a prefix tree: the reference's numbers for any shared blocks, each of which is read once."""
+"""Test attention over a prefix tree against the reference. It reads each shared block once."""
 
 from __future__ import annotations
 

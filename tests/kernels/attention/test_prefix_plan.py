@@ -65,7 +65,7 @@ def test_plans_fit_the_grid() -> None:
 
 
 def test_a_long_run_is_split_whatever_else_there_is() -> None:
-    """256 sequences behind one prompt, in 64 groups of four that share a little more."""
+    """Plan 256 sequences of one prompt, in 64 groups of four that share some more blocks."""
     shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
     tables = [[*range(512), *range(1000 + 9 * (i // 4), 1008 + 9 * (i // 4)), 10**5 + i] for i in range(256)]
     plan = plan_attention(tables, [521 * 16] * 256, 16, shape, 256, FREE)
@@ -78,7 +78,7 @@ def test_a_long_run_is_split_whatever_else_there_is() -> None:
 
 
 def test_nodes_in_8_bits_are_spread_as_tails_leave_room() -> None:
-    """Sequences behind one prompt, 32/8 heads x 128 on an H200. In 16 bits each has a multiprocessor, as measured."""
+    """Plan sequences of one prompt, 32/8 heads x 128 on an H200. In 16 bits each item has a multiprocessor."""
     shape, wide = (shape_of(32, 8, 128, torch.bfloat16, 132, in_8_bits) for in_8_bits in (True, False))
 
     def spread(num_seqs: int, prefix: int, tail: int, prompts: int = 1) -> tuple[int, int]:

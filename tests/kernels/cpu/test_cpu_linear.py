@@ -68,7 +68,7 @@ def published(rows: int, columns: int) -> Tensor:
 
 
 def check_each_row(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-    """Check that each output is as exact as in float32: large ones beside it hide no error."""
+    """Check that each output is as exact as in float32. Large outputs do not hide another's error."""
     got = kernels.linear(x, LinearWeight(weight.clone(), bias))
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     for row in range(len(weight)):
@@ -78,7 +78,7 @@ def check_each_row(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Non
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("scale", [2.0**-40, 1e-7, 1e-5, 1e-4, 1e-2, 1e6])
 def test_a_part_of_a_fused_matrix_may_be_of_another_size(scale: float, biased: bool) -> None:
-    """V may be small beside Q and K, and O make up for it; or one head is small; or one row was never trained."""
+    """V is small compared with Q and K, and O large; or one head is small; or one row is untrained."""
     for part in (slice(32, 48), slice(40, 44), slice(7, 8)):
         weight, bias = published(48, 300), torch.randn(48) if biased else None
         weight[part] = (weight[part] * scale).bfloat16().float()

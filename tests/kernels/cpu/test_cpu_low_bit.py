@@ -35,7 +35,7 @@ def test_products(shape: tuple[int, int], rows: int, biased: bool) -> None:
 
 
 def random_stored(scales: Scales, rows: int, generator: torch.Generator) -> LowBit:
-    """Of 4 bits and 512 columns, with scales of both signs, some of them zero."""
+    """Return a matrix of 4 bits and 512 columns, with scales of both signs and some zeros."""
     if scales == "super":
         return random_matrix(Layout(4, "super"), (rows, 512), 0.1, generator)
     matrix = random_matrix(Layout(4, "plain", 8), (rows, 512), 0.1, generator)
@@ -71,7 +71,7 @@ def test_matrices_of_4_bits(scales: Scales, rows: int, biased: bool, out: tuple[
 @pytest.mark.parametrize("out", [(16, 32), (80, 160)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_matrices_of_4_bits_alone(scales: Scales, rows: int, out: tuple[int, int], biased: bool) -> None:
-    """240 rows of a weight are packed in two parts, of which one has rows of both matrices."""
+    """The 240 rows of a weight are packed in two parts. One part has rows of both matrices."""
     generator = torch.Generator().manual_seed(rows)
     stored, total = tuple(random_stored(scales, each, generator) for each in out), sum(out)
     exact = torch.cat([dequantize(each, torch.float64) for each in stored])

@@ -26,7 +26,7 @@ def bits(value: float) -> int:
 
 
 class Case:
-    """Searches of several widths in shuffled rows, padding behind them, and what is likely behind each beam."""
+    """Searches of several widths in shuffled rows, then padding, and the likely next tokens of each beam."""
 
     def __init__(self, seed: int, shapes: list[tuple[int, list[int]]], count: int, block_size: int = 4) -> None:
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Times of products and attention that do not depend on the batch, beside those that do, on a GPU.
+"""Time batch-invariant matmuls and attention on a GPU, compared with the ops of `FASTEST`.
 
     PYTHONPATH=tests python tests/kernels/linear/invariant_tiles.py products [TOKENS ...]
     PYTHONPATH=tests python tests/kernels/linear/invariant_tiles.py attention

@@ -73,7 +73,7 @@ def test_products_are_those_of_the_unpacked_weights(dtype: torch.dtype, shape: t
 
 @pytest.mark.parametrize("tokens", [3, 17])
 def test_products_on_the_matrix_unit(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """They are those of rounded activations; torch's of a CPU stand in for the GPU's."""
+    """FP8 matmuls round their activations. torch's CPU matmul replaces the GPU's."""
     monkeypatch.setattr(fp8_linear, "has_fp8", lambda device: True)
     matrix, x, norm = some(48, 160), *(randn(*size, dtype=torch.bfloat16) for size in ((tokens, 160), (160,)))
     assert fp8_linear.takes(x, matrix)

@@ -1,4 +1,4 @@
-"""Products whose bits do not depend on the number of tokens: against float64, and on a GPU against each other."""
+"""Test batch-invariant matmuls against float64, and on a GPU with different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_products(
 
 @pytest.mark.parametrize("tile", [MANY, TWO_PARTS])
 def test_many_tiles_of_one_program(tile: Tile) -> None:
-    """More tiles than programs, in groups of which the last is not full."""
+    """There are more tiles than programs, and the last group of tiles is not full."""
     x, weight = randn(170, 48), randn(130, 48)
     out = product(x, weight, None, x.new_empty(170, 130), tile=tile)
     assert relative_error(out, x.double() @ weight.double().T) < TOLERANCE[torch.float32]

@@ -172,7 +172,7 @@ def test_a_product_ends_before_its_weights_are_overwritten(name: str, tokens: in
     ("name", "tokens", "is_taken"), [("q4_k", 16, 0), ("q4_k", 256, 1), ("q8_0", 128, 1), ("q8_0", 129, 0)]
 )
 def test_numbers_of_tokens_that_are_taken(name: str, tokens: int, is_taken: bool) -> None:
-    """Of a layer's matrices one of 8 bits is enough to unpack them from 129 tokens on."""
+    """If one of a layer's matrices has 8 bits, all are dequantized from 129 tokens on."""
     parts = some(LAYOUTS["q4_k"], 4, 256), some(LAYOUTS[name], 4, 256)
     if not ON_GPU or torch.cuda.get_device_capability()[0] == 9:
         assert low_bit_dot.takes(torch.empty(tokens, 256, dtype=torch.float16, device=DEVICE), parts) == is_taken
@@ -249,7 +249,7 @@ def test_a_copy_multiplies_many_tokens(monkeypatch: pytest.MonkeyPatch, names: l
 
 @pytest.mark.parametrize("tokens", [1, 5, 257, *([18] if ON_GPU else [])])
 def test_columns_in_an_order_of_their_own(tokens: int) -> None:
-    """Of ``desc_act``: each kernel reads x, and the norm's weight, as the matrix has its columns."""
+    """With GPTQ's ``desc_act``, each kernel reads x and the norm's weight in the matrix's order of columns."""
     order = torch.randperm(256, dtype=torch.int32).to(DEVICE)
     parts = tuple(replace(some(LAYOUTS["awq"], rows, 256, rows), order=order) for rows in (20, 6))
     weight = torch.cat([dequantize(part, torch.float64) for part in parts])

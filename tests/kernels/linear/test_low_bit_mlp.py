@@ -1,4 +1,4 @@
-"""Gated products that write what the product behind them reads, against float64 and against the way by 16 bits."""
+"""Test gated matmuls that write the input format of the next matmul, against float64 and 16-bit activations."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_the_bound_is_found_by_parts_of_the_rows(monkeypatch: pytest.MonkeyPatch
 
 
 def test_each_rank_has_a_bound_of_its_own(handed: list[low_bit_matmul.HalfActivations]) -> None:
-    """Of its rows of gate and up; the parts of the sum are then added."""
+    """A rank's bound is that of its rows of gate and up. The partial sums are then added."""
     layer, x, residual = Layer.of("q4_0", "q4_0", 192), randn(4, WIDTH, dtype=HALF), randn(4, 12, dtype=HALF)
     wide, behind = layer.gate_up.parts[0], layer.down.parts[0]
     wide.scales[64:96] *= 32.0  # rows of the gate that the second rank has
@@ -235,7 +235,7 @@ def test_weights_of_zero_give_the_bias() -> None:
 
 
 def test_what_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what goes between two products of `low_bit_matmul`, the second of which reads it in order."""
+    """Activations are handed over between two matmuls of `low_bit_matmul`, if the second has no column order."""
     layer = Layer.of()
     wide, behind = layer.gate_up.parts[0], layer.down.parts[0]
 

@@ -1,4 +1,4 @@
-"""Numbers rounded to few bits: no worse than the obvious way, exact where a grid is there, alone where they are NaN."""
+"""Test quantization: no worse than plain rounding, exact for numbers on a grid, and NaN only in its own group."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_matvec(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype) -> 
 
 
 def test_a_matvec_of_a_few_tokens_is_that_of_each() -> None:
-    """Results are equal to the bit: a sequence's answer does not depend on its neighbours."""
+    """A sequence's result is bitwise the same in any batch."""
     x, norm_weight = randn(3, 600, dtype=torch.bfloat16), randn(600, dtype=torch.bfloat16)
     weight, residual = randn(22, 600, dtype=torch.bfloat16), randn(3, 22, dtype=torch.bfloat16)
     for padded in (x[:3], torch.cat((x, x[:1]))):

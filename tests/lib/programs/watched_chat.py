@@ -1,4 +1,4 @@
-"""The chat app on the terminal, which looks at itself twice a second: are the books balanced, is everything on disk?
+"""Run the chat app, and check its bookkeeping and its files twice a second.
 
 Arguments: the log, the model ("fake": the scripted engine), "resume" to go on with the latest conversation. A line of
 the log is a `Look` as JSON.
