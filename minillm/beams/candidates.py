@@ -1,4 +1,4 @@
-"""Search the best continuations of all beams of all requests, in one pass on the device."""
+"""Find the best continuations of all requests' beams on the device, for the searches that the CPU runs."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Pairs = list[tuple[float, int]]  # (log-probability, token id) of one beam's bes
 
 @dataclass(frozen=True)
 class BeamStep:
-    """One request's beams at this step: a choice for each of its searches, in order."""
+    """One request's beams at this step: a `Choice` for each of its searches (one per group of beams), in order."""
 
     group: SequenceGroup
     choices: list[Choice]
@@ -47,8 +47,9 @@ class BeamStep:
 
     @property
     def in_turn(self) -> bool:
-        """Return whether groups must be processed one by one: the diversity penalty changes the effect of other
-        penalties.
+        """Return whether the groups of beams must be processed one by one.
+
+        This is so if the diversity penalty, which depends on earlier groups, changes the effect of other penalties.
         """
         params = self.params
         follows = params.repetition_penalty != 1.0 or params.logits_processor is not None
@@ -57,13 +58,12 @@ class BeamStep:
 
 @torch.inference_mode()
 def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Candidate]]]:
-    """Return each step's best continuations, best first, for each of its groups.
+    """Return for each step, and each of its searches, the best continuations of the beams, best first.
 
-    The device searches the vocabulary. Only the few tokens found for each beam are copied to the CPU, which compares
-    beams.
+    The device finds each beam's best next tokens. Only these are copied to the CPU, which compares beams.
 
     Args:
-        logits: ``[n, vocab]``. If a row holds NaN, all its candidates are NaN.
+        logits: ``[n, vocab]``. If a row holds NaN, the log-probabilities of all its candidates are NaN.
     """
     together = [step for step in steps if not step.in_turn]
     found = iter(_together(logits, together) if together else [])
@@ -73,7 +73,7 @@ def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[li
 def _together(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Candidate]]]:
     rows = [row for step in steps for group in step.rows for row in group]
     owners = [(step, s) for step in steps for group in step.beams for s in group]
-    # A diversity penalty lowers at most beam_width continuations of a group; as many others can replace them.
+    # A diversity penalty lowers at most beam_width continuations of a group. Find that many more to replace them.
     extra = max((step.params.beam_width for step in steps if len(step.searches) > 1), default=0)
     wanted = max(s.num_candidates(len(step.group.end_ids)) for step in steps for s in step.searches) + extra
     if rows != list(range(len(logits))):
@@ -107,9 +107,10 @@ def _together(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Can
 
 
 def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count: int) -> tuple[Tensor, Tensor]:
-    """Return ``(log-probabilities, token ids)`` of each beam's best next tokens, after penalties and grammar masks.
+    """Return each beam's best next tokens, after penalties and grammar masks.
 
-    Both are ``[rows, count]``.
+    Returns:
+        Log-probabilities and token ids, ``[rows, count]`` each.
     """
     values, ids = kernels.top_log_probabilities(logits, count)
     pairs = [(step.group, sequence) for step, sequence in owners]
@@ -123,12 +124,13 @@ def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count:
 
 
 def _diverse(step: BeamStep, best: Callable[[int, Counter[int]], list[Pairs]]) -> list[list[Candidate]]:
-    """Search one step of diverse beam search: each group pays for the tokens that earlier groups are about to choose.
+    """Run one step of diverse beam search: a token costs a penalty each time an earlier group has just chosen it.
 
     A group with a finished search has no beams and chooses nothing.
 
     Args:
-        best: maps a group's number and these tokens to its beams' best next tokens, with the penalty subtracted.
+        best: returns the best next tokens of a group's beams, with the penalty subtracted. Its arguments are the
+            group's number and how often earlier groups chose each token.
     """
     result = []
     chosen: Counter[int] = Counter()
@@ -148,7 +150,7 @@ def _diverse(step: BeamStep, best: Callable[[int, Counter[int]], list[Pairs]]) -
 def _charged(
     step: BeamStep, values: list[list[float]], ids: list[list[int]]
 ) -> Callable[[int, Counter[int]], list[Pairs]]:
-    """Subtract the diversity penalty from ``values``, found without it, in the rows of all groups."""
+    """Return the ``best`` of `_diverse` that subtracts the diversity penalty from ``values``, found without it."""
     ends = list(accumulate(map(len, step.rows)))
 
     def best(number: int, chosen: Counter[int]) -> list[Pairs]:
@@ -160,7 +162,10 @@ def _charged(
 
 
 def _in_turn(logits: Tensor, step: BeamStep) -> list[list[Candidate]]:
-    """Subtract the diversity penalty before the repetition penalty and the logits processor, as transformers does."""
+    """Run `_diverse` with the diversity penalty before the repetition penalty and the logits processor.
+
+    That is the order of transformers.
+    """
 
     def best(number: int, chosen: Counter[int]) -> list[Pairs]:
         choice, count = step.choices[number], step.searches[number].num_candidates(len(step.group.end_ids))
@@ -180,10 +185,11 @@ def _in_turn(logits: Tensor, step: BeamStep) -> list[list[Candidate]]:
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, wanted: SequenceOf[tuple[int, int]], count: int) -> list[TokenLogprobs]:
-    """Return log-probabilities of (row of logits, token id) pairs, each with the row's ``count`` most probable tokens.
+    """Return the log-probability of each wanted token, with the ``count`` most probable tokens at the same position.
 
     Args:
         logits: ``[n, vocab]``.
+        wanted: (row of logits, token id) pairs.
         count: negative for the whole vocabulary.
     """
     if not wanted:

@@ -1,4 +1,4 @@
-"""The choice of one search at one step, and the hypotheses kept of it."""
+"""The state of a request's beam searches, the choice of one search at one step, and the hypotheses that it keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minillm.text.stop import OutputText
 
 @dataclass
 class Hypothesis:
-    """A finished beam, or a snapshot of a running one."""
+    """The tokens and text of a finished beam, or a snapshot of a running one."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
@@ -26,12 +26,12 @@ class Hypothesis:
 
 @dataclass
 class BeamState:
-    """The searches of one request, one for each group of beams, and their running beams, best first."""
+    """The searches of one request, one for each group of beams. The running beams of each search are best first."""
 
     searches: list[BeamSearch[Hypothesis]]
     beams: list[list[Sequence]] = field(default_factory=list)  # empty before the first step
-    search: DeviceSearch | None = None  # the only search, if the device can run its steps
-    counted: BlockTable | None = None  # the first beam's table when the common blocks were counted
+    search: DeviceSearch | None = None  # set if there is one search and the device can run its steps
+    counted: BlockTable | None = None  # the first beam's table when its common blocks were last counted
 
     @property
     def done(self) -> bool:
@@ -40,14 +40,17 @@ class BeamState:
 
 @dataclass
 class Choice:
-    """One search at one step: its beams' rows of logits and sequences, and properties of its candidates."""
+    """One search at one step: its beams with their rows of logits, and what is known of their continuations.
+
+    A continuation is a `Candidate`: a beam and its next token. Texts and matchers are computed once and kept.
+    """
 
     group: SequenceGroup
     rows: list[int]
     beams: list[Sequence]
     logprobs: dict[tuple[int, int], TokenLogprobs] = field(default_factory=dict)  # by row of logits and token
     texts: dict[tuple[int, int], OutputText] = field(default_factory=dict)  # by beam and token
-    matchers: dict[tuple[int, int], Matcher] = field(default_factory=dict)  # likewise
+    matchers: dict[tuple[int, int], Matcher] = field(default_factory=dict)  # by beam and token
 
     def __post_init__(self) -> None:
         self.end_ids = self.group.end_ids
@@ -82,7 +85,7 @@ class Choice:
         return [] if found is None else [found]
 
     def ends(self, candidate: Candidate) -> bool:
-        """Return whether an end token, a stop string or the end of the grammar completes a continuation."""
+        """Return whether a continuation is complete: by an end token, a stop string or the end of the grammar."""
         if candidate.token_id in self.end_ids:
             return True
         matcher = self.matcher(candidate)
@@ -92,7 +95,7 @@ class Choice:
         return text is not None and text.matched is not None
 
     def hypothesis(self, candidate: Candidate) -> Hypothesis:
-        """Return the finished beam of a continuation that is complete or has reached the maximum length."""
+        """Return a continuation as a finished beam. It must be complete or have reached the maximum length."""
         beam, text, token_id = self.beams[candidate.beam], self.text(candidate), candidate.token_id
         stop_reason: str | int | None = None
         if text is not None:

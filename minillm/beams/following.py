@@ -1,4 +1,4 @@
-"""On-device beam search: the host applies each choice one step later."""
+"""On-device beam search: the device chooses the beams, and the CPU applies each choice one step later."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from minillm.sequence import Flight, SequenceGroup
 
 @dataclass(slots=True)
 class Followed:
-    """The device's choices of one step, and the host's work in the same step; see `minillm.sequence.Flight`."""
+    """A step of beam searches; see `minillm.sequence.Flight`. The device has chosen for some, the CPU for the others.
+
+    Attributes:
+        follow: `minillm.beams.method.Beams.follow`.
+        found: the device's candidates of each search, as `Chosen.wait` returns them.
+    """
 
     follow: Callable[[BeamStep, list[Candidate]], list[Delta]]
     requests: Requests
-    following: dict[SequenceGroup, int]  # with the index of its search in ``chosen``
+    following: dict[SequenceGroup, int]  # a group of the device -> the index of its search in ``chosen``
     chosen: Chosen
-    hosted: Flight | None  # of other groups
+    hosted: Flight | None  # the CPU's searches in the same step, of other groups
     may_run_ahead: bool = field(init=False)
     may_compute_ahead: bool = field(init=False)
     found: list[list[tuple[float, int, int]]] = field(default_factory=list)
@@ -62,7 +67,7 @@ class Followed:
         if any(math.isnan(value) for value, _, _ in found):
             fail_nan(self.requests, group)
             return []
-        # The device identifies a beam by its index in the group's sequences, a search by its rank.
+        # The device identifies a beam by its place among the group's sequences; a `Candidate` has the beam's rank.
         ranks = [sequence.index for sequence in group.sequences]
         candidates = [Candidate(value, ranks[place], token_id) for value, place, token_id in found]
         return self.follow(BeamStep(group, [Choice(group, ranks, group.state.beams[0])]), candidates)

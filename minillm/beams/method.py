@@ -1,4 +1,4 @@
-"""Beam search as a decoding method: it forks and frees the block tables of its beams.
+"""Beam search as a decoding method: each step forks and frees the block tables of the beams.
 
 The sequences of a group are the running beams. They advance together, because each step chooses among all of them.
 """
@@ -28,9 +28,9 @@ from minillm.text.stop import OutputText
 
 
 class Beams:
-    """The beam searches of all requests; see `minillm.sequence.Method`.
+    """The decoding method of beam search requests; see `minillm.sequence.Method`.
 
-    If there is a ``device`` that supports it, the device runs the steps of searches and the host follows.
+    With a ``device``, simple searches run on it: the device chooses and forks, and the CPU repeats that one step later.
     """
 
     def __init__(self, requests: Requests, device: DeviceBeams | None = None) -> None:
@@ -45,7 +45,7 @@ class Beams:
         if params.stop and tokenizer is not None:
             detokenizer = tokenizer.detokenizer(group.sequences[0].token_ids)
             group.sequences[0].text = OutputText(detokenizer, tuple(params.stop), params.min_tokens)
-        # Diversity penalties, stop strings, log-probabilities and held requests need the host at each step.
+        # Diversity penalties, stop strings, log-probabilities and ``hold`` need the CPU at each step.
         hosted = count > 1 or group.sequences[0].text is not None or params.logprobs is not None or group.hold
         if self._device is not None and not hosted:
             search = Search(width, group.state.searches[0].num_candidates(len(group.end_ids)), group.end_ids)
@@ -58,7 +58,7 @@ class Beams:
         pending = group.sequences[0].num_pending
         if pending and group.sequences[0].num_output_tokens + pending >= group.max_tokens:
             return []  # the pending tokens are the last ones
-        # Beams decode in step: none computes its last token before the others have caught up.
+        # Beams decode together: no beam computes its last token while another lacks earlier tokens.
         behind = [(beam, left) for beam in group.sequences if (left := beam.num_tokens - 1 - beam.num_computed)]
         if behind:
             group.device = None
@@ -80,7 +80,7 @@ class Beams:
             assert not on_device, "the device has run no step of its searches"
             return self._search(logits, hosted)
         groups, chosen = choices
-        # Groups without a chunk have ended since their step was launched.
+        # A group in ``groups`` without a chunk has ended since its step was launched.
         following = {chunk.group: groups.index(chunk.group) for chunk in on_device}
         for chunk in on_device:
             chunk.sequence.num_pending += 1
@@ -93,7 +93,7 @@ class Beams:
         return Searches(self, logits, list(rows.items()))
 
     def _is_for_device(self, group: SequenceGroup) -> bool:
-        """Return whether the device runs this step of a search: all its beams are about to decode."""
+        """Return whether the device runs the next step of a group's search. All its beams are about to decode."""
         found = group.state.search
         if found is None or group.device is not None:
             return found is not None
@@ -121,16 +121,16 @@ class Beams:
     def advance(
         self, step: BeamStep, candidates: list[list[Candidate]], logprobs: dict[tuple[int, int], TokenLogprobs]
     ) -> list[Delta]:
-        """Choose the beams that live on, and fork, append and free accordingly. K and V are not moved.
+        """Choose the continuations that survive, and fork, append and free their sequences. K and V are not moved.
 
         Args:
             candidates: the best continuations for each of the step's searches, best first.
-            logprobs: of the continuations, by row of logits and token, if the request wants them.
+            logprobs: log-probabilities of the continuations, by (row of logits, token), if the request wants them.
         """
         return self._advance(step, candidates, logprobs, self._replace_beams)
 
     def follow(self, step: BeamStep, candidates: list[Candidate]) -> list[Delta]:
-        """Repeat in the host's bookkeeping what the device has done with a group's only search."""
+        """Apply the device's choice for a group's only search to the CPU's sequences. The device has already forked."""
         return self._advance(step, [candidates], {}, self._follow_rows)
 
     def _advance(
@@ -171,7 +171,7 @@ class Beams:
                 sequence = parent = choice.beams[candidate.beam]
                 if parent.seq_id in taken:
                     sequence = self.requests.fork(parent, len(parent.token_ids))
-                    group.sequences.append(sequence)  # if anything fails from here on, the group frees its blocks
+                    group.sequences.append(sequence)  # so that its blocks are freed if anything fails from here on
                     sequence.logprobs = parent.logprobs.copy()
                 taken.add(sequence.seq_id)
                 beams[-1].append(sequence)
@@ -192,7 +192,7 @@ class Beams:
         group.sequences = [sequence for sequence, _, _ in grown]
 
     def _follow_rows(self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]) -> None:
-        """Replace the sequences as the device replaced their slots: see `minillm.kernels.reference.choose_beams`."""
+        """Replace the sequences as the device replaced their rows: see `minillm.kernels.reference.choose_beams`."""
         [choice], [chosen], preemption = choices, survivors, self.requests.scheduler.preemption
         if len(chosen) < len(group.sequences):
             group.error = NO_TOKEN
@@ -219,7 +219,7 @@ class Beams:
 
 @dataclass(slots=True)
 class Searches:
-    """The beam searches that one step advances; see `minillm.sequence.Flight`."""
+    """The beam searches that the CPU advances in one step; see `minillm.sequence.Flight`."""
 
     beams: Beams
     logits: Tensor
@@ -269,7 +269,10 @@ class Searches:
         self.searching = []
 
     def _logprobs(self, step: BeamStep, candidates: list[list[Candidate]]) -> dict[tuple[int, int], TokenLogprobs]:
-        """Return the model's own log-probabilities of all continuations, if the request wants them."""
+        """Return the model's own log-probabilities of all continuations, by (row of logits, token).
+
+        Empty if the request does not want them.
+        """
         count = step.group.params.logprobs
         if count is None:
             return {}
@@ -279,13 +282,16 @@ class Searches:
 
 
 def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
-    """Return one request's beams at this step. In its first step each search has one beam, the prompt."""
+    """Return one request's beams at this step. ``row_of``: row of logits by seq_id.
+
+    In the first step each search has one beam, the prompt.
+    """
     beams = group.state.beams or [[group.sequences[0]]] * len(group.state.searches)
     return BeamStep(group, [Choice(group, [row_of[beam.seq_id] for beam in each], each) for each in beams])
 
 
 def count_common_blocks(group: SequenceGroup, block_size: int) -> None:
-    """Count the first full blocks that all beams hold. Forks of these beams hold them as well."""
+    """Count the first full blocks that all beams of a group share, for the device. Future forks share them as well."""
     first, state, count = group.sequences[0], group.state, group.device.num_common_blocks
     if first.table is None:  # preempted in this step
         return
@@ -304,9 +310,10 @@ def grammar_error(step: BeamStep) -> str | None:
 
 
 def places(group: SequenceGroup) -> dict[int, int]:
-    """Return the rank of each running beam among the current answers, by seq_id; the best answer has rank 0.
+    """Return the rank of each running beam among the answers so far, by seq_id. The best answer has rank 0.
 
-    Finished beams have ranks as well. Beams beyond the number of requested answers rank after all others.
+    Finished beams take ranks as well. Beams beyond the number of requested answers rank after all others. Empty if the
+    search is done.
     """
     state: BeamState = group.state
     running = [beam for beams in state.beams for beam in beams]
@@ -320,7 +327,7 @@ def places(group: SequenceGroup) -> dict[int, int]:
 
 
 def _best_first(group: SequenceGroup) -> list[tuple[float, float, Hypothesis]]:
-    """Return (score, log-probability, beam) of all finished beams, best first, then of the running ones.
+    """Return (score, log-probability, beam) of all finished beams, best first, followed by the running beams.
 
     If the search is done and has finished beams, running beams are left out.
     """

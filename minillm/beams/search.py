@@ -1,9 +1,9 @@
-"""Beam search: choose the continuations that live on, keep the finished ones, and decide when the search is done.
+"""Beam search: choose the continuations that survive, keep the finished ones, and decide when the search is done.
 
-The semantics are those of Hugging Face ``generate`` (its vectorized ``_beam_search``). Among the best ``(1 + number of
-end tokens) * width`` continuations, the best ``width`` that do not end live on. Those that end and rank among the best
-``width`` are finished. This is plain Python on numbers: `minillm.beams.candidates` handles the tensors, and
-`minillm.beams.method` forks and frees the blocks.
+The semantics are those of Hugging Face ``generate`` (its vectorized ``_beam_search``). Each step considers the best
+``(1 + number of end tokens) * width`` continuations. The best ``width`` of those without an end survive. Continuations
+that end are kept as finished if they rank among the best ``width``. This is plain Python on numbers:
+`minillm.beams.candidates` handles the tensors, and `minillm.beams.method` forks and frees the blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Finished(Generic[Beam]):
 
 @dataclass
 class BeamSearch(Generic[Beam]):
-    """One group of beams of one request. Scores are float32 values held as Python floats."""
+    """The search of one group of beams of one request. Log-probabilities are float32 values, as Python floats."""
 
     width: int
     length_penalty: float
@@ -54,9 +54,9 @@ class BeamSearch(Generic[Beam]):
         """Advance the search by one token.
 
         Args:
-            candidates: the best continuations, best first. Those of log-probability -inf are not allowed.
+            candidates: the best continuations, best first. A log-probability of -inf means that it is banned.
             ends: returns whether a continuation is complete (an end token, a stop string). `advance` checks the length.
-            keep: makes the caller's record of a finished continuation.
+            keep: returns the caller's record of a finished continuation, for `Finished`.
 
         Returns:
             The running beams of the next step, best first; empty when the search is done.

@@ -1,12 +1,12 @@
 """A draft model proposes the next tokens of sequences: a smaller model with the same tokenizer, or a quantized copy.
 
-It has its own weights, and its own K and V under the target model's block ids. So it follows the target's forks, cached
-prefixes, copies on write and swaps in a second pool, and keeps nothing per sequence (`speculation.drafted`). Before it
-proposes tokens it computes those it has not seen: a prompt, or the last tokens. Each draft token is drawn as the target
-will draw it, from the request's parameters, the seed and the position. The noise is the same, so models with similar
-logits agree at any temperature.
+It has its own weights, and its own pool of K and V with the target model's block ids. So the target's forks, cached
+prefixes, copies on write and swaps apply to both pools, and no state per sequence is needed (`speculation.drafted`).
+Before it proposes tokens, it computes the tokens that it has not seen: a prompt, or the last tokens. Each draft token
+is drawn as the target model will draw it, from the request's parameters, the seed and the position. The random noise is
+the same, so models with similar logits agree at any temperature.
 
-An error in this bookkeeping would cost accepted draft tokens, never a wrong token.
+An error in this bookkeeping would cost accepted draft tokens, but never change an output.
 """
 
 import time
@@ -26,16 +26,16 @@ from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 from minillm.speculation.drafted import Drafted
 from minillm.speculation.drafts import DraftChunk
 
-MOST_SEQS = 4  # running sequences with draft tokens; with more, each further row costs as much as a sequence
-_RUNS = 8  # of a token that is timed
-_FEW = 8  # unseen tokens: up to this many are computed like draft tokens, more like a prompt
+MOST_SEQS = 4  # speculate for at most this many running sequences; beyond, a draft token costs as much as a sequence
+_RUNS = 8  # timed runs of one token
+_FEW = 8  # up to this many unseen tokens are computed like draft tokens, more like a prompt
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A sequence as the draft model continues it."""
+    """A sequence while the draft model continues it: ``group`` and ``sequence`` are the draft model's copies."""
 
-    chunk: DraftChunk  # of the other model
+    chunk: DraftChunk  # of the target model
     group: SequenceGroup
     sequence: Sequence
 
@@ -45,19 +45,19 @@ class _Draft:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether drafting has begun and more tokens are wanted: none after a known end token."""
+        """Return whether drafting has begun and should continue. It stops at a known end token."""
         known = self.sequence.token_ids[-1] not in self.group.end_ids
         return 0 < self.num_drafted < self.chunk.optional and known
 
 
 class Drafter(StepObserver):
-    """A draft model that observes the steps of the runner it drafts for.
+    """A draft model. It observes the steps of the target model's runner and proposes draft tokens for them.
 
     Args:
-        runner: the draft model's, with as many blocks as the target model, on the device and on the host.
-        num_blocks, num_host_blocks: the numbers of blocks.
+        runner: the draft model's runner, with as many device and host blocks as the target model's.
+        num_blocks, num_host_blocks: the numbers of these blocks.
         other: the target model.
-        most_tokens: unseen tokens that it computes in a step.
+        most_tokens: maximum number of unseen tokens to compute in a step.
     """
 
     def __init__(self, runner: Runner, num_blocks: int, num_host_blocks: int, other: Llama, most_tokens: int) -> None:
@@ -91,7 +91,7 @@ class Drafter(StepObserver):
         self.runner.close()
 
     def _propose(self, chunks: list[DraftChunk]) -> None:
-        """Propose draft tokens for ``chunks``; none if the draft model has too many unseen tokens."""
+        """Propose draft tokens for ``chunks``. A sequence with too many unseen tokens for one step gets none."""
         groups = dict.fromkeys(chunk.group for chunk in chunks)
         self._groups = {group: self._groups.get(group) or _drawn_for(group) for group in groups}
         drafts = [_Draft(chunk, self._groups[chunk.group], self._sequence(chunk.sequence)) for chunk in chunks]
@@ -110,9 +110,9 @@ class Drafter(StepObserver):
         self.runner.give_up([draft.sequence for draft in drafts])
 
     def _sequence(self, sequence: Sequence) -> Sequence:
-        """Return a copy of a sequence for the draft model, with its own number of computed tokens."""
+        """Return a copy of a sequence for the draft model, with the number of tokens that this model has computed."""
         ids, vocab_size = list(sequence.token_ids), self.runner.model.config.vocab_size
-        if vocab_size < self._vocab_size:  # what it does not know stands for something else there
+        if vocab_size < self._vocab_size:  # ids outside the draft model's vocabulary are replaced
             ids = [token_id if token_id < vocab_size else 0 for token_id in ids]
         drafted = Sequence(sequence.seq_id, ids, sequence.num_prompt_tokens, sequence.index, sequence.seed)
         drafted.table = sequence.table
@@ -120,7 +120,7 @@ class Drafter(StepObserver):
         return drafted
 
     def _unseen(self, drafts: list[_Draft]) -> Schedule:
-        """Return the unseen tokens as a schedule; the first draft tokens are drawn from its last logits."""
+        """Return a schedule of the unseen tokens that fit. The first draft tokens are drawn from its last logits."""
         schedule, left = Schedule(), self._most_tokens
         for draft in drafts:
             missing = draft.sequence.num_tokens - draft.sequence.num_computed
@@ -132,7 +132,7 @@ class Drafter(StepObserver):
         return schedule
 
     def _compute(self, schedule: Schedule) -> list[tuple[list[Chunk], Drawn]]:
-        """Compute tokens and draw the next ones. Return the draws that the CPU does not know yet."""
+        """Compute tokens and draw the next ones. Return the draws that the CPU has not seen yet, with their chunks."""
         if not schedule.chunks:
             return []
         logits, sampled = self.runner.run(schedule, [])
@@ -156,10 +156,10 @@ def drafter_of(runner: Runner) -> Drafter | None:
 
 
 def price(draft: Llama, model: Llama) -> float:
-    """Return the time of a draft model's token, relative to the target's.
+    """Return the time of a token of the draft model, as a fraction of the time of a token of the target model.
 
-    It is measured on a CPU. On a GPU it is estimated from the bytes per token and the number of layers: the number of
-    draft tokens decides how matmuls round, so a measured value would let outputs differ from start to start.
+    It is measured on a CPU. On a GPU it is estimated from the bytes per token and the number of layers. A measurement
+    would vary from start to start, and with it the number of draft tokens, the rounding of matmuls, and outputs.
     """
     if model.device.type == "cpu":
         return _seconds_of_a_token(draft) / _seconds_of_a_token(model)
@@ -167,14 +167,14 @@ def price(draft: Llama, model: Llama) -> float:
 
 
 def token_bytes(model: Llama) -> int:
-    """Return how many bytes a GPU reads in the time of a token."""
-    layer = 33 << 20  # what it reads in a layer's overhead of 13 us
+    """Return the time of a token on a GPU, expressed in bytes that the GPU could read in this time."""
+    layer = 33 << 20  # bytes read in 13 us, the overhead of a layer
     return model.weight_bytes + layer * model.config.num_layers
 
 
 @torch.inference_mode()
 def _seconds_of_a_token(model: Llama) -> float:
-    """Return the fastest of several runs of one token."""
+    """Return the seconds of the fastest of several runs of one token."""
     zeros = torch.zeros(1, dtype=torch.int64)
     table, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     lengths = [1] if model.rotary.dynamic else None
@@ -188,7 +188,7 @@ def _seconds_of_a_token(model: Llama) -> float:
 
 
 def _drawn_for(group: SequenceGroup) -> SequenceGroup:
-    """Return a copy of a group with only the parameters that decide the draws."""
+    """Return a copy of a group for the draft model, without log-probabilities, which it need not compute."""
     same = copy(group)
     assert isinstance(group.params, SamplingParams)
     same.params = replace(group.params, logprobs=None, prompt_logprobs=None)

@@ -7,22 +7,22 @@ from minillm.sequence import Chunk, Sequence, SequenceGroup
 from minillm.speculation.lookup import Occurrences, Source
 from minillm.speculation.pace import DraftPace, LookupPace, Pace, Price
 
-_RESUMED = 3  # draft tokens to try when a text may resume a source that it diverged from
+_RESUMED = 3  # draft tokens to try when a text may return to the source that it diverged from
 
 
 @dataclass(slots=True, eq=False)
 class DraftChunk(Chunk):
-    """A sequence's last token and draft tokens after it; each gives a row of logits.
+    """A sequence's last token and the draft tokens after it. Each of these tokens has a row of logits.
 
     Attributes:
-        proposed: empty until a draft model has proposed tokens.
+        proposed: all proposed draft tokens; empty until a draft model has proposed some.
     """
 
     proposed: tuple[int, ...] = ()
 
     @property
     def draft(self) -> tuple[int, ...]:
-        """The draft tokens that have room in the step."""
+        """The draft tokens that the scheduler granted for the step."""
         return self.proposed[: self.optional]
 
     @property
@@ -49,13 +49,13 @@ class Drafts:
         return self._paces[sequence.index]
 
     def chunk(self, group: SequenceGroup, sequence: Sequence, most: int) -> DraftChunk | None:
-        """Return a sequence's last token and at most ``most`` draft tokens after it, if there are any."""
+        """Return a chunk of a sequence's last token and up to ``most`` draft tokens, or None without draft tokens."""
         # One more token is drawn after the draft tokens.
         count = min(self.pace(sequence).count, most, group.max_tokens - sequence.num_output_tokens - 1)
         return self._propose(group, sequence, count) if count > 0 else None
 
     def expects(self, group: SequenceGroup, sequence: Sequence) -> bool:
-        """Return whether there may be draft tokens after a pending token of a sequence."""
+        """Return whether draft tokens are expected after a sequence's pending token. If so, the next step waits."""
         return True
 
     def learn(self, chunk: DraftChunk, num_accepted: int) -> None:
@@ -72,14 +72,15 @@ class Drafts:
 class LookupDrafts(Drafts):
     """Finds draft tokens by n-gram lookup in the texts of the group's sequences.
 
-    Draft tokens after a pending token are expected if the text before that token has a source. So a text without
-    repetitions never waits for a lookup, and drafts for a new repetition start one token later than possible.
+    Draft tokens after a pending token are expected if the text before that token repeats an earlier passage (its
+    source). So a text without repetitions never waits for a lookup, but the first draft of a repetition comes one token
+    late.
     """
 
     def __init__(self, price: Price) -> None:
         super().__init__(price)
         self._occurrences = Occurrences()
-        self._noted: dict[int, int] = {}  # tokens of each completion that are in the index
+        self._noted: dict[int, int] = {}  # number of tokens of each completion that are in the index
         self._sources: dict[int, Source] = {}  # of each completion's latest draft tokens
         self._waiting: set[int] = set()  # completions that wait for draft tokens before their next step
 
@@ -114,7 +115,7 @@ class LookupDrafts(Drafts):
         return DraftChunk(group, sequence, 1, True, optional=len(found), proposed=found)
 
     def _source(self, group: SequenceGroup, sequence: Sequence) -> Source | None:
-        """Return an earlier occurrence of a sequence's last tokens."""
+        """Index the group's new tokens. Return an earlier occurrence of ``sequence``'s last tokens, or None."""
         for each in group.sequences:  # all have the same prompt: it is noted once
             first = self._noted.get(each.index, each.num_prompt_tokens if self._noted else 0)
             self._noted[each.index] = end = len(each.token_ids) - 1  # nothing has followed the last token yet
@@ -122,12 +123,12 @@ class LookupDrafts(Drafts):
         return self._occurrences.source(sequence.token_ids)
 
     def _parted(self, sequence: Sequence) -> Source | None:
-        """Return the source that a sequence has diverged from, if it may resume now."""
+        """Return the source that a sequence has diverged from, if the sequence may return to it now."""
         source, pace = self._sources.get(sequence.index), self.pace(sequence)
         assert isinstance(pace, LookupPace)
         return source if source is not None and pace.resumes(source.num_tries) else None
 
 
 def num_accepted(group: SequenceGroup, index: int) -> int:
-    """Return how many tokens of a group's completion were draft tokens."""
+    """Return how many tokens of completion ``index`` were accepted draft tokens."""
     return group.state.num_accepted[index] if isinstance(group.state, Drafts) else 0

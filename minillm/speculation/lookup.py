@@ -1,25 +1,25 @@
-"""N-gram lookup: earlier occurrences of a text's last tokens, in it or in other texts, by hash chains as in LZ77.
+"""N-gram lookup: find earlier occurrences of a text's last tokens, in any text, by hash chains as in LZ77.
 
-Each pair of adjacent tokens links to its latest occurrence, and each occurrence to the previous one. So a new token
-costs one entry, and a search visits a bounded number of places in texts of any length.
+Each pair of adjacent tokens links to its latest occurrence, and each occurrence links to the previous one of the same
+pair. So a new token costs one entry, and a search visits a bounded number of occurrences in texts of any length.
 """
 
 from dataclasses import dataclass
 
-LONGEST_MATCH = 16  # tokens to compare: texts with the same 16 tokens mostly continue alike
+LONGEST_MATCH = 16  # maximum tokens to compare: texts that agree in 16 tokens mostly continue alike
 _PLACES = 32  # latest occurrences of a pair that a search visits
 
 
 @dataclass(slots=True)
 class Source:
-    """A place in a text with tokens that may follow another text."""
+    """A position in a text. The tokens from there on are draft tokens for another text, or for the same one."""
 
     text: list[int]
-    place: int  # of the first of them
-    num_tries: int = 0  # since the text parted from this one
+    place: int  # index of the first draft token
+    num_tries: int = 0  # attempts to return to this source since the other text diverged from it
 
     def tokens(self, count: int, text: list[int]) -> tuple[int, ...]:
-        """Return up to ``count`` tokens. If the source is ``text`` itself, assume that it keeps repeating itself."""
+        """Return up to ``count`` draft tokens for ``text``. If this source is in ``text``, continue its repetition."""
         found = self.text[self.place : self.place + count]
         period = len(self.text) - self.place
         while found and self.text is text and len(found) < count:
@@ -27,9 +27,10 @@ class Source:
         return tuple(found)
 
     def part(self, num_accepted: int) -> None:
-        """Note that the text diverged after ``num_accepted`` of these tokens; it may resume after the next one.
+        """Note that the other text diverged after ``num_accepted`` draft tokens, and skip the token that differs.
 
-        If it did not resume there, it may do so one token later.
+        Both texts may agree again after that token. If a try shows that they do not, ``place`` stays, since the other
+        text is one token longer by then.
         """
         if num_accepted or not self.num_tries:
             self.place += num_accepted + 1
@@ -37,16 +38,16 @@ class Source:
 
 
 class Occurrences:
-    """Pairs of tokens of growing texts, which are lists of token ids that others append to."""
+    """An index of all pairs of adjacent tokens in texts, which are lists of token ids that others append to."""
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}  # a pair -> its latest occurrence
-        self._before: list[int] = []  # of each occurrence, the one before it of the same pair, or -1
-        self._texts: list[list[int]] = []  # of each occurrence, where it is
-        self._ends: list[int] = []  # of each occurrence, the place of its second token
+        self._before: list[int] = []  # for each occurrence, the previous one of the same pair, or -1
+        self._texts: list[list[int]] = []  # for each occurrence, its text
+        self._ends: list[int] = []  # for each occurrence, the index of its second token in that text
 
     def add(self, text: list[int], first: int, end: int) -> None:
-        """Add the pairs of ``text`` with second tokens from ``first`` to ``end`` (exclusive)."""
+        """Index the pairs of ``text`` that have their second token at ``first`` to ``end`` (exclusive)."""
         latest, before = self._latest, self._before
         for place in range(max(1, first), end):
             pair = text[place - 1] << 32 | text[place]
@@ -56,7 +57,7 @@ class Occurrences:
             self._ends.append(place)
 
     def source(self, text: list[int]) -> Source | None:
-        """Return the latest occurrence of the longest suffix of ``text``; None if it has fewer than two tokens."""
+        """Return the latest occurrence of the longest known suffix of ``text`` (two tokens or more), or None."""
         if len(text) < 2:
             return None
         found, longest = -1, 0
@@ -76,7 +77,10 @@ class Occurrences:
 
 
 def _common_end(text: list[int], other: list[int], end: int) -> int:
-    """Return how many tokens, up to `LONGEST_MATCH`, agree at the end of ``text`` and up to ``end`` of another."""
+    """Return how many last tokens of ``text`` equal those of ``other[: end + 1]``, at most `LONGEST_MATCH`.
+
+    The caller knows that the last two are equal.
+    """
     most = min(LONGEST_MATCH, len(text), end + 1)
     length = 2
     while length < most and text[-1 - length] == other[end - length]:

@@ -1,9 +1,9 @@
 """Speculative decoding: a step computes draft tokens together with a sequence's last token.
 
-Draft tokens come from n-gram lookup (`minillm.speculation.lookup`) or from a draft model (`speculation.drafter`). From
-each row of logits the sequence's token for that position is drawn, which depends only on the logits, the seed and the
-position. A draft token is accepted if it equals that token. So the output is the one without speculation, for any
-sampling parameters, in fewer steps.
+Draft tokens come from n-gram lookup (`minillm.speculation.lookup`) or from a draft model (`speculation.drafter`). Each
+row of logits gives the sequence's token for that position, which depends only on the logits, the seed and the position.
+A draft token is accepted if it equals that token. So the output is the same as without speculation, for any sampling
+parameters, but takes fewer steps.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Results = tuple[list[int], list[TokenLogprobs | None], list[bool]]  # as `Drawn.
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each draft token (with weights as stored 0.3 and 0.13).
 _CPU_PRICE = Price(0.3, 0.12)
 _COMPILED_PRICE = Price(0.35, 0.2)  # relative to a step of `minillm.model.one_token`, which takes no draft tokens
-# A GPU reads its weights once for all rows of a step, but each layer takes some 5 us longer than for one row, and a bit
-# longer for each further row (135m: 1.33 of a step with 4 rows, 1.51 with 16; 8b: 1.15 and 1.24). Then it waits for
-# the CPU, 0.2 ms. All in bytes, as in `token_bytes`.
+# A GPU reads its weights once for all rows of a step. But each layer takes some 5 us longer than for one row, and a
+# little longer for each further row (135m: 1.33 times a step with 4 rows, 1.51 with 16; 8b: 1.15 and 1.24). Waiting for
+# the CPU takes 0.2 ms more. The constants express these times in bytes, as `token_bytes` does.
 _GPU_PRICE = Price(0.08, 0.008, resumptions=8, fewest=7, most=15)
 _HOST_BYTES, _LAYER_BYTES, _ROW_BYTES = 500 << 20, 8 << 20, 1 << 19
 
@@ -50,14 +50,14 @@ class SpeculativeSamples(Samples):
     """`Samples` with draft tokens; see `minillm.sequence.Method`.
 
     Args:
-        draft: the cost of a draft model's token, in steps; None: n-gram lookup.
+        draft: the time of a draft model's token, relative to a step of the target model. None: n-gram lookup.
     """
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0, draft: float | None = None) -> None:
         super().__init__(requests, runner, seed)
         self._kind = LookupDrafts if draft is None else Drafts
         self._price = replace(_price(runner.model), draft=draft or 0.0)
-        self.num_verified = self.num_drafted = self.num_accepted = 0  # verified chunks, and their draft tokens, ever
+        self.num_verified = self.num_drafted = self.num_accepted = 0  # verified chunks, and their draft tokens, in all
 
     def begin(self, group: SequenceGroup) -> None:
         super().begin(group)
@@ -88,7 +88,12 @@ class SpeculativeSamples(Samples):
         return Verification(self, beside, drafted, rows, drawn)
 
     def draw_drafts(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
-        """Draw for sequences that may never exist: ``holders`` become them if draft tokens are accepted."""
+        """Draw the tokens that verify drafts, from sequences that assume accepted draft tokens.
+
+        Args:
+            draws: see `_rows`.
+            holders: the real sequences, which become these if the draft tokens are accepted.
+        """
         runner = self._runner
         drawn = runner.draw_each(draws, holders) if isinstance(runner, DeviceRunner) else None
         if drawn is None:
@@ -97,7 +102,7 @@ class SpeculativeSamples(Samples):
         return drawn
 
     def note_verified(self, chunk: DraftChunk, num_accepted: int) -> None:
-        """Count a step's draft tokens, and adapt. There may be fewer than were wanted, or none."""
+        """Count a verified chunk's draft tokens, and adapt how many to propose. Does nothing if it had none."""
         if chunk.draft:
             self.num_verified += 1
             self.num_drafted += len(chunk.draft)
@@ -106,7 +111,7 @@ class SpeculativeSamples(Samples):
             _tried(chunk.group, lambda: chunk.group.state.learn(chunk, num_accepted), None)
 
     def expects(self, chunk: Chunk) -> bool:
-        """Return whether the next step may have draft tokens after a token that the CPU must know first."""
+        """Return whether to wait for this chunk's token, because the next step may have draft tokens after it."""
         drafts, sequence = chunk.group.state, chunk.sequence
         if drafts is None or not drafts.works or drafts.pace(sequence).left or not self._few_run():
             return False
@@ -121,7 +126,7 @@ class SpeculativeSamples(Samples):
 
 
 def _price(model: Llama) -> Price:
-    """Return the costs of draft tokens for a model."""
+    """Return the costs of draft tokens for a model, relative to its steps."""
     if model.device.type == "cpu":
         return _CPU_PRICE if model.one_token is None else _COMPILED_PRICE
     whole, layers = token_bytes(model), model.config.num_layers
@@ -130,7 +135,10 @@ def _price(model: Llama) -> Price:
 
 
 def _tried(group: SequenceGroup, work: Callable[[], Result], otherwise: Result) -> Result:
-    """Return the result of ``work`` on a group's draft tokens. If it fails, the group continues without any."""
+    """Return the result of ``work`` on a group's draft tokens.
+
+    If it raises, report that, return ``otherwise``, and never speculate for this group again.
+    """
     try:
         return work()
     except Exception as error:
@@ -140,10 +148,11 @@ def _tried(group: SequenceGroup, work: Callable[[], Result], otherwise: Result) 
 
 
 def _rows(chunk: DraftChunk) -> list[Chunk]:
-    """Return the draws from a chunk's rows of logits; each assumes that the draft tokens before it are accepted.
+    """Return a draw for each of a chunk's rows of logits. Each assumes that the draft tokens before it are accepted.
 
-    If draws depend on the tokens themselves, each gets a group of its own, since its failure only counts if the draft
-    tokens are accepted. Otherwise a draw only has the number of its tokens: lists would take long with long contexts.
+    If draws depend on earlier tokens, each draw gets its own copy of the group, because an error counts only if these
+    draft tokens are accepted. Otherwise a draw's sequence has the right number of tokens but no list of them: copying
+    long contexts would take long.
     """
     group, sequence = chunk.group, chunk.sequence
     rows: list[Chunk] = [chunk]
@@ -158,10 +167,10 @@ def _rows(chunk: DraftChunk) -> list[Chunk]:
 
 @dataclass(slots=True)
 class PlainDraws:
-    """Draws without draft tokens, which the next step may have; see `minillm.sequence.Flight`.
+    """The draws of a step without draft tokens; see `minillm.sequence.Flight`.
 
-    The CPU must know these tokens first only if draft tokens are expected. This is decided as late as possible, when
-    all earlier tokens are known.
+    If the next step may have draft tokens, it must wait until the CPU knows these draws. Whether it may is decided as
+    late as possible, when all earlier tokens are known.
     """
 
     samples: SpeculativeSamples
@@ -202,7 +211,7 @@ class PlainDraws:
 
 @dataclass(slots=True)
 class Verification:
-    """Draws after draft tokens, and plain draws of the same step; see `minillm.sequence.Flight`."""
+    """The draws that verify draft tokens, and the plain draws of the same step; see `minillm.sequence.Flight`."""
 
     samples: SpeculativeSamples
     plain: Draws | None
@@ -210,7 +219,7 @@ class Verification:
     rows: list[Chunk]  # the draws of all chunks, in their order
     drawn: Drawn
     results: Results = ([], [], [])
-    may_run_ahead: bool = False  # the next step depends on how many were accepted
+    may_run_ahead: bool = False  # the next step depends on the number of accepted draft tokens
     may_compute_ahead: bool = False
 
     @property
@@ -247,7 +256,10 @@ class Verification:
             self.plain.discard()
 
     def _go_on(self, chunk: DraftChunk, first: int) -> list[Delta]:
-        """Append the accepted draft tokens and the token drawn after them; return one delta, if any."""
+        """Append a chunk's accepted draft tokens and the token drawn after them. Return at most one delta.
+
+        ``first``: the index of the chunk's first draw in ``rows``.
+        """
         samples, group, sequence, end = self.samples, chunk.group, chunk.sequence, first + 1 + len(chunk.draft)
         draws = zip(*(each[first:end] for each in self.results), self.rows[first:end], strict=True)
         deltas, num_accepted = list[Delta](), 0
@@ -269,7 +281,7 @@ class Verification:
 
 
 def _joined(deltas: list[Delta]) -> Delta:
-    """Merge consecutive additions to one completion."""
+    """Merge consecutive deltas of one completion."""
     last, text = deltas[-1], "".join(delta.text for delta in deltas)
     token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
     return Delta(last.request_id, last.index, text, token_ids, last.finish_reason, last.stop_reason)

@@ -1,31 +1,31 @@
-"""Choose the number of draft tokens to propose: as many as pay off, and none for a while if they do not.
+"""Choose the number of draft tokens to propose: as many as save time, and none for a while if they do not.
 
-Time is measured in steps that compute one token of the sequence.
+The unit of time is a step without draft tokens. A sequence's pace is this choice, adapted after each step.
 """
 
 import sys
 from dataclasses import dataclass
 from typing import Protocol
 
-_MOST_DRAFTED = 8  # tokens of a draft model at a time
-_LARGEST_CREDIT = 2.0
+_MOST_DRAFTED = 8  # draft model tokens per step
+_LARGEST_CREDIT = 2.0  # steps
 _LONGEST_PAUSE = 64  # steps
-_DRAFT_PAUSES = 4, 256  # shortest and longest; the draft model computes their tokens afterwards
-_WORTH = 1.1  # times as fast
-_KEPT = 0.95  # decay of a draft model's counts per step
+_DRAFT_PAUSES = 4, 256  # shortest and longest, in steps; after a pause the draft model computes the missed tokens
+_WORTH = 1.1  # minimum speedup to start drafting
+_KEPT = 0.95  # decay of the counts of accepted and tried tokens per step
 
 
 @dataclass(frozen=True)
 class Price:
-    """The costs of draft tokens, relative to a step without any.
+    """The costs of draft tokens, in times of a step without draft tokens.
 
     Attributes:
-        step: of a step with draft tokens.
-        each: of verifying each draft token.
-        draft: of proposing each draft token.
-        wait: of a step that waits for a lookup instead of running ahead.
-        resumptions: how often a diverged text is expected to resume its source; 0 if draft tokens are expensive.
-        fewest, most: draft tokens of a lookup. A GPU computes 5 to 8 rows in the same time, and 9 to 16.
+        step: extra cost of a step that has draft tokens.
+        each: extra cost of verifying each draft token.
+        draft: extra cost of proposing each draft token.
+        wait: extra cost of a step that waits for a lookup instead of running ahead.
+        resumptions: how many tries a diverged text gets to return to its source; 0 if draft tokens are expensive.
+        fewest, most: limits of the draft tokens of a lookup. A GPU computes 5 to 8 rows in equal time, and 9 to 16.
     """
 
     step: float
@@ -38,19 +38,19 @@ class Price:
 
 
 class Pace(Protocol):
-    """The pace of one sequence."""
+    """The pace of one sequence's draft tokens."""
 
-    left: int  # further steps without draft tokens
+    left: int  # remaining steps of the present pause
 
     @property
     def count(self) -> int:
-        """The draft tokens of the next step."""
+        """Number of draft tokens to propose for the next step."""
 
     def is_due(self) -> bool:
-        """Return whether this step may have draft tokens. Call it once a step."""
+        """Return whether this step may have draft tokens, and count down a pause. Call it once per step."""
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:
-        """Adapt to a step; 0 draft tokens mean that it waited for a lookup in vain."""
+        """Adapt to the result of a step. ``num_drafted`` is 0 if the step waited for a lookup that found nothing."""
 
 
 @dataclass(slots=True)
@@ -59,8 +59,8 @@ class LookupPace:
 
     price: Price
     count: int = 0  # starts with the price's fewest
-    credit: float = 0.0  # steps saved recently
-    pause: int = 0  # steps of the last pause, fewer since something was saved
+    credit: float = 0.0  # steps saved recently; below 0 a pause begins
+    pause: int = 0  # steps of the last pause, halved by every step that saved time
     left: int = 0
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class LookupPace:
         return True
 
     def resumes(self, num_tries: int) -> bool:
-        """Return whether to try again, after ``num_tries`` failures, that a text resumes its source."""
+        """Return whether to try once more, after ``num_tries`` tries, if a diverged text returns to its source."""
         return self.credit > 0 and num_tries < self.price.resumptions
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:
@@ -93,17 +93,17 @@ class LookupPace:
 
 @dataclass(slots=True)
 class DraftPace:
-    """The pace of a draft model: propose as many tokens as save most time, by the recent rate of acceptance.
+    """The pace of a draft model: propose the number of tokens that saves most time at the recent acceptance rate.
 
-    A draft token counts if those before it were accepted. If none pays off, pauses grow, and after the longest one it
-    stops. If even an acceptance rate of 0.9 would hardly pay off, it never starts: to find out, the draft model would
-    have to compute the prompt.
+    The rate counts only draft tokens after accepted ones. If no number of tokens saves time, pauses grow, and after the
+    longest pause drafting stops. If even an acceptance rate of 0.9 would hardly save time, drafting never starts:
+    trying it would require the draft model to compute the prompt.
     """
 
     price: Price
-    right: float = 3.0  # accepted, with decay; starts at three of four
-    tried: float = 4.0
-    pause: int = 0  # steps of the last pause, shorter since draft tokens paid off
+    right: float = 3.0  # accepted draft tokens, with decay; the initial rate is three of four
+    tried: float = 4.0  # draft tokens after accepted ones, with decay
+    pause: int = 0  # steps of the last pause; 0 again once draft tokens save time
     left: int = 0
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class DraftPace:
             self.left = self.pause if self.pause <= longest else sys.maxsize
 
     def _speed(self, count: int, rate: float | None = None) -> float:
-        """Return tokens per plain step's time, at ``count`` draft tokens a step and an acceptance ``rate``."""
+        """Return the speedup by ``count`` draft tokens per step at an acceptance ``rate`` (default: the recent one)."""
         rate = self.right / self.tried if rate is None else rate
         tokens = sum(rate**number for number in range(count + 1))
         return tokens / (1 + self.price.step + (self.price.each + self.price.draft) * count)
