@@ -21,12 +21,13 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minillm.server.generating import error_json, send_json
+from minillm.server.generating import send_json
+from minillm.server.message_answers import error_at, is_messages
 from minillm.server.metrics import Metrics
 
 _OPEN = ("/health", "/version")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-_SINGLE = ("host", "authorization", "content-type", "origin", "content-length", "transfer-encoding")
+_SINGLE = ("host", "authorization", "x-api-key", "content-type", "origin", "content-length", "transfer-encoding")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
 _MOST_OF_BODIES = 16 << 20  # bytes of one tenant's large bodies in transit
 
@@ -119,7 +120,7 @@ class Access:
         if refusal is not None:
             status, message = refusal
             more = [(b"www-authenticate", b"Bearer")] if status == 401 else []
-            await send_json(counted, status, error_json(status, message), more)
+            await send_json(counted, status, error_at(scope["path"], status, message), more)
             return
         if scope["method"] == "OPTIONS" and headers.get("origin") in self.rules.origins:
             await self._preflight(counted, headers.get("access-control-request-headers", ""))
@@ -130,7 +131,8 @@ class Access:
             read = await self._read(headers, receive, state["tenant"])
             if isinstance(read, tuple):
                 status, message = read
-                await send_json(counted, status, error_json(status, message), [(b"connection", b"close")])
+                error = error_at(scope["path"], status, message)
+                await send_json(counted, status, error, [(b"connection", b"close")])
                 return
             state["body"] = read
         await self.app(scope, receive, counted)
@@ -140,7 +142,10 @@ class Access:
         if not self.rules.keys:
             return (scope.get("client") or ("",))[0]
         kind, _, given = headers.get("authorization", "").partition(" ")
-        return self.rules.tenant_of(given.strip()) if kind.lower() == "bearer" else None  # RFC 7235: any case
+        tenant = self.rules.tenant_of(given.strip()) if kind.lower() == "bearer" else None  # RFC 7235: any case
+        if tenant is None and is_messages(scope["path"]):
+            tenant = self.rules.tenant_of(headers.get("x-api-key", ""))  # Anthropic's header
+        return tenant
 
     def _refusal(self, scope: Scope, headers: Mapping[str, str], tenant: str | None) -> tuple[int, str] | None:
         rules = self.rules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -42,6 +42,7 @@ class Usage:
 class Frame:
     """The fields that all chunks of one response share."""
 
+    ping: ClassVar[bytes] = b": alive\n\n"
     id: str
     model: str
     kind: str  # "chat.completion" or "text_completion"

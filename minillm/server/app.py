@@ -23,7 +23,9 @@ from minillm.server.access import Access, AccessRules
 from minillm.server.bodies import BadField
 from minillm.server.completion_routes import chat, complete
 from minillm.server.engine_process import EngineDied
-from minillm.server.generating import CONTEXT_LENGTH, error_json
+from minillm.server.generating import CONTEXT_LENGTH
+from minillm.server.message_answers import error_at
+from minillm.server.message_routes import count_tokens, create_message
 from minillm.server.openapi import document
 from minillm.server.service import Service, UnknownModel, json_response
 from minillm.server.stream_routes import open_session, take_session_commands, watch_cache
@@ -40,6 +42,7 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
     generating: list[Handler] = [
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/completions", complete),
+        ("POST", "/v1/messages", create_message),
     ]
     others: list[Handler] = [
         ("GET", "/v1/models", _models),
@@ -47,6 +50,7 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
         ("GET", "/health", _health),
         ("GET", "/version", _version),
         ("GET", "/metrics", _metrics),
+        ("POST", "/v1/messages/count_tokens", count_tokens),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
         ("GET", "/v1/prefixes", _list_prefixes),
@@ -96,17 +100,18 @@ class Shortcut:
 
 def _endpoint(service: Service, handler: Callable[[Service, Request], Awaitable[Any]]) -> Any:
     async def endpoint(request: Request) -> Any:
+        path = request.scope["path"]
         try:
             return await handler(service, request)
         except BadField as error:
-            return json_response(error_json(400, str(error), error.field), 400)
+            return json_response(error_at(path, 400, str(error), error.field), 400)
         except EngineDied as error:
-            return json_response(error_json(503, str(error)), 503)
+            return json_response(error_at(path, 503, str(error)), 503)
         except UsageError as error:
             code = CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None
-            return json_response(error_json(400, str(error), code=code), 400)
+            return json_response(error_at(path, 400, str(error), code=code), 400)
         except MinillmError as error:
-            return json_response(error_json(500, str(error)), 500)
+            return json_response(error_at(path, 500, str(error)), 500)
 
     endpoint.__name__ = handler.__name__
     return endpoint
@@ -114,8 +119,8 @@ def _endpoint(service: Service, handler: Callable[[Service, Request], Awaitable[
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = "model_not_found" if isinstance(error, UnknownModel) else None
-    answer = json_response(error_json(error.status_code, str(error.detail), code=code), error.status_code)
+    path, code = request.scope["path"], "model_not_found" if isinstance(error, UnknownModel) else None
+    answer = json_response(error_at(path, error.status_code, str(error.detail), code=code), error.status_code)
     answer.headers.update(error.headers or {})
     if error.status_code == 405:
         answer.headers["allow"] = ", ".join(sorted(_methods(request)))
@@ -129,7 +134,7 @@ def _methods(request: Request) -> set[str]:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return json_response(error_json(500, "internal error; see the server's log"), 500)
+    return json_response(error_at(request.scope["path"], 500, "internal error; see the server's log"), 500)
 
 
 # --- models, tokens, health -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -32,6 +32,8 @@ _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cac
 
 class Framing(Protocol):
     """Encodes the responses and events of one protocol. `minillm.server.answers.Frame` is that of chat completions."""
+
+    ping: ClassVar[bytes]  # sent on a stream that has nothing to send
 
     def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
         """Return a complete response. ``prompt`` holds the fields about the prompt."""
@@ -188,7 +190,7 @@ class Generating:
         return noted
 
     async def _keep_alive(self, send: Send) -> None:
-        """Send a stream's head soon, and a comment whenever nothing was sent for a while."""
+        """Send a stream's head soon, and a ping whenever nothing was sent for a while."""
         await asyncio.sleep(_HEAD_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MOST_HEAD_SECONDS - _HEAD_SECONDS):
@@ -201,7 +203,7 @@ class Generating:
             elif self._sending < math.inf:  # the client does not read
                 await asyncio.sleep(_SILENT_SECONDS)
             else:
-                await send(_body(b": alive\n\n", more=True))
+                await send(_body(self.asked.frame.ping, more=True))
 
     async def _work(self, send: Send) -> None:
         began = time.monotonic()

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minillm.server.generating import error_json, send_json
+from minillm.server.message_answers import error_at
 
 HEADER_SECONDS = 20.0
 HEADER_BYTES = 64 << 10  # of a head, and of anything between two pieces of a body or after the last one
@@ -226,4 +227,5 @@ class BoundedProtocol(HttpToolsProtocol):
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
     """Respond when there are too many connections."""
     headers = [(b"retry-after", b"1"), (b"connection", b"close")]
-    await send_json(send, 503, error_json(503, "too many connections; try again later"), headers)
+    error = error_at(scope["path"], 503, "too many connections; try again later")
+    await send_json(send, 503, error, headers)

@@ -7,10 +7,14 @@ import msgspec
 
 import minillm
 from minillm.server import bodies, openapi_answers
+from minillm.server.message_answers import is_messages
+from minillm.server.message_routes import MessagesBody
 
 _ROUTES: tuple[tuple[str, str, str, Any], ...] = (
     ("post", "/v1/chat/completions", "Answer a conversation", bodies.ChatBody),
     ("post", "/v1/completions", "Complete prompts", bodies.CompletionBody),
+    ("post", "/v1/messages", "Answer a conversation, as Anthropic's Messages API", MessagesBody),
+    ("post", "/v1/messages/count_tokens", "Count the tokens of a conversation", MessagesBody),
     ("get", "/v1/models", "List the served model", None),
     ("get", "/v1/models/{name}", "Describe the served model", None),
     ("get", "/health", "Check that the engine runs", None),
@@ -37,15 +41,16 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
 @cache
 def document() -> dict[str, Any]:
     """Return the document as data."""
-    kinds = [kind for *_, kind in _ROUTES if kind is not None]
+    kinds = list(dict.fromkeys(kind for *_, kind in _ROUTES if kind is not None))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     of_kind = dict(zip(kinds, schemas, strict=True))
     for needing, names in _NEEDED.items():
         components[needing.__name__]["anyOf"] = [{"required": [name]} for name in names]
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     paths: dict[str, dict[str, Any]] = {}
     for method, path, summary, kind in _ROUTES:
         answers = {kind: {"schema": schema} for kind, schema in openapi_answers.ANSWERS[method, path].items()}
+        shape = "MessageError" if is_messages(path) else "Error"
+        error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
         entry: dict[str, Any] = {"summary": summary, "responses": {
             "200": {"description": "an answer", "content": answers},
             **{str(code): {"description": "an error", "content": error} for code in _ERRORS},
@@ -61,6 +66,9 @@ def document() -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": {**components, **openapi_answers.SCHEMAS},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }

@@ -39,6 +39,7 @@ SCHEMAS: dict[str, Json] = {
     "Error": _record(
         error=_record(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT)),
     ),
+    "MessageError": _record(type={"const": "error"}, error=_record(message=_TEXT, type=_TEXT)),
     "Usage": _record(
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,
@@ -94,6 +95,13 @@ def _completion(kind: str, choice: str, **more: Json) -> Json:
     )  # fmt: skip
 
 
+_BLOCK: Json = {
+    "oneOf": [
+        _record(type={"const": "text"}, text=_TEXT),
+        _record(type={"const": "thinking"}, thinking=_TEXT, signature=_TEXT),
+        _record(type={"const": "tool_use"}, id=_TEXT, name=_TEXT, input={"type": "object"}),
+    ]
+}
 _TABLE = _record("replica", seq_id=_COUNT, request=_TEXT, index=_COUNT, state=_TEXT, num_tokens=_COUNT, blocks=_IDS)
 
 # The content of each route's response, by media type.
@@ -108,6 +116,25 @@ ANSWERS: dict[tuple[str, str], dict[str, Json]] = {
         "application/json": _completion("text_completion", "TextChoice"),
         "text/event-stream": {},
     },
+    ("post", "/v1/messages"): {
+        "application/json": _record(
+            id=_TEXT,
+            type={"const": "message"},
+            role={"const": "assistant"},
+            model=_TEXT,
+            content=_list(_BLOCK),
+            stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+            stop_sequence=_or_null(_TEXT),
+            usage=_record(
+                input_tokens=_COUNT,
+                cache_creation_input_tokens=_COUNT,
+                cache_read_input_tokens=_COUNT,
+                output_tokens=_COUNT,
+            ),
+        ),
+        "text/event-stream": {},
+    },
+    ("post", "/v1/messages/count_tokens"): {"application/json": _record(input_tokens=_COUNT)},
     ("get", "/v1/models"): {"application/json": _record(object={"const": "list"}, data=_list(_ref("Model")))},
     ("get", "/v1/models/{name}"): {"application/json": _ref("Model")},
     ("get", "/health"): {"application/json": _record(status=_TEXT)},
