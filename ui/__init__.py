@@ -7,6 +7,6 @@ memory/                 the block pool as data, and its six views
 bars.py, dialogs.py     the lines at the top and the bottom; the dialogs above the chat
 settings.py             the settings that the user can change
 textual_internals.py    all uses of Textual's private names
-terminal.py             the terminal before and after the app, however it ends
+terminal.py             setting up the terminal before the app starts, and restoring it however the app ends
 plain.py                the chat line by line, without Textual
 """

@@ -1,4 +1,4 @@
-"""``minillm chat`` as an app: start, end, and the keys that all screens share."""
+"""The app of ``minillm chat``: start, exit, and the keys that all screens share."""
 
 import asyncio
 import contextlib
@@ -31,8 +31,8 @@ from minillm.ui.terminal import check_terminal, ending_on_signals, pasted_text
 from minillm.ui.textual_internals import TerminalDriver
 
 _SETTLED = 2.0  # seconds until the first screen is complete
-_JOINERS = ("\u200c", "\u200d")  # needed in Persian, Indic scripts and emoji
-_SOON = 0.01  # seconds between checks whether a screen has its widgets
+_JOINERS = ("\u200c", "\u200d")  # invisible characters that Persian, Indic scripts and emoji need
+_SOON = 0.01  # seconds between two checks for a screen's widgets
 
 
 class ChatApp(EngineApp):
@@ -59,12 +59,12 @@ class ChatApp(EngineApp):
         """Create the app.
 
         Args:
-            store: where conversations are saved.
+            store: the directory of saved conversations.
             resumed: the conversation to continue.
             question: a question to ask first.
             keeper: stores changed settings for the next start.
-            engine_command: the program that acts as the engine.
-            server: the address of the server behind that program, if any.
+            engine_command: the program to run as the engine process.
+            server: address of the server that this program connects to; empty for an engine on this machine.
         """
         super().__init__(settings, engine_command, driver_class, keeper, server)
         if settings.keymap:
@@ -84,10 +84,10 @@ class ChatApp(EngineApp):
         return self.chat
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Restyle all widgets for another theme. The first theme is set before there are any.
+        """Restyle all widgets for another theme. Before there are widgets, only set the theme's colors.
 
-        Textual would parse all styles for it, which takes a tenth of the time until the first paint, and parse them
-        again with the screen. Setting the theme's colors is enough.
+        For the first theme, Textual would parse all styles, which takes a tenth of the time until the first paint. It
+        would parse them again with the screen.
         """
         if self.chat.is_attached:
             super().refresh_css(animate)
@@ -118,7 +118,7 @@ class ChatApp(EngineApp):
         """Wait until the model is ready.
 
         Raises:
-            MinillmError: the model does not load, or the engine ended.
+            MinillmError: the model cannot be loaded, or the engine has ended.
         """
         while self.chat.talk.engine.phase != "ready":
             if self.engine_state.phase in ("failed", "crashed"):
@@ -126,9 +126,9 @@ class ChatApp(EngineApp):
             await asyncio.sleep(0.05)
 
     async def on_event(self, event: events.Event) -> None:
-        """Delay keys that arrive before the screen has its widgets, or before the command of an earlier key has run.
+        """Handle an event. Pasted text is filtered here, before any widget sees it.
 
-        Pasted text is filtered here, before any widget sees it.
+        Keys wait if the screen has no widgets yet, or if the command of an earlier key has not run.
         """
         if isinstance(event, events.Key) and event.character in _JOINERS and not event.is_forwarded:
             event = events.Paste(event.character or "")  # not printable, so no widget would accept the key as text
@@ -141,7 +141,10 @@ class ChatApp(EngineApp):
             await super().on_event(event)
 
     async def _take_typed(self) -> None:
-        """Pass on delayed keys. Textual sends keys to a screen before its widgets exist, where actions would fail."""
+        """Pass on the keys that had to wait, as soon as possible.
+
+        Textual would send keys to a screen before its widgets exist, where actions would fail.
+        """
         while self._typed_early and self.screen.is_mounted and not self.chat.talk.num_waiting:
             event = self._typed_early.popleft()
             if isinstance(event, events.Key | events.Paste) and self.screen is self.chat:
@@ -151,16 +154,16 @@ class ChatApp(EngineApp):
             self.set_timer(_SOON, self._take_typed)
 
     async def action_command(self, name: str, argument: str = "") -> None:
-        """Run a slash command that does not change the conversation, so it need not wait."""
+        """Run a slash command at once. It must not change the conversation."""
         await self.chat.talk.run_command(name, argument)
 
     def action_help_quit(self) -> None:
-        """Handle ctrl+c where no widget does: close the dialog above the chat."""
+        """Handle ctrl+c if no widget has handled it: close the dialog above the chat."""
         if len(self.screen_stack) > 1:
             self.pop_screen()
 
     def action_leave(self) -> None:
-        """Quit, after asking once if that would cut something off."""
+        """Quit. If that would interrupt something, quit only when the user repeats the key."""
         talk = self.chat.talk
         if not talk.unfinished or talk.is_asked_twice_to_end(self.chat.key_of("quit"), talk.unfinished):
             self.exit()
@@ -172,7 +175,10 @@ class ChatApp(EngineApp):
             self.push_screen(Palette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
-        """Yield the palette's commands: all slash commands. One that needs an argument goes to the prompt."""
+        """Yield the entries of the command palette: all slash commands.
+
+        An entry runs its command. If the command needs an argument, the entry begins it in the prompt instead.
+        """
         for command in COMMANDS.values():
             title = command.name.capitalize() + (f"  {command.shown_key}" if command.shown_key else "")
             if command.needs_argument:
@@ -190,7 +196,7 @@ class ChatApp(EngineApp):
             self.chat.talk.store.keep_draft(self.chat.talk.unsent)
 
     def leave(self, code: int) -> None:
-        """Exit with this code as soon as there is a complete screen to remove."""
+        """Exit with this code. If the screen is not complete yet, wait for that first."""
         if self.chat.is_mounted:
             self.exit(return_code=code)
         else:
@@ -201,7 +207,7 @@ def run(app: ChatApp, typed: bytes = b"") -> int:
     """Run the app in this process's terminal. Return the exit code: 143 after SIGTERM, 129 after SIGHUP.
 
     Args:
-        typed: bytes read from the terminal before.
+        typed: bytes that were read from the terminal before the app started.
 
     Raises:
         UsageError: there is no terminal, or it cannot be drawn on.
@@ -214,7 +220,7 @@ def run(app: ChatApp, typed: bytes = b"") -> int:
     app.typed_before = typed
 
     def collect_garbage() -> None:
-        gc.freeze()  # the objects of the first screen live to the end
+        gc.freeze()  # the objects of the first screen live until the app ends
         gc.enable()
 
     async def until_the_end() -> None:

@@ -1,4 +1,4 @@
-"""The lines at the top and the bottom: model, view names, loading progress, status, keys."""
+"""The lines at the top and the bottom of the screen: model, names of the views, loading progress, status, keys."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from minillm.ui.engine_app import EngineState
 from minillm.ui.numbers import bar, count, duration
 from minillm.ui.settings import Settings, settings_summary
 
-FULL = 0.8  # of the context; a fuller one is shown as a warning
+FULL = 0.8  # fraction of the context: if more is in use, the status bar shows a warning
 _PHASES = {"off": "no model loaded", "loading": "loading", "failed": "not loaded", "crashed": "engine ended"}
 _ACTIVITIES = {
     "no model": ("○", "$text-warning"),
@@ -34,12 +34,12 @@ _ACTIVITIES = {
 
 
 def _spread(left: Content, right: Content, width: int) -> Content:
-    """Return a line with ``left`` and ``right`` at its ends."""
+    """Return a line of ``width`` cells with ``left`` at its left end and ``right`` at its right end."""
     return Content.assemble(left, " " * max(1, width - left.cell_length - right.cell_length), right)
 
 
 class TitleBar(Widget):
-    """Shows the model and its server at the left, the sampling settings at the right, as far as they fit."""
+    """Shows the model and its server at the left, and the sampling settings at the right, as many as fit."""
 
     engine_state: reactive[EngineState] = reactive(EngineState())
     settings: reactive[Settings] = reactive(Settings(""))
@@ -78,11 +78,11 @@ VIEWS = (
     View("memory", "f9", "mem", "used, shared, cached and wasted memory"),
     View("steps", "f10", "step", "the work of each step and its time"),
 )
-_MARK = "▸"  # marks the current one without color
+_MARK = "▸"  # marks the current view, for use without color
 
 
 class ViewTabs(Widget):
-    """Shows the views by name, with the key that opens each. Names are shortened on narrow screens."""
+    """Shows the names of the memory views, each with the key that opens it. Names are shortened on narrow screens."""
 
     current: reactive[str] = reactive("pool")
 
@@ -114,7 +114,10 @@ class ViewTabs(Widget):
 
 
 def tab_labels(width: int) -> tuple[list[tuple[str, str]], int]:
-    """Return each view's key and title, and the cells between two views, for ``width`` cells."""
+    """Choose labels of the memory views that fit into ``width`` cells.
+
+    Return the key and title of each view, and the number of cells between two views.
+    """
     full = [(view.key.upper(), view.name) for view in VIEWS]
     short = [(view.key.upper(), view.short) for view in VIEWS]
     numbers = [(key[1:], title) for key, title in short]  # without the F
@@ -133,7 +136,7 @@ def _cells(labels: Sequence[tuple[str, str]], gap: int) -> int:
 
 
 class LoadingBar(Widget):
-    """Shows the progress of a model's download and loading, with its speed."""
+    """Shows the progress and speed of downloading and loading a model."""
 
     progress: reactive[Progress | None] = reactive(None)
     _label = ""
@@ -153,7 +156,7 @@ class LoadingBar(Widget):
 
 
 def progress_line(loading: Progress, rate: float, width: int) -> str:
-    """Return the line for some progress. ``rate`` is in units per second, 0 if unknown."""
+    """Return the line that shows ``loading``. ``rate`` is in units per second, 0 if unknown."""
     in_bytes, total = loading.unit == "bytes", loading.total
     shown, unit = (size, "") if in_bytes else (count, f" {clean_line(loading.unit, 20)}")
     words = [clean_line(loading.label, 60)]
@@ -209,12 +212,15 @@ class StatusBar(Widget):
 
 
 def hidden_keys(actions: Mapping[str, str], *, priority: bool = False) -> list[Binding]:
-    """Return bindings of keys to actions that the key bar does not show."""
+    """Return bindings of keys to actions. The key bar does not show them."""
     return [Binding(key, action, show=False, priority=priority) for key, action in actions.items()]
 
 
 def named_keys(actions: Mapping[str, tuple[str, str]], *, priority: bool = False) -> list[Binding]:
-    """Return bindings of named actions that the key bar does not show. ``[keymap]`` may replace their keys."""
+    """Return bindings of (key, action) by name.
+
+    The key bar does not show them, and ``[keymap]`` may replace the keys.
+    """
     return [Binding(key, action, show=False, priority=priority, id=name) for name, (key, action) in actions.items()]
 
 
@@ -222,9 +228,9 @@ _FIRST_KEYS = ("Keys", "Help", "Quit")
 
 
 class KeyBar(Widget):
-    """Shows the screen's keys, as many as fit. A click presses a key.
+    """Shows as many of the screen's keys as fit. A click on a key presses it.
 
-    Textual's own footer makes a widget of each key, and makes all of them again whenever the focus moves. That takes a
+    Textual's own footer has a widget for each key, and creates all of them again whenever the focus moves. That takes a
     sixth of the time until the first screen.
     """
 
@@ -238,7 +244,10 @@ class KeyBar(Widget):
             self.refresh()
 
     def _keys(self) -> list[tuple[str, Content]]:
-        """Return the keys that fit, in order. Keys for finding all others, and for quitting, have priority."""
+        """Return the keys that fit, in order, each with its label.
+
+        The keys that lead to all other keys, and the key that quits, have priority.
+        """
         found: list[tuple[str, Content, bool]] = [("slash", self._label("/", "Commands"), True)]
         for _, binding, enabled, _ in self.screen.active_bindings.values():
             if binding.show and enabled:

@@ -31,7 +31,11 @@ _WIDTHS, _WIDTH_STEP, _USUAL_WIDTH = (25, 70), 5, 40  # of the memory panel, in 
 
 
 def name_of_stranger(owner: str) -> str:
-    """Return the name of a sequence that belongs to no turn of this conversation. On a server it names the owner."""
+    """Return a name for sequences that belong to no turn of this conversation.
+
+    On a server, they may belong to other clients. ``owner`` is then a request such as ``chatcmpl-…``, or
+    SESSION/REQUEST of another chat.
+    """
     if "/" in owner:
         return f"chat {owner.partition('/')[0][1:5]}"
     kind, dash, number = owner.partition("-")
@@ -40,7 +44,7 @@ def name_of_stranger(owner: str) -> str:
 
 
 class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
-    """Handles keys and passes the engine's events to the chat pane or the memory panel."""
+    """Handles keys, and passes the engine's events to the chat pane or the memory panel."""
 
     app = getters.app(EngineApp)
     panel = getters.query_one(MemoryPanel)
@@ -63,7 +67,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
         self._width = _USUAL_WIDTH
         self._last_copier = ""  # the request that last copied a block
-        self._earlier_names: dict[str, str] = {}  # of requests, including those of earlier conversations
+        self._earlier_names: dict[str, str] = {}  # displayed names by request, including earlier conversations
 
     def compose(self) -> ComposeResult:
         yield TitleBar()
@@ -113,7 +117,10 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.talk.post_message(EngineEvent(event))
 
     def _show_first_copy(self, event: CacheChanged) -> None:
-        """Draw the first copy on write of each answer at once. With a model on the same cores it would appear late."""
+        """Draw the first copy on write of each answer at once.
+
+        If a model runs on the same cores, the usual interval would show it late.
+        """
         copier = next((entry.owner for entry in event.log if entry.kind == "copy"), self._last_copier)
         if copier != self._last_copier:
             self._last_copier = copier
@@ -128,7 +135,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         if self.panel.display:
             self._show_memory()
         self.talk.transcript.show_blocks(self.pool)
-        if self.talk.run is None:  # else new text refreshes it
+        if self.talk.run is None:  # during an answer, new text refreshes the status
             self.talk.refresh_status()
 
     def _show_memory(self) -> None:
@@ -141,7 +148,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.panel.show_news(self.name_of, current, self.score_of, origins.get(current), num_beams)
 
     def score_of(self, owner: str, index: int) -> float | None:
-        """Return the score of a beam of the last answer, None for any other sequence."""
+        """Return the score of a beam of the last answer. Return None for any other sequence."""
         leaf = self.talk.conversation.leaf
         beams = leaf.answer.candidates if leaf is not None and leaf.answer.request_id == owner else []
         return beams[index].score if index < len(beams) else None
@@ -149,7 +156,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
     def name_of(self, owner: str, index: int) -> str:
         """Return a sequence's name for display: ``turn 2 · answer 3`` is the third candidate of the second turn.
 
-        A negative ``index`` stands for all of an owner's sequences.
+        ``owner`` is the sequence's request. A negative ``index`` stands for all of its sequences.
         """
         summing = self.talk.compaction
         if summing is not None and summing.request_id == owner:
@@ -167,15 +174,23 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         return f"{name.replace('answer', 'branch')} · answer {index + 1}"
 
     def action_command(self, name: str, argument: str = "") -> None:
-        """Run a slash command, after everything that the chat pane was sent before.
+        """Queue a slash command, to run after all messages that the chat pane has already received.
 
-        Keys run in the app's or the prompt's task, and the palette in the app's. A command run there could change the
-        conversation while a question is being asked.
+        Key actions run in the task of the app or of the prompt, and the palette in that of the app. A command that ran
+        there could change the conversation while a question is being asked.
         """
         self.talk.call_command(name, argument)
 
     def action_stop(self) -> None:
-        """Leave the whole screen or the search, else stop an answer, loading or editing, else focus the prompt."""
+        """Handle Escape. Do the first of these that applies:
+
+        - leave full screen;
+        - close a popup of the prompt, or the search;
+        - take back a question that waits;
+        - stop the answer, or the summary of a conversation;
+        - cancel loading;
+        - cancel editing, and focus the prompt.
+        """
         talk = self.talk
         if self.maximized is not None:
             self.minimize()
@@ -204,7 +219,10 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             talk.prompt.focus()
 
     def action_interrupt(self) -> None:
-        """Copy the selection, else stop the answer or loading, else quit when pressed twice."""
+        """Copy the selection.
+
+        Without one, stop the answer or loading. If nothing runs, quit when the user repeats the key.
+        """
         selected = self.talk.prompt.selected_text or self.get_selected_text()
         if selected:
             self.app.copy_to_clipboard(selected)
@@ -220,10 +238,10 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         return shown_keys(bound_keys(self.app.settings.keymap, bindings_by_name())[action])
 
     def lead(self, event: events.Key | events.Paste) -> None:
-        """Focus the prompt before a letter or pasted text arrives, unless the focused widget uses it.
+        """Focus the prompt before it gets a letter or pasted text, unless the focused widget uses the key itself.
 
-        The app calls this before it passes the key on. Later, the next keys would already be on their way to the old
-        widget, and Enter would act there.
+        The app calls this before it passes the key on. Later would be too late: the next keys would already be queued
+        for the old widget, and Enter would act on it.
         """
         focused, (key, character) = self.focused, ("a", "a")
         if focused is self.talk.prompt:
@@ -239,14 +257,14 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.set_focus(self.talk.prompt)
 
     def on_key(self, event: events.Key) -> None:
-        """Open the help on ? where it is no text."""
+        """Open the help if ``?`` is typed outside the prompt."""
         if event.character == "?" and self.focused is not self.talk.prompt:
             event.stop()
             self.action_command("help")
 
     @property
     def memory_view(self) -> str:
-        """Return the name of the memory view that is shown, empty if none is."""
+        """Return the name of the visible memory view; empty if the panel is hidden."""
         return self.panel.view if self.panel.display else ""
 
     def action_view(self, name: str) -> None:
@@ -263,7 +281,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.remove_class("-expanded")
 
     def action_expand(self) -> None:
-        """Give the memory view the whole screen, or restore the chat."""
+        """Show the memory view in full screen, or return to the chat."""
         if not self.panel.display:
             self.action_view(self.panel.view)
         self.toggle_class("-expanded")
@@ -271,7 +289,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.talk.prompt.focus()
 
     def action_widen(self, steps: int) -> None:
-        """Make the memory panel wider by steps of 5 %, or narrower if negative."""
+        """Make the memory panel wider by ``steps`` steps of 5 % of the screen, or narrower if ``steps`` is negative."""
         self.set_width(self._width + steps * _WIDTH_STEP)
 
     def set_width(self, percent: float) -> None:
@@ -286,7 +304,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.set_width(100 * (1 - message.x / self.size.width))
 
     def action_menu(self) -> None:
-        """Open a menu of all actions, selected by letters."""
+        """Open a menu of all actions. A letter runs one."""
         from minillm.ui.keymap import KeyMenu, bound_keys
 
         bindings = bindings_by_name()
@@ -324,6 +342,6 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
 
 
 def bindings_by_name() -> list[Binding]:
-    """Return the bindings of all named actions, in the screen and in dialogs."""
+    """Return the bindings of all actions that have a name, in the screen and in dialogs."""
     bindings = (*ChatScreen.BINDINGS, *COMMANDS.bindings("app", "everywhere"))
     return [each for each in bindings if isinstance(each, Binding) and each.id]

@@ -1,4 +1,7 @@
-"""``minillm demo``: a tour of the cache on the real engine. A small pool makes everything happen within minutes."""
+"""``minillm demo``: a guided tour of the cache on the real engine.
+
+A small pool makes everything happen within minutes.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ DEMO_ENGINE = {
 }  # fmt: skip
 DEMO_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 48, "seed": 1}
 _STEPS_PER_SECOND = 10.0  # of the engine, at speed 1
-_READING = 6.0  # seconds to read an explanation, at speed 1
-_PATIENCE = 120.0  # maximum seconds to wait for a stop's action
+_READING = 6.0  # seconds for the user to read an explanation, at speed 1
+_PATIENCE = 120.0  # maximum seconds to wait until a stop has shown its event
 _SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -41,7 +44,13 @@ class Narration(Static):
 
 @dataclass(frozen=True)
 class Stop:
-    """A stop of the tour: name, explanation, memory view, and an action that returns whether it succeeded."""
+    """A stop of the tour.
+
+    Attributes:
+        text: the explanation.
+        view: the memory view to show.
+        act: causes the event that the stop explains. Returns whether it happened.
+    """
 
     name: str
     text: str
@@ -146,7 +155,7 @@ class DemoApp(ChatApp):
         super().__init__(settings, store, **options)
         self.speed = speed
         self.paused = False
-        self.number = 0  # of the stop; 0 before the first
+        self.number = 0  # number of the current stop; 0 before the first stop
         self.over = False
         self._go_on = asyncio.Event()
         self.missed: list[str] = []  # stops that did not show what they explain
@@ -199,18 +208,18 @@ class DemoApp(ChatApp):
         return leaf.answer
 
     def has_ended(self, name: str) -> bool:
-        """Return whether a request of `generate` has its complete answer."""
+        """Return whether the request ``name`` of `generate` has its complete answer."""
         return any(table.state == "idle" for table in self.pool.tables_of(name))
 
     async def until(self, condition: Callable[[], object]) -> bool:
-        """Wait for a condition, at most `_PATIENCE` seconds. Return whether it became true."""
+        """Wait until ``condition`` returns true, at most `_PATIENCE` seconds. Return whether it did."""
         end = time.monotonic() + _PATIENCE
         while not (happened := bool(condition())) and time.monotonic() < end and self.engine_state.phase == "ready":
             await asyncio.sleep(0.05)
         return happened
 
     async def ask(self, question: str, **params: Any) -> bool:
-        """Ask a question in the chat. Return whether it was answered."""
+        """Ask a question in the chat with these sampling parameters. Return whether it was answered."""
         for name, value in {"n": 1, "beam_width": 1, **params}.items():
             self.settings = with_param(self.settings, name, str(value))
         self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
@@ -218,7 +227,7 @@ class DemoApp(ChatApp):
         return await self.until(lambda: self.chat.talk.run is None) and asked
 
     def generate(self, question: str, max_tokens: int) -> str:
-        """Send a request of another user. Return its name."""
+        """Send a request as if from another user. Return the request's name."""
         self._others += 1
         name = f"request-{self._others}"
         params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
@@ -241,11 +250,11 @@ class DemoApp(ChatApp):
             await asyncio.sleep(0.05)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        # After the tour, its keys are letters again.
+        # After the tour, its keys type letters again.
         return not (action == "tour" and self.over)
 
     def action_leave(self) -> None:
-        """Quit at once, because nothing here is the user's work."""
+        """Quit at once: nothing here needs to be saved."""
         self.exit()
 
     def action_tour(self, what: str) -> None:
@@ -263,6 +272,6 @@ class DemoApp(ChatApp):
 
 
 def demo_settings(settings: Settings) -> Settings:
-    """Return the tour's settings for the model of ``settings``."""
+    """Return ``settings`` with the tour's own engine options and sampling parameters. The model stays."""
     engine = {**settings.engine, **DEMO_ENGINE}
     return replace(settings, engine=engine, sampling=dict(DEMO_SAMPLING), beams={}, system="")

@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
-    """A box in the middle of the screen that returns a result, or None."""
+    """A box in the middle of the screen. Closing it returns a result, or None."""
 
     BINDINGS = [  # noqa: RUF012
         Binding("escape", "close", "Close", priority=True),
@@ -47,7 +47,10 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
     ]
 
     def __init__(self, title: str, hint: str | Content, *parts: Widget, scrolls: bool = False) -> None:
-        """Create the dialog. ``scrolls``: the parts may be longer than the screen, so the hint is in the frame."""
+        """Create the dialog.
+
+        ``scrolls``: the parts may be taller than the screen, so they scroll and the frame shows the hint.
+        """
         super().__init__()
         self._box = (
             VerticalScroll(*parts, classes="dialog")
@@ -60,13 +63,13 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
         yield self._box
 
     def on_mount(self) -> None:
-        self.app.clear_notifications()  # earlier ones would cover the dialog
+        self.app.clear_notifications()  # earlier notifications would cover the dialog
 
     def say(self, problem: object) -> None:
         self.query_one(".problem", Static).update(Content(clean_line(str(problem), 300)))
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
-        """Close the dialog. A second Enter or click right after the first finds it closed and does nothing.
+        """Close the dialog, unless it is closed already: a second Enter or click right after the first does nothing.
 
         Textual would close the top screen instead, or fail if that is the chat.
         """
@@ -77,21 +80,24 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
 
 
 class Palette(PatientPalette):
-    """Textual's command palette, limited to one command however often Enter is pressed."""
+    """Textual's command palette. It runs only one command, however often Enter is pressed."""
 
     @on(Input.Submitted)
     @on(OptionList.OptionSelected)
     def _take_only_one(self, event: Input.Submitted | OptionList.OptionSelected) -> None:
         if not self.is_active:
-            event.prevent_default()  # closed: the screen below would close, and the command would run again
+            event.prevent_default()  # already closed: the screen below would close, and the command would run again
 
     def dismiss(self, result: None = None) -> AwaitComplete:
-        """Close once. A second Escape or click outside right after the first finds it closed and does nothing."""
+        """Close the palette, unless it is closed already.
+
+        A second Escape or click right after the first does nothing.
+        """
         return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
 
 
 class SystemScreen(Dialog[str]):
-    """Edits the system prompt and returns it. The next answer uses it, and its blocks are pinned."""
+    """Edits the system prompt and returns it. The next answer uses it, and its blocks stay pinned in the cache."""
 
     BINDINGS = [Binding("ctrl+s", "save", "Save", priority=True)]  # noqa: RUF012
 
@@ -109,7 +115,7 @@ class SystemScreen(Dialog[str]):
 
 
 class SamplingScreen(Dialog[Settings]):
-    """Edits the sampling and beam search parameters, one per line. Returns the settings; errors name the parameter."""
+    """Edits the sampling and beam search parameters, one per line. Returns the settings. Errors name the parameter."""
 
     BINDINGS = [  # noqa: RUF012
         Binding("ctrl+s", "save", "Save", priority=True),
@@ -147,10 +153,10 @@ class SamplingScreen(Dialog[Settings]):
 
 
 class ModelScreen(Dialog[str]):
-    """Selects a model by name or path and returns that. A missing model will be downloaded."""
+    """Lets the user select a model by name or path, and returns that. A missing model will be downloaded."""
 
     def __init__(self, settings: Settings, gpu: int = 0) -> None:
-        """Create the dialog. ``gpu``: the bytes of the engine's GPU, 0 without one."""
+        """Create the dialog. ``gpu``: memory of the engine's GPU in bytes, 0 without a GPU."""
         self._current, self._engine, self._gpu = settings.model, settings.engine, gpu
         self._options = Options()
         self._input = Input(placeholder="or type a name, a directory, a .gguf file", compact=True)
@@ -182,7 +188,7 @@ class ModelScreen(Dialog[str]):
         self._options.focus()
 
     def _places(self) -> list[Place]:
-        """Return the devices of this machine, with the bandwidth measured by the engine process."""
+        """Return the devices of this machine, with the bandwidths that the engine process has measured."""
         from minillm import system
         from minillm.config import EngineConfig
         from minillm.fit.verdicts import places_of
@@ -200,7 +206,7 @@ class ModelScreen(Dialog[str]):
 
 
 def fit_of(entry: ModelEntry, places: Sequence[Place]) -> str:
-    """Return where a model fits, the quantization that Enter would load, and its tokens per second."""
+    """Return where a model fits, the quantization that Enter would load, and its speed, as a text for the list."""
     from minillm.fit.forms import sized_entry
     from minillm.fit.verdicts import IN_FEW_BITS, verdicts
 
@@ -214,7 +220,7 @@ def fit_of(entry: ModelEntry, places: Sequence[Place]) -> str:
 
 
 class SessionsScreen(Dialog[Path]):
-    """Lists the saved conversations, with search and delete. Returns the file of the one to resume."""
+    """Lists the saved conversations, with search and delete. Returns the file of the conversation to resume."""
 
     BINDINGS = [  # noqa: RUF012
         *hidden_keys({"up": "move('up')", "down": "move('down')"}),
@@ -224,7 +230,7 @@ class SessionsScreen(Dialog[Path]):
     def __init__(self, store: SessionStore, search: str = "") -> None:
         self._store = store
         self._found: list[SessionSummary] = []
-        self._doomed: Path | None = None  # Delete was pressed once for this one
+        self._doomed: Path | None = None  # the file for which Delete was pressed once
         self._input = Input(search, placeholder="search titles, questions and answers", compact=True)
         self._options = Options()
         hint = "Enter resumes · ↑ ↓ move · Delete twice deletes · Escape closes"
@@ -281,20 +287,20 @@ class SessionsScreen(Dialog[Path]):
             self.say("Press Delete again to delete it for good")
 
 
-# Minimum probabilities, their labels, and the styles of tokens. Unlikely ones are underlined, for use without color.
+# Minimum probabilities, their labels, and the styles of tokens. Unlikely tokens are underlined, for use without color.
 _LOOKS = (
     (0.9, "≥ 90 %", "$text-muted"),
     (0.5, "≥ 50 %", "$text-success"),
     (0.1, "≥ 10 %", "$text-warning"),
     (0.0, "less", "$text-error underline"),
 )
-_LONGEST = 2000  # tokens that are laid out at once
+_LONGEST = 2000  # maximum number of tokens to show
 
 
 class ProbabilityScreen(Dialog[Fork]):
     """Shows an answer's tokens, colored by probability, with the alternatives at the cursor.
 
-    Returns the fork that begins with the chosen alternative.
+    If the user chooses an alternative, returns the `Fork` of the answer that continues from it.
     """
 
     BINDINGS = [  # noqa: RUF012
@@ -309,7 +315,7 @@ class ProbabilityScreen(Dialog[Fork]):
 
     def __init__(self, tokens: Sequence[TokenChoice]) -> None:
         self._tokens = tokens[:_LONGEST]
-        self._cursor = self._chosen = 0  # a token; one of its alternatives
+        self._cursor = self._chosen = 0  # index of the token at the cursor; index of the chosen alternative
         legend = [part for _, words, look in _LOOKS for part in ((words, look), "  ")]
         self._text, self._alternatives = Static(), Static(id="alternatives")
         self._area = VerticalScroll(self._text, id="tokens", can_focus=False)
@@ -360,7 +366,7 @@ class ProbabilityScreen(Dialog[Fork]):
         self._text.update(Content.assemble(*zip(texts, looks, strict=True)))
         token = self._tokens[self._cursor]
         lines = [Content(f"token {self._cursor + 1} of {len(self._tokens)} · log p {token.logprob:.2f}")]
-        room = max(0, min(20, self._area.size.width - 30))  # cells next to the mark, the token and its figure
+        room = max(0, min(20, self._area.size.width - 30))  # cells of a bar, next to mark, token and figure
         for number, each in enumerate(_alternatives(token)):
             chance = math.exp(each.logprob)
             figures = f"{chance:>7.1%} {bar(chance, room)}"
@@ -368,7 +374,7 @@ class ProbabilityScreen(Dialog[Fork]):
             mark = "▸" if number == self._chosen else " "
             lines.append(Content.assemble((mark, "$text-accent"), (_visible(each.text), looks_of), figures))
         self._alternatives.update(Content("\n").join(lines))
-        # Estimate the cursor's line from the characters before it.
+        # Estimate the line of the cursor from the number of characters before it.
         width = max(1, self._area.size.width)
         line = sum(1 + len(each) // width for each in "".join(texts[: self._cursor]).split("\n")) - 1
         lines_shown = max(1, min(3, self._area.size.height))
@@ -376,7 +382,10 @@ class ProbabilityScreen(Dialog[Fork]):
 
 
 def _alternatives(token: TokenChoice) -> list[TokenChoice]:
-    """Return the most probable tokens, and the sampled one if it is not among them, each as a `TokenChoice`."""
+    """Return the most probable tokens at a token's position, each as a `TokenChoice`.
+
+    The sampled token is always included.
+    """
     pairs = list(zip(token.top_texts, token.top_logprobs, strict=True))
     if token.text not in token.top_texts:
         pairs.append((token.text, token.logprob))
@@ -384,6 +393,6 @@ def _alternatives(token: TokenChoice) -> list[TokenChoice]:
 
 
 def _visible(text: str) -> str:
-    """Return a token's text in a column of 20 cells, with symbols for invisible characters."""
+    """Return a token's text, padded to a column of 20 cells, with symbols for invisible characters."""
     shown = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
     return f"  {shown if len(shown) <= 18 else shown[:17] + '…':<18}"

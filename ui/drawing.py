@@ -1,7 +1,8 @@
-"""Drawing text that changes often, and limits on how often parts of the screen are drawn.
+"""Draw text that changes often, and limit how often parts of the screen are drawn.
 
-If the model computes on the same cores, drawing slows it down: on two cores, both threads of a matmul wait for the one
-that shares its core with drawing. So after each drawing there is a pause that keeps drawing within its share of a core.
+If the model computes on the same cores, drawing slows it down. On two cores, both threads of a matmul wait for the
+thread that shares its core with drawing. So each drawing is followed by a pause, which keeps drawing within its share
+of a core.
 """
 
 import asyncio
@@ -16,11 +17,14 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 _SHORTEST = 0.1  # minimum seconds between drawings
-_GATHER = 0.005  # seconds for all changed widgets to report, so that they are drawn together
+_GATHER = 0.005  # seconds to wait until all changed widgets have requested a drawing, to draw them together
 
 
 class Drawn(Widget):
-    """Shows the content that ``make`` returns for a width and height in cells. `update` draws only if it changed."""
+    """Shows the content that ``make`` returns for a width and height in cells.
+
+    `update` redraws only if the content changed.
+    """
 
     def __init__(self, make: Callable[[int, int], Content], **options: str) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
@@ -28,7 +32,7 @@ class Drawn(Widget):
         self._shown = Content("")
 
     def update(self) -> None:
-        """Redraw within the same size if the content changed."""
+        """Redraw without a new layout if the content changed."""
         if not self._content().is_same(self._shown):
             self.refresh()
 
@@ -44,8 +48,9 @@ class Drawn(Widget):
 def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
     """Show ``content`` in a widget with a width set by its container, such as ``1fr``.
 
-    A layout costs several times as much as a drawing, so the screen is laid out only if the widget's height changes.
-    With ``lines_ahead``, a widget that grows reserves that many more lines, until `settle`.
+    A layout takes several times as long as a drawing. So a layout follows only if the widget's height changes. With
+    ``lines_ahead``, a widget that grows reserves that many more lines, so that it grows less often. `settle` frees
+    them.
     """
     (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
     height = content.get_height(rules, width) if width else 0
@@ -59,13 +64,13 @@ def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> N
 
 
 def settle(widget: Widget) -> None:
-    """Free the lines that `update_in_place` reserved."""
+    """Free the lines that `update_in_place` reserved in ``widget``."""
     if widget.styles.has_rule("min_height"):
         widget.styles.min_height = None
 
 
 def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:
-    """Return the items in at most ``num_lines`` lines. Items are not broken; the rest is left out."""
+    """Return the items in at most ``num_lines`` lines. Items are not broken. Items that do not fit are left out."""
     lines: list[Content] = []
     for item in items:
         if lines and lines[-1].cell_length + gap + item.cell_length <= width:
@@ -78,14 +83,14 @@ def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Cont
 
 
 class Drawing:
-    """A part of the screen that is drawn when it changes.
+    """Draws a part of the screen when it changes, but not too often.
 
     If the model computes on the same cores, drawing takes at most ``share`` of one core, but happens at least once in
     ``longest`` seconds.
     """
 
     def __init__(self, widget: Widget, draw: Callable[[], Awaitable[None]], *, share: float, longest: float) -> None:
-        self.beside_model = False  # see `pace`
+        self.beside_model = False  # whether the model computes on the same cores: see `pace`
         self._widget, self._draw = widget, draw
         self._share, self._longest = share, longest
         self._interval = _SHORTEST
@@ -94,11 +99,11 @@ class Drawing:
 
     @property
     def interval(self) -> float:
-        """Return the seconds between drawings."""
+        """Return the current minimum time between drawings, in seconds."""
         return self._interval if self.beside_model else _SHORTEST
 
     def pace(self, beside_model: bool) -> None:
-        """Set whether the model computes on the same cores. If not, draw soon if a drawing is due."""
+        """Set whether the model computes on the same cores. If a drawing is waiting, its time changes accordingly."""
         if beside_model == self.beside_model:
             return
         self.beside_model = beside_model
@@ -108,13 +113,13 @@ class Drawing:
             self.soon()
 
     def soon(self) -> None:
-        """Draw as soon as the interval allows it."""
+        """Request a drawing. It happens as soon as the interval since the last one has passed."""
         if self._timer is None:
             wait = self._drawn_at + self.interval - time.monotonic()
             self._timer = self._widget.set_timer(max(0.01, wait), self._run)
 
     def at_once(self) -> None:
-        """Draw now. Only for changes that are rare."""
+        """Draw now, regardless of the interval. Only for rare changes."""
         if self._timer is not None:
             self._timer.stop()
         self._timer = self._widget.set_timer(0.01, self._run)

@@ -1,4 +1,4 @@
-"""Base class of the app, as its screens know it: engine process, settings, notifications, and messages."""
+"""The base class of the app: engine process, settings, notifications, and the messages between app and screens."""
 
 import asyncio
 import tempfile
@@ -28,19 +28,19 @@ Phase = Literal["off", "loading", "ready", "failed", "crashed"]
 
 @dataclass(frozen=True)
 class EngineState:
-    """The state of the engine process, for the title, the loading bar and the prompt."""
+    """The state of the engine process, as shown by the title, the loading bar and the prompt."""
 
     phase: Phase = "off"
     model: str = ""
     loading: Progress | None = None  # while phase is "loading"
     loaded: Loaded | None = None  # while phase is "ready"
     error: str = ""  # why phase is "failed" or "crashed"; not cleaned for a terminal
-    server: str = ""  # the engine's server; empty for an engine on this machine
+    server: str = ""  # address of the engine's server; empty for an engine on this machine
 
 
 @dataclass
 class EngineEvent(Message, bubble=False):
-    """Tells the chat screen an event or a new state of the engine."""
+    """Sends an event or a new state of the engine to the chat screen."""
 
     event: Event | EngineState
 
@@ -61,7 +61,7 @@ class CommandAsked(Message):
 
 
 class EngineApp(QuietApp):
-    """Runs an engine, publishes its state, and passes on its events. Knows no screen."""
+    """Runs the engine process, publishes its state, and passes on its events. It does not depend on any screen."""
 
     engine_state: reactive[EngineState] = reactive(EngineState())
     settings: reactive[Settings] = reactive(Settings(""))
@@ -84,15 +84,15 @@ class EngineApp(QuietApp):
         self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
 
     def pass_on(self, event: Event) -> None:
-        """Pass an event of the engine to the screen that shows it."""
+        """Pass an event of the engine to the screen. A subclass implements this."""
         raise NotImplementedError
 
     def load_model(self) -> None:
-        """Start or restart the engine with the model of the settings. The conversation stays."""
+        """Start or restart the engine with the model in the settings. The conversation stays."""
         self._run_engine(self.settings.model)
 
     def stop_engine(self) -> None:
-        """Stop the engine, even while it loads."""
+        """Stop the engine process, even while it loads a model."""
         self.workers.cancel_group(self, "engine")
         self._show_state("off", self.settings.model)
 
@@ -131,7 +131,7 @@ class EngineApp(QuietApp):
             who = f"server at {self._server}" if self._server else "engine"
             problem = f"the {who} sent an invalid message: {error}"
         finally:
-            await asyncio.shield(engine.stop())  # until then, the app's end can stop it as well
+            await asyncio.shield(engine.stop())  # meanwhile, `on_unmount` may stop it as well
             if self._engine is engine:
                 self._engine = None
         if self.engine_state.phase != "failed":
@@ -145,7 +145,10 @@ class EngineApp(QuietApp):
             self._engine.send(message.command)
 
     def call_user(self, title: str) -> None:
-        """Ring the bell and show in the window's title that an answer is ready. ``title`` may be any text."""
+        """Ring the bell, and show in the window's title that an answer is ready.
+
+        ``title`` may contain any characters.
+        """
         self.bell()
         self.set_window_title(f"✓ {clean_line(title, 80)} · minillm")
 
@@ -157,7 +160,7 @@ class EngineApp(QuietApp):
         self._files.cleanup()
 
     def notify(self, message: str, **options: Any) -> None:
-        """Show a notification in place of the last one. ``message`` may be any text."""
+        """Show a notification, and remove the previous one. ``message`` may contain any characters."""
         self.clear_notifications()
         super().notify(clean_line(message, 400), **{**options, "markup": False})
 
@@ -167,7 +170,7 @@ class EngineApp(QuietApp):
             self.keep(kept)
 
     def keep(self, kept: Kept) -> None:
-        """Save this for the next start. Show an error if that fails."""
+        """Save ``kept`` for the next start. If that fails, show an error."""
         self.kept = kept
         self._try_to(lambda keeper: keeper.write(kept))
 
@@ -179,7 +182,7 @@ class EngineApp(QuietApp):
                 self.notify(f"this will not be saved: {error}")
 
     def set_theme(self, name: str) -> None:
-        """Switch to the theme of this name. Without a name, switch between light and dark.
+        """Switch to the theme with this name. Without a name, switch between light and dark.
 
         Raises:
             UsageError: there is no such theme.

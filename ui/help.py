@@ -1,4 +1,4 @@
-"""The help: keys of the focused place, then all keys, then all commands."""
+"""The help: keys of the focused widget, then all keys, then all commands."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
@@ -17,8 +17,8 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.dialogs import Dialog
 from minillm.ui.keymap import shown_keys
 
-# Keys and their meanings, by section. An action's name in braces stands for its keys, two names with / for the keys of
-# both. A command's name stands for all its keys.
+# Keys and their meanings, by section. Braces contain the name of an action, of two actions (with / between them), or of
+# a command, and stand for its keys.
 KEYS = {
     "Chat": {
         "Enter": "send",
@@ -79,7 +79,7 @@ _PLACES: tuple[tuple[type, str, Mapping[str, str]], ...] = (
 
 
 def keys_here(screen: Screen[object]) -> tuple[str, dict[str, str]]:
-    """Return the name of the focused place, and the keys that work there but not everywhere."""
+    """Return the name of the focused widget or dialog, and the keys that work only there, with their meanings."""
     focused, in_dialog = screen.focused, isinstance(screen, Dialog)
     name, keys = type(screen).__name__.removesuffix("Screen").lower(), dict[str, str]()
     for kind, place, known in _PLACES:
@@ -98,7 +98,7 @@ def keys_here(screen: Screen[object]) -> tuple[str, dict[str, str]]:
 
 
 class _Shown(dict[str, str]):
-    """The displayed keys of an action, two actions, or a command, by the names in `KEYS`."""
+    """Maps the names in braces in `KEYS` to keys for display: of an action, of two actions, or of a command."""
 
     def __init__(self, commands: CommandTable, bound: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
@@ -115,12 +115,17 @@ class _Shown(dict[str, str]):
 
 
 class HelpScreen(Dialog[None]):
-    """Shows the keys of the place that was focused, then all keys, then all commands."""
+    """Shows the keys of the widget that was focused, then all keys, then all commands."""
 
     def __init__(
         self, commands: CommandTable, here: tuple[str, Mapping[str, str]], bound: Mapping[str, Sequence[str]]
     ) -> None:
-        """Create the help. ``bound``: the keys of each action, see `keys_of`."""
+        """Create the help.
+
+        Args:
+            here: the result of `keys_here` before the help was opened.
+            bound: the keys of each action, see `minillm.ui.keymap.bound_keys`.
+        """
         keys_of = _Shown(commands, bound)
         usages = {command.usage: command.summary for command in commands.values()}
         name, keys_there = here
@@ -133,7 +138,7 @@ class HelpScreen(Dialog[None]):
 
 
 class KeyTable(Static):
-    """Shows keys and their meanings in two columns, by section."""
+    """Shows keys and their meanings in two columns, in sections."""
 
     def __init__(self, parts: Mapping[str, Mapping[str, str]]) -> None:
         super().__init__()
@@ -144,7 +149,10 @@ class KeyTable(Static):
 
 
 def key_lines(parts: Mapping[str, Mapping[str, str]], width: int) -> Content:
-    """Return the table for a width in columns. Broken meanings stay in their column if it is wide enough."""
+    """Return the table of keys for ``width`` columns.
+
+    A meaning of several lines stays in its column if the table is wide enough.
+    """
     first = 28 if width >= 60 else 4
     lines: list[Content] = []
     for title, keys in parts.items():

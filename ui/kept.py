@@ -1,4 +1,7 @@
-"""State that the chat saves for the next start: changed sampling, presets, thinking; the theme in the configuration."""
+"""State that the chat saves for the next start.
+
+Changed sampling parameters, presets and thinking are saved in a file of the chat, the theme in the configuration.
+"""
 
 import json
 import os
@@ -30,9 +33,12 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """``sampling`` and ``beams`` hold the parameters changed in the chat, ``presets`` the saved ones by name.
+    """The saved state of the chat.
 
-    ``thinks`` is the last setting of ``/think``, None if it was never used.
+    Attributes:
+        sampling, beams: the parameters that were changed in the chat.
+        presets: the user's own presets by name.
+        thinks: the last setting of ``/think``; None if it was never used.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -41,12 +47,12 @@ class Kept:
     thinks: bool | None = None
 
     def over(self, sampling: Mapping[str, Any], beams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the configuration's parameters, overridden by these."""
+        """Return the configuration's parameters, overridden by the saved ones."""
         beams = {**beams, **self.beams}
         return {**sampling, **self.sampling}, {} if beams.get("beam_width") == 1 else beams
 
     def changed(self, before: Settings, after: Settings) -> "Kept":
-        """Return this with the differences between two settings of the chat added."""
+        """Return a copy that includes the changes from the settings ``before`` to the settings ``after``."""
         sampling, beams = dict(self.sampling), dict(self.beams)
         for name in before.sampling.keys() | after.sampling.keys():
             if before.sampling.get(name) != after.sampling.get(name):
@@ -60,7 +66,7 @@ class Kept:
         """Return the sampling parameters of a preset.
 
         Raises:
-            UsageError: there is no preset of this name. The message lists all names.
+            UsageError: there is no preset with this name. The message lists all names.
         """
         known = {**BUILT_IN, **self.presets}
         if name not in known:
@@ -68,7 +74,7 @@ class Kept:
         return known[name]
 
     def with_preset(self, name: str, sampling: Mapping[str, Any] | None) -> "Kept":
-        """Return this with a preset saved, or deleted if ``sampling`` is None.
+        """Return a copy with a preset added, or deleted if ``sampling`` is None.
 
         Raises:
             UsageError: the name is invalid or built in, or there is no preset to delete.
@@ -85,19 +91,19 @@ class Kept:
 
 @dataclass(frozen=True)
 class Keeper:
-    """The files: the chat's own ``chat.json``, and the user's configuration, where only the theme is written."""
+    """Reads and writes the state: the chat's own ``chat.json``, and the theme in the user's configuration file."""
 
     file: Path
     config: Path
 
     @classmethod
     def of_user(cls, config: str | None = None) -> "Keeper":
-        """Return the user's files. ``config``: the configuration named on the command line."""
+        """Return a keeper for the user's files. ``config``: the configuration file named on the command line."""
         folder = config_dir()
         return cls(folder / "chat.json", folder / "config.toml" if config is None else Path(config).expanduser())
 
     def read(self) -> Kept:
-        """Return the saved state, empty if there is no file.
+        """Return the saved state. It is empty if there is no file.
 
         Raises:
             UsageError: the file is invalid. The message says how to reset it.
@@ -119,7 +125,7 @@ class Keeper:
         return kept
 
     def write(self, kept: Kept) -> None:
-        """Save this. The file is replaced as a whole.
+        """Save the state. The file is replaced atomically.
 
         Raises:
             MinillmError: the file cannot be written.
@@ -134,7 +140,7 @@ class Keeper:
         _replace(self.file, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
 
     def write_theme(self, name: str) -> None:
-        """Set the theme in the configuration. All other lines stay.
+        """Set the theme in the configuration file. All other lines stay.
 
         Raises:
             MinillmError: the file cannot be read or written.
@@ -149,7 +155,10 @@ class Keeper:
 
 
 def with_theme(text: str, name: str) -> str:
-    """Return a configuration with this theme, in its existing line or in a new one before the first table."""
+    """Return the text of a configuration file with the theme ``name``.
+
+    An existing line is changed. Otherwise a line is inserted before the first table.
+    """
     lines = text.splitlines(keepends=True)
     top = next((number for number, line in enumerate(lines) if re.match(r"\s*\[", line)), len(lines))
     said = re.compile(r"""(\s*theme\s*=\s*)("[^"]*"|'[^']*')(.*)""", re.DOTALL)

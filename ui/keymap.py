@@ -1,6 +1,8 @@
-"""Every action of the chat by name, with its keys. ``[keymap]`` of the configuration replaces them; a menu lists all.
+"""The named actions of the chat and their keys.
 
-Some terminals use function keys, others Alt, for themselves. ctrl+g, then a letter, works everywhere.
+``[keymap]`` in the configuration replaces keys; a menu lists all actions.
+
+Some terminals use function keys, others Alt, for themselves. ctrl+g, then a letter of the menu, works everywhere.
 """
 
 import re
@@ -21,15 +23,15 @@ LETTERS = {
     "undo": "u", "copy": "y", "probabilities": "p", "select-previous": "k", "select-next": "j", "pool": "1",
     "tables": "2", "strands": "3", "events": "4", "memory": "5", "steps": "6", "expand": "v", "editor": "x",
     "suspend": "z", "quit": "q", "wider": "+", "narrower": "-",
-}  # of the menu, by action  # fmt: skip
-_TWO_COLUMNS = 78  # columns of a screen with room for two columns of the menu
+}  # the menu's letter for each action  # fmt: skip
+_TWO_COLUMNS = 78  # minimum screen width in cells for a menu of two columns
 _ARROWS = {"up": "↑", "down": "↓", "left": "←", "right": "→"}
 _KEY = re.compile(r"(?:(?:ctrl|alt|shift|super|meta)\+)*[a-z0-9_]+")
 _TYPED = re.compile(r"(?:shift\+)?(?:[a-z0-9]|[a-z]+_[a-z_]+|space|minus|plus|slash|comma|period)")
 
 
 def checked_keymap(keymap: Mapping[str, object], bindings: Iterable[Binding]) -> dict[str, str]:
-    """Return the keys by action in Textual's format: ``{"edit": "ctrl+e,f12"}``.
+    """Check ``[keymap]`` and return the keys by action in Textual's format: ``{"edit": "ctrl+e,f12"}``.
 
     Raises:
         UsageError: an action or key is unknown, a key is needed for typing, or two actions have the same key.
@@ -47,12 +49,12 @@ def checked_keymap(keymap: Mapping[str, object], bindings: Iterable[Binding]) ->
 
 
 def named_bindings(*bindings: BindingType) -> list[Binding]:
-    """Return the bindings of named actions."""
+    """Return the bindings that have a name."""
     return [each for each in bindings if isinstance(each, Binding) and each.id]
 
 
 def keys_of(bindings: Iterable[Binding]) -> dict[str, list[str]]:
-    """Return the keys of each named action."""
+    """Return the default keys of each named action."""
     found: dict[str, list[str]] = {}
     for binding in bindings:
         if binding.id:
@@ -61,14 +63,14 @@ def keys_of(bindings: Iterable[Binding]) -> dict[str, list[str]]:
 
 
 def bound_keys(keymap: Mapping[str, object], bindings: Iterable[Binding]) -> dict[str, list[str]]:
-    """Return the keys of each named action after the changes of ``[keymap]``."""
+    """Return the keys of each named action, with the changes of ``[keymap]`` applied."""
     bindings = list(bindings)
     chosen = {name: keys.split(",") for name, keys in checked_keymap(keymap, bindings).items()}
     return {**keys_of(bindings), **chosen}
 
 
 def shown_keys(*groups: Sequence[str]) -> str:
-    """Return the keys of some actions for display: ``Ctrl+E, F12``, or ``Alt+← →`` for opposite arrows."""
+    """Return the keys of some actions for display: ``Ctrl+E, F12``, or ``Alt+← →`` for several arrows."""
     keys = [key for group in groups for key in group]
     heads = {key.rpartition("+")[0] for key in keys}
     lasts = [key.rpartition("+")[2] for key in keys]
@@ -96,7 +98,7 @@ def _checked_keys(name: str, value: object) -> list[str]:
 
 
 class KeyMenu(Dialog[str]):
-    """Lists all actions and their letters. Returns the name of the action with the pressed letter."""
+    """Lists all actions and their letters. Returns the name of the action if its letter is pressed."""
 
     def __init__(self, keys: Mapping[str, Sequence[str]]) -> None:
         """Create the menu. ``keys``: the keys of each action."""

@@ -1,4 +1,4 @@
-"""Numbers for display."""
+"""Format numbers for display."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -9,7 +9,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def count(number: int) -> str:
-    """Return a count: ``12,345``."""
+    """Return a count with separators: ``12,345``."""
     return f"{number:,}"
 
 
@@ -26,7 +26,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def bar(fraction: float, width: int) -> str:
-    """Return a meter of ``width`` cells that is readable without color."""
+    """Return a meter of ``width`` cells for a fraction from 0 to 1. It is readable without color."""
     filled = min(width, max(0, round(fraction * width)))
     if fraction > 0 and filled == 0 and width:
         filled = 1
@@ -34,7 +34,10 @@ def bar(fraction: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, most: float) -> str:
-    """Return the last ``width`` values as bars up to ``most``, the newest on the right. 0 is a blank."""
+    """Return the last ``width`` values as bars, the newest on the right.
+
+    ``most`` is the value of a full bar; 0 is a blank.
+    """
     marks = [
         " " if value <= 0 or most <= 0 else _LEVELS[min(len(_LEVELS) - 1, int(value / most * len(_LEVELS)))]
         for value in values[max(0, len(values) - width) :]
@@ -43,11 +46,14 @@ def sparkline(values: Sequence[float], width: int, most: float) -> str:
 
 
 def spans(numbers: Sequence[int], most: int = 1_000) -> str:
-    """Return the numbers as runs in their order, ``3–7, 12``. After ``most`` runs follows ``…``."""
+    """Return the numbers as runs in their order: ``3–7, 12``.
+
+    If there are more than ``most`` runs, the rest becomes ``…``.
+    """
     parts = [span(first, length) for _, first, length in islice(contiguous_runs(numbers), most + 1)]
     return ", ".join([*parts[:most], "…"] if len(parts) > most else parts)
 
 
 def span(start: int, length: int) -> str:
-    """Return a run of numbers: ``5`` or ``5–8``."""
+    """Return a run of ``length`` numbers from ``start``: ``5`` or ``5–8``."""
     return str(start) if length == 1 else f"{start}–{start + length - 1}"

@@ -1,7 +1,7 @@
 """``minillm chat --plain``: a chat line by line, for pipes, screen readers and terminals without cursor movement.
 
 Questions are lines of standard input. Answers go to standard output, everything else to standard error. On a terminal,
-a prompt asks for each line. ctrl-c stops an answer; without one, pressing it twice ends the chat.
+a prompt asks for each line. ctrl-c stops an answer. If no answer is running, pressing it twice ends the chat.
 """
 
 import contextlib
@@ -36,18 +36,18 @@ HELP = """\
 
 @dataclass
 class PlainChat:
-    """One conversation at a time with a model in this process."""
+    """Runs one conversation at a time with a model in this process."""
 
     llm: LLM
     settings: Settings
     store: SessionStore
     output: TextIO
-    notes: TextIO  # everything but the answers
+    notes: TextIO  # for everything but the answers
     conversation: Conversation = field(default_factory=Conversation)
     is_unsaved: bool = False  # the last save failed
 
     def handle(self, line: str) -> bool:
-        """Handle one line of input. Return False if it ends the chat."""
+        """Handle one line of input, a question or a command. Return False if it ends the chat."""
         try:
             if is_command(line):
                 name, _, argument = line[1:].partition(" ")
@@ -137,7 +137,7 @@ class PlainChat:
         self._save()
 
     def _prompt(self) -> list[int]:
-        """Return the token ids of the conversation, without its oldest turns if the context is full."""
+        """Return the token ids of the conversation. If the context is full, leave out the oldest turns."""
         tokenizer, longest = self.llm.tokenizer, self.llm.engine.max_model_len
         room = min(256, longest // 8)
         while True:
@@ -157,13 +157,16 @@ class PlainChat:
 
 
 def _next_line(source: TextIO) -> str:
-    """Return the next question with its line end, empty at the end of input. On a terminal, prompt for it."""
+    """Return the next line of input with its line end; empty at the end of input.
+
+    On a terminal, show a prompt first.
+    """
     if not source.isatty():
         return source.readline()
     with contextlib.suppress(ImportError):
         import readline  # gives input() line editing and a history
 
-        # Ctrl+D typed during an answer arrives as NUL: the terminal read lines then, and readline reads bytes.
+        # Ctrl+D typed during an answer arrives as NUL, because the terminal was in line mode and readline reads bytes.
         was_typed_early = bool(select.select([source], [], [], 0)[0])
         readline.parse_and_bind(f'"\\C-@": {END_OF_INPUT if was_typed_early else "set-mark"}')
     try:
@@ -175,7 +178,9 @@ def _next_line(source: TextIO) -> str:
 def run(
     llm: LLM, settings: Settings, store: SessionStore, resumed: Conversation | None = None, question: str = ""
 ) -> int:
-    """Chat until the input ends, asking ``question`` first. Return the exit code: 1 if the last save failed.
+    """Chat until the input ends.
+
+    Ask ``question`` first if it is not empty. Return the exit code: 1 if the last save failed.
 
     Raises:
         UsageError: the model has no chat template.

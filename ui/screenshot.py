@@ -20,10 +20,12 @@ _PATIENCE = 120.0  # seconds for the whole conversation
 
 
 async def take(directory: Path) -> None:
-    """Run a short conversation; write picture.svg, and alternatives.svg with the probabilities of an answer.
+    """Run a short conversation and write two pictures of it to ``directory``.
+
+    picture.svg shows the app with three answers, alternatives.svg the token probabilities of an answer.
 
     Raises:
-        MinillmError: the model does not load.
+        MinillmError: the model cannot be loaded.
         TimeoutError: the model does not answer in time.
     """
     sampling = {"temperature": 0.6, "seed": 4, "max_tokens": 120, "repetition_penalty": 1.1}
@@ -47,13 +49,13 @@ async def take(directory: Path) -> None:
             while not isinstance(app.screen, ProbabilityScreen):
                 await pilot.pause(0.1)
             await pilot.press(*["right"] * 4)
-            await pilot.pause(7)  # notices go
+            await pilot.pause(7)  # until the notifications disappear
             (directory / "alternatives.svg").write_text(app.export_screenshot(title="minillm chat"), encoding="utf-8")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m minillm.ui.screenshot DIRECTORY")
-    # Independent of the terminal this runs in: with fewer colors, every theme looks different.
+    # Do not depend on this terminal: with fewer colors, every theme looks different.
     os.environ |= {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
     asyncio.run(take(Path(sys.argv[1])))

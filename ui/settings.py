@@ -1,4 +1,4 @@
-"""Settings of the chat: model, sampling or beam search, system prompt, theme."""
+"""The settings of the chat: model, sampling or beam search, system prompt, theme."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -11,19 +11,23 @@ from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.user_config import CHAT_SAMPLING, UserConfig
 
-# Otherwise, readers would see finished answers replaced by longer ones for a long time.
+# Stop early: otherwise, readers would see finished answers replaced by longer ones for a long time.
 CHAT_BEAMS: Mapping[str, Any] = {"early_stopping": True}
 POOL_TOKENS = 32768
-NUM_ALTERNATIVES = 5  # most probable tokens sent with every token, for the probabilities view
+NUM_ALTERNATIVES = 5  # number of most probable tokens to request for each token, for the probabilities view
 # Sampling parameters that also apply to beam search.
 _SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``engine`` holds options of EngineConfig, ``sampling`` and ``beams`` parameters that differ from defaults.
+    """The settings of the chat.
 
-    With a ``beam_width`` above 1 in ``beams``, answers come from beam search, else from sampling.
+    If ``beams`` has a ``beam_width`` above 1, answers come from beam search, else from sampling.
+
+    Attributes:
+        engine: options of EngineConfig.
+        sampling, beams: parameters of SamplingParams and BeamSearchParams that differ from the defaults.
     """
 
     model: str
@@ -31,10 +35,10 @@ class Settings:
     sampling: Mapping[str, Any] = field(default_factory=lambda: dict(CHAT_SAMPLING))
     beams: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
-    theme: str = ""  # one of `THEMES`; empty: the one that fits the terminal
+    theme: str = ""  # one of `THEMES`; empty: light or dark, like the terminal
     keymap: Mapping[str, Any] = field(default_factory=dict)  # keys by action name, see `checked_keymap`
     thinks: bool | None = None  # see `minillm.service.messages.Generate`
-    bell: bool = True  # ring, and set the window's title, when a long answer ends
+    bell: bool = True  # when a long answer ends, ring the bell and set the window's title
 
     @property
     def searches(self) -> bool:
@@ -45,19 +49,25 @@ class Settings:
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
-        """Return a request's parameters: of BeamSearchParams if they have a ``beam_width``, else of SamplingParams."""
+        """Return the parameters of a request.
+
+        With a ``beam_width`` they are for BeamSearchParams, else for SamplingParams.
+        """
         if self.searches:
             shared = {name: self.sampling[name] for name in _SHARED if name in self.sampling}
             return {**CHAT_BEAMS, **shared, **self.beams}
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling}
 
     def params_to_continue(self) -> dict[str, Any]:
-        """Return the parameters to continue an answer: a single sample, even with beam search."""
+        """Return the parameters to continue an answer.
+
+        It gets one sampled continuation, even if the settings are for beam search.
+        """
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1}
 
 
 class Overlay(Protocol):
-    """Saved state of the chat: parameters that override others, and whether the model thinks first."""
+    """The saved state of the chat: parameters that override the configuration, and whether the model thinks first."""
 
     @property
     def thinks(self) -> bool | None: ...
@@ -66,13 +76,15 @@ class Overlay(Protocol):
 
 
 def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = None) -> Settings:
-    """Merge the settings: the chat's saved state overrides the file, and the command line overrides both.
+    """Merge the settings. The chat's saved state overrides the configuration file, and the command line overrides both.
 
     Args:
+        file: the configuration file.
         flags: settings from the command line, including the model.
+        kept: the chat's saved state.
 
     Raises:
-        UsageError: the settings contradict each other.
+        UsageError: a setting is invalid, or settings contradict each other.
     """
     sampling, beams = {**CHAT_SAMPLING, **file.sampling}, dict(file.beams)
     if kept is not None:
@@ -95,7 +107,10 @@ def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = No
 
 
 def for_desktop(engine: dict[str, Any]) -> dict[str, Any]:
-    """Return the engine's options. Without a pool size, the pool has a few contexts: others need memory as well."""
+    """Return the engine's options.
+
+    If no pool size is set, limit the pool, because other programs need memory as well.
+    """
     if engine.keys() & {"pool_tokens", "num_blocks", "gpu_memory_utilization"}:
         return engine
     return {**engine, "pool_tokens": POOL_TOKENS}
@@ -103,7 +118,12 @@ def for_desktop(engine: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ParamField:
-    """One line of the sampling screen. ``kind`` parses its text. ``may_be_empty``: None is a valid value."""
+    """One line of the sampling dialog.
+
+    Attributes:
+        kind: parses the line's text.
+        may_be_empty: None, shown as an empty line, is a valid value.
+    """
 
     name: str
     kind: Callable[[str], Any]
@@ -112,7 +132,7 @@ class ParamField:
 
 
 def _fields(cls: type, *names: str) -> tuple[ParamField, ...]:
-    """Return the lines of some declared parameters. A hint is the first sentence of a parameter's help."""
+    """Return the dialog's lines for some parameters of a dataclass. A line's hint is the first sentence of the help."""
     known = {
         name: ParamField(name, each.parse, each.help.split(" (")[0].split(". ")[0], default is None)
         for name, default, each in declared(cls)
@@ -138,10 +158,10 @@ def field_texts(settings: Settings) -> dict[str, str]:
 
 
 def with_texts(settings: Settings, texts: Mapping[str, str]) -> Settings:
-    """Return the settings with the texts of all fields. Parameters without a field stay.
+    """Return the settings with the values of the sampling dialog's lines. Parameters without a line stay.
 
     Raises:
-        UsageError: `SamplingParams` or `BeamSearchParams` rejects a value.
+        UsageError: a value is invalid.
     """
     sampling, beams = _read_fields(SAMPLING_FIELDS, texts, settings.sampling), {}
     params, defaults = SamplingParams(**sampling), SamplingParams()
@@ -182,7 +202,7 @@ def _read_fields(fields: Iterable[ParamField], texts: Mapping[str, str], base: M
 
 
 def settings_summary(settings: Settings) -> str:
-    """Return the sampling or beam search settings in a few words."""
+    """Return the sampling or beam search settings in a few words for display."""
     if settings.searches:
         return f"{settings.beams['beam_width']} beams"
     params = SamplingParams(**settings.sampling)

@@ -1,9 +1,9 @@
 """Set up the terminal for the app, and restore it however the app ends.
 
 Textual restores the terminal when it exits normally, but not on SIGTERM and SIGHUP: the alternate screen, mouse and
-focus reports, bracketed paste, the hidden cursor and raw mode would all stay. So these signals make the app exit
-normally. If it does not within `_PATIENCE` seconds (it hangs, or the terminal is gone), a thread restores the terminal
-and ends the process.
+focus reports, bracketed paste, the hidden cursor and raw mode would all stay. So minillm makes the app exit normally on
+these signals. If the app does not exit within `_PATIENCE` seconds, because it hangs or the terminal is gone, a thread
+restores the terminal and ends the process.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ _RESET = (
     "\x1b[?2004l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2048l\x1b[<u"
     "\x1b[?7h\x1b[?1049l\x1b[?25h\x1b[0m"
 )
-_LONGEST_WAIT = 0.1  # seconds to wait for an answer after everything else is done
-# Ask for the background color (OSC 11), then for the terminal's type (DA). All terminals answer the second question, in
-# order, so if only that answer arrives, there is no answer to the first.
+_LONGEST_WAIT = 0.1  # maximum seconds to wait for the terminal's answer after everything else is done
+# Ask for the background color (OSC 11), then for the terminal's type (DA). All terminals answer the second question,
+# and answer in order. So if only that answer arrives, there will be no answer to the first.
 _QUESTION = b"\x1b]11;?\x1b\\\x1b[c"
 _COLOR = rb"\x1b\]11;([^\x07\x1b]*)(?:\x07|\x1b\\)"
 _KIND = rb"\x1b\[\?[0-9;]*c"
-# Any OSC, DCS or kitty graphics string is an answer, because no key sends one.
+# Any OSC, DCS or kitty graphics string in the input is an answer, because no key sends such a string.
 _STRING = rb"(?:\][0-9]|P[0-9>!]|_G)[^\x07\x1b]*"
 _ANSWERS = re.compile(rb"\x1b" + _STRING + rb"(?:\x07|\x1b\\)|" + _KIND)
-# The beginning of an answer, or of a paste mark.
+# The beginning of an answer, or of the mark of a bracketed paste.
 _BEGUN = re.compile(rb"\x1b(?:" + _STRING + rb"\x1b?|[\]P_]|\[(?:\?[0-9;]*|2(?:00?)?)?)?$")
-_LONGEST_ANSWER = 1.0  # seconds between parts of an answer over a slow line
+_LONGEST_ANSWER = 1.0  # maximum seconds between parts of an answer, for a slow connection
 _PASTE_BEGINS, _PASTE_ENDS = b"\x1b[200~", b"\x1b[201~"
 _NO_TEXT = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]+[0-~])")
@@ -49,14 +49,14 @@ _RGB = re.compile(rb"rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,
 
 
 def is_plain_only() -> bool:
-    """Return whether there is no terminal to draw on: input or output is a pipe or file, or cannot move a cursor."""
+    """Return whether the app cannot draw here: a stream is not a terminal, or the terminal cannot move its cursor."""
     streams = (sys.__stdin__, sys.__stdout__)
     is_terminal = all(stream is not None and stream.isatty() for stream in streams)
     return not is_terminal or _draws_lines_only()
 
 
 def check_terminal() -> None:
-    """Raise UsageError unless the app can draw on the terminal and read keys from it."""
+    """Raise UsageError if the app cannot draw on the terminal or read keys from it."""
     for stream, name in ((sys.__stdin__, "input"), (sys.__stdout__, "output"), (sys.__stderr__, "error")):
         if stream is None or not stream.isatty():
             problem = f"minillm chat needs a terminal, but standard {name} is not one"
@@ -76,7 +76,8 @@ def _draws_lines_only() -> bool:
 def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
     """Make `_SIGNALS` call ``leave(exit code)`` in the running event loop while the block runs.
 
-    Enter it inside the loop, from the main thread. If the process has not ended `_PATIENCE` seconds later, it is ended.
+    Enter the block inside the event loop, from the main thread. If the process has not ended `_PATIENCE` seconds after
+    a signal, it is ended by force.
     """
     loop = asyncio.get_running_loop()
     assert sys.__stdin__ is not None
@@ -113,9 +114,13 @@ def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
 
 @dataclass
 class TerminalAnswer:
-    """The terminal's background, ``light``, ``dark`` or empty, and the keys that were typed meanwhile.
+    """The terminal's background, and the keys typed while it was asked.
 
-    Both are known when `asking_background` has ended.
+    Both are known once `asking_background` has ended.
+
+    Attributes:
+        background: ``light``, ``dark`` or empty if unknown.
+        typed: the bytes of the keys.
     """
 
     background: str = ""
@@ -126,9 +131,9 @@ class TerminalAnswer:
 def asking_background() -> Iterator[TerminalAnswer]:
     """Ask the terminal for its background, run the block, then wait at most `_LONGEST_WAIT` seconds for the answer.
 
-    Do not ask if keys are waiting, if input or output is no terminal or belongs to another job, or if the terminal
-    would print the question. Nothing is echoed meanwhile. The terminal's state is restored afterwards; `LateAnswers`
-    drops an answer that arrives later.
+    The terminal is not asked if keys are waiting, if input or output is not a terminal or belongs to another job, or if
+    the terminal would print the question. Typed keys are not echoed meanwhile. The terminal's state is restored
+    afterwards. `LateAnswers` drops an answer that arrives later.
     """
     answer = TerminalAnswer()
     stdin, stdout = sys.__stdin__, sys.__stdout__
@@ -163,7 +168,7 @@ def _can_be_asked(keyboard: int, screen: int) -> bool:
 
 
 def _read_answer(keyboard: int) -> bytes:
-    """Read until the last answer has arrived, or the time is up."""
+    """Read input until the last answer has arrived, or the time is up."""
     said, end = b"", time.monotonic() + _LONGEST_WAIT
     while not re.search(_KIND, said) and select.select([keyboard], [], [], max(0.0, end - time.monotonic()))[0]:
         data = os.read(keyboard, 4096)
@@ -174,7 +179,7 @@ def _read_answer(keyboard: int) -> bytes:
 
 
 def background_of(said: bytes) -> str:
-    """Return ``light`` or ``dark`` for the color in an answer to OSC 11, empty without an answer."""
+    """Return ``light`` or ``dark`` for the color in an answer to OSC 11; empty if ``said`` contains no such answer."""
     found = re.search(_COLOR, said)
     rgb = _RGB.fullmatch(found.group(1)) if found is not None else None
     if rgb is None:
@@ -185,21 +190,21 @@ def background_of(said: bytes) -> str:
 
 @dataclass
 class LateAnswers:
-    """Drops the terminal's answers from typed input, even if they arrive in parts."""
+    """Removes the terminal's answers from typed input, even if they arrive in parts."""
 
     _held: bytes = b""
     _held_since: float = 0.0
 
     @property
     def holds(self) -> bool:
-        """Return whether input is held back. If so, call `without` soon, even without input."""
+        """Return whether input is held back. If so, call `without` again soon, even without new input."""
         return bool(self._held)
 
     def without(self, data: bytes) -> bytes:
-        """Take input and return the keys in it.
+        """Take new input, and return the keys in it, without answers of the terminal.
 
-        The beginning of an answer is held until the rest arrives. Input that may also be a key (Escape) is held until a
-        call without input.
+        The beginning of an answer is held back until the rest arrives. If the input may also be a key (Escape), it is
+        held back until the next call without input.
         """
         if data:
             self._held_since = time.monotonic()
@@ -211,22 +216,22 @@ class LateAnswers:
         return said
 
     def _is_awaited(self, begun: bytes) -> bool:
-        """Return whether this can only be an answer, and its rest may still arrive."""
+        """Return whether ``begun`` can only be the beginning of an answer, and the rest may still arrive."""
         is_answer = re.match(rb"\x1b(?:\][0-9]+;|P[0-9>!]|_G)", begun) is not None
         return is_answer and time.monotonic() - self._held_since < _LONGEST_ANSWER
 
 
 @dataclass
 class Pastes:
-    """Separates pasted text from keys by the marks of bracketed paste. Nothing inside a paste is a key."""
+    """Separates pasted text from typed keys, by the marks of bracketed paste. Nothing inside a paste is a key."""
 
-    _pasted: bytes | None = None  # text so far of a paste that has begun
+    _pasted: bytes | None = None  # the text so far of a paste that has begun but not ended
 
     def split(self, data: bytes) -> Iterator[tuple[bool, bytes]]:
-        """Yield the parts of the input in order: whether each was pasted, and its bytes.
+        """Yield the parts of the input in order, each as a pair: whether it was pasted, and its bytes.
 
-        The mark at the beginning of a paste must be in one piece (see `LateAnswers`). A paste is yielded in one piece,
-        once it is complete.
+        The mark at the beginning of a paste must arrive in one piece, which `LateAnswers` ensures. A paste is yielded
+        in one piece once it is complete.
         """
         while data:
             if self._pasted is None:
@@ -242,10 +247,10 @@ class Pastes:
 
 
 def are_lines(keys: bytes) -> bool:
-    """Return whether keys that arrived at once are several lines: a paste in a terminal without paste marks."""
+    """Return whether keys that arrived at once are several lines: a paste in a terminal without bracketed paste."""
     return keys.count(b"\r") > 1 and b"\r" in keys.strip(b"\r") and not _NO_TEXT.search(keys)
 
 
 def pasted_text(text: str) -> str:
-    """Return pasted text without its escape sequences, with newlines as line ends."""
+    """Return pasted text without escape sequences. Line ends become newlines."""
     return _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")

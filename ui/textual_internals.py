@@ -1,4 +1,4 @@
-"""All private names of Textual that the app uses. All other files use documented names.
+"""All uses of Textual's private names. The other modules use only documented names.
 
 Written for and tested with Textual 8.2.8. After an update, check this file first.
 """
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 if "ESCDELAY" not in os.environ:
     constants.ESCAPE_DELAY = 0.05  # type: ignore[misc]  # seconds after which Escape is a key of its own
 _QUIET = 0.1  # seconds to wait for a key
-_SOON = 0.02  # the same while a sequence is incomplete, or a paste may continue
-_LONGEST_BURST = 1 << 20  # bytes read at once
+_SOON = 0.02  # seconds to wait while a sequence is incomplete, or a paste may continue
+_LONGEST_BURST = 1 << 20  # maximum bytes to treat as one input
 _COMPLETE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-Z\\-~]")  # a control sequence; "\x1b[[" begins a key of the Linux console
 _KITTY_KEY = re.compile(r"\x1b\[(\d*)[\d:]*(?:;(\d*)(?::(\d*))?)?((?:;[\d:]*)?[u~ABCDEFHPQRS])")
 _RELEASED = "3"  # type of a key event in the Kitty protocol
-_KEEP_TITLE, _TITLE_BEFORE = "\x1b[22;2t", "\x1b[23;2t"  # xterm's stack of titles; other terminals ignore it
+_KEEP_TITLE, _TITLE_BEFORE = "\x1b[22;2t", "\x1b[23;2t"  # push and pop xterm's title; other terminals ignore them
 _EMOJI_LOOK = "\ufe0f"  # variation selector 16: only some terminals draw the character before it wide
 _load_cell_table = cells.load_cell_table
 
@@ -63,7 +63,7 @@ cells.load_cell_table = _without_wide_looks  # a character has one width in all 
 
 
 def __getattr__(name: str) -> Any:
-    """Import the classes of Markdown on first use: that takes a tenth of the time until the first screen."""
+    """Import Textual's Markdown classes on first use, because that takes a tenth of the time until the first screen."""
     if name not in ("MarkdownListItem", "MarkdownParagraph", "MarkdownTable"):
         raise AttributeError(name)
     from textual.widgets import _markdown
@@ -79,17 +79,17 @@ class QuietApp(App[None]):
 
     @property
     def failure(self) -> BaseException | None:
-        """Return the exception that ended the app, None without one."""
+        """Return the exception that ended the app, or None."""
         error = self._exception
         return error.__cause__ or error.error if isinstance(error, WorkerFailed) else error
 
     @property
     def can_suspend(self) -> bool:
-        """Return whether the app can lend the terminal to another program."""
+        """Return whether the app can hand the terminal to another program and take it back."""
         return self._driver is not None and self._driver.can_suspend
 
     def set_window_title(self, title: str) -> None:
-        """Set the terminal window's title, saving the original one before. ``title`` must be clean."""
+        """Set the title of the terminal window. The original title is saved first. ``title`` must be clean."""
         if self._driver is not None:
             keep = "" if self._has_titled else _KEEP_TITLE
             self._has_titled = True
@@ -119,9 +119,11 @@ class QuietApp(App[None]):
 class Growing:
     """Mixin for a widget that grows: its new size does not trigger a second layout.
 
-    Textual requests one whenever a widget's virtual size changes, in case scrollbars appear or disappear, but those
-    request it themselves. It also requests one after a widget's first layout, because of changes while it was mounted.
-    This is not a widget itself, or Textual would take no styles from the widget's other base.
+    Textual requests a second layout whenever a widget's virtual size changes, in case scrollbars appear or disappear,
+    but scrollbars request it themselves. It also requests one after a widget's first layout, because of changes while
+    the widget was mounted.
+
+    This is not a widget itself. Otherwise Textual would take no styles from the widget's other base class.
     """
 
     outer_size: Size
@@ -131,14 +133,15 @@ class Growing:
         update, known = super()._size_updated, bool(self.outer_size)  # type: ignore[misc]
         resized = bool(update(size, virtual_size, container_size, layout=False))
         if size and not known:
-            self._layout_required = False  # requested when the widget was made; it has its first place now
+            self._layout_required = False  # it was requested when the widget was created, and is done now
         return resized
 
 
 class BearsRemovals:
     """Mixin for a screen: a click on a removed widget selects no text.
 
-    The widget stays visible until the next layout, and Textual would look for the place of its parent, which is gone.
+    A removed widget stays visible until the next layout. On a click, Textual would look for the region of its parent,
+    which no longer exists.
     """
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
@@ -150,7 +153,7 @@ class BearsRemovals:
 
 
 class AsLargeAsTerminal:
-    """Mixin for a screen: it always has the terminal's current size, whatever an older event says.
+    """Mixin for a screen: it always has the terminal's current size, even if an older resize event says otherwise.
 
     A screen sends itself its size when it is laid out. If two sizes are queued during a `batch_update`, each would
     restore the other forever, and nothing else in the app would run.
@@ -163,27 +166,30 @@ class AsLargeAsTerminal:
 
 
 class KeepsPlace:
-    """Mixin for a scrolling container: it can hold one child in place while others come and go.
+    """Mixin for a scrolling container: it can hold one child in place while other children are added or removed.
 
-    The container scrolls during the layout that moves the children, so nothing jumps. This is not a widget itself, see
-    `Growing`.
+    The container scrolls during the layout that moves the children, so nothing jumps. This is not a widget itself, for
+    the same reason as `Growing`.
     """
 
     _kept: tuple[Widget, int] | None = None
-    _is_laid_out = False  # since the place was set
+    _is_laid_out = False  # whether a layout has happened since `keep_place`
 
     def keep_place(self, child: Widget, line: int) -> None:
-        """Hold this line of a child at the top of the screen from the next layout on, until `give_place_up`."""
+        """Hold line ``line`` of ``child`` at the top of the screen, from the next layout until `give_place_up`."""
         self._kept, self._is_laid_out = (child, line), False
 
     @property
     def place(self) -> tuple[Widget, int] | None:
-        """Return the child and the line that are held."""
+        """Return the child and the line that are held in place, or None."""
         return self._kept
 
     @property
     def waits_for_layout(self) -> bool:
-        """Return whether there was no layout since `keep_place`. Textual also calls "after a refresh" without one."""
+        """Return whether a place is held but no layout has happened since `keep_place`.
+
+        Textual's ``call_after_refresh`` may also call without a layout.
+        """
         return self._kept is not None and not self._is_laid_out
 
     def give_place_up(self) -> None:
@@ -191,7 +197,7 @@ class KeepsPlace:
 
     @property
     def is_held_at_end(self) -> bool:
-        """Return whether each layout scrolls to the end. This calls no watcher of ``scroll_y``."""
+        """Return whether each layout scrolls to the end. Reading this calls no watcher of ``scroll_y``."""
         assert isinstance(self, Widget)
         return self._anchored and not self._anchor_released
 
@@ -210,7 +216,7 @@ class KeepsPlace:
 
 
 def _scroll_in_layout(widget: Widget, top: float) -> None:
-    # As Textual's compositor does for an anchored widget.
+    # Set the position as Textual's compositor does for an anchored widget.
     widget.set_reactive(Widget.scroll_y, top)
     widget.set_reactive(Widget.scroll_target_y, top)
     scrollbar: Any = widget.vertical_scrollbar
@@ -218,10 +224,10 @@ def _scroll_in_layout(widget: Widget, top: float) -> None:
 
 
 class SteadyScrollView(ScrollView):
-    """A scroll view that redraws its scrollbar only if it changed, instead of with each layout."""
+    """A scroll view that redraws its scrollbar only if the scrollbar changed, instead of at each layout."""
 
     def has_scrollbar_for(self, num_lines: int) -> bool:
-        """Return whether the scrollbar's visibility is right for this number of lines."""
+        """Return whether the scrollbar is shown exactly if ``num_lines`` lines need one."""
         return self.show_vertical_scrollbar == (num_lines > self.size.height)
 
     def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
@@ -231,10 +237,10 @@ class SteadyScrollView(ScrollView):
 
 
 class Becoming:
-    """Mixin for a Markdown block that controls how it grows with its text."""
+    """Mixin for a Markdown block that itself decides how to change when its text grows."""
 
     async def become(self, block: MarkdownBlock) -> None:
-        """Change to ``block``, which is this block with more text."""
+        """Change this block into ``block``, which is the same block with more text. A subclass implements this."""
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
@@ -242,10 +248,10 @@ class Becoming:
 
 
 class HearsOfGrowth:
-    """Mixin for a Markdown block that reacts after Textual made it grow."""
+    """Mixin for a Markdown block that reacts after Textual has made it grow."""
 
     def has_become(self, block: MarkdownBlock) -> None:
-        """React to showing ``block`` now."""
+        """React to a change: the block now shows ``block``. A subclass implements this."""
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
@@ -276,9 +282,10 @@ class Options(OptionList):
 
 
 class SteadyTextArea(TextArea):
-    """A text area that never contains control characters for the terminal, whatever puts text in.
+    """A text area that never contains terminal control characters, however the text gets into it.
 
-    If undo removes lines and with them the scrollbar, Textual looks up the cursor before it moves it.
+    It also avoids an error in Textual: if undo removes lines and with them the scrollbar, Textual looks up the cursor
+    before it moves the cursor.
     """
 
     def _set_document(self, text: str, language: str | None) -> None:
@@ -297,7 +304,7 @@ class SteadyTextArea(TextArea):
 
 
 class _Commands(CommandList, Options, can_focus=False):
-    """The palette's list."""
+    """The list in the command palette."""
 
 
 class PatientPalette(AsLargeAsTerminal, CommandPalette):
@@ -313,11 +320,11 @@ class PatientPalette(AsLargeAsTerminal, CommandPalette):
 
 
 class KeyParser(XTermParser):
-    """Textual's parser, but an unreadable sequence is no key instead of an error or many keys."""
+    """Textual's parser of keys. For an unreadable sequence it returns no key, instead of an error or many keys."""
 
     @property
     def waits(self) -> bool:
-        """Return whether a sequence has begun. If so, call `tick` soon."""
+        """Return whether a sequence is incomplete. If so, call `tick` soon."""
         return self._timeout_time is not None
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
@@ -329,22 +336,26 @@ class KeyParser(XTermParser):
                 sequence = f"\x1b[{code};{modifiers or 1}{rest}"
         try:
             keys = list(super()._sequence_to_key_events(sequence, alt))
-        except (ValueError, OverflowError):  # no such character
+        except (ValueError, OverflowError):  # there is no such character
             keys = []
-        # The parser itself handles mouse and mode reports, which are no keys either.
+        # The parser itself handles mouse and mode reports, which are not keys.
         is_report = sequence[-1:] in ("M", "m", "y")
         return keys or ([events.Key(Keys.Ignore, sequence)] if _COMPLETE.fullmatch(sequence) and not is_report else [])
 
 
 class TerminalDriver(LinuxDriver):
-    """Textual's driver, with safer input.
+    """Textual's terminal driver, with safer input.
 
-    Invalid UTF-8 does not end the app, but the end of input does. Keys that were read earlier come first. The
-    terminal's answers to earlier questions are no keys, and neither is anything in a paste.
+    - Invalid UTF-8 does not end the app, but the end of input does.
+    - Keys that were read before the app started come first.
+    - The terminal's answers to earlier questions are not taken for keys, and neither is pasted text.
     """
 
     def write(self, data: str) -> None:
-        """Write to the terminal, without variation selectors, which may change widths. Copied text keeps them."""
+        """Write to the terminal, without variation selectors, which may change the width of characters.
+
+        Copied text keeps them.
+        """
         super().write(data.replace(_EMOJI_LOOK, ""))
 
     def run_input_thread(self) -> None:
@@ -382,7 +393,7 @@ class TerminalDriver(LinuxDriver):
                     self.process_message(event)
 
     def _read(self) -> bytes:
-        """Read some input, none if the terminal was hung up."""
+        """Read available input; empty if the terminal was hung up."""
         try:
             return os.read(self.fileno, 4096)
         except OSError:

@@ -1,7 +1,7 @@
 """Themes: our own two and Textual's, with colors that are readable on every background they appear on.
 
-A color too close to its background is blended towards white or black as little as necessary, including for terminals
-with only 256 colors. Contrast is defined by WCAG 2.1, https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio.
+If a color is too close to its background, it is blended towards white or black, as little as necessary. This also holds
+for terminals with only 256 colors. Contrast is defined by WCAG 2.1, https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio.
 """
 
 import itertools
@@ -19,15 +19,15 @@ from textual.theme import Theme
 from minillm.errors import UsageError
 from minillm.user_config import THEMES
 
-LEAST_TEXT, LEAST_FRAME = 4.5, 1.5  # contrast of text, of frames and marks
+LEAST_TEXT, LEAST_FRAME = 4.5, 1.5  # minimum contrast of text, and of frames and marks
 _LEAST_FOREGROUND = 8.0  # so that faded text is still readable
-_SPARE = 0.15  # for rounding by the terminal
+_SPARE = 0.15  # additional contrast, because the terminal rounds colors
 _GRAY, _HUE = 0.1, 1000.0  # saturation below which a color is a gray; the weight of hue relative to RGB distance
-_ALIKE = 55.0  # RGB distance of two colors that people confuse
+_ALIKE = 55.0  # people confuse two colors with a smaller RGB distance
 _STEPS = (0, 95, 135, 175, 215, 255)
 _CUBE = [Color(r, g, b) for r, g, b in itertools.product(_STEPS, repeat=3) if not r == g == b]  # of the 256 colors
 
-# Colors have meanings: blue is owned and alive, violet is shared, amber warns, red failed.
+# Colors have meanings. Blue: blocks of one owner, and anything that runs. Violet: shared. Amber: warning. Red: failed.
 _COLORS = {
     "primary": ("#7fa8d1", "#2d6597"),
     "secondary": ("#b596d8", "#7a4bab"),
@@ -49,7 +49,7 @@ def _own(name: str, *, dark: bool) -> Theme:
 
 @cache
 def find_theme(name: str = "") -> Theme:
-    """Return the theme of this name. Without a name, return light or dark, as the terminal's background.
+    """Return the theme with this name. Without a name, return light or dark, like the terminal's background.
 
     Raises:
         UsageError: there is no such theme.
@@ -67,7 +67,7 @@ def find_theme(name: str = "") -> Theme:
     return BUILTIN_THEMES[name]
 
 
-# Each is one of the 16 basic colors: nothing is rounded, and no text disappears in its background.
+# Only the 16 basic colors are used: nothing is rounded, so no text disappears in its background.
 _SIXTEEN = {
     "primary": ("#55ffff", "#0000aa"),
     "secondary": ("#ff55ff", "#aa00aa"),
@@ -82,14 +82,17 @@ _SIXTEEN = {
 
 
 def in_sixteen_colors(theme: Theme) -> Theme:
-    """Return the theme that replaces another one in a terminal with 16 colors, dark or light like that one."""
+    """Return the theme to use instead of ``theme`` in a terminal with 16 colors. It is dark if ``theme`` is dark."""
     colors: dict[str, Any] = {part: shades[0 if theme.dark else 1] for part, shades in _SIXTEEN.items()}
     name = f"minillm-16-{'dark' if theme.dark else 'light'}"
     return Theme(name, accent=colors["primary"], dark=theme.dark, **colors)
 
 
 def for_terminal(theme: Theme, colors: str | None, *, without_color: bool = False) -> Theme:
-    """Return a readable theme for a terminal. ``colors``: the terminal's color system, as Rich names it."""
+    """Return a readable variant of ``theme`` for a terminal.
+
+    ``colors``: the terminal's color system, as Rich names it.
+    """
     if colors == "standard":
         theme = in_sixteen_colors(theme)
     elif colors == "256":
@@ -105,13 +108,13 @@ _GRAYS = [Color(gray, gray, gray) for gray in (0, *range(8, 239, 10), 255)]  # o
 
 
 def _colors_of(theme: Theme) -> dict[str, Color]:
-    """Return the colors of a theme. Textual derives the missing ones."""
+    """Return the colors of a theme by name. Textual derives the colors that the theme does not define."""
     shades = theme.to_color_system().generate()
     return {name: Color.parse(shades[name]) for name in (*_COLORS, "accent")}
 
 
 def in_gray_grounds(theme: Theme) -> Theme:
-    """Return the theme with backgrounds in distinct grays of the 256 colors.
+    """Return the theme with distinct grays of the 256 colors as backgrounds.
 
     The nearest colors would all be black, or yellow for light backgrounds.
     """
@@ -126,20 +129,26 @@ def in_gray_grounds(theme: Theme) -> Theme:
 
 
 def in_grays(theme: Theme) -> Theme:
-    """Return the theme without colors. Textual removes them itself, but not from areas that no widget fills."""
+    """Return the theme without colors.
+
+    Textual also removes them, but not from areas that no widget fills.
+    """
     grays: dict[str, Any] = {name: color.monochrome.hex for name, color in _colors_of(theme).items()}
     return replace(theme, **grays)
 
 
 def terminal_background() -> str:
-    """Return ``light`` or ``dark`` by ``COLORFGBG`` (rxvt, Konsole, iTerm2), dark if it is not set."""
+    """Return ``light`` or ``dark``, from ``COLORFGBG`` (rxvt, Konsole, iTerm2).
+
+    Without this variable, return ``dark``.
+    """
     return "light" if os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15") else "dark"
 
 
 def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
-    """Return the theme with enough contrast, and with our own color names, see ``app.tcss``.
+    """Return the theme with enough contrast, and with minillm's additional color names: see ``app.tcss``.
 
-    ``kinds``: the terminals that must show it, "truecolor" and "256".
+    ``kinds``: the kinds of terminal in which it must be readable, "truecolor" and "256".
     """
     shades = {name: str(shade) for name, shade in theme.to_color_system().generate().items()}
     grounds = [Color.parse(shades[name]) for name in ("background", "surface", "panel")]
@@ -150,7 +159,10 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
         return readable(color, on, goal, least, kinds).hex
 
     def telling(color: Color) -> str:
-        """Return a color that tells sequences apart. It is never on a panel: less blending makes it more distinct."""
+        """Return a color that helps to tell sequences apart.
+
+        These colors never appear on a panel. So they need less blending and stay more distinct.
+        """
         if kinds != {"256"} or color.hsl.s <= _GRAY:
             return text(color, on=grounds[:2])
         found = nearest_in_cube(color, grounds[:2], taken)
@@ -193,7 +205,7 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
 
 
 def readable(color: Color, grounds: Sequence[Color], goal: Color, least: float, kinds: Set[str]) -> Color:
-    """Return the color, blended towards ``goal`` until its contrast on all backgrounds is ``least``.
+    """Return the color, blended towards ``goal`` until its contrast on all backgrounds is at least ``least``.
 
     ``kinds``: see `legible`.
     """
@@ -206,7 +218,10 @@ def readable(color: Color, grounds: Sequence[Color], goal: Color, least: float, 
 
 
 def nearest_in_cube(color: Color, grounds: Sequence[Color], taken: Set[Color]) -> Color:
-    """Return the most similar of the 256 colors that is no gray, readable, and not taken. Its hue counts most."""
+    """Return the most similar of the 256 colors that is not a gray, is readable, and is not in ``taken``.
+
+    Hue counts most for the similarity.
+    """
 
     def unlikeness(other: Color) -> float:
         turn = abs(color.hsl.h - other.hsl.h)
@@ -223,7 +238,7 @@ def _distance(one: Color, other: Color) -> float:
 
 @cache
 def in_256_colors(color: Color) -> Color:
-    """Return the nearest of the 256 colors that most terminals have."""
+    """Return the nearest of the 256 standard colors."""
     from rich.color import Color as RichColor
     from rich.color import ColorSystem
 
@@ -235,7 +250,7 @@ _SHOWN: dict[str, Callable[[Color], Color]] = {"truecolor": lambda color: color,
 
 
 def contrast(one: Color, other: Color) -> float:
-    """Return the contrast: from 1, equal, to 21, black on white."""
+    """Return the contrast of two colors, from 1 (equal) to 21 (black on white)."""
     lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 
