@@ -1,6 +1,6 @@
-"""Every op of the model and the sampler, on plain tensors: no sequence, no engine, no configuration.
+"""Every op of the model and the sampler. Ops take plain tensors: no sequence, no engine, no configuration.
 
-`minillm.kernels.reference` specifies each public op. The device of its first tensor decides whether
+`minillm.kernels.reference` specifies each public op. The device of the op's first tensor decides whether
 `minillm.kernels.gpu` or `minillm.kernels.cpu` computes it.
 """
 
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 def _op(contract: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return an op that calls the GPU's or the CPU's function with the contract's name."""
+    """Return an op that calls the function with the contract's name, for a GPU or a CPU as its first tensor is."""
     on_cpu = getattr(cpu, contract.__name__)
     on_gpu = getattr(gpu, contract.__name__) if torch.cuda.is_available() else on_cpu
 
@@ -76,7 +76,9 @@ fork_rows = _op(reference.fork_rows)
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:
-    """Plan a step on a CPU, see `cpu.plan_step`; None on a GPU, where kernels need no plan."""
+    """Compute once what all layers of a step need on a CPU: see `cpu.plan_step`. Return None on a GPU, which needs no
+    plan.
+    """
     return None if decodes.k.is_cuda else cpu.plan_step(places, decodes, num_heads)
 
 
@@ -89,8 +91,9 @@ def rotary_write_kv(
     norms: HeadNorms | None = None,
     plan: HostPlan | None = None,
 ) -> None:
-    """Rotate q, and write rotated k, and v, to their blocks: see `reference.rotary_write_kv`. ``plan`` is the
-    step's.
+    """Rotate q in place, and write rotated k, and v, to their blocks: see `reference.rotary_write_kv`.
+
+    ``plan`` is the result of `plan_step` for this step, if there is one.
     """
     if q.is_cuda:
         gpu.rotary_write_kv(q, k, v, places, cache, norms)
@@ -99,7 +102,10 @@ def rotary_write_kv(
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
-    """Compute decode attention, one query per sequence: see `reference.paged_attention`. ``plan`` is the step's."""
+    """Compute decode attention, one query per sequence: see `reference.paged_attention`.
+
+    ``plan`` is the result of `plan_step` for this step, if there is one.
+    """
     if q.is_cuda:
         return gpu.paged_attention(q, pages, softmax_scale)
     return cpu.paged_attention(q, pages, softmax_scale, plan)
@@ -109,14 +115,14 @@ class LinearWeight:
     """A weight ``[out, in]`` and optional bias ``[out]``, in the layout that `linear` reads fastest.
 
     The weight is a tensor, or on a GPU one or several low-bit matrices stacked by rows. `keep_copy` adds a 16-bit copy
-    of these for matmuls of many tokens.
+    of low-bit matrices for matmuls of many tokens.
     """
 
     def __init__(self, weight: Tensor | tuple[LowBit, ...], bias: Tensor | None = None) -> None:
         self.parts: tuple[LowBit, ...] = ()
-        self.max_low_bit_tokens = -1  # maximum tokens of a matmul for which low-bit matrices are used
+        self.max_low_bit_tokens = -1  # matmuls of up to this many tokens use the low-bit matrices
         self.gated_scale: FixedScale | None = None  # of the gated MLP's result, see `bound_gated`
-        self.attended_scale: FixedScale | None = None  # of the input of o, see `bound_attended`
+        self.attended_scale: FixedScale | None = None  # of attention's result, if this is o: see `bound_attended`
         self.packed, self.bias = None, bias
         if isinstance(weight, tuple):
             self.parts, self.weight = weight, weight[0].levels.new_empty(0)
@@ -131,7 +137,7 @@ class LinearWeight:
     def in_8_bits(
         cls, weight: Callable[[], Rows], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
     ) -> "LinearWeight":
-        """Return a weight in 8 bits on a CPU, from the rows that ``weight`` returns: see `cpu.packed_int8`."""
+        """Return a weight that a CPU keeps in 8 bits. ``weight`` returns its float32 rows: see `cpu.packed_int8`."""
         packed = cpu.packed_int8(weight, shape, bias, stored)
         if packed is None:
             return cls(weight()(slice(0, shape[0])), bias)
@@ -139,7 +145,10 @@ class LinearWeight:
 
     @classmethod
     def in_4_bits(cls, stored: tuple[LowBit, ...], bias: Tensor | None) -> "LinearWeight | None":
-        """Return a weight of 4-bit matrices on a CPU, stacked by rows: see `cpu.packed_int4`."""
+        """Return a weight that a CPU keeps in 4 bits, from 4-bit matrices stacked by rows: see `cpu.packed_int4`.
+
+        Return None if this torch cannot multiply such matrices.
+        """
         packed = cpu.packed_int4(stored, bias)
         if packed is None:
             return None
@@ -152,26 +161,33 @@ class LinearWeight:
         return self
 
     def copied_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a copy of low-bit matrices in ``dtype``; 0 for FP8, which gains nothing from a copy."""
+        """Return the bytes that `keep_copy` would allocate for ``dtype``.
+
+        The result is 0 without low-bit matrices, and for FP8, which gains nothing from a copy.
+        """
         is_copied = bool(self.parts) and all(part.layout != FP8 for part in self.parts)
         return self.out_features * self.in_features * dtype.itemsize if is_copied else 0
 
     def keep_copy(self, dtype: torch.dtype) -> None:
-        """Also keep the weight in ``dtype``, for matmuls of enough tokens that this is faster."""
+        """Also keep low-bit matrices in ``dtype``, for matmuls of enough tokens to be faster with the copy."""
         if self.copied_bytes(dtype):
             self.weight = low_bit_linear.unpacked(self.parts, dtype)
             self.max_low_bit_tokens = low_bit_linear.most_tokens_beside_a_copy(self.parts, self.weight)
 
     def bound_gated(self, norm_weight: Tensor) -> None:
-        """Choose the scale with which `mlp` keeps ``silu(gate) * up`` of a low-bit matrix after a norm in float16."""
+        """Choose the fixed scale with which `mlp` stores its gated result, ``silu(gate) * up``, in float16.
+
+        This weight is the low-bit matrix of gate and up. `mlp` applies it after RMSNorm with ``norm_weight``.
+        """
         if len(self.parts) == 1 and self.parts[0].layout != FP8:
             self.gated_scale = low_bit_bound.scale_of_gated(self.parts[0], self.bias, norm_weight)
 
     def bound_attended(self, qkv: "LinearWeight", norm_weight: Tensor) -> None:
-        """Choose the scale with which `attend_add` keeps attention's result, this weight's input, in float16.
+        """Choose the fixed scale with which `attend_add` stores attention's result, the input of this weight, in
+        float16.
 
-        ``qkv`` are low-bit matrices after a norm, with as many rows of q as this weight has columns, and equally many
-        rows of k and v.
+        ``qkv`` is the low-bit projection that RMSNorm with ``norm_weight`` precedes. It has as many rows of q as this
+        weight has columns; the other rows are half k, half v.
         """
         if self.parts and qkv.parts and all(part.layout != FP8 for part in (*self.parts, *qkv.parts)):
             num_values = (qkv.out_features - self.in_features) // 2
@@ -186,18 +202,19 @@ class LinearWeight:
 
 
 def _is_by_parts(x: Tensor, weight: LinearWeight) -> bool:
-    """Return whether a matmul of this many tokens uses the low-bit matrices instead of their 16-bit copy."""
+    """Return whether a matmul of x's number of tokens reads the low-bit matrices, and not their 16-bit copy."""
     return x.shape[0] <= weight.max_low_bit_tokens
 
 
 def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
-    """Return whether the matrix-vector kernel takes this few tokens on a GPU."""
+    """Return whether x has few enough tokens for the GPU's matrix-vector kernel."""
     return x.is_cuda and matvec.takes(x.shape[0], weight.weight)
 
 
 def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> Tensor:
-    """Look up rows ``[tokens, hidden]`` of ``table [vocab, hidden]``, in ``dtype``; a tensor's rows keep its own
-    dtype.
+    """Look up rows ``[tokens, hidden]`` of ``table [vocab, hidden]``.
+
+    Rows of a low-bit table are dequantized to ``dtype``. Rows of a tensor keep the tensor's dtype.
     """
     if isinstance(table, Tensor):
         return functional.embedding(token_ids, table)
@@ -207,7 +224,7 @@ def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> 
 
 
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
-    """Return ``x [rows, in] @ weight.T + bias``, in ``out`` if given."""
+    """Return ``x [rows, in] @ weight.T + bias``. If ``out`` is given, the result is written to it."""
     if _is_by_parts(x, weight):
         return low_bit_linear.linear(x, weight.parts, weight.bias, out, None)
     if weight.packed is not None:
@@ -223,7 +240,7 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
-    """Compute RMSNorm, then `linear`, in ``out`` if given: see `reference.norm_linear`."""
+    """Compute RMSNorm, then `linear`: see `reference.norm_linear`. If ``out`` is given, the result is written to it."""
     if _is_by_parts(x, weight):
         return low_bit_linear.linear(x, weight.parts, weight.bias, out, (norm_weight, eps))
     if _is_for_matvec(x, weight):
@@ -256,7 +273,10 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
 def attend_add(
     q: Tensor, pages: Pages, softmax_scale: float, o: LinearWeight, residual: Tensor, plan: HostPlan | None = None
 ) -> Tensor:
-    """Compute `paged_attention`, then `linear_add`: see `reference.attend_add`. ``plan`` is the step's."""
+    """Compute `paged_attention`, then `linear_add`: see `reference.attend_add`.
+
+    ``plan`` is the result of `plan_step` for this step, if there is one.
+    """
     scale = o.attended_scale
     if scale is not None and _is_by_parts(q, o) and low_bit_linear.reads_halves(q, o.parts):
         halves = decode_attention.attended_halves(q, pages, softmax_scale, scale)
@@ -284,7 +304,7 @@ def _is_handed_over(x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> boo
 
 
 class Ops(NamedTuple):
-    """The model's ops that sum over more than a token's row: matmuls and attention.
+    """The model's ops that sum over more than one token's row: matmuls and attention.
 
     There are two sets. `FASTEST` chooses the order of summation by the number of tokens, so a token's last digits
     depend on the rest of the batch. `minillm.kernels.deterministic.OPS` is batch-invariant: it always adds in the same

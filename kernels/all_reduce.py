@@ -1,22 +1,23 @@
-"""All-reduce over several GPUs without a ring: each rank writes to all the others and adds the words that it receives.
+"""All-reduce over several GPUs without a ring: each rank sends to all others, and adds the words that it receives.
 
 Every 8 bytes that cross NVLink carry 4 bytes of data and the number of this sum, so a rank that reads the expected
 number has the data as well. 8-byte stores are never torn, so there is no fence and no barrier. This is NCCL's LL
-protocol (Hu et al. 2025, "Demystifying NCCL") without the ring, whose hops and flags dominate the cost of a decode
+protocol (Hu et al. 2025, "Demystifying NCCL") without the ring. In a ring, hops and flags dominate the cost of a decode
 step's small sums.
 
-In one shot, every rank gets all parts. In two shots, it gets the parts of its slice, an N-th of the whole, and sends
-the slice's sum to the others: a second hop, but only 2 / N of the bytes. One shot is therefore used for the smallest
-sums and for two ranks.
+In one shot, every rank receives all words of all other ranks. In two shots, it receives the words of its own slice, an
+N-th of the whole, and sends the slice's sum to the others. That is a second hop, but only 2 / N of the bytes. One shot
+is therefore used for the smallest sums and for two ranks.
 
 Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes. Bytes over NVLink, from each rank: 8
-(N - 1) a word in one shot, 16 (N - 1) / N in two; the same number is read from the own inbox, and 8 for x.
+(N - 1) a word in one shot, 16 (N - 1) / N in two. A rank reads the same number from its own inbox, and 8 a word for x.
 
-Every rank's *inbox* has an area for each source (in two shots, also for each shot) and each of two turns. A turn is
-free again as soon as a rank has received the next sum from all others: they begin it only after reading this one. Each
-program counts the sums on the device, so a launch can be replayed from a graph. Sums are formed in float32 in the order
-of ranks, bitwise the same on each. A waiting rank also polls `Exchange.stop`: a write from another stream ends the
-wait, and the sum is then invalid.
+Every rank's *inbox* is the memory to which the other ranks write. It has an area for each source rank (in two shots,
+also for each shot) and each of two turns. Sums use the turns alternately. A turn's area is free again as soon as a rank
+has received the next sum from all others, because they begin that sum only after reading this one. Each program counts
+the sums on the device, so a launch can be replayed from a CUDA graph. Sums are formed in float32 in the order of ranks,
+bitwise the same on each. A waiting rank also polls `Exchange.stop`: a write from another stream ends the wait, and the
+sum is then invalid.
 """
 
 from dataclasses import dataclass
@@ -36,19 +37,20 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Exchange:
-    """The memory through which all ranks' kernels exchange words; every rank launches the same sums in the same
-    order.
+    """The memory through which the kernels of all ranks exchange words.
+
+    Every rank must launch the same sums in the same order.
     """
 
     rank: int
-    inboxes: Tensor  # [ranks] int64, the address of each rank's inbox: int64 words, zero at first, see `inbox_words`
-    sums: Tensor  # [capacity / WORDS] int32, number of finished sums per program: zero at first
+    inboxes: Tensor  # [ranks] int64, address of each rank's inbox: `inbox_words` int64 words, initially zero
+    sums: Tensor  # [capacity / WORDS] int32, number of finished sums per program, initially zero
     stop: Tensor  # [1] int32: nonzero ends all waiting
-    shots: int = 1  # or 2
+    shots: int = 1  # 1 or 2
 
     @property
     def capacity(self) -> int:
-        """Maximum words of 4 bytes in one sum; in two shots, in a slice."""
+        """Maximum words of 4 bytes in one sum; in two shots, in one slice."""
         return self.sums.shape[0] * WORDS
 
     @property
@@ -57,14 +59,15 @@ class Exchange:
         return 4 * self.capacity * (1 if self.shots == 1 else self.inboxes.numel())
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether `all_reduce` can add tensors like ``x``: whole words, and not too many."""
+        """Return whether `all_reduce` supports ``x``: dtype and layout fit, it is whole words, and not too many."""
         size = x.numel() * x.itemsize
         return x.dtype in _DTYPES and x.is_contiguous() and size % 4 == 0 and 0 < size <= self.most_bytes
 
 
 def inbox_words(ranks: int, capacity: int, shots: int = 1) -> int:
-    """Return the int64 words of an inbox for sums (in two shots: slices) of up to ``capacity`` words, a multiple of
-    WORDS.
+    """Return the number of int64 words of each rank's inbox.
+
+    ``capacity`` is the maximum words of 4 bytes in a sum, in two shots in a slice: a multiple of WORDS.
     """
     return shots * _TURNS * ranks * capacity
 
@@ -111,7 +114,7 @@ def _flagged(words, number):
 
 @triton.jit
 def _arrived(places, number, mask, stop_ptr):
-    """Return the words of sum ``number``, once they have arrived."""
+    """Wait until the words of sum ``number`` have arrived at ``places`` in the inbox, and return their data."""
     got = tl.load(places, mask=mask, other=0, volatile=True)
     here = tl.min(((got >> 32 == number.to(tl.int64)) | (mask == 0)).to(tl.int32), axis=0)
     while here == 0:
@@ -126,7 +129,10 @@ def _summed(
     own, inbox, turn, offsets, number, mask, stop_ptr, capacity,
     RANK: tl.constexpr, RANKS: tl.constexpr, SHOTS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Add this rank's words and those of the others, as they arrive."""
+    """Add this rank's words and those of the other ranks as they arrive, in the order of ranks.
+
+    Returns: the sums of the words' low elements and of their high elements, ``[WORDS]`` float32.
+    """
     low = tl.zeros([WORDS], tl.float32)
     high = tl.zeros([WORDS], tl.float32)
     for source in tl.static_range(RANKS):
@@ -148,7 +154,7 @@ def _all_reduce_kernel(
     offsets = program * WORDS + tl.arange(0, WORDS)
     mask = offsets < num_words
     wait_for_inputs(PDL)
-    number = tl.load(sums_ptr + program) + 1  # of this sum; it may wrap around after 2^32
+    number = tl.load(sums_ptr + program) + 1  # number of this sum; it may wrap around after 2^32
     turn = (number & 1) * RANKS
     own = tl.load(x_ptr + offsets, mask=mask, other=0)
     flagged = _flagged(own, number)
@@ -202,7 +208,10 @@ def _all_reduce_in_two_kernel(
 
 
 def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
-    """Add up in place: see `reference.all_reduce`. Raises ValueError if ``exchange`` does not take ``x``."""
+    """Add ``x`` over all ranks, in place: see `reference.all_reduce`.
+
+    Raises ValueError unless ``exchange.takes(x)``.
+    """
     if not exchange.takes(x):
         taken = "one shot takes" if exchange.shots == 1 else "two shots takes slices of"
         raise ValueError(f"a sum in {taken} up to {exchange.capacity} words, contiguous, not {tuple(x.shape)}")
@@ -218,5 +227,8 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
 
 
 def slice_of(num_words: int, ranks: int) -> int:
-    """Return the words of each rank's slice, except the last ones': whole cache lines."""
+    """Return the number of words in each rank's slice, rounded up to whole cache lines.
+
+    The last slices may be shorter.
+    """
     return triton.cdiv(triton.cdiv(num_words, ranks), _LINE) * _LINE

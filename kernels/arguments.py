@@ -1,7 +1,7 @@
-"""Tensors that are passed together from op to op.
+"""Tuples of tensors that are passed together to the ops.
 
-Named tuples, because `Pages` is created again for every layer of every step, and a tuple is the cheapest object to
-create.
+They are named tuples, because `Pages` is created again for every layer of every step, and a tuple is the cheapest
+object to create.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 class LayerCache(NamedTuple):
     """One layer's K and V, in the model's dtype or in 8 bits.
 
-    In 8 bits a token's row of a head is int8 values from -127 to 127 times one scale, as made by
-    `minillm.kernels.reference.quantize_rows`. A block's scales are ordered head by head, so that the scales of a head's
+    In 8 bits, one token's row of a head is int8 values from -127 to 127 times one scale: see
+    `minillm.kernels.reference.quantize_rows`. A block's scales are ordered by head, so that the scales of a head's
     tokens are adjacent.
     """
 
@@ -28,25 +28,25 @@ class LayerCache(NamedTuple):
     v_scales: Tensor | None = None  # the same
 
     def pages(self, tables: Tensor, lens: Tensor, window: int | None = None) -> Pages:
-        """Return the contexts of some sequences in this layer: see `Pages`."""
+        """Return the arguments of attention over some sequences' contexts in this layer: see `Pages`."""
         return Pages(self.k, self.v, tables, lens, window, self.k_scales, self.v_scales)
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """The pool: K and V of every layer. Ops that move a block move it in each of `tensors`."""
+    """The pool: K and V of every layer. Ops that move a block move it in every tensor of `tensors`."""
 
     values: Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]: K at 0, V at 1
     scales: Tensor | None = None  # [num_layers, 2, num_blocks, num_kv_heads, block_size] float32, if values are int8
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the pool; their third dimension is the block."""
+        """All tensors of the pool. Their third dimension is the block."""
         return (self.values,) if self.scales is None else (self.values, self.scales)
 
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
-        """Each layer's part, as views."""
+        """The pool as one `LayerCache` per layer. Their tensors are views."""
         if self.scales is None:
             return tuple(LayerCache(*values.unbind(0)) for values in self.values.unbind(0))
         pairs = zip(self.values.unbind(0), self.scales.unbind(0), strict=True)
@@ -54,7 +54,7 @@ class KVCache:
 
     @cached_property
     def slots(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Each layer's K and V ``[num_slots, num_kv_heads, head_dim]``, as views."""
+        """Views of each layer's K and V, ``[num_slots, num_kv_heads, head_dim]``: a slot holds one token."""
         return tuple(
             (layer.k.view(-1, *layer.k.shape[2:]), layer.v.view(-1, *layer.v.shape[2:])) for layer in self.layers
         )
@@ -67,7 +67,7 @@ class KVCache:
 
 
 class Pages(NamedTuple):
-    """One layer's K and V, and the positions of some sequences' contexts in them.
+    """One layer's K and V, and where in it the contexts of some sequences are.
 
     Slots outside these contexts may hold anything, even NaN, and never influence a result.
     """
@@ -75,14 +75,14 @@ class Pages(NamedTuple):
     k: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], one layer's half of the pool
     v: Tensor  # the same
     tables: Tensor  # [num_seqs, max_blocks] int32, block ids in logical order; unused entries may be anything
-    lens: Tensor  # [num_seqs] int32, tokens of each sequence that attention may read
+    lens: Tensor  # [num_seqs] int32, the number of each sequence's tokens that attention may read
     window: int | None = None  # each token attends to this many tokens, including itself; None: to all before it
     k_scales: Tensor | None = None  # see `LayerCache`
     v_scales: Tensor | None = None
 
 
 def check_scales(cache: Tensor, scales: Tensor | None) -> None:
-    """Raise ValueError unless one layer's K or V has scales exactly if it is int8, and they fit it."""
+    """Raise ValueError unless ``scales`` fit one layer's K or V, ``cache``: only an int8 cache has scales."""
     blocks, block_size, num_kv_heads, _ = cache.shape
     if (cache.dtype == torch.int8) != (scales is not None):
         raise ValueError(f"a cache of int8 needs scales, and other dtypes have none: not {cache.dtype}")
@@ -97,7 +97,7 @@ def check_scales(cache: Tensor, scales: Tensor | None) -> None:
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of each head of q and k, before the rotary embedding."""
+    """The weights of an RMSNorm of each head of q and k, applied before the rotary embedding."""
 
     q: Tensor  # [head_dim]
     k: Tensor  # the same
@@ -105,7 +105,7 @@ class HeadNorms(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The angles of a step's tokens at their positions, and their slots in the pool."""
+    """The rotary angles of a step's tokens at their positions, and the tokens' slots in the pool."""
 
     cos: Tensor  # [num_tokens, rotary_dim / 2] float32 (or float64)
     sin: Tensor  # the same
@@ -113,26 +113,29 @@ class Places(NamedTuple):
 
 
 class SamplingInputs(NamedTuple):
-    """The parameters for drawing one token from each of some rows of logits: see `minillm.kernels.reference.sample`."""
+    """The parameters for drawing one token from each row of logits: see `minillm.kernels.reference.sample`."""
 
     temperature: Tensor  # [rows] float32; 0 takes the largest logit
-    top_k: Tensor  # [rows] int64, 0 for all
-    top_p: Tensor  # [rows] float32, 1 for all
-    min_p: Tensor  # [rows] float32, 0 for all
+    top_k: Tensor  # [rows] int64; 0 keeps all tokens
+    top_p: Tensor  # [rows] float32; 1 keeps all tokens
+    min_p: Tensor  # [rows] float32; 0 keeps all tokens
     seeds: Tensor  # [rows] int64
-    positions: Tensor  # [rows] int64, of the drawn token; with the seed, the counter of the draw
+    positions: Tensor  # [rows] int64, position of the drawn token; with the seed, the counter of the draw
 
     def rows(self, index: Tensor | slice) -> SamplingInputs:
-        """Return the inputs of some rows."""
+        """Return the parameters of the rows that ``index`` selects."""
         return SamplingInputs(*(each[index] for each in self))
 
 
 class DecodeInputs(NamedTuple):
-    """Inputs of the model and the sampler for n decoding sequences; slices of buffers at fixed addresses."""
+    """Inputs of the model and the sampler for n decoding sequences.
 
-    token_ids: Tensor  # [n] int64, like the next two
-    positions: Tensor
-    slot_mapping: Tensor
+    All tensors are slices of buffers at fixed addresses, so that a CUDA graph can read them.
+    """
+
+    token_ids: Tensor  # [n] int64
+    positions: Tensor  # [n] int64
+    slot_mapping: Tensor  # [n] int64
     context_lens: Tensor  # [n] int32
     block_tables: Tensor  # [n, width] int32
     sampling: SamplingInputs
@@ -153,12 +156,13 @@ class DecodeInputs(NamedTuple):
 
 
 class Field:
-    """The position of each word in a sequence's slot of `minillm.kernels.decode_state.decode`. Floats are stored by
-    their bits.
+    """The index of each word in a sequence's slot of the device state: see `minillm.kernels.decode_state.decode`.
+
+    Words are 32 bits. Those marked float hold the bits of a float32.
     """
 
-    TOKEN = 0  # computed in the next step
-    POSITION = 1  # of that token
+    TOKEN = 0  # the token that the next step computes
+    POSITION = 1  # position of that token
     TEMPERATURE = 2  # float
     TOP_K = 3
     TOP_P = 4  # float
@@ -168,21 +172,21 @@ class Field:
     REPETITION_PENALTY = 8  # float, like the next two
     FREQUENCY_PENALTY = 9
     PRESENCE_PENALTY = 10
-    LOGPROB = 11  # float, of a running beam
-    RANK = 12  # of a running beam within its search, 0 for the best
-    FORKS = 13  # 1: a running beam; `choose_beams` writes its token instead of a draw
-    TABLE = 16  # the first block id
+    LOGPROB = 11  # float, log-probability of a running beam
+    RANK = 12  # rank of a running beam within its search, 0 for the best
+    FORKS = 13  # 1 for a running beam: `choose_beams` writes its token, not a draw
+    TABLE = 16  # the first block id; the others follow
 
 
 class Search(NamedTuple):
     """The settings of one beam search that its steps on the device need."""
 
-    width: int
-    num_candidates: int  # continuations to consider
-    end_ids: tuple[int, ...]
+    width: int  # number of beams
+    num_candidates: int  # number of best continuations to consider, over all beams
+    end_ids: tuple[int, ...]  # tokens that end a beam
 
     def fits(self, vocab: int) -> bool:
-        """Return whether `minillm.kernels.decode_state.beams` can run its steps."""
+        """Return whether the kernels of `minillm.kernels.decode_state.beams` can run this search's steps."""
         lanes = _power_of_two(self.width) * _power_of_two(self.num_candidates)
         return lanes <= 4096 and len(self.end_ids) <= SearchField.MOST_ENDS and self.num_candidates <= vocab
 
@@ -192,11 +196,11 @@ def _power_of_two(n: int) -> int:
 
 
 class SearchField:
-    """The position of each word that describes a beam search to `minillm.kernels.decode_state.beams`."""
+    """The index of each word that describes a beam search to `minillm.kernels.decode_state.beams`."""
 
     FIRST = 0  # the index of its first beam in the list of slots; the others follow
     WIDTH = 1  # number of beams; 0: no search
-    KEEP = 2  # continuations to consider
-    ENDS = 8  # first of the end tokens; -1: none
+    KEEP = 2  # number of continuations to consider
+    ENDS = 8  # first of MOST_ENDS end tokens; unused ones are -1
     MOST_ENDS = 8
-    WORDS = 16
+    WORDS = 16  # words per search

@@ -1,7 +1,8 @@
 """Differences between Triton's compiler and its interpreter (``TRITON_INTERPRET=1``), and between GPU generations.
 
-The interpreter keeps bfloat16 as raw 16-bit integers: casts work, arithmetic does not. Element-wise arithmetic in these
-kernels is float32 anyway; matmuls use `dot`, FP8 uses `widen` and `narrow`.
+The interpreter keeps bfloat16 as raw 16-bit integers: casts work, arithmetic does not. Kernels therefore do
+element-wise arithmetic in float32. They use `dot` for matmuls, `widen` and `narrow` for FP8. Versions such as (9.0) are
+compute capabilities.
 """
 
 import functools
@@ -17,7 +18,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 @triton.jit
 def dot(a, b, out):
-    """Return ``a @ b + out`` in float32; in full precision for float32 operands."""
+    """Return ``a @ b + out`` in float32. float32 operands are multiplied in full precision."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, out, input_precision="ieee")
@@ -25,10 +26,10 @@ def dot(a, b, out):
 
 @triton.jit
 def finished(sums):
-    """Return ``sums`` after the matmul that computes them has finished.
+    """Return ``sums``, the result of a matmul, after making sure that the matmul has finished.
 
     With a first operand in registers, Triton 3.6 lets a matmul continue while the loop's next iteration already writes
-    to those registers: sums were sometimes wrong. An instruction must use them in between.
+    to those registers: sums were sometimes wrong. An instruction that uses the sums prevents this.
     """
     if INTERPRETED:
         return sums
@@ -38,7 +39,7 @@ def finished(sums):
 
 @triton.jit
 def plain_operand(numbers):
-    """Return ``numbers`` as a matmul operand that is added up in the usual order.
+    """Return ``numbers`` as a matmul operand, and keep Triton from changing the order of summation.
 
     If Triton sees that an operand was loaded in 8 bits, ``mma`` takes its columns in another order than ``wgmma``.
     """
@@ -50,7 +51,10 @@ def plain_operand(numbers):
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the next kernel start (programmatic dependent launch) once all programs call this or have ended."""
+    """Let the next kernel start (programmatic dependent launch).
+
+    It starts once all programs have called this or ended.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -59,7 +63,8 @@ def release(PDL: tl.constexpr):
 def wait(PDL: tl.constexpr):
     """Wait until all earlier kernels have ended and their results are visible.
 
-    Reads before the wait must not depend on those kernels; a program that never waits must not overwrite their inputs.
+    A program must not read results of those kernels before the wait. A program that never waits must not overwrite
+    their inputs.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -67,17 +72,17 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel start, and wait: all earlier work is visible after this call."""
+    """Let the next kernel start, then wait until the results of all earlier kernels are visible."""
     release(PDL)
     wait(PDL)
 
 
 @triton.jit
 def wait_then_release(PDL: tl.constexpr):
-    """Wait, then let the next kernel start: the reverse order of `wait_for_inputs`.
+    """Wait for all earlier kernels, then let the next kernel start: the reverse order of `wait_for_inputs`.
 
-    The next kernel may then read the results of that earlier work, and overwrite its inputs, before it waits for this
-    kernel.
+    Before the next kernel waits for this one, it may then already read the earlier kernels' results and overwrite their
+    inputs.
     """
     wait(PDL)
     release(PDL)
@@ -85,10 +90,10 @@ def wait_then_release(PDL: tl.constexpr):
 
 @triton.jit
 def begin_part(PART: tl.constexpr, PDL: tl.constexpr):
-    """Begin part number PART of a result that several kernels compute, like `wait_for_inputs`.
+    """Start a kernel that computes part number PART of a result, where several kernels compute one part each.
 
-    All parts have the same inputs. The first lets the second start once these are visible, so the others need not wait
-    for them, nor for each other.
+    PART is 0 for a kernel that computes a whole result; it calls `wait_for_inputs`. All parts have the same inputs. The
+    first kernel waits for them before it lets the second one start, so the others need not wait.
     """
     if PART == 1:
         wait_then_release(PDL)
@@ -100,14 +105,17 @@ def begin_part(PART: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def end_part(PART: tl.constexpr, PDL: tl.constexpr):
-    """End after the earlier parts, so that a kernel that waits for the last part waits for all."""
+    """End a kernel only after the kernels of earlier parts: see `begin_part`.
+
+    A kernel that waits for the last part thus waits for all parts.
+    """
     if PART > 1:
         wait(PDL)
 
 
 @triton.jit
 def prefetch_l2(addresses):
-    """Prefetch the 128-byte lines at some addresses into the L2."""
+    """Prefetch the 128-byte cache lines at ``addresses`` into the L2."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
@@ -115,7 +123,10 @@ def prefetch_l2(addresses):
 
 
 def pdl_options(device: torch.device) -> dict[str, Any]:
-    """Return launch options: a kernel may start before the previous one has ended, if the GPU supports it (9.0)."""
+    """Return launch options for programmatic dependent launch, if the GPU supports it (9.0).
+
+    With it, a kernel may start before the previous one has ended.
+    """
     if INTERPRETED.value or device.type != "cuda" or _capability(device.index or 0) < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
@@ -123,9 +134,10 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def widen(weights):
-    """Return weights in float32; FP8 weights are in the form of `readable`.
+    """Return ``weights`` in float32. uint8 weights are the bits of FP8 numbers: see `readable`.
 
-    The bits of an FP8 number, placed below a sign and an exponent of float16, are that number times 2^-8.
+    An FP8 number's sign, exponent and mantissa, placed in a float16 with one more exponent bit, are that number times
+    2^-8.
     """
     if weights.dtype == tl.uint8:
         bits = weights.to(tl.uint16)
@@ -138,8 +150,9 @@ def widen(weights):
 
 @triton.jit
 def narrow(x):
-    """Round float32 numbers to float8_e4m3fn, to nearest. (The interpreter's own conversion truncates, and loses
-    NaN.)
+    """Round float32 numbers to the nearest float8_e4m3fn.
+
+    The interpreter's own conversion truncates and loses NaN, so another one is used there.
     """
     if INTERPRETED:
         size = tl.minimum(tl.abs(x), 448.0)
@@ -153,33 +166,33 @@ def narrow(x):
 
 
 def readable(levels: torch.Tensor) -> torch.Tensor:
-    """Return FP8 ``levels`` as kernels load them: as bytes on GPUs that cannot convert them (below 8.9)."""
+    """Return FP8 ``levels`` in the dtype that kernels load: as bytes on GPUs that cannot convert FP8 (below 8.9)."""
     return levels if has_fp8(levels.device) else levels.view(torch.uint8)
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether a GPU computes with FP8 (8.9); False on a CPU, where kernels are interpreted."""
+    """Return whether a GPU computes with FP8 (8.9). On a CPU, where kernels are interpreted, return False."""
     return device.type == "cuda" and _capability(device.index or 0) >= (8, 9)
 
 
 def has_int8_mma(device: torch.device) -> bool:
-    """Return whether tensor cores multiply 16 x 32 int8 (8.0); True for the interpreter."""
+    """Return whether tensor cores multiply 16 x 32 int8 matrices (8.0). For the interpreter, return True."""
     return device.type != "cuda" or _capability(device.index or 0) >= (8, 0)
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """Return whether a GPU has warp-group matmuls (9.x); True for the interpreter."""
+    """Return whether a GPU has warp-group matmuls (9.x). For the interpreter, return True."""
     return INTERPRETED.value or (device.type == "cuda" and _capability(device.index or 0)[0] == 9)
 
 
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Return whether a program may have more than 224 KiB of shared memory, as on data center GPUs from 9.0 on."""
+    """Return whether a program may use more than 224 KiB of shared memory, as on data center GPUs from 9.0 on."""
     return device.type == "cuda" and (9, 0) <= _capability(device.index or 0) < (12, 0)
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 2 on a CPU, where kernels are interpreted."""
+    """Return the number of multiprocessors of a GPU. On a CPU, where kernels are interpreted, return 2."""
     return torch.cuda.get_device_properties(device.index or 0).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -189,7 +202,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def prepare_compiler() -> None:
-    """Do Triton's work before the first kernel of a process ahead of time: half a second of hashing and importing."""
+    """Do the work that Triton would do before a process's first kernel: half a second of hashing and importing."""
     from triton.runtime import cache
 
     cache.triton_key()

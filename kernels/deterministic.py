@@ -3,8 +3,8 @@
 Matmuls are those of `minillm.kernels.linear.invariant`, attention is that of `minillm.kernels.attention.invariant`.
 Norms, rotary and the sampler always compute row by row. A norm is not fused with a matmul here, because its sum of
 squares would be added in the order of the matmul's tile. Low-bit matrices use `linear.low_bit.many_tokens` for any
-number of tokens, with a split of the input that depends only on the matrix's shape. If that kernel does not support a
-matrix, it is dequantized, some rows at a time.
+number of tokens; how it splits the input depends only on the matrix's shape. If that kernel does not support a matrix,
+the matrix is dequantized, some rows at a time.
 """
 
 from torch import Tensor

@@ -1,7 +1,8 @@
-"""int8 matmuls by lanes: tensor core instructions and byte permutations, each with a plain twin for the interpreter.
+"""Instructions of lane kernels: int8 tensor core matmuls and byte permutations, each with a plain twin.
 
-A tensor has one element for each of the program's threads. Lane 4r + t of a warp, with r < 8 and t < 4, is group r,
-thread t in NVIDIA's PTX manual, and holds the parts of matrices described there.
+In a lane kernel, a tensor has one element for each of the program's threads. Lane 4r + t of a warp, with r < 8 and t <
+4, is group r, thread t in NVIDIA's PTX manual, and holds the parts of matrices that the manual lists. The plain twin
+computes the same with Triton operations for the interpreter. docs/kernels.md explains one example.
 """
 
 # ruff: noqa: RUF005 (Triton cannot unpack tuples)
@@ -10,12 +11,15 @@ import triton.language as tl
 
 from minillm.kernels.compat import INTERPRETED
 
-BFLOAT_UNIT = tl.constexpr(2.0**-13)  # the value of one in the results of `int8_pair_to_bf16x2` and `int8_to_bf16x4`
+BFLOAT_UNIT = tl.constexpr(2.0**-13)  # factor of the results of `int8_pair_to_bf16x2` and `int8_to_bf16x4`
 
 
 @triton.jit
 def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
-    """Compute the plain twin's part of ``mma``: rows by columns 2t and 2t + 1, from two words of each lane."""
+    """Compute the plain twin of ``mma`` for eight rows of A: the products of row r with columns 2t and 2t + 1 of B.
+
+    ``a`` and ``b`` are two words of four int8 per lane.
+    """
     shifts = (24 - tl.arange(0, 4) * 8)[None, None, :]
     a = (tl.join(a[0], a[1])[:, :, None] << shifts) >> 24
     b = (tl.join(b[0], b[1])[:, :, None] << shifts) >> 24
@@ -27,10 +31,11 @@ def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def mma(upper, lower, b, c, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
-    """Add 32 int8 products to each of ``c``: rows r and r + 8, columns 2t and 2t + 1, for lane 4r + t.
+    """Add the product of two int8 matrices, ``[16, 32]`` and ``[32, 8]``, to ``c``. Return the four sums of each lane.
 
-    ``upper`` and ``lower`` are two words of rows r and r + 8, ``b`` two words of column r. The bytes of ``b`` are
-    unsigned if UNSIGNED.
+    Lane 4r + t gives two words (four int8 each) of row r in ``upper``, of row r + 8 in ``lower``, and of column r in
+    ``b``. Its sums are those of rows r and r + 8, in columns 2t and 2t + 1. The bytes of ``b`` are unsigned if
+    UNSIGNED.
     """
     if INTERPRETED:
         d0, d1 = _products(upper, b, UNSIGNED, WARPS)
@@ -50,7 +55,10 @@ def mma(upper, lower, b, c, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def transpose8x8(words, WARPS: tl.constexpr):
-    """Transpose eight rows of eight 16-bit values: lane 4r + t gets columns 2t and 2t + 1 of row r."""
+    """Transpose an 8 x 8 matrix of 16-bit values in each warp: lane 4r + t gets columns 2t and 2t + 1 of row r.
+
+    Before, lane 4r + t holds the same elements of the original matrix, two in a word.
+    """
     if INTERPRETED:
         halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
         halves = tl.permute(tl.reshape(halves, [WARPS, 8, 8]), [0, 2, 1])
@@ -69,7 +77,7 @@ def _byte(word, place: tl.constexpr):
 
 @triton.jit
 def transpose4x4_bytes(a, b, c, d):
-    """Transpose four words of four bytes: word i of the result has byte i of each."""
+    """Transpose four words of four bytes each: word i of the result has byte i of ``a``, ``b``, ``c`` and ``d``."""
     if INTERPRETED:
         result = ()
         for i in tl.static_range(4):
@@ -88,7 +96,7 @@ def transpose4x4_bytes(a, b, c, d):
 
 @triton.jit
 def two_digits(a, b):
-    """Pack two numbers below 2^16 in a word: the upper bytes of both, then the lower."""
+    """Pack two numbers below 2^16 in a word: first the upper bytes of ``a`` and ``b``, then their lower bytes."""
     if INTERPRETED:
         return _byte(a, 1) | (_byte(b, 1) << 8) | (_byte(a, 0) << 16) | (_byte(b, 0) << 24)
     else:
@@ -99,7 +107,7 @@ def two_digits(a, b):
 
 @triton.jit
 def bytes_at(a, b, c, d, place):
-    """Gather the byte at ``place``, 0 or 1, of each of four words in a word."""
+    """Pack the bytes at ``place``, 0 or 1, of four words in one word."""
     if INTERPRETED:
         shift = place * 8
         return (
@@ -117,7 +125,7 @@ def bytes_at(a, b, c, d, place):
 
 @triton.jit
 def of_eights(x, WARPS: tl.constexpr):
-    """Return for lane 4r + t the value that the eight lanes from 8t on have in common."""
+    """Return in lane 4r + t the value of ``x`` in lanes 8t to 8t + 7, which must be equal there."""
     if INTERPRETED:
         x = tl.max(tl.reshape(x, [WARPS, 1, 4, 8]), 3)
         return tl.reshape(tl.broadcast_to(x, [WARPS, 8, 4]), [WARPS * 32])
@@ -130,15 +138,16 @@ def of_eights(x, WARPS: tl.constexpr):
 
 @triton.jit
 def _half(word, place: tl.constexpr):
-    """Convert a word's signed byte to float16; return its bits."""
+    """Convert the signed byte at ``place`` of a word to float16. Return the bits."""
     return ((word << (24 - 8 * place)) >> 24).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
 def int8_to_f16x4(word):
-    """Convert four int8 to two pairs of float16.
+    """Convert four int8 in a word to two pairs of float16.
 
-    The bits of 1,024 with a number, its sign bit flipped, in the mantissa are the number plus 1,152.
+    An int8 with its sign bit flipped is that number plus 128. ORed into the mantissa of 1,024, it is the number plus
+    1,152.
     """
     if INTERPRETED:
         return _half(word, 0) | (_half(word, 1) << 16), _half(word, 2) | (_half(word, 3) << 16)
@@ -153,17 +162,17 @@ def int8_to_f16x4(word):
 
 @triton.jit
 def _bfloat(word, place: tl.constexpr):
-    """Convert a word's signed byte to bfloat16, times `BFLOAT_UNIT`; return its bits."""
+    """Convert the signed byte at ``place`` of a word to bfloat16, times `BFLOAT_UNIT`. Return the bits."""
     number = ((word << (24 - 8 * place)) >> 24).to(tl.float32) * BFLOAT_UNIT
     return (number.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
 
 
 @triton.jit
 def int8_pair_to_bf16x2(a, b, place: tl.constexpr):
-    """Convert the int8 at the same place of two words to a pair of bfloat16, times `BFLOAT_UNIT`.
+    """Convert the int8 at ``place`` of two words to a pair of bfloat16, times `BFLOAT_UNIT`.
 
-    A number plus 128, as the bits of a bfloat16, is that sum times 2^-133: it is subnormal or the smallest normal
-    number, and the arithmetic is exact.
+    The bits of the number plus 128, read as a bfloat16, are that sum times 2^-133. This is subnormal or the smallest
+    normal number, and the arithmetic is exact.
     """
     if INTERPRETED:
         return _bfloat(a, place) | (_bfloat(b, place) << 16)
@@ -177,7 +186,7 @@ def int8_pair_to_bf16x2(a, b, place: tl.constexpr):
 
 @triton.jit
 def int8_to_bf16x4(word):
-    """Convert four int8 to two pairs of bfloat16, times `BFLOAT_UNIT`; see `int8_pair_to_bf16x2`."""
+    """Convert four int8 in a word to two pairs of bfloat16, times `BFLOAT_UNIT`: see `int8_pair_to_bf16x2`."""
     if INTERPRETED:
         return _bfloat(word, 0) | (_bfloat(word, 1) << 16), _bfloat(word, 2) | (_bfloat(word, 3) << 16)
     else:
@@ -191,7 +200,7 @@ def int8_to_bf16x4(word):
 
 @triton.jit
 def _approximately(x, FUNCTION: tl.constexpr):
-    """Apply an approximate float32 instruction to x; subnormal numbers count as 0."""
+    """Apply an approximate float32 instruction to x, which treats subnormal numbers as 0."""
     return tl.inline_asm_elementwise(
         FUNCTION + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -199,7 +208,7 @@ def _approximately(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def reciprocal(x):
-    """Return 1 / x in float32, up to the last bit."""
+    """Return 1 / x in float32, accurate to the last bit."""
     if INTERPRETED:
         return 1.0 / x
     else:
@@ -217,7 +226,7 @@ def logarithm(x):
 
 @triton.jit
 def power(x):
-    """Return 2^x in float32; subnormal results are 0, which saves three of four instructions."""
+    """Return 2^x in float32. Subnormal results become 0, which saves three of four instructions."""
     if INTERPRETED:
         return tl.exp2(x)
     else:

@@ -1,7 +1,7 @@
-"""Every op in plain torch: the specification that the fast versions are tested against.
+"""Every op in plain PyTorch: the specification that the fast versions are tested against.
 
-It is written for readability, and runs in float64 as well: arithmetic happens in the wider of float32 and the input's
-dtype. `minillm.kernels.arguments` has the arguments that consist of several tensors, with their shapes.
+It is written for readability, and also runs in float64: arithmetic happens in the wider of float32 and the input's
+dtype. `minillm.kernels.arguments` defines arguments that consist of several tensors, with their shapes.
 """
 
 from functools import reduce
@@ -37,7 +37,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate)``, rounded, times ``up`` of ``gate_up [num_tokens, 2 * size]``, gate first (Shazeer 2020)."""
+    """Return ``silu(gate) * up`` (Shazeer 2020); gate and up are the halves of ``gate_up [num_tokens, 2 * size]``.
+
+    ``silu(gate)`` is rounded to the input's dtype before the multiplication.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(_wide(gate)).to(gate_up.dtype) * up
 
@@ -48,8 +51,9 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
 
 
 def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``silu(gate) * up`` with ``gate, up = rms_norm(x) @ weight.T + bias``, gate first: the first half of
-    SwiGLU.
+    """Return ``silu(gate) * up`` with ``gate, up = rms_norm(x) @ weight.T + bias``: SwiGLU up to its last matmul.
+
+    The rows of gate come first in ``weight``.
     """
     return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
 
@@ -63,16 +67,18 @@ def mlp(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up: tuple[Tensor, Tensor | None],
     down: tuple[Tensor, Tensor | None], residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute ``residual += down(norm_gated_linear(x))`` in place, or without a residual. Weights come with their
-    biases.
+    """Compute ``residual += down(norm_gated_linear(x))`` in place. Without a residual, return the matmul's result.
+
+    ``gate_up`` and ``down`` are pairs of a weight and its bias.
     """
     gated = norm_gated_linear(x, norm_weight, eps, *gate_up)
     return torch.nn.functional.linear(gated, *down) if residual is None else linear_add(gated, *down, residual)
 
 
 def all_reduce(parts: list[Tensor]) -> Tensor:
-    """Return the sum of the ranks' ``parts`` of one shape and dtype: added in float32 (or float64) in order, rounded
-    once.
+    """Return the sum of all ranks' tensors, ``parts``, which have one shape and dtype.
+
+    They are added in the order of ranks in float32 (or float64), and rounded once at the end.
     """
     return reduce(torch.add, map(_wide, parts)).to(parts[0].dtype)
 
@@ -86,11 +92,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize ``x [..., dim]`` to int8 with one float32 scale for each row ``[...]``: ``values * scale`` is nearly
-    ``x``.
+    """Quantize ``x [..., dim]`` to int8, with one float32 scale for each row: ``values * scale`` approximates ``x``.
 
-    The scale is the largest magnitude times 1/127, and values are rounded to nearest, ties to even, so the error is at
-    most half a scale. A row of zeros has scale 0. A row with NaN or infinity has scale NaN, and its values are 0.
+    The scale ``[...]`` is the largest magnitude times 1/127, and values are rounded to nearest, ties to even, so the
+    error is at most half a scale. A row of zeros has scale 0. A row with NaN or infinity has scale NaN, and its values
+    are 0.
     """
     wide = x.float()
     largest = wide.abs().amax(-1)
@@ -101,7 +107,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_rows(cache: Tensor, scales: Tensor | None, slots: Tensor, rows: Tensor) -> None:
-    """Store ``rows [n, heads, dim]`` in ``slots [n]`` of one layer's K or V, quantized if the cache is in 8 bits."""
+    """Store ``rows [n, heads, dim]`` in ``slots [n]`` of one layer's K or V. An 8-bit cache stores them quantized."""
     if scales is not None:
         rows, factors = quantize_rows(rows)
         block_size = cache.shape[1]
@@ -112,9 +118,9 @@ def write_rows(cache: Tensor, scales: Tensor | None, slots: Tensor, rows: Tensor
 def rotary_write_kv(
     q: Tensor, k: Tensor, v: Tensor, places: Places, cache: LayerCache, norms: HeadNorms | None = None
 ) -> None:
-    """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the tokens' slots. ``k`` is scratch: it may change.
+    """Rotate ``q`` in place. Write rotated ``k``, and ``v``, to the tokens' slots. ``k`` is scratch: it may change.
 
-    A cache in 8 bits stores `quantize_rows` of the values for a cache of q's dtype.
+    An 8-bit cache stores `quantize_rows` of the values that a cache of q's dtype would store.
 
     Args:
         q, k, v: ``[num_tokens, heads, head_dim]``; they may be strided views of one fused projection.
@@ -134,9 +140,7 @@ def rotary_write_kv(
 
 
 def _context(pages: Pages, seq: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return K and V of one sequence's first ``length`` tokens in logical order, ``[length, num_kv_heads,
-    head_dim]``.
-    """
+    """Return K and V of a sequence's first ``length`` tokens, in order, each ``[length, num_kv_heads, head_dim]``."""
     blocks = pages.tables[seq, : -(-length // pages.k.shape[1])].long()
     k, v = pages.k[blocks], pages.v[blocks]  # [blocks, block_size, num_kv_heads, head_dim]
     if pages.k_scales is not None and pages.v_scales is not None:
@@ -176,22 +180,22 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float) -> Tensor:
 def attend_add(
     q: Tensor, pages: Pages, softmax_scale: float, o: tuple[Tensor, Tensor | None], residual: Tensor
 ) -> Tensor:
-    """Compute ``residual += o(paged_attention(q, …))`` in place; ``o`` is a weight ``[out, heads * head_dim]`` and its
+    """Compute ``residual += o(paged_attention(q, …))`` in place. ``o`` is a weight ``[out, heads * head_dim]`` and its
     bias.
     """
     return linear_add(paged_attention(q, pages, softmax_scale).flatten(1), *o, residual)
 
 
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
-    """Compute `paged_attention` of sequences that share blocks, which may be read once for all of them.
+    """Compute `paged_attention` for sequences that share blocks. A kernel may read a shared block once for all of them.
 
-    ``work`` is filled with a plan (`plan_attention`) for the same tables; contexts may have grown since.
+    ``work`` holds a plan from `plan_attention` for the same block tables. Contexts may have grown since it was made.
     """
     return paged_attention(q, pages, softmax_scale)
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """Compute causal attention of chunks over the paged cache; each chunk's own K, V are already written.
+    """Compute causal attention of prompt chunks over the paged cache, which already has the chunks' own K and V.
 
     Args:
         q: ``[num_tokens, num_heads, head_dim]``, the chunks packed one after another.
@@ -213,14 +217,15 @@ def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
 
 
 def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy ``staging`` back to blocks ``block_ids``: the inverse of `gather_blocks`."""
+    """Copy ``staging`` back to the pool's blocks ``block_ids``: the inverse of `gather_blocks`."""
     kv_cache[:, :, block_ids] = staging[: len(block_ids)].movedim(0, 2).to(kv_cache.device)
 
 
 def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
-    """Copy blocks of one of the pool's tensors ``[num_layers, 2, num_blocks, ...]`` (see `KVCache`): copy-on-write.
+    """Copy blocks for copy-on-write within one of the pool's tensors, ``[num_layers, 2, num_blocks, ...]``: see
+    `KVCache`.
 
-    ``copies`` is ``[num_copies, 2]`` int64 (source, destination). A destination is in no other pair, and (-1, -1)
+    ``copies`` is ``[num_copies, 2]`` int64 (source, destination). A destination is in no other pair. The pair (-1, -1)
     copies nothing.
     """
     copies = copies[copies[:, 0] >= 0]
@@ -231,30 +236,30 @@ def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
 
 
 def _as_signed(value: int, bits: int) -> int:
-    """Reinterpret an unsigned number of ``bits`` bits as signed."""
+    """Reinterpret an unsigned integer of ``bits`` bits as signed."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """Apply SplitMix64's finalizer (Steele et al. 2014) to int64, wrapping."""
+    """Apply the finalizer of SplitMix64 (Steele et al. 2014) to int64 values, with wrap-around."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _as_signed(factor, 64)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def _mix32(x: Tensor, first: int, second: int) -> Tensor:
-    """Apply an xorshift-multiply finalizer to int32, wrapping (constants: Wellons, "hash-prospector", bias 0.17)."""
+    """Apply an xorshift-multiply finalizer to int32 values (constants: Wellons, "hash-prospector", bias 0.17)."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * _as_signed(first, 32)
     x = (x ^ ((x >> 15) & 0x1FFFF)) * _as_signed(second, 32)
     return x ^ ((x >> 16) & 0xFFFF)
 
 
 def uniform(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Return counter-based uniforms in (0, 1), float32: a pure function of (seed, position, id).
+    """Return uniform random numbers in (0, 1), float32, each a pure function of (seed, position, id).
 
     No state is carried from draw to draw, so a sequence draws the same numbers alone, in any batch, preempted or not.
-    Steps are finest near 0 (``2**-32``), where `gumbel` needs them. ``seeds`` and ``positions`` are ``[rows]`` int64,
-    ``ids`` is int32 and broadcastable to ``[rows, n]``.
+    Steps between numbers are finest near 0 (``2**-32``), where `gumbel` needs them. ``seeds`` and ``positions`` are
+    ``[rows]`` int64, ``ids`` is int32 and broadcastable to ``[rows, n]``.
     """
     key = _mix64(_mix64(seeds + _as_signed(0x9E3779B97F4A7C15, 64)) ^ positions)
     low, high = key.view(torch.int32).view(-1, 2, 1).unbind(1)  # lower half first
@@ -270,17 +275,16 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Draw one id per row, ``[rows]`` int64: temperature, then top-k, top-p of the rest, and min-p (Hugging Face's
-    order).
+    """Draw one token id per row, ``[rows]`` int64. Apply temperature, top-k, top-p and min-p, in Hugging Face's order.
 
-    Each filter keeps the upper part of the same order: larger logit first, lower id among equals. top-k keeps exactly k
-    tokens, top-p the fewest tokens with enough probability, and min-p tokens with enough probability relative to the
-    first.
+    Tokens are ordered by logit, larger first, then by id, lower first. Each filter keeps the first tokens of this
+    order. top-k keeps exactly k tokens. Of these, top-p keeps the fewest with enough probability. min-p keeps tokens
+    with enough probability relative to the first.
 
     Args:
         logits: ``[rows, vocab]`` float32; -inf marks a forbidden token, and at least one per row is finite.
-        inputs: with as many rows. Temperature 0 takes the largest logit, the lowest id among equals. Seed and position
-            are the counter of the draw: see `uniform`.
+        inputs: parameters of these rows. Temperature 0 takes the first token of the order. Seed and position are the
+            counter of the draw: see `uniform`.
     """
     temperature, top_k, top_p, min_p, seeds, positions = inputs
     drawn = temperature > 0
@@ -299,15 +303,16 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-    """Draw with `sample`; also return the tokens' log-probabilities at temperature 1, ``[rows]`` float32, NaN if a
-    logit is.
+    """Draw with `sample`. Also return the tokens' log-probabilities at temperature 1, ``[rows]`` float32.
+
+    A log-probability is NaN if its row has a NaN.
     """
     tokens = sample(logits.float(), inputs)
     return tokens, log_probabilities(logits, tokens)
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Return ``log_softmax(logits)[token]`` per row, ``[rows]``, without building the distribution; NaN if a logit
+    """Return ``log_softmax(logits)[token]`` of each row, ``[rows]``, without storing the distribution; NaN if a logit
     is.
     """
     wide = _wide(logits)
@@ -315,8 +320,9 @@ def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and int64 ids ``[rows, count]`` of the most probable tokens, best first, then by lower
-    id.
+    """Return the log-probabilities and int64 ids of each row's ``count`` most probable tokens, both ``[rows, count]``.
+
+    The best token is first. Equal tokens are in the order of their ids.
     """
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     return values[:, :count] - logits.logsumexp(-1, keepdim=True), ids[:, :count]
@@ -326,11 +332,11 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
-    """Gather the slots' state into ``inputs``, and advance the slots' positions by one.
+    """Fill ``inputs`` with the inputs of a decode step from the device state, and advance its positions by one.
 
     Args:
-        words: ``[num_rows, Field.TABLE + width]`` int32, one row per slot.
-        rows: ``[n]`` int32 slots, each once; -1 is padding: token 0 without a KV slot or a context.
+        words: ``[num_rows, Field.TABLE + width]`` int32, the device state: one row per slot.
+        rows: ``[n]`` int32, the slots to decode, each once; -1 is padding: token 0 without a KV slot or a context.
         inputs: buffers of n sequences. Only the context's part of a block table is written.
     """
     real = rows >= 0
@@ -354,10 +360,11 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 
 
 def penalize(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Apply each slot's repetition, then frequency and presence penalty, and write float32 logits to ``out``.
+    """Write ``logits`` with each slot's repetition penalty, then its frequency and presence penalties, to float32
+    ``out``.
 
-    ``counts`` are ``[num_rows, vocab]`` int32: twice the number of times a token was generated, plus 1 if the prompt
-    has it.
+    ``words`` is the device state, ``rows`` the slots: see `begin_decode`. ``counts`` are ``[num_rows, vocab]`` int32:
+    twice the number of times a token was generated, plus 1 if the prompt has it.
     """
     out.copy_(logits)
     for i, row in enumerate(rows.tolist()):
@@ -371,7 +378,7 @@ def penalize(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
 
 
 def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
-    """Write ``logits [n, vocab]`` to ``out``, which may be the same, with -inf for forbidden tokens; NaN stays.
+    """Write ``logits [n, vocab]`` to ``out``, with -inf for forbidden tokens. NaN stays. ``out`` may be ``logits``.
 
     Args:
         masks: ``[n]`` int32, the index of each row's mask in ``words``; -1: all tokens are allowed.
@@ -384,7 +391,10 @@ def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> No
 
 
 def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """Store each slot's drawn token, which the next step computes, and add 2 to its count, unless ``FORKS`` is 1."""
+    """Store each slot's drawn token, which the next step computes, and add 2 to its count: see `penalize`.
+
+    Slots of running beams, with ``FORKS`` 1, do not change.
+    """
     real = (rows >= 0) & (words[rows.clamp(min=0).long(), Field.FORKS] == 0)
     kept, tokens = rows[real].long(), token_ids[real]
     words[kept, Field.TOKEN] = tokens.to(torch.int32)
@@ -394,15 +404,14 @@ def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -
 def choose_beams(
     words: Tensor, rows: Tensor, searches: Tensor, values: Tensor, ids: Tensor, vocab: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Advance beam searches by a step: write the beams that live on to their slots, each with the token to compute
-    next.
+    """Advance beam searches by one step. Write the surviving beams to their slots, with the token to compute next.
 
-    A search considers the best ``KEEP`` continuations of all its beams; among equals, those of the better beam come
-    first. The best of them that do not end live on, as many as the search has beams. A beam's best continuation stays
-    in its slot; the others take the slots of beams without continuation, in the order of slots.
+    A search considers the best ``KEEP`` continuations of all its beams. Among equals, those of the better beam come
+    first. Of these, the best that do not end survive, as many as the search has beams. A beam's best continuation stays
+    in its slot. The others take the slots of beams without a continuation, in the order of slots.
 
     Args:
-        words: the slots; running beams have ``LOGPROB`` and ``RANK`` set.
+        words: the device state; running beams have ``LOGPROB`` and ``RANK`` set.
         rows: ``[n]`` int32, slots of the beams, adjacent for each search; -1 is padding.
         searches: ``[searches, SearchField.WORDS]`` int32; a search with nothing to choose has only padding.
         values: ``[n, count]`` float32, log-probabilities of the most probable tokens of each beam, best first. NaN
@@ -452,16 +461,17 @@ def choose_beams(
 def fork_rows(words: Tensor, rows: Tensor, parents: Tensor, block_size: int) -> Tensor:
     """Copy the ids of full blocks to each slot that continues another slot's beam.
 
-    The slot's block after them stays its own; the other's partly filled block is to be copied into it. A slot that
-    another one continues also continues itself.
+    The next block of that slot stays its own: the other slot's partly filled block must be copied into it. If any slot
+    continues a beam, so does the beam's own slot; its block table is therefore never overwritten.
 
     Args:
         rows: ``[n]`` int32 slots, each once; -1 is padding. Slots that continue one beam have the same position of the
             next token.
-        parents: ``[n]`` int32, indices in ``rows``; arbitrary for padding.
+        parents: ``[n]`` int32, for each slot the index in ``rows`` of the beam that it continues; arbitrary for
+            padding.
 
     Returns:
-        Blocks to copy, ``[n, 2]`` int64, as `block_copy` takes them.
+        The blocks to copy, ``[n, 2]`` int64, as `block_copy` takes them.
     """
     copies = torch.full((len(rows), 2), -1, dtype=torch.int64, device=words.device)
     at = rows.tolist()

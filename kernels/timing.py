@@ -9,7 +9,7 @@ from minillm.kernels.streams import capture_stream
 
 
 def device_seconds(run: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of ``run`` by the GPU's clock."""
+    """Return the median time of ``repeats`` calls of ``run`` in seconds, measured by the GPU's clock."""
     times = []
     for _ in range(repeats):
         begin = now()
@@ -21,16 +21,19 @@ def device_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def copies_for_cold_l2(bytes_per_launch: int) -> int:
-    """Return the number of copies of a launch's inputs to rotate through, so that the L2 is cold."""
+    """Return how many copies of a launch's inputs to use in turn, so that each launch reads memory instead of the L2.
+
+    ``bytes_per_launch`` is the size of one copy.
+    """
     cold = 400 << 20  # several times the largest L2
     return max(1, min(64, -(-cold // max(1, bytes_per_launch))))
 
 
 def graph_microseconds(launch: Callable[[int], object], launches: int = 24, replays: int = 11) -> float:
-    """Return the median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph.
+    """Return the median time of one launch in microseconds, over replays of a CUDA graph of ``launches`` launches.
 
-    The graph hides the CPU's work. Each launch should use another copy of the inputs (`copies_for_cold_l2`), so that it
-    finds nothing in the L2.
+    The graph calls ``launch(i)`` for i = 0, 1, …, and hides the CPU's work. Each launch should read another copy of the
+    inputs (`copies_for_cold_l2`), so that it finds nothing in the L2.
     """
     for i in range(3):
         launch(i)

@@ -13,7 +13,9 @@ from minillm.kernels.compat import has_wgmma
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """Use Hopper's kernel if it supports the chunks, else the general one: see `reference.prefill_attention`."""
+    """Compute `reference.prefill_attention`, with Hopper's kernel if it supports the chunks, else with the general
+    kernel.
+    """
     hopper = _hopper_prefill(q.device)
     by = hopper if hopper is not None and hopper.takes(q, pages) else prefill
     return by.prefill_attention(q, pages, cu_seqlens, softmax_scale)
@@ -21,7 +23,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
 
 @functools.cache
 def _hopper_prefill(device: torch.device) -> ModuleType | None:
-    """Return `hopper_prefill` on Hopper, or None. Warn if this Triton does not support it."""
+    """Return the module `hopper_prefill` if the GPU is a Hopper, else None. Warn if this Triton cannot import it."""
     if not has_wgmma(device):
         return None
     try:  # Gluon is experimental: other Triton versions may lack parts of it

@@ -4,16 +4,16 @@ Bytes: contexts * kv_heads * head_dim * 2 elements, each read once, with little 
 memory-bound, and must keep enough loads in flight.
 
 Grid: (kv heads, sequences, splits). A program takes the query heads of one kv head as the rows of one tile (padded to
-16 for the tensor cores) and iterates over its part of the context, ``TILE`` tokens at a time, with a running softmax
+16 for the tensor cores). It iterates over its part of the context, ``TILE`` tokens at a time, with a running softmax
 (Milakov & Gimelshein 2018). It looks up the block id of *each token* of a tile, so the tile does not depend on the
 block size. Splits (Flash-Decoding, Dao et al. 2023) fill the GPU when there are few sequences; a second kernel merges
-their results. Their number depends only on shapes, so that a launch can be captured in a CUDA graph; a program with an
-empty part ends at once. With a window, only the end of a longer context is read.
+the results of the parts. The number of splits depends only on shapes, so that a launch can be captured in a CUDA graph;
+a program with an empty part ends at once. With a sliding window, only the end of a longer context is read.
 
-A cache in 8 bits is read as integers, which the queries' dtype represents exactly for the tensor cores. K's scales
+An 8-bit cache is read as integers, which the queries' dtype represents exactly for the tensor cores. K's scales
 multiply the scores, and V's scales multiply the softmax weights.
 
-Block ids are widened to 64 bits before multiplication. Lanes after the end of a context read nothing: unused slots may
+Block ids are widened to 64 bits before multiplication. Threads past the end of a context read nothing: unused slots may
 hold NaN.
 """
 
@@ -36,7 +36,10 @@ from minillm.kernels.linear.low_bit.few_tokens import SPAN, FixedScale, HalfActi
 def load_scales(
     scales_ptr, kv_head, blocks, tokens, valid, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
-    """Load the scales of a tile's tokens in one head. ``blocks`` are the tokens' block ids, int64."""
+    """Load the scales of a tile's tokens in one head of an 8-bit cache.
+
+    ``blocks`` are the tokens' block ids, int64. Tokens that are not ``valid`` get scale 0; None means that all are.
+    """
     at = blocks * (slot_stride // HEAD_DIM * BLOCK_SIZE) + (kv_head * BLOCK_SIZE + tokens % BLOCK_SIZE)
     if valid is None:
         scales = tl.load(scales_ptr + at)
@@ -47,7 +50,7 @@ def load_scales(
 
 @triton.jit
 def k_numbers(levels, q):
-    """Convert a cache's int8 to q's dtype, which represents them exactly."""
+    """Convert int8 values of the cache to q's dtype, which represents them exactly."""
     if INTERPRETED:
         levels = levels.to(tl.float32)
     return levels.to(q.dtype)
@@ -55,7 +58,7 @@ def k_numbers(levels, q):
 
 @triton.jit
 def v_numbers(levels, q):
-    """Convert like `k_numbers`, in float16 divided by 64: see `share`."""
+    """Convert like `k_numbers`. float16 values are also divided by 64: see `share`."""
     numbers = k_numbers(levels, q)
     if q.dtype == tl.float16:
         numbers = (numbers * 0.015625).to(tl.float16)
@@ -64,10 +67,10 @@ def v_numbers(levels, q):
 
 @triton.jit
 def share(weights, scales, q):
-    """Multiply softmax weights by V's scales, for a matmul with `v_numbers`.
+    """Multiply softmax weights by V's scales, as an operand of the matmul with `v_numbers`.
 
-    In float16 the product is multiplied by 64, so that small values of V keep their digits and the largest do not
-    overflow.
+    In float16 they are also multiplied by 64, which undoes the division in `v_numbers`. This keeps the digits of small
+    values of V, and large ones do not overflow.
     """
     if q.dtype == tl.float16:
         scales = scales * 64
@@ -79,7 +82,10 @@ def attend_tile(
     q, k_ptr, v_ptr, k_scales, v_scales, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of tokens into the running softmax of ``q [rows, dims]``; the tokens' scales may be None."""
+    """Add one tile of tokens to the running softmax of ``q [rows, dims]``. Return the new maximum, sum and output.
+
+    ``k_scales`` and ``v_scales`` are the tokens' scales in an 8-bit cache, else None.
+    """
     mask = valid[:, None] & is_dim[None, :]
     offsets = slots[:, None] * slot_stride + dims[None, :]
     k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
@@ -104,7 +110,7 @@ def attend_tile(
 
 @triton.jit
 def _part(context, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first token of a part of the visible context, and the token after its last."""
+    """Return the first token of part number ``split`` of the visible context, and the token after the part's last."""
     seen = context
     if WINDOW is not None:
         seen = tl.minimum(context, WINDOW)
@@ -175,7 +181,7 @@ def _lanes_attention_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, WARPS: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute `_paged_attention_kernel` for a cache in 8 bits, with `minillm.kernels.attention.int8_decode`."""
+    """Compute the same as `_paged_attention_kernel` for an 8-bit cache, with the lane kernel of `int8_decode`."""
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
@@ -202,10 +208,10 @@ def _merge_splits_kernel(
     HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, SPLITS_TILE: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Merge a head's partial results, weighted by their share of the softmax: one program per (sequence, head).
+    """Merge the partial results of one head of a sequence, weighted by their share of the softmax.
 
-    If a growth is given, the result is multiplied by it, and written as `HalfActivations.x` by eights, with
-    ``num_turns`` turns.
+    Grid: (sequences, heads). If ``growth_ptr`` is given, the output is the input of a low-bit matmul: it is multiplied
+    by the growth, and written as `HalfActivations.x` by eights, with ``num_turns`` turns of 128 columns.
     """
     wait_for_inputs(PDL)
     seq = tl.program_id(0).to(tl.int64)
@@ -215,7 +221,7 @@ def _merge_splits_kernel(
         context = tl.minimum(context, WINDOW)
     part = tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
     splits = tl.arange(0, SPLITS_TILE)
-    # Splits without a token wrote nothing; the first one always did.
+    # Splits without a token wrote nothing, except for the first one.
     written = (splits < num_splits) & ((splits * part < context) | (splits == 0))
     dims = tl.arange(0, DIM_TILE)
     is_dim = dims < HEAD_DIM
@@ -238,24 +244,24 @@ def _merge_splits_kernel(
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device, least: int = 64) -> int:
-    """Return the number of parts of each context: enough programs to fill the GPU, depending only on shapes.
+    """Return the number of parts into which to split each context, so that there are enough programs to fill the GPU.
 
-    A part has at least ``least`` tokens.
+    It depends only on shapes. A context of ``max_context`` tokens gets parts of about ``least`` tokens or more.
     """
     processors = num_multiprocessors(device) if device.type == "cuda" else 4
     return max(1, min(most_parts(num_seqs, num_kv_heads, processors), -(-max_context // least)))
 
 
 class _Parts(NamedTuple):
-    """Results of parts of contexts, before merging."""
+    """Results of the parts of contexts, before they are merged."""
 
     numbers: Tensor  # [sequences, parts, heads, head_dim] float32
     lse: Tensor  # [sequences, parts, heads] float32
-    tile: int  # tokens that parts are multiples of
+    tile: int  # the length of each part is a multiple of this number of tokens
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
-    """Compute `reference.paged_attention`; ``num_splits`` is the number of parts of each context (`num_splits_for`).
+    """Compute `reference.paged_attention`. Contexts are split into ``num_splits`` parts, by default `num_splits_for`.
 
     ``q`` may have any strides except the last, K and V are contiguous, block_size is a power of two up to 256. Raises
     ValueError for a wrong shape or layout.
@@ -273,9 +279,10 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
 
 
 def attended_halves(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScale) -> HalfActivations | None:
-    """Compute `paged_attention` ``[sequences, heads * head_dim]`` in the layout that low-bit matmuls read.
+    """Compute `paged_attention` as the input ``[sequences, heads * head_dim]`` of a low-bit matmul, scaled with ``by``.
 
-    Return None if contexts have only one part, so nothing is merged, or if a matmul would read beyond the last head.
+    Return None if contexts have only one part, because the merge writes that layout, or if the matmul would read
+    columns after the last head.
     """
     check_inputs(q, pages, q.shape[0])
     num_seqs, num_heads, head_dim = q.shape
@@ -293,7 +300,7 @@ def _num_splits(q: Tensor, pages: Pages) -> int:
 
 
 def _longest(pages: Pages) -> int:
-    """Return the maximum number of tokens that a query attends to."""
+    """Return the maximum number of tokens to which a query can attend."""
     longest = pages.tables.shape[1] * pages.k.shape[1]
     return min(longest, pages.window or longest)
 
@@ -306,8 +313,10 @@ def _attend_parts(q: Tensor, pages: Pages, softmax_scale: float, num_splits: int
 
 
 def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Tensor | None = None) -> int:
-    """Write results to ``out``, of parts with their ``lse`` as in `_Parts`. Return the tokens that parts are multiples
-    of.
+    """Launch the attention kernel that supports ``pages``. Return the tile of `_Parts`.
+
+    Without ``lse``, final results are written to ``out``. With ``lse``, contexts are split, and ``out`` and ``lse`` are
+    `_Parts.numbers` and `_Parts.lse`.
     """
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
@@ -343,7 +352,7 @@ def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Ten
 
 
 def _merge(parts: _Parts, pages: Pages, out: Tensor, growth: Tensor | None) -> None:
-    """Write merged results to ``out``: with the queries' shape, or with a ``growth`` as `HalfActivations.x`."""
+    """Write merged results to ``out``: in the queries' shape, or with ``growth`` in the layout `HalfActivations.x`."""
     num_seqs, num_splits, num_heads, head_dim = parts.numbers.shape
     _merge_splits_kernel[(num_seqs, num_heads)](
         out, growth, parts.numbers, parts.lse, pages.lens, out.shape[1], num_heads, num_splits,
@@ -353,10 +362,10 @@ def _merge(parts: _Parts, pages: Pages, out: Tensor, growth: Tensor | None) -> N
 
 
 def lanes_tiling(part: int) -> tuple[int, int]:
-    """Return the tokens that parts are multiples of, and the warps, for parts of up to ``part`` tokens.
+    """Return (tokens that the length of a part is a multiple of, warps) for parts of up to ``part`` tokens.
 
-    A warp handles 32 tokens at a time. A single warp needs no merge. Contexts that are short for their wide tables
-    should still be spread over enough programs.
+    A warp handles 32 tokens at a time, and a single warp needs no merge. The multiple is at most 64 tokens, so that
+    contexts much shorter than their block tables are still spread over enough programs.
     """
     warps = min(4, triton.next_power_of_2(-(-part // TOKENS.value)))
     return TOKENS.value * min(warps, 2), warps
@@ -367,10 +376,10 @@ def _tiling(q: Tensor, pages: Pages) -> tuple[int, int, int]:
 
 
 def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:
-    """Return (tokens, stages, warps) of a tile; ``element_size`` is that of the queries.
+    """Return (tokens per tile, pipeline stages, warps). ``element_size`` is the bytes of a query element.
 
-    In 8 bits a tile has half the bytes, so it gets twice the tokens: 64 x 4,096 tokens of 32/8 heads x 128 take 258 us
-    on an H200; with tiles of 64 tokens they take 320 to 344, because V is read from shared memory byte by byte.
+    In 8 bits a token has half the bytes, so a tile gets twice the tokens. On an H200, 64 x 4,096 tokens of 32/8 heads x
+    128 take 258 us; with tiles of 64 tokens they take 320 to 344, because V is read from shared memory byte by byte.
     """
     if in_8_bits and element_size == 2:
         return (128 if dim_tile <= 128 else 32), 3, 4

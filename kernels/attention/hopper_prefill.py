@@ -1,15 +1,15 @@
-"""Causal attention of chunks of prompts over pages, by Hopper's tensor memory accelerator and warp-group matmuls.
+"""Causal attention of prompt chunks over the paged KV cache, with Hopper's tensor memory accelerator and `wgmma`.
 
-The contract is that of `prefill`, which stays the reference and serves everything else. This kernel is written in
-Gluon, Triton's lower-level language: a program has one producer warp and two consumer warp groups (FlashAttention-3,
-Shah et al. 2024). The producer copies K and V page by page into one tile, with one TMA box for each page, so pages may
-be anywhere in the pool. Consumers compute the scores of one tile while the previous tile's weights are multiplied with
-V.
+The contract is that of `attention.prefill`, which stays the reference and handles everything else. This kernel is
+written in Gluon, Triton's lower-level language. A program has one producer warp and two consumer warp groups
+(FlashAttention-3, Shah et al. 2024). The producer copies K and V block by block into one tile, with one TMA box for
+each block, so blocks may be anywhere in the pool. Consumers compute the scores of one tile while the previous tile's
+weights are multiplied with V.
 
 Compute-bound: 4 * queries * visible tokens * heads * head_dim FLOPs. Grid: (heads, tiles of queries over all chunks);
 late tiles, which attend to most tokens, start first. Tile: 128 queries x 128 tokens, three stages, 224 KiB of shared
-memory for heads of 128. Tiles of tokens go from the diagonal down, so only the first ones, and the last ones of a
-window, compare positions.
+memory for heads of 128. A program goes through the tiles of tokens from the diagonal down. Only its first tiles, and
+with a sliding window its last ones, compare positions.
 """
 
 import functools
@@ -40,7 +40,7 @@ TILE = 128  # tokens of a tile
 _STAGES = 3
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _LEAST_CHUNK = 192  # average tokens of a chunk: one tile of queries alone is slower than the general kernel's two
-_LEAST_CONTEXT = 1024  # tokens that tables can hold: below, creating descriptors takes longer than the kernel
+_LEAST_CONTEXT = 1024  # tokens that block tables can hold: below, creating descriptors takes longer than the kernel
 _HIDDEN = tl.constexpr(-1.0e6)  # score of masked tokens: finite, because all tokens of a tile may be masked
 
 # Triton 3.9 renamed both.
@@ -50,13 +50,16 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @gluon.jit
 def _first_tile(begin, number, ROWS: gl.constexpr):
-    """Return the number of the first tile of chunk ``number``; each chunk has space for all of its tiles."""
+    """Return the number of the first query tile of chunk ``number``, which begins at query ``begin``.
+
+    Numbers are assigned without a sum over chunks, so each chunk may leave one unused.
+    """
     return begin // ROWS + number
 
 
 @gluon.jit
 def _find_chunk(number, cu_seqlens_ptr, num_seqs, ROWS: gl.constexpr, SEQS_TILE: gl.constexpr):
-    """Return the chunk of tile ``number``."""
+    """Return the index of the chunk that query tile ``number`` belongs to."""
     if SEQS_TILE == 1:
         return number * 0
     else:
@@ -68,7 +71,10 @@ def _find_chunk(number, cu_seqlens_ptr, num_seqs, ROWS: gl.constexpr, SEQS_TILE:
 
 @gluon.jit
 def _find_rows(table, position, last, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr):
-    """Return the pool's rows of the boxes of tokens from ``position`` on; those past the ``last`` token are its own."""
+    """Return the first pool row (slot) of each TMA box in the tile of tokens that begins at ``position``.
+
+    Boxes past the ``last`` token of the context get that token's row.
+    """
     rows = ()
     for i in gl.static_range(TILE // BOX):
         token = gl.minimum(position + i * BOX, last)
@@ -92,7 +98,7 @@ def _produce(
     q_s, k_s, v_s, q_full, k_full, v_full, k_empty, v_empty,
     TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the queries, then K and V of each tile as soon as both consumers have left its place."""
+    """Copy the queries to shared memory, then K and V of each tile once both consumers have released its stage."""
     mbarrier.expect(q_full, 2 * 64 * HEAD_DIM * 2)
     _copy(q_desc, [q_row, q_column], q_full, q_s.index(0))
     _copy(q_desc, [q_row + 64, q_column], q_full, q_s.index(1))
@@ -111,7 +117,10 @@ def _fold(
     scores, maximum, total, positions, column, scale_log2e,
     TILE: gl.constexpr, WINDOW: gl.constexpr, S_LAYOUT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Fold a tile's scores into the running softmax: return its weights, the new maximum and sum, the correction."""
+    """Add a tile's scores to the running softmax.
+
+    Returns: the tile's weights; the new maximum and the new sum; the factor that corrects earlier outputs.
+    """
     if MASKED:
         columns = gl.expand_dims(column + gl.arange(0, TILE, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
         rows = gl.expand_dims(positions, 1)
@@ -131,7 +140,10 @@ def _turn(
     TILE: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of tile ``t`` while the previous tile's weights are multiplied with its V."""
+    """Compute the scores of tile ``t`` while the previous tile's weights are multiplied with its V.
+
+    Returns: the weights of tile ``t``; the outputs, the maximum and the sum of the running softmax.
+    """
     stage, before = t % STAGES, (t - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (t // STAGES) & 1)
     zero = gl.zeros([64, TILE], gl.float32, S_LAYOUT)
@@ -144,7 +156,7 @@ def _turn(
     new_weights, maximum, total, correction = _fold(
         scores, maximum, total, positions, (top - t) * TILE, scale_log2e, TILE, WINDOW, S_LAYOUT, MASKED
     )
-    # Always passes at once; its branch keeps ptxas from moving the softmax after the wait below.
+    # This barrier has passed already. The wait's branch keeps ptxas from moving the softmax after the wait below.
     mbarrier.wait(v_full.index(before), ((t - 1) // STAGES) & 1)
     out, weights = warpgroup_mma_wait(
         num_outstanding=0, deps=(sums, weights)
@@ -161,9 +173,9 @@ def _consume(
     scale_log2e, q_s, k_s, v_s, q_full, k_full, v_full, k_empty, v_empty, v_clean,
     TILE: gl.constexpr, WINDOW: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """Compute half of the tile's queries: the first 64 (``HALF`` 0) or the last (1).
+    """Compute and store attention of half of the tile's queries: the first 64 (``HALF`` 0) or the last 64 (1).
 
-    Tiles of tokens that compare positions are the ``diagonal_tiles`` first ones and the ``window_tiles`` last ones.
+    Only the first ``diagonal_tiles`` and the last ``window_tiles`` of the tiles of tokens compare positions.
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -292,7 +304,7 @@ def _prefill_kernel(
 
 
 def takes(q: Tensor, pages: Pages) -> bool:
-    """Return whether this kernel supports these chunks, and is faster than `prefill`.
+    """Return whether this kernel supports these chunks and is faster than `attention.prefill`.
 
     It needs 16 bits, heads of 64 or 128, blocks of 16 or more, compute capability 9.0, and long chunks.
     """
@@ -304,7 +316,11 @@ def takes(q: Tensor, pages: Pages) -> bool:
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """Compute `reference.prefill_attention` for arguments that `takes` accepts, else ValueError or wrong results."""
+    """Compute `reference.prefill_attention`. Call it only if `takes` accepts the arguments; others may give wrong
+    results.
+
+    Raises ValueError for a wrong shape or layout.
+    """
     check_chunks(q, pages, cu_seqlens)
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
@@ -328,12 +344,17 @@ def _constants(group: int, head_dim: int, block_size: int, num_seqs: int, window
 
 
 def _seqs_tile(num_seqs: int) -> int:
-    """Return 1, 256 or more: few variants, because each takes seconds to compile."""
+    """Return the constant SEQS_TILE: 1, or a power of two from 256. There are few, because each variant compiles for
+    seconds.
+    """
     return 1 if num_seqs == 1 else max(256, triton.next_power_of_2(num_seqs))
 
 
 def _described(x: Tensor, box: int) -> TensorDescriptor:
-    """Describe ``x [..., heads, head_dim]`` to the TMA as rows of tokens; a box is ``box`` rows of one head."""
+    """Return the TMA's descriptor of ``x [..., heads, head_dim]``, with one row per token.
+
+    A TMA box has ``box`` rows of one head.
+    """
     head_dim = x.shape[-1]
     rows, row_stride = x.shape[:-2].numel(), x.stride(-3)
     return TensorDescriptor(x, [rows, x.shape[-2] * head_dim], [row_stride, 1], [box, head_dim], _layout(x.dtype))
@@ -346,7 +367,7 @@ def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 @functools.cache
 def _is_there(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the kernel compiles for this GPU with this Triton; warn if it does not."""
+    """Return whether this Triton compiles the kernel for this GPU. Warn if it does not."""
     if INTERPRETED.value or not has_wgmma(device):
         return False
     try:
@@ -361,7 +382,7 @@ def _is_there(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def compile_ahead(device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None = None) -> CompiledKernel:
-    """Compile the kernel of one sequence in blocks of 16, without a launch."""
+    """Compile the kernel for one sequence and blocks of 16 tokens, without launching it."""
     x = torch.empty(64, 1, head_dim, dtype=dtype, device=device)
     numbers = torch.zeros(2, dtype=torch.int32, device=device)
     return _prefill_kernel.warmup(

@@ -1,15 +1,15 @@
-"""Attention of a few queries over a cache in 8 bits, by lanes: int8 matmuls without conversion of K and V.
+"""Attention of a few queries over an 8-bit cache: a lane kernel with int8 matmuls, without conversion of K and V.
 
 K and V go from memory to registers as they are stored, and are direct operands of the tensor cores. The other operands
-are therefore integers as well: queries and softmax weights in 16 bits, relative to their maximum, as two 8-bit digits.
-Two digits of four heads fill the eight columns of an ``mma``, which sums them exactly, in 32 bits. Nothing is in shared
-memory, and no warp waits for another before its part of the context ends.
+must therefore be integers as well. Queries and softmax weights are 16-bit integers relative to their maximum, split
+into two 8-bit digits. The two digits of four heads fill the eight columns of an ``mma``, which sums them exactly, in 32
+bits. Nothing is in shared memory, and no warp waits for another before its part of the context ends.
 
 A tensor has one element for each of the program's threads. A warp iterates over the context, 32 tokens at a time, with
 its own running softmax. Lane 4r + t has
 
-- of K, tokens 4r to 4r + 3, dimensions 64j + 16t to 64j + 16t + 15: the operand of ``mma`` for rows r and r + 8, up to
-  the order of the dimensions, which the queries share;
+- of K, tokens 4r to 4r + 3, dimensions 64j + 16t to 64j + 16t + 15: the operand of ``mma`` for rows r and r + 8. Its
+  dimensions are in another order, which the queries share;
 - scores, weights and scales of those tokens, for head t: the result of ``mma``, both digits of a head in one lane;
 - of V, tokens 8t to 8t + 7, a part of the dimensions for each r, transposed in 4 x 4 tiles: the operand of ``mma`` for
   rows of V transposed. One instruction, ``movmatrix``, moves weights to the lanes with their tokens of V;
@@ -27,7 +27,7 @@ from minillm.kernels.lanes import bytes_at, mma, of_eights, power, transpose4x4_
 from minillm.kernels.linear.low_bit.lanes import columns4
 
 TOKENS = tl.constexpr(32)  # of a warp's tile
-HEADS = tl.constexpr(4)  # per mma: its eight columns are two digits of each
+HEADS = tl.constexpr(4)  # per mma: its eight columns are two digits of each head
 _Q_LARGEST = tl.constexpr(32639.0)  # 127 * 256 + 127: two signed digits
 _WEIGHT_LARGEST = tl.constexpr(65535.0)  # two unsigned digits
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a float32 drops the fraction
@@ -35,7 +35,7 @@ _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a float32 drops th
 
 @triton.jit
 def _over_rows(x, WARPS: tl.constexpr, SUM: tl.constexpr = False):
-    """Return the maximum over the lanes 4r + t of all r, or their sum, in each of them."""
+    """Return in each lane 4r + t the maximum of ``x`` over the lanes with the same t, or with SUM their sum."""
     x = tl.reshape(x, [WARPS, 8, 4])
     x = tl.sum(x, 1, keep_dims=True) if SUM else tl.max(x, 1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(x, [WARPS, 8, 4]), [WARPS * 32])
@@ -43,7 +43,7 @@ def _over_rows(x, WARPS: tl.constexpr, SUM: tl.constexpr = False):
 
 @triton.jit
 def _columns(words, LANES: tl.constexpr, COUNT: tl.constexpr):
-    """Split ``[lanes, 2 or 4]`` into its columns."""
+    """Split ``words [lanes, COUNT]`` into its COUNT columns, 2 or 4."""
     if COUNT == 4:
         return columns4(words, LANES)
     else:
@@ -55,7 +55,10 @@ def _columns(words, LANES: tl.constexpr, COUNT: tl.constexpr):
 def load_queries(
     q_ptr, head_stride, TILE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
-    """Load a lane's `HEAD_DIM` / 4 numbers of four heads' queries, as stored, four words at a time; see `digits`."""
+    """Load the queries of tile TILE's four heads as stored: HEAD_DIM / 4 values per lane, in tensors of four words.
+
+    `digits` converts the result.
+    """
     lanes = tl.arange(0, WARPS * 32)
     head = TILE * HEADS + lanes % 32 // 8  # column r is a digit of head r / 2
     first = (q_ptr + head * head_stride + lanes % 4 * 16).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -69,7 +72,7 @@ def load_queries(
 
 @triton.jit
 def _numbers(word, DTYPE: tl.constexpr):
-    """Convert the two 16-bit numbers in a word to float32."""
+    """Convert the two 16-bit floats in each word to float32, the low one first."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         low, high = (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
     else:
@@ -80,9 +83,10 @@ def _numbers(word, DTYPE: tl.constexpr):
 
 @triton.jit
 def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
-    """Convert the result of `load_queries` to operands of ``mma``, and return the factor of head t's products.
+    """Quantize the queries from `load_queries` to two 8-bit digits per value.
 
-    A query is quantized to integers of at most `_Q_LARGEST`, with one scale. NaN or infinity in a query makes it NaN.
+    Returns: operands of ``mma``; the factor ``[lanes]`` that turns integer products of head t into scores. It is NaN if
+    the query has NaN or infinity.
     """
     LANES: tl.constexpr = WARPS * 32
     numbers, largest = (), tl.zeros([LANES], tl.float32)
@@ -97,7 +101,7 @@ def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
     bits = tl.reshape(tl.max(tl.reshape(bits, [WARPS, 8, 4]), 2, keep_dims=True).broadcast_to([WARPS, 8, 4]), [LANES])
     largest = bits.to(tl.float32, bitcast=True)
     growth = tl.where((largest > 1e-30) & (largest < 1e30), _Q_LARGEST / largest, 0.0)
-    # The upper digit is that of the number plus half the lower digit's range.
+    # Digits are signed: adding half the lower digit's range before taking the upper digit rounds it.
     is_higher = tl.arange(0, LANES) % 8 < 4
     whole = tl.where(is_higher, _WHOLE + 128.0, _WHOLE)
     place = tl.where(is_higher, 1, 0)
@@ -114,7 +118,10 @@ def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _block_ids(table_ptr, tokens, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Load the block ids of a lane's COUNT tokens from ``tokens`` on; after the end, that of a valid block."""
+    """Load the block ids of each lane's COUNT tokens from ``tokens`` on.
+
+    Tokens after the end get 0, a valid block id.
+    """
     ids = ()
     for i in tl.static_range(0, COUNT, min(COUNT, BLOCK_SIZE)):
         ids = ids + (tl.load(table_ptr + (tokens + i) // BLOCK_SIZE, mask=tokens + i < end, other=0),)
@@ -126,9 +133,10 @@ def _load_rows(
     words_ptr, ids, tokens, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_WORDS: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK_WORDS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Load a lane's words of COUNT tokens: for each, WORDS of each of its chunks. ``words_ptr`` is the lane's first.
+    """Load each lane's words of its COUNT tokens: for each token, WORDS adjacent words from each of CHUNKS chunks.
 
-    They are arbitrary if the lane's first token is after the end.
+    ``words_ptr`` is the address of the lane's first word in block 0. If the lane's first token is after the end, its
+    words are arbitrary.
     """
     mask = (tokens < end)[:, None]
     rows = ()
@@ -146,7 +154,7 @@ def _load_rows(
 def _load_scales(
     scales_ptr, ids, tokens, end, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """Load the scales of a lane's four tokens; ``scales_ptr`` is the head's first."""
+    """Load the scales of each lane's four tokens. ``scales_ptr`` is the address of the kv head's first scale."""
     if BLOCK_SIZE >= 4:
         at = scales_ptr + ids[0].to(tl.int64) * (KV_HEADS * BLOCK_SIZE) + tokens % BLOCK_SIZE
         return columns4(tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=(tokens < end)[:, None]), LANES)
@@ -163,16 +171,16 @@ def attend_lanes(
     loaded, scale_log2e, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, start, end,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute each warp's softmax over its tiles of tokens ``begin … end - 1``; those before ``start`` are masked.
+    """Compute attention over tokens ``start … end - 1``, with a running softmax for each warp.
 
     Args:
-        loaded: results of `load_queries`, for each four heads.
+        loaded: results of `load_queries`, one for every four heads.
         k_ptr, v_ptr: the layer's caches, as 32-bit words.
-        begin: a multiple of 8.
+        begin: the first token to read, a multiple of 8. Tokens before ``start`` are masked.
 
     Returns:
-        For each four heads, the maxima, and the sums of each lane's tokens; and for all heads, four by four, a lane's
-        outputs, not yet divided.
+        For every four heads: the maxima, and the sum of softmax weights over each lane's tokens. Then, for all heads,
+            four by four, the lane's outputs, not yet divided by that sum.
     """
     LANES: tl.constexpr = WARPS * 32
     TILES: tl.constexpr = len(loaded)
@@ -303,10 +311,10 @@ def attend_lanes(
 
 @triton.jit
 def merge_warps(maximum, total, numbers, WARPS: tl.constexpr):
-    """Merge the softmax of four heads over all warps, from `attend_lanes`.
+    """Merge the results of all warps of `attend_lanes`, for four heads.
 
     Returns:
-        Maximum and sum, ``[32]``, and outputs divided by it, ``[32, HEAD_DIM / 8]``, for head t in lane 4r + t.
+        Maximum and sum, ``[32]``, and outputs divided by the sum, ``[32, HEAD_DIM / 8]``: lane 4r + t has head t.
     """
     COUNT: tl.constexpr = len(numbers)
     for level in tl.static_range(5):
@@ -333,7 +341,10 @@ def store_heads(
     out_ptr, lse_ptr, head_stride, maximum, divisor, out, TILE: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store four heads' outputs, and their log-sum-exps, base 2, if an address is given; addresses are the group's."""
+    """Store the outputs of tile TILE's four heads, and their log-sum-exps in base 2 unless ``lse_ptr`` is None.
+
+    Both pointers are addresses of the group's first head.
+    """
     lanes = tl.arange(0, 32)
     head = TILE * HEADS + lanes % 4
     numbers = tl.arange(0, HEAD_DIM // 8)
@@ -349,7 +360,10 @@ def store_heads(
 def load_group(
     q_ptr, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
-    """Call `load_queries` for each four heads of a group; ``q_ptr`` is the first one's."""
+    """Call `load_queries` for every four heads of a kv head's group.
+
+    ``q_ptr`` points to the group's first query head.
+    """
     loaded = ()
     for tile in tl.static_range((GROUP + HEADS - 1) // HEADS):
         loaded = loaded + (load_queries(q_ptr, head_stride, tile, GROUP, HEAD_DIM, WARPS),)
@@ -363,10 +377,10 @@ def attend_group(
     DTYPE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of a kv head's query heads over tokens ``start … end - 1``: outputs, and optionally
-    log-sum-exps.
+    """Compute attention of a kv head's query heads over tokens ``start … end - 1``, and store the outputs.
 
-    ``loaded`` are the queries, from `load_group`, of dtype DTYPE; ``out_ptr`` and ``lse_ptr`` are the first head's.
+    Also store log-sum-exps in base 2 unless ``lse_ptr`` is None. ``loaded`` are the queries from `load_group`, of dtype
+    DTYPE; ``out_ptr`` and ``lse_ptr`` are addresses of the group's first head.
     """
     NUMBERS: tl.constexpr = HEAD_DIM // 8
     maxima, totals, outs = attend_lanes(
@@ -381,7 +395,11 @@ def attend_group(
 
 
 def takes(q: Tensor, pages: Pages) -> bool:
-    """Return whether these kernels support a cache: in 8 bits, for queries of 16 bits, on a GPU from 8.0 on."""
+    """Return whether these kernels support this cache, these queries and this GPU.
+
+    The cache is in 8 bits, queries have 16 bits, heads of 64 or 128 and even strides, a kv head has at most 8 query
+    heads, and the GPU has int8 tensor cores (8.0).
+    """
     head_dim, group = q.shape[2], q.shape[1] // pages.k.shape[2]
     fits = pages.k_scales is not None and q.element_size() == 2 and head_dim in (64, 128) and group <= 8
     fits = fits and q.data_ptr() % 4 == 0 and q.stride(0) % 2 == 0 and q.stride(1) % 2 == 0  # loaded as words
@@ -389,8 +407,9 @@ def takes(q: Tensor, pages: Pages) -> bool:
 
 
 def registers(group: int) -> int:
-    """Return the register limit per thread: four programs of four warps fit, or three with two tiles.
+    """Return the register limit per thread for ``group`` query heads per kv head.
 
-    Without a limit, the compiler uses a few more, or, for small heads, so few that loads are issued late.
+    With it, four programs of four warps fit on a multiprocessor, or three if the group needs two tiles of four heads.
+    Without a limit, the compiler uses a few more registers, or, for small heads, too few to issue loads early.
     """
     return 128 if group <= HEADS.value else 168

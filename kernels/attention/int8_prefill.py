@@ -1,10 +1,12 @@
-"""Dequantize contexts of a cache in 8 bits to 16 bits, for attention that reads each number many times.
+"""Dequantize contexts of an 8-bit cache to 16 bits, for attention that reads each value many times.
 
 A chunk of a prompt multiplies a token's K and V by each of its queries. Dequantizing them for every tile of queries
-takes longer than the matmuls, so they are dequantized once. Bytes: 1 in and 2 out for each number, and the scales.
+takes longer than the matmuls, so they are dequantized once, to a scratch buffer. Bytes: 1 in and 2 out for each value,
+and the scales.
 
-Grid: (tiles of a context's rows, sequences, K and V). Contexts are stored one after another in the order of sequences.
-A context that does not fit into the scratch is left out; the reading kernel computes the same condition.
+Grid: (tiles of a context's rows, sequences, K and V). The scratch buffer stores contexts one after another in the order
+of sequences. A context that does not fit is left out. The attention kernel evaluates the same condition, and reads that
+context from the cache.
 """
 
 import torch
@@ -20,7 +22,7 @@ _LARGEST_TILE = tl.constexpr(128)  # maximum tokens that attention reads at a ti
 
 @triton.jit
 def staged_begin(lens_ptr, seq, num_seqs, SEQS_TILE: tl.constexpr):
-    """Return the index in the scratch of the first token of sequence ``seq``."""
+    """Return the index in the scratch buffer of the first token of sequence ``seq``."""
     seqs = tl.arange(0, SEQS_TILE)
     return tl.sum(tl.load(lens_ptr + seqs, mask=(seqs < num_seqs) & (seqs < seq), other=0), 0)
 
@@ -37,7 +39,7 @@ def _stage_kernel(
     first = tl.program_id(0) * ROWS
     if first >= context * KV_HEADS:
         return
-    if WINDOW is not None:  # the first query's first tile begins at most one tile before its window
+    if WINDOW is not None:  # attention reads at most one tile before the first query's window
         chunk = tl.load(cu_seqlens_ptr + seq + 1) - tl.load(cu_seqlens_ptr + seq)
         if (first + ROWS) // KV_HEADS < context - chunk - WINDOW - _LARGEST_TILE:
             return
@@ -65,10 +67,10 @@ def _stage_kernel(
 
 
 def stage(pages: Pages, cu_seqlens: Tensor, dtype: torch.dtype, capacity: int) -> tuple[Tensor, Tensor]:
-    """Dequantize the contexts that fit to ``dtype``: K and V ``[capacity, kv_heads, head_dim]``, one context after
-    another.
+    """Dequantize contexts of an 8-bit cache to a scratch buffer, as many as fit into ``capacity`` tokens.
 
-    ``cu_seqlens`` is as in `reference.prefill_attention`; tokens outside all queries' windows may be left out.
+    Return K and V, each ``[capacity, kv_heads, head_dim]`` of ``dtype``, one context after another. ``cu_seqlens`` is
+    as in `reference.prefill_attention`; tokens outside all queries' windows may be left out.
     """
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -84,5 +86,5 @@ def stage(pages: Pages, cu_seqlens: Tensor, dtype: torch.dtype, capacity: int) -
 
 
 def seqs_tile(num_seqs: int) -> int:
-    """Return the tile size with which a program searches its sequence."""
+    """Return the tile size for loading all sequences' lengths at once: a power of two, at least 256."""
     return max(256, triton.next_power_of_2(num_seqs))

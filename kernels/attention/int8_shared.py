@@ -1,21 +1,21 @@
-"""Attention of many queries over shared tokens in 8 bits: int8 is widened to 16 bits in the registers of `wgmma`.
+"""Attention of many queries over shared tokens of an 8-bit cache: int8 is widened to 16 bits in `wgmma` registers.
 
-Everything is transposed: scores are K times queries, outputs V times weights. K and V are thus the tensor cores' first
-operand, which may be in registers. They go from memory to registers as they are stored, a tile ahead, and never through
-shared memory. Queries are in shared memory during an item, and each tile's softmax weights pass through it. int8 is
-exact in both 16-bit types. K has the type of the queries, V is bfloat16. In bfloat16 they are multiplied by
-`BFLOAT_UNIT`, so that they can be computed from their own bits.
+Everything is transposed: scores are K times queries, outputs are V times weights. K and V are thus the tensor cores'
+first operand, which may be in registers. They go from memory to registers as they are stored, one tile ahead, and never
+through shared memory. Queries are in shared memory while an item is computed, and each tile's softmax weights pass
+through it. int8 is exact in both 16-bit types. K has the type of the queries, V is bfloat16. bfloat16 values are
+multiplied by `BFLOAT_UNIT`, so that they can be computed from the bits of the int8 values.
 
-Weights are powers of two of scores less an anchor: a query's highest score of the first tile. A running maximum would
-cost all warps a barrier per tile. bfloat16 does not need one: the first tile's maximum may be up to 2^100 times too low
-or too high. If weights overflow nevertheless, the item is computed again, with the highest of all scores. The logarithm
-of V's scale is added to scores, so weights are proportional to their contribution, however large V is. (A token with a
-scale 2^126 times smaller than another's of the item loses its weight.)
+Softmax weights are ``2^(score - anchor)``. A query's anchor is its highest score in the first tile. A running maximum
+would cost all warps a barrier per tile. bfloat16 does not need one: the first tile's maximum may be up to 2^100 times
+too low or too high. If weights overflow nevertheless, the item is computed again with the highest score of all its
+tokens as anchor. The logarithm of V's scale is added to scores, so weights are proportional to their contribution,
+however large V is. (A token loses its weight if its scale is 2^126 times smaller than another's in the item.)
 
 Lane 4r + t of warp w has, of 64 tokens,
 
 - of K, tokens 16w + r and 16w + r + 8, dimensions 16t to 16t + 15 of each 64: the queries use the same order;
-- of V, tokens 2t and 2t + 1 of each 8, four (of 64: two) adjacent dimensions;
+- of V, tokens 2t and 2t + 1 of each 8, four adjacent dimensions (two if a head has 64);
 - scores, weights and scales of its tokens of K; of the output, its dimensions of V, which it stores itself.
 
 Code that runs once per item is kept short, because rarely used instructions are fetched late: 1,500 of them after the
@@ -49,9 +49,9 @@ _LEAST = tl.constexpr(1e-30)  # minimum of V's scales, so that scales of zeros h
 
 @triton.jit
 def _k_tile(loaded, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """Return a tile of K, ``[TOKENS, HEAD_DIM]`` in 16 bits; `_in_order_of_k` has the same order of dimensions.
+    """Convert a loaded tile of K to ``[TOKENS, HEAD_DIM]`` in 16 bits (DTYPE).
 
-    In bfloat16 it is multiplied by `BFLOAT_UNIT`.
+    Dimensions are in the same order as in `_in_order_of_k`. bfloat16 values are multiplied by `BFLOAT_UNIT`.
     """
     pairs = ()
     for chunk in tl.static_range(HEAD_DIM // 64):
@@ -64,14 +64,17 @@ def _k_tile(loaded, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _in_order_of_k(q, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Transpose queries ``[ROWS, HEAD_DIM]``, with their dimensions in the order of `_k_tile`."""
+    """Transpose queries ``[ROWS, HEAD_DIM]``, and permute their dimensions to the order of `_k_tile`."""
     q = tl.reshape(q, [ROWS, HEAD_DIM // 64, 4, 8, 2])
     return tl.reshape(tl.permute(q, (1, 3, 2, 4, 0)), [HEAD_DIM, ROWS])
 
 
 @triton.jit
 def _v_tile(loaded, HEAD_DIM: tl.constexpr):
-    """Return a transposed tile of V, ``[HEAD_DIM, TOKENS]`` bfloat16; `store_rows` has the same order of dimensions."""
+    """Convert a loaded tile of V to ``[HEAD_DIM, TOKENS]`` bfloat16, times `BFLOAT_UNIT`.
+
+    The dimensions are permuted; `store_rows` expects the same order.
+    """
     PARTS: tl.constexpr = HEAD_DIM // 32  # dimensions per lane
     pairs = ()
     for part in tl.static_range(PARTS):
@@ -83,7 +86,10 @@ def _v_tile(loaded, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _parts(x, COUNT: tl.constexpr):
-    """Split the last dimension of ``[…, …, COUNT]`` into tensors ``[…, …]``, in the same order for all x."""
+    """Split ``x [a, b, COUNT]`` along its last dimension into COUNT tensors ``[a, b]``.
+
+    The order of these tensors depends only on COUNT, so the results for two x match.
+    """
     if COUNT == 1:
         return (tl.reshape(x, [x.shape[0], x.shape[1]]),)
     else:
@@ -93,17 +99,17 @@ def _parts(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _by_lanes(rows, ROWS: tl.constexpr):
-    """Return ``[ROWS]`` for each lane's rows, ``[lanes, 1, ROWS / 4]``."""
+    """Give each lane the elements of ``rows [ROWS]`` for the rows that the lane stores: ``[lanes, 1, ROWS / 4]``."""
     rows = tl.broadcast_to(tl.reshape(rows, [1, ROWS // 8, 4, 2]), [WARPS * 8, ROWS // 8, 4, 2])
     return tl.reshape(tl.permute(rows, (0, 2, 1, 3)), [WARPS * 32, 1, ROWS // 4])
 
 
 @triton.jit
 def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Store ``out``, ``[dimensions of _v_tile, ROWS]``, times ``factors [ROWS]``, of `attend_rows`, where ``is_row``.
+    """Multiply the outputs of `attend_rows` by their ``factors [ROWS]``, and store the rows where ``is_row [ROWS]``.
 
-    ``at [ROWS]`` (int64) are rows of HEAD_DIM numbers from ``ptr`` on. A lane stores the adjacent dimensions that it
-    has of each of its rows.
+    ``out`` is ``[HEAD_DIM, ROWS]``, with the dimensions in the order of `_v_tile`. Row i is stored at ``ptr + at[i] *
+    HEAD_DIM``; ``at [ROWS]`` is int64. A lane stores the adjacent dimensions that it has of each of its rows.
     """
     LANES: tl.constexpr = WARPS * 32
     PARTS: tl.constexpr = HEAD_DIM // 32
@@ -119,7 +125,7 @@ def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.c
 
 @triton.jit
 def _ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
-    """Load the block ids of tokens ``position + at``. Past ``end``, load the last token's."""
+    """Load the block ids of tokens ``position + at``. Tokens from ``end`` on get the last token's block."""
     block = position // BLOCK_SIZE
     if BLOCK_SIZE < TOKENS:
         block += at // BLOCK_SIZE
@@ -128,10 +134,11 @@ def _ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _in_blocks(ptr, ids, position, STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return each lane's address in the tile at ``position``; strides are those of a token and a block.
+    """Return each lane's address in the tile that begins at token ``position``, in the blocks ``ids``.
 
-    ``ptr`` is the lane's address for its token in a block. A tile begins with a block or is inside one, so a token's
-    offset in its block is its offset in the tile plus the tile's.
+    ``ptr`` is the lane's address if its block had id 0 and the tile began with the block. STRIDE and BLOCK_STRIDE are
+    the distances from token to token and from block to block. If a block holds several tiles, the tile's offset in the
+    block is added.
     """
     at = ptr + ids.to(tl.int64) * BLOCK_STRIDE
     if BLOCK_SIZE > TOKENS:
@@ -141,7 +148,9 @@ def _in_blocks(ptr, ids, position, STRIDE: tl.constexpr, BLOCK_STRIDE: tl.conste
 
 @triton.jit
 def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Load a lane's words of K. They are arbitrary after the end."""
+    """Load the words of K that each lane needs: ``[lanes, 4]`` for every 64 dimensions. Words after the end are
+    arbitrary.
+    """
     at = _in_blocks(k_ptr, ids, position, STRIDE, STRIDE * BLOCK_SIZE, BLOCK_SIZE)
     words = ()
     for chunk in tl.static_range(HEAD_DIM // 64):
@@ -151,7 +160,10 @@ def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constex
 
 @triton.jit
 def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
-    """Load the block ids of a lane's tokens of V from ``at`` on: one for each block or each two tokens."""
+    """Load the block ids of each lane's tokens of V, which are two tokens in every eight, from ``at`` on.
+
+    There is one id per block; if blocks have 2 or 4 tokens, one per two tokens; if they have one, one per token.
+    """
     ids = ()
     for i in tl.static_range(0, TOKENS, max(8, min(TOKENS, BLOCK_SIZE))):
         for n in tl.static_range(2 if BLOCK_SIZE == 1 else 1):
@@ -164,7 +176,10 @@ def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _load_v(v_ptr, ids, position, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Load a lane's numbers of V, a word, or two dimensions, for each token. They are arbitrary after the end."""
+    """Load the values of V that each lane needs: its adjacent dimensions of each of its tokens, packed in an int32.
+
+    Values after the end are arbitrary.
+    """
     numbers = ()
     for i in tl.static_range(TOKENS // 8):
         for n in tl.static_range(2):
@@ -188,7 +203,7 @@ def _load_keys(
     k_ptr, k_scales_ptr, v_scales_ptr, ids, position, at, end,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Load a lane's words of K, and the scales of K and V of their tokens."""
+    """Load the words of K that each lane needs, and the scales of K and V for the tokens of these words."""
     k = _load_k(k_ptr, ids, position, HEAD_DIM, BLOCK_SIZE, KV_HEADS * HEAD_DIM // 4)
     k_scales = _load_scales(k_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
     v_scales = _load_scales(v_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
@@ -197,7 +212,10 @@ def _load_keys(
 
 @triton.jit
 def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, SLOT: tl.constexpr):
-    """Prefetch a lane's token and scale, at addresses in bytes, into the L2."""
+    """Prefetch each lane's token, of K or V, and its scale into the L2.
+
+    Both pointers are addresses in bytes (int64).
+    """
     token = _in_blocks(tokens_ptr, ids, position, SLOT, SLOT * BLOCK_SIZE, BLOCK_SIZE)
     scale = _in_blocks(scales_ptr, ids, position, 4, 4 * KV_HEADS * BLOCK_SIZE, BLOCK_SIZE)
     prefetch_l2(token)
@@ -206,8 +224,9 @@ def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HE
 
 @triton.jit
 def _by_rows(x):
-    """Return the lanes' values for each token of K as ``[TOKENS, 1, 4, 1]``; scores are ``[TOKENS, ROWS / 8, 4,
-    2]``.
+    """Reshape the lanes' values, one for each token of K, to ``[TOKENS, 1, 4, 1]``.
+
+    That shape broadcasts to the shape of scores, ``[TOKENS, ROWS / 8, 4, 2]``.
     """
     x = tl.permute(tl.reshape(x, [2, WARPS, 8, 4]), (1, 0, 2, 3))
     return tl.reshape(x, [TOKENS, 1, 4, 1])
@@ -215,7 +234,7 @@ def _by_rows(x):
 
 @triton.jit
 def _token_pairs(x):
-    """Split a lane's two tokens of ``[TOKENS, …]`` into two tensors ``[TOKENS / 2, …]``."""
+    """Split ``x [TOKENS, …]`` into two tensors ``[TOKENS / 2, …]``: each lane's first token, and its second."""
     x = tl.reshape(x, [WARPS, 2, 8, x.shape[1], x.shape[2], x.shape[3]])
     first, second = tl.split(tl.permute(x, (0, 2, 3, 4, 5, 1)))
     shape: tl.constexpr = [TOKENS // 2, first.shape[2], first.shape[3], first.shape[4]]
@@ -224,7 +243,11 @@ def _token_pairs(x):
 
 @triton.jit
 def _scores(k, q, k_scales, v_scales, valid, factor, ROWS: tl.constexpr):
-    """Compute scores of a tile of K plus the logarithm of V's scale, and the scale's inverse."""
+    """Return the scores of a tile of K, and the inverse of each token's scale of V.
+
+    Scores are in base 2, plus the logarithm of V's scale: weights then include that scale. The inverse takes it out of
+    the weights' sum.
+    """
     products = finished(dot(k, q, tl.zeros([TOKENS, ROWS], tl.float32)))
     bias = logarithm(tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL))
     inverse = power(-bias)  # the exact inverse of the rounded logarithm
@@ -237,7 +260,10 @@ def _first_tile(
     k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, k_at, v_at, begin, end,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Load K, V and their scales of the first tile, and the block ids of the second, for K and for V."""
+    """Load the first tile of K and V, and the block ids of the second tile.
+
+    Returns: K, V, the scales of K and V; then the block ids for K and for V.
+    """
     SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
     PARTS: tl.constexpr = HEAD_DIM // 32
     k_ids = _ids(table_ptr, begin, k_at, end, BLOCK_SIZE)
@@ -256,11 +282,13 @@ def attend_rows(
     q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, end, scale_log2e,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of ``q [ROWS, HEAD_DIM]`` over tokens ``begin … end - 1``, at least one, from a block's start
-    on.
+    """Compute attention of ``q [ROWS, HEAD_DIM]`` over tokens ``begin … end - 1``.
+
+    ``begin`` must be the start of a block, or of a tile inside a larger block. ``end`` must be larger.
 
     Returns:
-        Outputs and their factors, for `store_rows`, and log-sum-exps, base 2, ``[ROWS]``, in float32.
+        Unnormalized outputs ``[HEAD_DIM, ROWS]``; the factors ``[ROWS]`` by which `store_rows` multiplies them;
+        log-sum-exps ``[ROWS]`` in base 2. All are float32.
     """
     SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
     PARTS: tl.constexpr = HEAD_DIM // 32
@@ -348,6 +376,9 @@ def attend_rows(
 
 
 def takes(q: Tensor, pages: Pages) -> bool:
-    """Return whether shared tokens can be read this way: in 8 bits, for queries of 16 bits, with bfloat16 (8.0)."""
+    """Return whether `attend_rows` supports this cache, these queries and this GPU.
+
+    The cache is in 8 bits, queries have 16 bits and heads of 64 or 128, and the GPU has bfloat16 (8.0).
+    """
     of_16_bits = q.element_size() == 2 and q.shape[2] in (64, 128)
     return pages.k_scales is not None and of_16_bits and has_int8_mma(q.device)

@@ -1,20 +1,21 @@
 """Batch-invariant attention: a query's result is bitwise the same in decoding, in a chunk of any size, and alone.
 
 A context is divided into segments at fixed token positions, and segments into tiles of ``TILE`` tokens. Each segment
-has its own running softmax, over its tiles in order; segments are joined in order. Only the assignment of segments to
-programs, and the number of queries per program, may depend on the batch. A tile or a segment that a query does not
-attend to changes no bit of its result: it adds zero weights, and multiplies sums by one.
+has its own running softmax over its tiles in order. The segments' results are then joined in order. Only the assignment
+of segments to programs, and the number of queries per program, may depend on the batch. A tile or a segment that a
+query does not attend to changes no bit of its result: it adds zero weights, and multiplies sums by one.
 
 The sum of the weights is a matmul with ones, so that the tensor cores add them in the same order for any shape of tile.
-The compiler must never contract factors and sums (``enable_fp_fusion``), because it might do so in one kernel and not
-in another.
+The compiler must never contract multiplications and additions (``enable_fp_fusion``), because it might do so in one
+kernel and not in another.
 
 - ``_decode_kernel``, grid (kv heads, sequences, splits): as in `minillm.kernels.attention.decode`. A split is several
-  segments. If there is only one split, its program joins them itself, else ``_join_kernel`` does, grid (sequences,
-  heads).
+  segments. If there is only one split, its program joins the segments itself, else ``_join_kernel`` does, grid
+  (sequences, heads).
 - ``_prefill_kernel``, grid (heads, tiles of queries over all chunks): as in `minillm.kernels.attention.prefill`.
 
-Bytes and FLOPs are those of these kernels, plus 4 bytes for each number of a segment's result, out and in, with splits.
+Bytes and FLOPs are those of these two modules. With splits, a segment's result is also written and read, 4 bytes for
+each value.
 """
 
 import torch
@@ -45,7 +46,10 @@ def _fold(
     scale_log2e, maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile of tokens into the running softmax of a segment; ``visible`` is the queries' mask, or None."""
+    """Add a tile of tokens to the running softmax of a segment. Return the new maximum, sum and outputs.
+
+    ``visible`` is the mask ``[queries, tokens]`` of tokens that a query attends to; None means all.
+    """
     valid = tokens < end
     blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
     slots = blocks * BLOCK_SIZE + tokens % BLOCK_SIZE
@@ -74,7 +78,7 @@ def _fold(
 
 @triton.jit
 def _weigh(maximum, part_maximum):
-    """Return the maximum of the joined segments and a part, and the factors of both sums."""
+    """Return the maximum over joined segments and the next one, and the factors that scale their sums to it."""
     new_maximum = tl.maximum(maximum, part_maximum)
     safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     return new_maximum, tl.exp2(maximum - safe), tl.exp2(part_maximum - safe)
@@ -82,7 +86,7 @@ def _weigh(maximum, part_maximum):
 
 @triton.jit
 def _join(maximum, total, out, part_maximum, part_total, part_out):
-    """Join the next segment to the joined segments of queries ``[rows]``."""
+    """Join the result of the next segment to the result of all earlier segments, for queries ``[rows]``."""
     maximum, factor, part_factor = _weigh(maximum, part_maximum)
     total = total * factor + tl.max(part_total, axis=1) * part_factor  # all columns are equal
     return maximum, total, out * factor[:, None] + part_out * part_factor[:, None]
@@ -90,7 +94,7 @@ def _join(maximum, total, out, part_maximum, part_total, part_out):
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, DIM_TILE: tl.constexpr):
-    """Return the running softmax of an empty segment."""
+    """Return the running softmax of a segment before its first tile: maximum, sum of weights, outputs."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     return maximum, tl.zeros([ROWS, _COLUMNS], tl.float32), tl.zeros([ROWS, DIM_TILE], tl.float32)
 
@@ -100,10 +104,10 @@ def _divided(out, total):
     return out / tl.where(total > 0, total, 1.0)
 
 
-# The first eight segments have two tiles, so that a short context has several; the others have eight.
+# The first eight segments have two tiles, so that a short context has several segments. The others have eight tiles.
 @triton.jit
 def _segment_of(token, TILE: tl.constexpr):
-    """Return the number of a token's segment."""
+    """Return the number of the segment that contains ``token``."""
     return tl.where(token < 16 * TILE, token // (2 * TILE), 6 + token // (8 * TILE))
 
 
@@ -120,7 +124,7 @@ def _begins_segment(token, TILE: tl.constexpr):
 
 @triton.jit
 def _segments_of(context, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first visible segment of a context, the one after the last, and the first visible token."""
+    """Return the first visible segment of a context, the segment after the last, and the first visible token."""
     seen_begin = 0
     if WINDOW is not None:
         seen_begin = tl.maximum(context - WINDOW, 0)
@@ -269,7 +273,7 @@ def _prefill_kernel(
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
-    """Compute `reference.paged_attention`, with the arguments of `decode_attention.paged_attention`."""
+    """Compute `reference.paged_attention`, with the requirements of `attention.decode.paged_attention`."""
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -307,7 +311,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """Compute `reference.prefill_attention`, with the arguments of `chunked_prefill.prefill_attention`."""
+    """Compute `reference.prefill_attention`, with the requirements of `attention.prefill.prefill_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     num_seqs, block_size, num_kv_heads = lens.shape[0], k_cache.shape[1], k_cache.shape[2]
@@ -329,7 +333,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
 
 
 def tile_of(element_size: int, head_dim: int, device: torch.device) -> int:
-    """Return the tokens of a tile: fixed for each dtype, head size and kind of GPU, and small enough to fit."""
+    """Return the number of tokens in a tile. It is fixed for each dtype, head size and kind of GPU."""
     if INTERPRETED.value:
         return 16
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
@@ -346,7 +350,10 @@ def partial_bytes(
     max_num_seqs: int, max_context: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int,
     device: torch.device,
 ) -> int:  # fmt: skip
-    """Return the maximum bytes of segment results for a batch of sequences. Large batches have none."""
+    """Return the maximum bytes of segment results that decode attention stores, for up to ``max_num_seqs`` sequences.
+
+    Large batches store none, because their contexts are not split.
+    """
     segments = num_segments_of(max_context, tile_of(element_size, head_dim, device))
     seqs = [n for n in range(1, max_num_seqs + 1) if num_splits_for(n, num_kv_heads, segments, device, 1) > 1]
     return max(seqs, default=0) * segments * num_heads * (head_dim + 2) * 4

@@ -1,10 +1,11 @@
-"""Plan the reads of shared blocks in a batch: a work list for `minillm.kernels.attention.shared`.
+"""Plan how decode attention reads blocks that several sequences of a batch share.
 
-Block tables that begin with the same ids are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of
-blocks shared by exactly some sequences, and the leaves are the sequences' own tails. `prefix_tree` builds it.
-`plan_attention` splits its nodes into items of similar cost, so that few sequences fill the GPU as well as many. A
-`WorkList` holds the items on the device, where a captured CUDA graph reads them. The kernels read the ends of the tails
-from the context lengths, so a list stays valid while sequences only grow.
+Sequences share blocks if their block tables begin with the same ids. Such tables form a *prefix tree* (ChunkAttention,
+Ye et al. 2024). A *node* is a run of blocks shared by exactly the same sequences. A sequence's *tail* is the rest of
+its context, which it reads alone. `prefix_tree` builds the tree. `plan_attention` splits the nodes into *items* of
+similar cost, so that few sequences fill the GPU as well as many. A `WorkList` holds the items on the device for
+`minillm.kernels.attention.shared`; a captured CUDA graph can read it. The kernels read the ends of the tails from the
+context lengths, so a work list stays valid while sequences only grow.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# The words of an item: its number of sequences (0: no work), one of them, the index of the first in the order, the
-# first token, the token after the last, and the index of its result among the results of each of its sequences.
+# The words of an item: its number of sequences (0: no work), one of these sequences, the index of the first one in
+# `WorkList.order`, the first token, the token after the last, and the index of the item's partial result among those
+# of each sequence.
 ITEM_WORDS = 6
 
 _PROGRAMS = 4  # per multiprocessor, in decode attention; `minillm bench kernels --op paged_attention` measured 1 to 16
-_TAIL_PROGRAMS = 4, 8  # desired tails, or parts of them, per multiprocessor: short ones, and long ones
-_LONG_PART = 256  # tokens
+_TAIL_PROGRAMS = 4, 8  # desired programs per multiprocessor that read tails: for short tails, and for long ones
+_LONG_PART = 256  # minimum tokens in each part of a long tail
 
 
 def most_parts(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
-    """Return the maximum number of parts of each context in decode attention: enough programs to fill the GPU."""
+    """Return the maximum number of parts into which decode attention splits each context, enough to fill the GPU."""
     return max(1, _PROGRAMS * num_processors // max(1, num_seqs * num_kv_heads))
 
 
@@ -35,12 +37,12 @@ def most_parts(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
 class Spread:
     """A way to split nodes into items and assign them to multiprocessors."""
 
-    at_a_time: int  # items that share a multiprocessor
-    num_processors: int  # with items
-    parts: list[int]  # of each node, along its tokens
-    longest: int  # tiles of an item
-    num_tasks: int  # items, for each kv head
-    num_results: float  # per sequence, on average
+    at_a_time: int  # items that run on a multiprocessor at the same time
+    num_processors: int  # multiprocessors that run items
+    parts: list[int]  # number of parts of each node, which is split along its tokens
+    longest: int  # tiles of the longest item
+    num_tasks: int  # items times kv heads
+    num_results: float  # partial results per sequence, on average
 
 
 @dataclass(frozen=True)
@@ -48,33 +50,33 @@ class Costs:
     """Times in microseconds, and rates in bytes per microsecond, that decide whether and how shared blocks are read
     once.
 
-    Sharing saves reads, although most of them would hit the L2. It costs two more launches, writing and merging
-    results, and a kernel for the tails that is tuned for short ones. docs/decisions/shared-blocks.md has the figures of
-    an H200.
+    Reading a shared block once saves reads, although most of them would hit the L2. It costs two more launches, and
+    partial results are written and merged. It also needs a kernel for the tails that is tuned for short ones.
+    docs/decisions/shared-blocks.md has the figures of an H200.
     """
 
-    launch: float = 3.0
-    spared_rate: float = 7e6
-    tail_rate: float = 4.3e6
-    tail_loss: float = 0.15  # fraction of the tails' time
+    launch: float = 3.0  # time of the two additional launches
+    spared_rate: float = 7e6  # rate of the reads that sharing saves
+    tail_rate: float = 4.3e6  # rate of reading tails
+    tail_loss: float = 0.15  # fraction by which reading tails takes longer
     node_bytes: float = 1e6  # minimum that a node must save
-    # For nodes in 8 bits, which can be spread in several ways:
-    tile: float = 1.0  # of one item alone on a multiprocessor, except for tails
-    pair_tile: float = 1.45  # of two items that share a multiprocessor, without tails
+    # For an 8-bit cache, where `AttentionShape.ways` offers several ways:
+    tile: float = 1.0  # per tile of an item that shares its multiprocessor only with tails
+    pair_tile: float = 1.45  # per tile of two items that share a multiprocessor, without tails
     pair: float = 3.0  # extra time to start and end two items, and to start tails after them
     turn: float = 8.0  # for each item after a program's first
-    result: float = 0.6  # to write and merge one result of a sequence
-    processor_rate: float = 4.4e4  # of tails on a multiprocessor without nodes
+    result: float = 0.6  # to write and merge one partial result of a sequence
+    processor_rate: float = 4.4e4  # rate of reading tails on one multiprocessor without items
 
     def worth(self, spared: int, tails: int) -> bool:
-        """Return whether saving ``spared`` bytes of reads pays, next to ``tails`` bytes of tails."""
+        """Return whether reading shared blocks once pays: it saves ``spared`` bytes, and slows down ``tails`` bytes."""
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
 
     def of_spread(self, spread: Spread, tails: int, num_processors: int) -> float:
-        """Estimate the microseconds of nodes and ``tails``, in bytes, on a GPU.
+        """Estimate the time in microseconds to process the nodes, split as in ``spread``, and ``tails`` bytes of tails.
 
-        Items and tails on the same multiprocessor take as long as one after the other. Two items at a time leave no
-        space for tails, which run on the other multiprocessors.
+        An item and a tail on one multiprocessor do not overlap, so their times add up. Two items fill a multiprocessor,
+        so tails then run on the other multiprocessors. ``num_processors`` counts all multiprocessors of the GPU.
         """
         turns = -(-spread.num_tasks // (spread.at_a_time * spread.num_processors))
         nodes = (turns - 1) * self.turn
@@ -99,9 +101,9 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    element_size: int  # bytes of a number of the queries
-    num_processors: int
-    row_bytes: int | None = None  # of a token's K or V in one head; None: computed from element_size
+    element_size: int  # bytes of one element of the queries
+    num_processors: int  # multiprocessors of the GPU
+    row_bytes: int | None = None  # bytes of a token's K or V in one head; None: computed from element_size
 
     @property
     def group(self) -> int:
@@ -110,7 +112,7 @@ class AttentionShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of a token."""
+        """Bytes of one token's K and V in all heads."""
         return 2 * self.num_kv_heads * (self.row_bytes or self.head_dim * self.element_size)
 
     @property
@@ -120,19 +122,20 @@ class AttentionShape:
     @property
     def tile(self) -> int:
         """Tokens per tile: 16 kB of K keep memory busy without filling shared memory."""
-        widest = 32 if self.element_size == 4 else 128  # float32 has no tensor cores: larger overflows registers
+        widest = 32 if self.element_size == 4 else 128  # float32 has no tensor cores: larger tiles overflow registers
         return max(16, min(widest, 16384 // (self.dim_tile * self.element_size)))
 
     @property
     def rows(self) -> int:
-        """Rows of a node's tile: at least the minimum of Hopper's tensor cores."""
+        """Query rows in a node's tile: at least 64, the minimum of Hopper's tensor cores (16 in float32)."""
         return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
 
     def ways(self, num_seqs: int) -> list[tuple[int, int]]:
-        """Return options of (items per multiprocessor, number of multiprocessors).
+        """Return the candidate pairs (items per multiprocessor, number of multiprocessors that run items).
 
-        In 8 bits an item is latency-bound, and two can share a multiprocessor. In 16 bits two at a time are no faster
-        than one after the other. Next to many tails an item takes twice as long.
+        A 16-bit cache has one candidate. An 8-bit cache also gets pairs with two items per multiprocessor, because one
+        item alone is limited by latency. With many tails, only pairs with two items remain, because an item that shares
+        its multiprocessor with tails takes twice as long.
         """
         everywhere = self.num_processors
         one = [(1, everywhere)]
@@ -143,39 +146,39 @@ class AttentionShape:
 
     @property
     def seqs(self) -> int:
-        """Sequences per tile of a node."""
+        """Number of sequences in a node's tile."""
         return self.rows // self.group
 
     def num_parts(self, num_seqs: int) -> int:
-        """Return the maximum number of parts of contexts in decode attention, if each has enough tokens."""
+        """Return the maximum number of parts of each context in decode attention: see `most_parts`."""
         return most_parts(num_seqs, self.num_kv_heads, self.num_processors)
 
     def tail_splits(self, num_seqs: int, tokens: float = 0) -> int:
-        """Return the number of parts of tails that have ``tokens`` tokens on average.
+        """Return the number of parts into which to split each tail, if tails have ``tokens`` tokens on average.
 
         A program waits for each of its loads, so a multiprocessor should have several programs, and twice as many for
-        long tails. For short ones, merging that many parts would cost more than it saves.
+        long tails. Short tails get fewer parts, because merging more of them would cost more than it saves.
         """
         splits, more = (programs * self.num_processors // (num_seqs * self.num_kv_heads) for programs in _TAIL_PROGRAMS)
         return max(1, min(64, more if tokens >= more * _LONG_PART else splits))
 
     def max_items(self, num_seqs: int) -> int:
-        """Return the maximum number of items of a batch."""
+        """Return the maximum number of items in a plan for ``num_seqs`` sequences."""
         return num_seqs // 4 + 4 * self.num_processors // self.num_kv_heads + 4
 
     def max_results(self, num_seqs: int) -> int:
-        """Return the maximum number of partial results of all sequences of a batch."""
+        """Return the maximum number of partial results in a plan, over all of its ``num_seqs`` sequences."""
         return 4 * (num_seqs + self.num_processors)
 
 
 @dataclass(frozen=True)
 class WorkList:
-    """A plan on the device, for a batch of n sequences; slices of one buffer at a fixed address."""
+    """A plan on the device, for a batch of n sequences. All tensors are slices of one buffer at a fixed address."""
 
-    order: Tensor  # [n] int32, the sequences, ordered so that those of a node are adjacent
-    tails: Tensor  # [n] int32, in that order: the first token that a sequence reads on its own
-    starts: Tensor  # [n + 1] int32, in that order: the start of a sequence's results
-    counts: Tensor  # [2] int32: items, and the multiprocessors with two items at a time
+    order: Tensor  # [n] int32, the sequences, ordered so that those of each node are adjacent
+    tails: Tensor  # [n] int32, in that order: the first token of each sequence's tail
+    starts: Tensor  # [n + 1] int32, in that order: the index of each sequence's first partial result
+    counts: Tensor  # [2] int32: the number of items, and of multiprocessors that run items
     items: Tensor  # [max_items(n), ITEM_WORDS] int32
     shape: AttentionShape
     words: Tensor  # int32, the whole buffer
@@ -198,18 +201,23 @@ class WorkList:
         return cls(order, tails, starts, counts, items.view(-1, ITEM_WORDS), shape, words, capacity)
 
     def first(self, num_seqs: int) -> WorkList:
-        """Return the list of a smaller batch, in the same memory."""
+        """Return a work list for a smaller batch, in the same memory."""
         smaller = self._view(self.words, self.capacity, num_seqs, self.shape)
         return replace(smaller, at_a_time=self.at_a_time, tail_splits=self.tail_splits)
 
     @property
     def launch(self) -> tuple[int, int]:
-        """The launch parameters of the list: a graph is valid for lists with the same ones."""
+        """Return (items per multiprocessor, parts of each tail), which determine the kernels' grids.
+
+        A captured CUDA graph can replay any work list for which both are equal.
+        """
         return self.at_a_time, self.tail_splits
 
     def fill(self, plan: Plan) -> WorkList:
-        """Copy a plan for as many sequences or fewer to the device at once. Return the list with the plan's
+        """Copy ``plan`` to the device in one transfer, without waiting for it. Return this work list with the plan's
         `launch`.
+
+        The plan may have at most as many sequences as the work list's capacity.
         """
         room = [0] * (self.capacity - len(plan.order))
         words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts[:2] + plan.items
@@ -220,7 +228,10 @@ class WorkList:
 
 @dataclass(frozen=True)
 class Node:
-    """Blocks ``begin … end - 1`` of ``count`` sequences, adjacent from ``first`` on in the tree's order."""
+    """A run of blocks that ``count`` sequences share: entries ``begin … end - 1`` of their block tables.
+
+    The sequences are adjacent in `PrefixTree.order`, from index ``first`` on.
+    """
 
     first: int
     count: int
@@ -230,10 +241,10 @@ class Node:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """The runs of blocks that sequences share, and the beginning of each sequence's own tail."""
+    """The runs of blocks that sequences share, and the first block of each sequence's own tail."""
 
-    order: list[int]  # the sequences
-    tails: list[int]  # in that order: the first block of the tail
+    order: list[int]  # the sequences, ordered so that those of each node are adjacent
+    tails: list[int]  # in that order: the first block of each sequence's tail
     nodes: list[Node]  # parents before their children
 
 
@@ -244,15 +255,16 @@ class Plan:
     order: list[int]
     tails: list[int]
     starts: list[int]
-    counts: list[int]  # items, their multiprocessors, items per multiprocessor, parts of each tail
+    counts: list[int]  # number of items, of multiprocessors that run them, of items on each, of parts of each tail
     items: list[int]
 
 
 def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_blocks: int = 1) -> PrefixTree:
     """Return the prefix tree of block tables, which list each sequence's block ids in logical order.
 
-    Only the first ``num_full`` blocks of each are full; the others belong to the tail. A run becomes a node if its
-    number of blocks times its number of sequences minus one is at least ``min_blocks``.
+    Only the first ``num_full[i]`` blocks of sequence i are full and may be shared; the others belong to its tail. A run
+    of shared blocks becomes a node if its number of blocks, times its number of sequences minus one, is at least
+    ``min_blocks``.
     """
     order: list[int] = []
     tails: list[int] = []
@@ -282,7 +294,7 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
 
 
 def _common_blocks(tables: Sequence[Sequence[int]], members: list[int], begin: int, end: int) -> int:
-    """Return the block, at most ``end``, up to which the members' tables agree from ``begin`` on.
+    """Return the first index from ``begin`` on at which the members' block tables differ, at most ``end``.
 
     All blocks are compared: if two sequences computed the same tokens at the same time, equal blocks may follow
     different ones.
@@ -306,11 +318,11 @@ def plan_attention(
     costs: Costs = MEASURED,
     fixed: Sequence[int] | None = None,
 ) -> Plan | None:
-    """Plan the attention of a batch; None if its sequences share nothing that pays.
+    """Plan the decode attention of a batch. Return None if reading shared blocks once would not pay.
 
     Args:
-        num_rows: rows of the batch, padding after the sequences included; by default there is none.
-        fixed: how many of each sequence's first blocks count as shareable; by default all full ones.
+        num_rows: number of rows in the batch, including padding after the sequences; by default there is no padding.
+        fixed: for each sequence, how many of its first blocks may be shared; by default all full blocks.
     """
     num_rows = len(tables) if num_rows is None else num_rows
     total = sum(context_lens) * shape.token_bytes
@@ -335,7 +347,10 @@ def plan_attention(
 def _cut(
     tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int, tail_bytes: int, costs: Costs
 ) -> Plan | None:
-    """Split a tree's nodes into items of similar length; None if there are too many even without a split."""
+    """Split the nodes of ``tree`` into items of similar length. Return None if whole nodes are already too many items.
+
+    ``tail_bytes`` is the total size of the tails.
+    """
     tiles = [-(-(node.end - node.begin) * block_size // shape.tile) for node in tree.nodes]
     spreads = [_spread(tree, tiles, shape, num_rows, *way) for way in shape.ways(num_rows)]
     possible = [spread for spread in spreads if spread is not None]
@@ -368,7 +383,11 @@ def _cut(
 def _spread(
     tree: PrefixTree, tiles: list[int], shape: AttentionShape, num_rows: int, at_a_time: int, num_processors: int
 ) -> Spread | None:
-    """Split nodes of ``tiles`` tiles each into items, ``at_a_time`` per multiprocessor; None if they do not fit."""
+    """Split nodes of ``tiles`` tiles each into items; ``at_a_time`` items run on each of ``num_processors``
+    multiprocessors.
+
+    Return None if a work list cannot hold the items or their results.
+    """
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)
     # Computing a tile costs about as much as merging a result, so a node of n tiles in parts of t takes t + n / t. With
@@ -380,7 +399,7 @@ def _spread(
         num_items = sum(map(int.__mul__, parts, chunks))
         num_results = sum(count * node.count for count, node in zip(parts, tree.nodes, strict=True))
         fits = num_items <= shape.max_items(num_rows) and num_results <= shape.max_results(num_rows)
-        # A few more items than run at a time would double the time. Short ones fill the gaps.
+        # A few more items than run at a time would double the time. Only long ones count: short ones fill the gaps.
         long = sum(p * c for p, c, count in zip(parts, chunks, tiles, strict=True) if 2 * count > longest)
         if fits and (long <= at_once or longest >= deepest):
             break

@@ -1,14 +1,14 @@
 """Causal attention of prompt chunks over the paged KV cache (FlashAttention-2, Dao 2023, over block tables).
 
-A chunk's own K and V are already in the cache. A chunk of a long prompt, the rest of a prompt with a cached beginning,
-and a recomputation after a preemption are therefore the same call. Compute-bound from a few hundred tokens on: 4 *
+A chunk's own K and V are already in the cache. The same call therefore computes a chunk of a long prompt, the rest of a
+prompt with a cached beginning, and a recomputation after a preemption. Compute-bound from a few hundred tokens on: 4 *
 queries * visible tokens * heads * head_dim FLOPs. Bytes: q and out once, the visible K and V for each tile of queries.
 
 Grid: (heads, tiles of queries over all chunks). The number of tiles depends only on shapes (at most ``tokens / ROWS +
 chunks``); each program finds its chunk by counting. Late tiles, which attend to most tokens, start first, in all heads.
 Tile: ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works. Tokens visible to
-all queries of a tile need no mask: only the last tile or two compare positions, and with a window the first visible
-ones.
+all queries of a tile need no mask. Only the last tile or two compare positions, and with a sliding window the first
+visible ones.
 """
 
 import torch
@@ -26,8 +26,9 @@ _LEAST_STAGED = 256  # average tokens of a chunk from which dequantizing first p
 
 @triton.jit
 def find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE: tl.constexpr):
-    """Return the chunk of tile ``number``, and its index among the chunk's tiles; chunk ``num_seqs`` for surplus
-    programs.
+    """Return the chunk that query tile ``number`` belongs to, and the tile's index within the chunk.
+
+    Programs that have no tile get chunk ``num_seqs``.
     """
     seqs = tl.arange(0, SEQS_TILE)
     is_seq = seqs < num_seqs
@@ -45,10 +46,10 @@ def load_queries(
     q_ptr, begin, length, context, tile_number, head, q_token_stride, q_head_stride,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of a chunk's queries of one head.
+    """Load the queries of one head in tile ``tile_number`` of a chunk that begins at token ``begin`` of the batch.
 
-    Return them, their positions in the batch and in their sequence, and the mask of existing ones. The chunk begins at
-    ``begin`` in the batch.
+    Returns: queries ``[ROWS, DIM_TILE]``; their positions in the batch, and in their sequence, ``[ROWS]``; the mask of
+    existing queries and dimensions.
     """
     rows = tile_number * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_TILE)
@@ -64,7 +65,10 @@ def _fold_masked(
     slot_stride, scale_log2e, maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile of tokens into the running softmax of queries, with a mask of visible tokens."""
+    """Add a tile of tokens to the running softmax of queries, masking tokens that a query may not attend to.
+
+    ``seen`` are the positions of the tile's tokens. Returns: the new maximum, sum and outputs.
+    """
     valid = seen < end
     if BLOCK_SIZE is None:
         slots = seen.to(tl.int64)
@@ -191,9 +195,10 @@ def _prefill_attention_kernel(
 def prefill_attention(
     q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float, *, capacity: int | None = None
 ) -> Tensor:
-    """Compute `reference.prefill_attention`; arguments as in `decode_attention.paged_attention`, else ValueError.
+    """Compute `reference.prefill_attention`, with the requirements of `attention.decode.paged_attention`, else
+    ValueError.
 
-    ``capacity`` is the maximum number of 8-bit context tokens to dequantize first (`capacity_for`).
+    ``capacity`` is the maximum number of 8-bit context tokens to dequantize first, by default `capacity_for`.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, num_kv_heads = pages.lens.shape[0], pages.k.shape[2]
@@ -230,7 +235,7 @@ def prefill_attention(
 
 
 def check_chunks(q: Tensor, pages: Pages, cu_seqlens: Tensor) -> None:
-    """Raise ValueError unless queries, caches, tables and the chunks' starts fit together."""
+    """Raise ValueError unless queries, caches, tables and the starts of the chunks fit together."""
     num_seqs = pages.lens.shape[0]
     check_inputs(q, pages, num_seqs)
     if cu_seqlens.shape != (num_seqs + 1,):
@@ -238,9 +243,10 @@ def check_chunks(q: Tensor, pages: Pages, cu_seqlens: Tensor) -> None:
 
 
 def capacity_for(q: Tensor, pages: Pages) -> int:
-    """Return the maximum number of 8-bit context tokens to dequantize first: 0 if it does not pay.
+    """Return the maximum number of 8-bit context tokens to dequantize before attention, 0 if that is not faster.
 
-    It depends only on shapes: the longest context that the tables can hold, and the chunks of the step.
+    It depends only on shapes: on the longest context that the block tables can hold, and on the step's number of
+    queries.
     """
     num_seqs = pages.lens.shape[0]
     takes = pages.k_scales is not None and q.element_size() == 2 and has_int8_mma(q.device)
@@ -251,7 +257,7 @@ def capacity_for(q: Tensor, pages: Pages) -> int:
 
 
 def _tiling(dim_tile: int, element_size: int, average_chunk: int, in_8_bits: bool) -> tuple[int, int, int, int]:
-    """Return (queries, tokens, stages, warps) of a tile."""
+    """Return (queries per tile, tokens per tile, pipeline stages, warps)."""
     if element_size == 4:  # no tensor cores for full float32: larger tiles overflow the registers
         return 32, 32, 1, 4
     if dim_tile > 128:

@@ -1,23 +1,25 @@
-"""Decode attention over a prefix tree: a block that sequences share is read once for all of them.
+"""Decode attention that reads each block once for all sequences that share it.
 
-A plan (`prefix_plan`) lists the shared blocks. There are two phases (ChunkAttention, Ye et al. 2024) and a merge:
+`minillm.kernels.attention.plan` makes the plan and defines its terms: a node is a run of shared blocks, an item is a
+part of a node, a tail is the rest of a sequence's context. There are two phases (ChunkAttention, Ye et al. 2024) and a
+merge:
 
-1. *Chunk first*: a program takes items of the plan, parts of nodes of the tree, each for one kv head. The queries of
-the node's sequences, times the query heads of the kv head, are the rows of one tile. The result, an output and a
-log-sum-exp in float32, is stored separately for each sequence.
-2. *Sequence first*: a program takes a sequence's own tail, or a part of it, for one kv head.
-3. The results of a sequence's nodes and of its tail are merged.
+1. *Chunk first*: a program computes items, each for one kv head. The rows of its tile are the queries of the node's
+  sequences, for every query head of the kv head. It stores an output and a log-sum-exp in float32, separately for each
+  sequence.
+2. *Sequence first*: a program computes a sequence's tail, or a part of it, for one kv head.
+3. *Merge*: a program merges the partial results of a sequence, from its nodes and its tail.
 
-The phases overlap (programmatic dependent launch): the first is compute-bound, the second memory-bound. All programs of
-the first phase run at the same time and loop over the items, which lets the second start at once, and no tail waits for
-a node. The plan says where they run (`prefix_plan.AttentionShape.ways`). Either each multiprocessor has one program,
-which reserves more than half of its shared memory to exclude a second one and leaves space for tails; or, in 8 bits,
-some have two, and the others have tails.
+The first two phases overlap (programmatic dependent launch): the first is compute-bound, the second memory-bound. All
+programs of the first phase run at the same time and loop over the items. The second phase can therefore start at once,
+and no tail waits for a node. The plan decides where programs of the first phase run (`AttentionShape.ways`). Either
+each multiprocessor has one, which reserves more than half of the shared memory to exclude a second one and leaves space
+for tails. Or, in 8 bits, some multiprocessors have two, and the others process tails.
 
-Grids: (programs), (kv heads, sequences, splits) and (sequences, heads), from the number of sequences and the plan's
-launch parameters on the host (`prefix_plan.WorkList.launch`). The rest of the plan is on the device, so sharing may
-change from step to step under one CUDA graph. Tiles: 64 rows (the minimum of Hopper's tensor cores) times 16 kB of K,
-16 rows times 16 tokens or 8 kB, and up to 8 heads.
+Grids: (programs), (kv heads, sequences, splits) and (sequences, heads). They depend on the number of sequences and on
+`WorkList.launch`, which the host knows. The rest of the plan is on the device, so sharing may change from step to step
+under one CUDA graph. Tiles: 64 rows (the minimum of Hopper's tensor cores) times 16 kB of K, 16 rows times 16 tokens or
+8 kB, and up to 8 heads.
 
 Bytes: each node's blocks once for every 64 rows (from the L2 except for the first time), each tail once, and 8 x
 head_dim for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
@@ -53,7 +55,11 @@ def _attend(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax of ``q [rows, dims]`` over tokens ``begin … end - 1``: maximum, sum, and undivided output."""
+    """Compute attention of ``q [rows, dims]`` over tokens ``begin … end - 1`` of one block table.
+
+    Returns: the largest score and the sum of softmax weights of each row, ``[rows]``, and outputs ``[rows, dims]`` that
+    are not yet divided by that sum.
+    """
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_TILE], tl.float32)
@@ -80,11 +86,11 @@ def _attend(
 
 @triton.jit
 def _take_most_shared_memory(ptr, number):
-    """Keep a second program off the multiprocessor: reserve 128 kB by a matmul that never runs (no ``number`` selects
-    it).
+    """Keep a second program off the multiprocessor by reserving 128 kB of shared memory.
 
-    Programs start while those of the previous kernel still run. Two that fit on one multiprocessor would share it for
-    as long as they live, while other multiprocessors have none.
+    The memory belongs to a matmul that never runs, because ``number`` is never negative. Programs start while those of
+    the previous kernel still run. Without the reservation, two could share one multiprocessor for as long as they live,
+    while other multiprocessors have none.
     """
     if number < 0:
         numbers = (tl.zeros([512, 128], tl.int32) + number).to(tl.bfloat16)
@@ -95,7 +101,11 @@ def _take_most_shared_memory(ptr, number):
 
 @triton.jit
 def _load_item(items_ptr, order_ptr, starts_ptr, number, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Load an item's sequences, one of them, its tokens, and its rows' sequences and results."""
+    """Load one item of the work list.
+
+    Returns: the number of sequences, one of these sequences, the first token, the token after the last; then for each
+    of the tile's rows, ``[ROWS]``: its sequence, and the index of that sequence's partial result.
+    """
     item_ptr = items_ptr + number * _ITEM_WORDS
     count = tl.load(item_ptr)
     member = tl.load(item_ptr + 1)
@@ -218,7 +228,7 @@ def _sequence_first_kernel(
         at = result + heads
         tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / divisor[:, None], mask=row_mask)
         tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)
-    # A waiting tail would block another's place. Only one program waits, so that this kernel ends after the first.
+    # A waiting program would keep another from starting. Only one waits, so that this kernel ends after the first.
     last = (kv_head == tl.num_programs(0) - 1) & (place == tl.num_programs(1) - 1) & (split == SPLITS - 1)
     if last:
         wait(PDL)
@@ -267,11 +277,11 @@ def _merge_results_kernel(
 
 
 def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
-    """Return tokens per tile, stages and warps of the second phase.
+    """Return the tokens per tile, the pipeline stages and the warps of a program of the second phase.
 
-    A tail is short. With one warp and 16 tokens, most tails run in parallel with the first phase. With one query head
-    per kv head, tails run one after another, and wider tiles are faster. A float32 matmul uses no tensor cores and many
-    registers, so it gets two warps.
+    Tails are short, and as many as possible should run in parallel with the first phase. A program therefore has one
+    warp and tiles of 16 tokens. With one query head per kv head, tails run one after another, and wider tiles finish
+    each one sooner. In float32, matmuls use no tensor cores and take many registers, so a program has two warps.
     """
     warps = 2 if shape.element_size == 4 else 1
     if shape.group > 1:
@@ -280,10 +290,10 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
 
 
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
-    """Compute `reference.prefix_attention`; arguments as in `decode_attention.paged_attention`, else ValueError.
+    """Compute `reference.prefix_attention`; the other arguments are as in `attention.decode.paged_attention`.
 
-    With a window each sequence reads its own tokens, because windows begin at different tokens, after the shared
-    blocks.
+    With a sliding window, each sequence reads its own tokens: windows begin at different tokens, after the shared
+    blocks. Raises ValueError for a wrong shape or layout, or if ``work`` is for another shape or number of sequences.
     """
     if pages.window is not None:
         return paged_attention(q, pages, softmax_scale)

@@ -21,7 +21,11 @@ def _move_blocks_kernel(
     target_plane_stride, source_plane_stride, target_block_stride, source_block_stride, words,
     TARGET_BY_ID: tl.constexpr, SOURCE_BY_ID: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Move one piece of block number ``i`` of the list, in plane ``p`` (a layer's K or V)."""
+    """Move one piece of a block, in one plane: the K or V of one layer.
+
+    Block ids are entry ``number`` of an id list on the sides with ``…_BY_ID``; on the other side blocks are in list
+    order.
+    """
     number = tl.program_id(0).to(tl.int64)
     plane = tl.program_id(1).to(tl.int64)
     offsets = tl.program_id(2) * TILE + tl.arange(0, TILE)
@@ -36,14 +40,19 @@ def _move_blocks_kernel(
 
 
 def _as_words(tensor: Tensor) -> Tensor:
-    """View the memory as int32, ``[..., words of one block]``."""
+    """View a contiguous pool or staging buffer as int32, with the words of one block as last dimension: ``[…, …, …,
+    words]``.
+    """
     if not tensor.is_contiguous():
         raise ValueError("pool and staging buffer must be contiguous")
     return tensor.flatten(3).view(torch.int32)
 
 
 def _move(target: Tensor, source: Tensor, target_ids: Tensor | None, source_ids: Tensor | None) -> None:
-    """Move blocks between ``[planes, blocks, words]`` views; ids None: in order of the list."""
+    """Move blocks between ``[planes, blocks, words]`` views. A plane is the K or V of one layer.
+
+    The ids list the blocks to write and to read. Without ids, blocks are in the order of the other side's list.
+    """
     ids = target_ids if target_ids is not None else source_ids
     assert ids is not None
     if not ids.shape[0]:
@@ -64,21 +73,26 @@ def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
 
 
 def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy blocks to the staging buffer: see `reference.gather_blocks`. Raises ValueError for a wrong shape or
-    layout.
+    """Copy blocks from the pool to the staging buffer: see `reference.gather_blocks`.
+
+    Raises ValueError for a wrong shape or layout.
     """
     _move(_planes_of(staging, kv_cache, block_ids), _as_words(kv_cache).flatten(0, 1), None, block_ids)
 
 
 def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy blocks from the staging buffer: see `reference.scatter_blocks`. Raises ValueError for a wrong shape or
-    layout.
+    """Copy blocks from the staging buffer to the pool: see `reference.scatter_blocks`.
+
+    Raises ValueError for a wrong shape or layout.
     """
     _move(_as_words(kv_cache).flatten(0, 1), _planes_of(staging, kv_cache, block_ids), block_ids, None)
 
 
 def _planes_of(staging: Tensor, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-    """View ``staging`` as ``[planes, blocks, words]``, after checking that it fits the pool."""
+    """View ``staging`` as ``[planes, blocks, words]``.
+
+    Raises ValueError if it does not fit the pool or the block ids.
+    """
     expected = (*kv_cache.shape[:2], *kv_cache.shape[3:])
     if staging.shape[1:] != expected or staging.shape[0] < block_ids.shape[0] or staging.dtype != kv_cache.dtype:
         raise ValueError(

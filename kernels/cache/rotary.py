@@ -22,7 +22,10 @@ _Q_HEADS_PER_PROGRAM = 16
 
 @triton.jit
 def _norm(first, second, weight_ptr, pairs, is_pair, HALF: tl.constexpr, EPS: tl.constexpr):
-    """Normalize heads in two halves ``[heads, HALF]`` by RMSNorm, with the rounding of `reference.rms_norm`."""
+    """Normalize heads by RMSNorm, with the rounding of `reference.rms_norm`.
+
+    ``first`` and ``second`` are the halves of each head, ``[heads, HALF]``; the results have the same shapes.
+    """
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
     scale = tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
@@ -41,19 +44,24 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _largest(x):
-    """Return the bits of each row's largest magnitude: as integers, finite numbers sort before infinity before NaN."""
+    """Return each row's largest magnitude, as the bits of a float32.
+
+    Compared as integers, finite numbers sort before infinity, and infinity before NaN.
+    """
     return tl.max(tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True), axis=1)
 
 
 @triton.jit
 def _scales(largest):
-    """Return the scales of `reference.quantize_rows`."""
+    """Return the scales of `reference.quantize_rows`, from the result of `_largest`."""
     return tl.where(largest < 0x7F800000, largest.to(tl.float32, bitcast=True) * (1 / 127), float("nan"))
 
 
 @triton.jit
 def _levels(x, scales):
-    """Divide ``x`` by its row's scale and round to nearest: adding 1.5 * 2^23 drops the fraction. NaN becomes 0."""
+    """Divide ``x`` by its row's scale and round to the nearest int8: adding 1.5 * 2^23 drops the fraction. NaN becomes
+    0.
+    """
     steps = tl.div_rn(x.to(tl.float32), tl.where(scales > 0, scales, 1.0)[:, None]) + 12582912.0 - 12582912.0
     return tl.where((scales == scales)[:, None], steps, 0.0).to(tl.int8)
 
@@ -63,7 +71,10 @@ def _write_levels(
     out, scales_out, first, second, pairs, in_ptr, mask, is_head, rest, HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
     REST_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store heads in 8 bits: two halves, and the rest that follows them in memory at ``in_ptr``."""
+    """Quantize heads to 8 bits, and store their values at ``out`` and their scales at ``scales_out``.
+
+    ``first`` and ``second`` are the two rotated halves. Dimensions that are not rotated are read from ``in_ptr``.
+    """
     largest = tl.maximum(_largest(first), _largest(second))
     if REST_TILE:
         rest_mask = is_head[:, None] & (rest < HEAD_DIM)[None, :]
@@ -148,8 +159,9 @@ def _rotary_write_kv_kernel(
 def rotary_write_kv(
     q: Tensor, k: Tensor, v: Tensor, places: Places, cache: LayerCache, norms: HeadNorms | None = None
 ) -> None:
-    """Rotate and write: see `reference.rotary_write_kv`; any token and head strides. Raises ValueError for a wrong
-    shape or layout.
+    """Rotate q and k, and write k and v to their slots: see `reference.rotary_write_kv`.
+
+    Tokens and heads may have any strides. Raises ValueError for a wrong shape or layout.
     """
     cos, sin, slots = places
     k_cache, v_cache, k_scales, v_scales = cache

@@ -1,4 +1,4 @@
-"""The ops on a CPU: fast functions for the contracts of `minillm.kernels.reference`, or that module's own."""
+"""The ops on a CPU: fast functions where they pay, else those of `minillm.kernels.reference`."""
 
 from minillm.kernels.cpu.attention import (
     HostPlan,

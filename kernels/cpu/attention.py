@@ -1,8 +1,8 @@
 """Rotary embedding and attention on a CPU, over the paged cache.
 
 Attention of one sequence needs no gather if its blocks are consecutive, which the block manager makes the usual case.
-Several sequences of similar lengths go through one call that gathers only K. A cache in 8 bits is converted to float32
-for the tokens that are read; its scales multiply the scores, and the softmax weights.
+Several sequences of similar lengths are computed in one call, which gathers only K. Of an 8-bit cache, the tokens that
+are read are converted to float32; its scales multiply the scores and the softmax weights.
 """
 
 from dataclasses import dataclass
@@ -20,60 +20,64 @@ from minillm.kernels.cpu.linear import rms_norm
 # Batching several sequences is faster than one by one (16 of 270 tokens, 9/3 heads x 64: 0.83 ms per layer instead of
 # 1.46), unless padding spoils it.
 _GATHERED_SEQS = 2
-_GATHERED_PADDING = 2  # maximum computed slots per real slot
-_GATHERED_FLOATS = 16 << 20  # of K: 64 MB of scratch
+_GATHERED_PADDING = 2  # maximum slots to compute, padding included, per real slot
+_GATHERED_FLOATS = 16 << 20  # maximum elements of gathered K: 64 MB of scratch
 _SHORT_CONTEXT = 1024  # up to here two plain matmuls are faster than fused attention with its setup: 64 to 104 us
 
 
 @dataclass(frozen=True)
 class Together:
-    """The KV slots of several sequences, padded to one batch: see `_attend_together`."""
+    """The inputs of decode attention over several sequences at once, padded to the longest: see `_attend_together`."""
 
     rows: Tensor  # [seqs * kv heads * longest] int64, rows of a cache viewed as [slots * kv heads, head_dim]
-    mask: Tensor  # [seqs * kv heads, query heads of each as padded, longest], -inf after a sequence's end
+    mask: Tensor  # [seqs * kv heads, padded group, longest], -inf after a sequence's end; see `_padded`
     gathered: Tensor  # [seqs * kv heads * longest, head_dim], buffer for K, reused by all layers
-    queries: Tensor  # [seqs * kv heads, query heads of each as padded, head_dim], buffer for q, padded with zeros
-    heads: Tensor  # [seqs, kv heads, query heads of each, head_dim], the view of `queries` that holds q
-    heads_rows: Tensor  # [seqs * heads * longest] int64, `rows` for each query head
-    heads_starts: Tensor  # [seqs * heads] int64, starts of each query head's rows
+    queries: Tensor  # [seqs * kv heads, padded group, head_dim], buffer for q, padded with zeros
+    heads: Tensor  # [seqs, kv heads, group, head_dim], the view of `queries` without padding
+    heads_rows: Tensor  # [seqs * heads * longest] int64, `rows` repeated for each query head
+    heads_starts: Tensor  # [seqs * heads] int64, the start of each query head in `heads_rows`
     scales_at: Tensor | None  # [seqs * kv heads * longest] int64, indices of the scales of `rows`
 
 
 @dataclass(frozen=True)
 class Span:
-    """The slots of a sequence's visible tokens: all tokens, or the last of them."""
+    """The visible tokens of a sequence, and their place in the cache.
 
-    length: int  # in tokens
-    skipped: int  # slots of the first block before them
-    first: int  # the first block
-    blocks: Tensor | None  # all blocks if they are not consecutive, int64
+    With a window, only the last tokens are visible.
+    """
+
+    length: int  # number of visible tokens
+    skipped: int  # slots of the first block before the first visible token
+    first: int  # id of the first block
+    blocks: Tensor | None  # ids of all blocks, int64; None if they are consecutive
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Facts of a step that all layers' ops share, computed once from places and pages."""
+    """Inputs of the ops that are equal in all layers of a step, computed once: see `plan_step`."""
 
     padded: bool  # whether any slot is -1
-    turn: tuple[Tensor, Tensor]  # see `_turn`
-    decodes: Together | list[Span]  # batched if that is faster, else one by one
+    turn: tuple[Tensor, Tensor]  # factors of the rotary embedding: see `_turn`
+    decodes: Together | list[Span]  # decode attention: all sequences at once if that is faster, else one by one
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
-    """Compute once the facts of a step that all layers share: they depend on the slots of the tokens, not on the
+    """Compute once per step the inputs of the ops that depend only on the tokens' positions and slots, not on the
     layer.
     """
     return HostPlan(bool((places.slots < 0).any()), _turn(places), _plan_decodes(decodes, num_heads))
 
 
 def _turn(places: Places) -> tuple[Tensor, Tensor]:
-    """Return the multipliers of a head's halves ``[tokens, 1, 1, half]``, and of the swapped ones ``[tokens, 1, 2,
-    half]``.
+    """Return the factors of the rotary embedding: cosines ``[tokens, 1, 1, half]``, and sines ``[tokens, 1, 2, half]``.
+
+    The sines multiply the swapped halves of a head; those of the first half are negative.
     """
     return places.cos[:, None, None], torch.stack((-places.sin, places.sin), dim=1)[:, None]
 
 
 def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
-    """Choose between batched decode attention and one sequence at a time, by the lengths of the contexts."""
+    """Choose by the lengths of the contexts whether to compute all sequences at once or one at a time."""
     _, _, num_kv_heads, head_dim = pages.k.shape
     lengths = pages.lens.tolist()
     seen = [min(length, pages.window or length) for length in lengths]
@@ -89,7 +93,10 @@ def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
 
 
 def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
-    """Pad each sequence to the longest with its own first token: other slots may hold NaN, and 0 * NaN is NaN."""
+    """Return the inputs for all sequences at once, each padded to ``longest`` with its own first token.
+
+    Other slots may hold NaN, and 0 * NaN is NaN.
+    """
     k_cache, _, tables, lens, window, scales, _ = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     dtype = k_cache.dtype if scales is None else torch.float32
@@ -132,7 +139,9 @@ def rotary_write_kv(
     norms: HeadNorms | None = None,
     plan: HostPlan | None = None,
 ) -> None:
-    """Compute `reference.rotary_write_kv`; fast for whole heads in float32, and for q and k adjacent in memory."""
+    """Compute `reference.rotary_write_kv`. It is fast if whole float32 heads are rotated, and q and k are adjacent in
+    memory.
+    """
     half, num_tokens, num_heads = places.cos.shape[1], *q.shape[:2]
     side_by_side = k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.itemsize and k.stride() == q.stride()
     padded = bool((places.slots < 0).any()) if plan is None else plan.padded
@@ -155,8 +164,9 @@ def rotary_write_kv(
 
 
 def _write_in_8_bits(cache: LayerCache, slots: Tensor, rows: Tensor) -> None:
-    """Write K and V in one call, ``rows [2, tokens, heads, dim]``: see `reference.write_rows`. Call overhead
-    dominates.
+    """Write K and V, ``rows [2, tokens, heads, dim]``, to an 8-bit cache: see `reference.write_rows`.
+
+    K and V are quantized in one call, because call overhead dominates.
     """
     assert cache.k_scales is not None
     assert cache.v_scales is not None
@@ -170,7 +180,9 @@ def _write_in_8_bits(cache: LayerCache, slots: Tensor, rows: Tensor) -> None:
 
 
 def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
-    """Return one sequence's ``[num_kv_heads, length, head_dim]``: a view if its blocks are consecutive, else a copy."""
+    """Return one sequence's K or V, ``[num_kv_heads, length, head_dim]``: a view if its blocks are consecutive, else a
+    copy.
+    """
     _, block_size, num_kv_heads, head_dim = cache.shape
     first = span.first
     if span.blocks is not None:
@@ -182,7 +194,7 @@ def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
 
 
 def _sequence_scales(scales: Tensor, span: Span) -> Tensor:
-    """Return one sequence's scales ``[num_kv_heads, length]``."""
+    """Return the scales of one sequence's K or V, ``[num_kv_heads, length]``."""
     block_size = scales.shape[2]
     end = span.skipped + span.length
     count = -(-end // block_size)
@@ -191,7 +203,9 @@ def _sequence_scales(scales: Tensor, span: Span) -> Tensor:
 
 
 def _numbers(pages: Pages, span: Span) -> tuple[Tensor, Tensor]:
-    """Return one sequence's K and V ``[num_kv_heads, length, head_dim]`` as operands of a matmul."""
+    """Return one sequence's K and V, each ``[num_kv_heads, length, head_dim]``. An 8-bit cache is dequantized to
+    float32.
+    """
     k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
     if pages.k_scales is None or pages.v_scales is None:
         return k, v
@@ -200,7 +214,7 @@ def _numbers(pages: Pages, span: Span) -> tuple[Tensor, Tensor]:
 
 
 def _spans(pages: Pages, lengths: list[int], seen: list[int]) -> list[Span]:
-    """Return the slots of the last ``seen`` tokens of each sequence."""
+    """Return where the last ``seen[i]`` of each sequence's ``lengths[i]`` tokens are in the cache."""
     spans, block_size = [], pages.k.shape[1]
     for row, length, count in zip(pages.tables.tolist(), lengths, seen, strict=True):
         begin, skipped = divmod(length - count, block_size)
@@ -232,7 +246,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
 
 
 def _attend_one(query: Tensor, pages: Pages, span: Span, softmax_scale: float) -> Tensor:
-    """Compute attention of ``query [kv heads, group, head_dim]`` over one sequence; zeros if it is empty."""
+    """Compute attention of ``query [kv heads, group, head_dim]`` over one sequence. An empty sequence gives zeros."""
     if not span.length:
         return torch.zeros_like(query)
     k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
@@ -253,10 +267,10 @@ def _padded(group: int) -> int:
 
 
 def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
-    """Compute attention of all sequences at once: a batched matmul over gathered K, and weighted sums of V's rows in
-    place.
+    """Compute attention of all sequences at once: a batched matmul over gathered K, then weighted sums of V's rows.
 
-    FBGEMM, which torch includes for recommendation models, computes weighted sums of listed rows at memory speed.
+    V is not gathered. FBGEMM, which torch includes for recommendation models, computes weighted sums of listed rows at
+    memory speed.
     """
     num_kv_heads, head_dim = pages.k.shape[2:]
     if together.scales_at is not None:
@@ -275,7 +289,7 @@ def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale:
 
 
 def _attend_together_in_8_bits(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
-    """Compute `_attend_together` over gathered K and V."""
+    """Compute `_attend_together` for an 8-bit cache, with K and V gathered and converted to float32."""
     assert together.scales_at is not None
     assert pages.k_scales is not None
     assert pages.v_scales is not None
@@ -297,7 +311,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
     """Compute `reference.prefill_attention`."""
     out = torch.empty_like(q)
     chunks, lengths = list(pairwise(cu_seqlens.tolist())), pages.lens.tolist()
-    # The first query of a chunk attends farthest back.
+    # A chunk's first query sees the oldest tokens.
     seen = [min(n, (pages.window or n) + end - begin - 1) for n, (begin, end) in zip(lengths, chunks, strict=True)]
     for (begin, end), span in zip(chunks, _spans(pages, lengths, seen), strict=True):
         if begin == end:
@@ -313,7 +327,9 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
 
 
 def _visible(count: int, length: int, window: int | None) -> Tensor | None:
-    """Return the mask ``[count, length]`` of the last ``count`` of ``length`` tokens; None for a plain causal mask."""
+    """Return the mask ``[count, length]`` for queries of the last ``count`` of ``length`` tokens; None if it is plain
+    causal.
+    """
     if count == length and (window is None or window >= length):
         return None
     tokens, queries = torch.arange(length), torch.arange(length - count, length)[:, None]

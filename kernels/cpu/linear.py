@@ -22,18 +22,20 @@ _CHECKED_AT_ONCE = 1 << 18  # weights
 
 @dataclass(frozen=True)
 class PackedLinear:
+    """A weight in a layout that a CPU library multiplies fast, as functions."""
+
     apply: Callable[[Tensor], Tensor]  # x [rows, in] -> x @ weight.T + bias [rows, out], float32
-    num_bytes: int  # of the weight
+    num_bytes: int  # size of the weight
     add_to: Callable[[Tensor, Tensor], Tensor] | None = None  # residual, x -> residual += apply(x)
-    in_4_bits: tuple[Tensor, Tensor] | None = None  # see `low_bit`; if the weight is also kept in 4 bits
+    in_4_bits: tuple[Tensor, Tensor] | None = None  # packed levels and scales, if kept in 4 bits: see `packed_int4`
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
-    """Pack ``weight [out, in]``, with ``bias [out]``, in the layout that is read fastest; arithmetic is float32.
+    """Pack ``weight [out, in]``, with ``bias [out]``, in the layout that is read fastest. Arithmetic is float32.
 
-    The weight is kept in float16, half the bytes, if float32 arithmetic cannot tell the difference (`float16_scales`),
-    as with every checkpoint published in bfloat16 or float16. Return None if torch's own `linear` is the fastest:
-    weights that are not float32 on a CPU, small weights, or a torch without these libraries.
+    If float32 arithmetic cannot tell the difference, the weight is kept in float16, half the bytes: see
+    `float16_scales`. This holds for every checkpoint published in bfloat16 or float16. Return None if torch's own
+    `linear` is fastest: for weights that are not float32 on a CPU, small weights, or a torch without these libraries.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
         return None
@@ -68,14 +70,14 @@ def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
 
 
 def float16_scales(weight: Tensor) -> Tensor | None:
-    """Return powers of two ``[out]`` that make the rows of ``weight [out, in]`` equal in float16 for float32
-    arithmetic.
+    """Return powers of two ``[out]`` by which to multiply the rows of ``weight [out, in]`` before storing them in
+    float16.
 
-    That is, no number changes by more than 2^-23 of the Euclidean norm of its row, nor of its column. Such a change is
-    lost in the rounding of float32 sums, even if a row is small and its result is multiplied later, or a column is
-    small because its input is large. bfloat16 has fewer digits than float16; only its numbers below 2^-14 may lose
-    some, at most 2^-25. Nearly all rows therefore have scale 1. Return None if no scale helps: the weights have more
-    digits, or are infinite or NaN.
+    They are chosen so that no stored number, divided by its scale again, changes by more than 2^-23 of the Euclidean
+    norm of its row, nor of its column. Such a change is lost in the rounding of float32 sums, even if a row is small
+    and its result is multiplied later, or a column is small because its input is large. bfloat16 has fewer digits than
+    float16; only its numbers below 2^-14 may lose some, at most 2^-25. Nearly all rows therefore have scale 1. Return
+    None if no scale achieves this: the weights have more digits, or are infinite or NaN.
     """
     scales, columns = torch.ones(len(weight)), None
     at_once = max(1, _CHECKED_AT_ONCE // weight.shape[1])  # keeps the copies in the cache
@@ -100,7 +102,9 @@ def float16_scales(weight: Tensor) -> Tensor | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `reference.rms_norm`; in float32 there is no order of casts to respect."""
+    """Compute `reference.rms_norm` for ``x [rows, hidden]``. In float32, intermediate casts change nothing and are left
+    out.
+    """
     if x.dtype != torch.float32:
         return reference.rms_norm(x, weight, eps)
     if x.shape[0] == 1:  # four small ops instead of twelve: with cold caches each costs as much as 576 multiplications
@@ -113,7 +117,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @cache
 def scalar(value: float) -> Tensor:
-    """Return a tensor of one number, for ops that take only tensors."""
+    """Return a tensor with one float32 value, for ops that take only tensors."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 

@@ -1,15 +1,16 @@
-"""Linear layers with weights in 8 bits on a CPU, by FBGEMM's integer matmuls, or in 4 bits, by torch's own.
+"""Linear layers on a CPU with weights in 8 bits, multiplied by FBGEMM, or in 4 bits, multiplied by torch.
 
     weight[n, k] = scale[n] * level[n, k]              levels of 8 bits, a scale for each row
     x[k] = peak / 63 * (high[k] + low[k] / 126)        both of 7 bits: 14 bits of a row's largest number, `peak`
 
-The integer matmul is exact, and 2 rows take little longer than 1, because the weights must be read in any case. (7
-bits, because without VNNI the sum of two 8-bit products overflows.) FBGEMM quantizes activations by their minimum and
-maximum; two additional columns hold -64 and 63, so that its rounding changes nothing.
+FBGEMM's integer matmul is exact. Two rows of activations take little longer than one, because the weights must be read
+in any case: one row's high and low parts are two such rows. (They have 7 bits, because without VNNI the sum of two
+8-bit products overflows.) FBGEMM quantizes activations by their minimum and maximum; two additional columns hold -64
+and 63, so that its rounding changes nothing.
 
 The error is in the weights: half a level, 2^-8 of a row's largest weight. It matters for large activations, which are
-in a few columns, the same ones for nearly any input. For these the weights' remainders are stored as additional
-columns. The first input determines which columns these are.
+in a few columns, the same ones for nearly any input. For these columns, the remainders of the rounded weights are
+stored as additional columns. The first input determines which columns these are.
 """
 
 import math
@@ -25,28 +26,29 @@ from minillm.kernels.cpu.linear import FBGEMM, PackedLinear, scalar
 from minillm.kernels.linear.low_bit.layouts import AT_ONCE_ON_CPU, GROUP, LowBit, factors, rows_of, unpack_levels
 
 Rows = Callable[[slice], Tensor]  # rows of a weight [out, in] in float32
-_LEVELS = 127  # of a weight: -127 to 127
-_HIGH = 63  # maximum of an activation's first part
-_LOW = 2 * _HIGH  # steps of the second part per step of the first
-_LIMITS = (-_HIGH - 1.0, float(_HIGH))  # of an activation's parts
-_FINER = 2 * _LEVELS  # steps of a remainder per level
-_FINER_COLUMNS = 12  # one of this many columns has a remainder
+_LEVELS = 127  # a weight's levels are -127 to 127
+_HIGH = 63  # maximum of an activation's high part
+_LOW = 2 * _HIGH  # steps of the low part per step of the high part
+_LIMITS = (-_HIGH - 1.0, float(_HIGH))  # minimum and maximum of both parts
+_FINER = 2 * _LEVELS  # steps of a weight's remainder per level
+_FINER_COLUMNS = 12  # one of this many columns gets an additional column of remainders
 _SMALLEST = 1e-36  # smaller activations count as zero
-# Maximum multiplications, and rows, of 4-bit matmuls: below them, splitting activations in two parts takes longer.
+# Maximum multiplications, and rows, of 4-bit matmuls. Below them, the two parts of activations in 8 bits cost more.
 _MOST_BY_4_BITS, _MOST_ROWS_BY_4_BITS = 1 << 24, 16
-_ROWS_OF_4_BITS = 64  # that torch packs together, at most
-_MOST_ROWS = 512
-_KEPT_ROWS = 32
+_ROWS_OF_4_BITS = 64  # maximum rows that torch packs together
+_MOST_ROWS = 512  # rows of activations to multiply at a time
+_KEPT_ROWS = 32  # scratch buffers for up to this many rows are kept
 
 
 def packed_int8(
     weight: Callable[[], Rows], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
 ) -> PackedLinear | None:
-    """Pack the weight ``[out, in]`` float32 from the rows that ``weight`` returns, in 8 bits; None if torch cannot.
+    """Pack a float32 weight ``[out, in]`` in 8 bits. Return None if this torch cannot multiply such weights.
 
-    ``weight`` is called at the first matmul, which is computed exactly, and only some rows are float32 at a time. The
-    input of that matmul should resemble later ones: its large columns get 16 bits. ``stored`` are the same weights, if
-    they are low-bit; those of 4 bits are also kept as they are, for matmuls of one row or a few.
+    The first matmul calls ``weight``, which returns a function that loads rows; only some rows are float32 at a time.
+    That matmul is exact. Its input should resemble later ones: the columns in which it is large get 16 bits. ``stored``
+    are the same weights, if they are low-bit. 4-bit matrices are also kept as they are, for matmuls of one or a few
+    rows.
     """
     if torch.backends.quantized.engine not in FBGEMM or not hasattr(torch, "_make_per_channel_quantized_tensor"):
         return None
@@ -62,12 +64,12 @@ def packed_int8(
 
 
 def _usable(scales: Tensor) -> Tensor:
-    """Replace unusable scales ``[rows, 1]`` by finite ones."""
+    """Replace scales that are infinite or NaN by 1: ``[rows]`` to ``[rows, 1]``."""
     return torch.where(scales.isfinite(), scales, 1.0)[:, None]
 
 
 class _Int8Linear:
-    """``x @ weight.T + bias``, packed at the first call."""
+    """``x @ weight.T + bias`` with a weight in 8 bits, which is packed at the first call."""
 
     def __init__(self, weight: Callable[[], Rows], shape: tuple[int, int], bias: Tensor | None) -> None:
         self._out_features, self._in_features = shape
@@ -97,7 +99,9 @@ class _Int8Linear:
         return residual if self._bias is None else residual.add_(self._bias)
 
     def _pack(self, weight: Rows, x: Tensor) -> Tensor:
-        """Pack the weight using the input of the first matmul; return its result."""
+        """Pack the weight. Return the result of the first matmul, with input ``x``, which chooses the columns with
+        remainders.
+        """
         scales = torch.empty(self._out_features)
         product = x.new_empty(x.shape[0], self._out_features)
         levels = torch.zeros(self._out_features, self._width + len(_LIMITS), dtype=torch.int8)
@@ -133,8 +137,8 @@ class _Int8Linear:
         return product if self._bias is None else product.add_(self._bias)
 
     def _one(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return factors ``[1, 2]`` and the matmuls ``[2, out]`` of the two parts of one row; the result is their
-        product.
+        """Return factors ``[1, 2]`` and sums ``[2, out]``, of the high and the low part of one row: their product is
+        the result.
         """
         least, most = torch.aminmax(x)
         low, high = least.item(), most.item()
@@ -174,7 +178,7 @@ class _Int8Linear:
 
 
 class _Scratch:
-    """A buffer for the activations of a matmul, with its views: creating a view costs as much as adding a row."""
+    """A buffer for the activations of a matmul, and its views. Creating a view costs as much as adding a row."""
 
     @torch.inference_mode(False)  # tensors of inference mode cannot be written outside it
     def __init__(self, rows: int, in_features: int, width: int) -> None:
@@ -188,21 +192,22 @@ class _Scratch:
 
 @lru_cache(maxsize=32)
 def _kept_scratch(thread: int, rows: int, in_features: int, width: int) -> _Scratch:
-    """Return the buffer shared by all layers' matmuls of one thread."""
+    """Return the buffer for this shape that the matmuls of all layers share, one for each thread."""
     return _Scratch(rows, in_features, width)
 
 
 def _takes_4_bits(parts: tuple[LowBit, ...]) -> bool:
-    """Return whether torch can pack these in 4 bits."""
+    """Return whether torch can multiply these matrices, stacked by rows, in 4 bits."""
     fit = all(part.layout.bits == 4 and not part.layout.table and part.order is None for part in parts)
     return bool(parts) and fit and sum(part.shape[0] for part in parts) % 16 == 0
 
 
 def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear | None:
-    """Pack matrices of 4 bits, stacked by rows, with activations in bfloat16; None if torch cannot multiply them.
+    """Pack 4-bit matrices, stacked by rows, for torch's 4-bit matmul. Return None if torch cannot multiply them.
 
-    With their scales they take 5 bits per weight. A matmul of one row is bound by these bytes. With more rows each
-    multiplication takes longer than in 8 bits, but there is only one op; many rows take 1.2 to 3 times as long.
+    Activations are rounded to bfloat16. With their scales, weights take 5 bits each. A matmul of one row is bound by
+    these bytes. With more rows each multiplication takes longer than in 8 bits, but there is only one op; many rows
+    take 1.2 to 3 times as long.
     """
     if not _takes_4_bits(parts):
         return None
@@ -237,20 +242,20 @@ def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear 
 
 
 def _pack_4_bits(levels: Tensor) -> Tensor:
-    """Pack levels ``[out, in]`` for torch's 4-bit matmuls, ``[out, in / 2]``."""
+    """Pack ``levels [out, in]`` into bytes ``[out, in / 2]`` for torch's 4-bit matmul."""
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
     return packed
 
 
 @cache
 def _packs_by_rows() -> bool:
-    """Return whether torch packs each run of rows independently, so that a matrix can be packed in parts."""
+    """Return whether torch packs each run of 64 rows independently, so that a matrix can be packed in pieces."""
     levels = torch.arange(3 * _ROWS_OF_4_BITS * GROUP, dtype=torch.int32).mul_(7).remainder_(16).view(-1, GROUP)
     return torch.equal(_pack_4_bits(levels), torch.cat([_pack_4_bits(each) for each in levels.split(_ROWS_OF_4_BITS)]))
 
 
 def _by_rows(few: PackedLinear, many: PackedLinear, most_rows: int) -> PackedLinear:
-    """Combine two layouts of the same weight: ``few`` for matmuls of at most ``most_rows`` rows, ``many`` for more."""
+    """Combine two layouts of one weight: matmuls of at most ``most_rows`` rows use ``few``, larger ones ``many``."""
     add_few, add_many = few.add_to, many.add_to
     assert add_few is not None
     assert add_many is not None

@@ -1,4 +1,4 @@
-"""The sampler on a CPU: considers the thousand most probable tokens first, and sorts all only if necessary."""
+"""The sampler on a CPU: it sorts the thousand most probable tokens first, and all only if these do not suffice."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ _CANDIDATES = 1024  # tokens considered before falling back to the whole vocabul
 
 
 def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
-    """Compute `reference.mask_logits`: twice as fast as its shifts, and in place rows without a mask cost nothing."""
+    """Compute `reference.mask_logits` in half the time. If ``out`` is ``logits``, rows without a mask cost nothing."""
     if out is not logits:
         out.copy_(logits)
     bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
@@ -22,7 +22,7 @@ def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> No
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Draw like `reference.sample`, with the same results."""
+    """Compute `reference.sample`, with the same tokens."""
     token_ids = logits.argmax(-1)
     drawn = inputs.temperature > 0
     truncated = drawn & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
@@ -53,11 +53,14 @@ def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor
 
 
 def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-    """Draw from the largest logits only. Return token ids, and whether no other token could have been drawn."""
+    """Draw from the largest logits of each row only.
+
+    Returns: token ids ``[rows]`` int64; for each row, whether a draw from all logits is certain to give the same token.
+    """
     temperature, top_k, top_p, min_p, seeds, positions = inputs
     vocab = logits.shape[1]
     wanted = torch.where(top_k > 0, top_k, _CANDIDATES)
-    count = min(vocab, int(wanted.max()) + 1)  # one more than kept, to detect equal values at the limit
+    count = min(vocab, int(wanted.max()) + 1)  # one more than top-k keeps, to detect equal values at the cut
     values, ids = _largest(logits, count)
     scaled = (values - values[:, :1]) / temperature[:, None]
 
@@ -74,7 +77,7 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
     before = probabilities.cumsum(-1) - probabilities
     cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
     cut |= scaled < torch.log(min_p)[:, None]
-    # Tokens after the last candidate are cut if it and its equals are: `topk` returns any of equal values.
+    # If the last candidate and those equal to it are cut, all later tokens are: `topk` returns any of equal values.
     tail_is_cut = (cut | (values != values[:, -1:])).all(-1)
     sure |= ((top_k == 0) & tail_is_cut) | (count == vocab)
     score = scaled + reference.gumbel(seeds, positions, ids.to(torch.int32))
@@ -83,7 +86,10 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
 
 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Compute ``torch.topk``, lower id first among equals; of those equal to the last one it may return any."""
+    """Return the ``count`` largest logits of each row and their ids, lower id first among equals.
+
+    If several logits equal the last one, any of them may be returned.
+    """
     values, ids = logits.topk(count)
     ids, by_id = ids.sort(-1)
     values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
@@ -95,6 +101,6 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     values, ids = _largest(logits, count)
     equal = values == values[:, -1:]
     more = (logits == values[:, -1:]).sum(-1) > equal.sum(-1)
-    for row in more.nonzero()[:, 0].tolist():  # rows with equals of the last token outside: the lowest ids count
+    for row in more.nonzero()[:, 0].tolist():  # more tokens equal the last one: those with the lowest ids count
         ids[row, equal[row]] = (logits[row] == values[row, -1]).nonzero()[: int(equal[row].sum()), 0]
     return values - logits.logsumexp(-1, keepdim=True), ids

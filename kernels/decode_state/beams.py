@@ -1,10 +1,10 @@
-"""Steps of beam searches on the device: choose the continuations that live on, and update the beams' slots.
+"""Steps of beam searches on the device: choose the continuations that survive, and update the beams' slots.
 
-- ``choose_beams`` chooses each search's best continuations among the most probable tokens of its beams, and writes
-  those that live on to the slots. Grid: (searches). Bytes: the candidates. Each program extracts its best candidate
-  repeatedly; a 64-bit key has the log-probability, then the candidate's index, so that no two are equal.
-- ``fork_rows`` copies the block table of a living beam to the slot of a dead one, and lists the partly filled blocks to
-  copy. Grid: (slots). Bytes: the tables of the beams that fork: 8 per block of context.
+- ``choose_beams`` chooses each search's best continuations among the most probable tokens of its beams. It writes the
+  survivors to the slots. Grid: (searches). Bytes: the candidates. Each program extracts its best candidate repeatedly;
+  a 64-bit key has the log-probability, then the candidate's index, so that no two are equal.
+- ``fork_rows`` copies the block table of a surviving beam to the slot of a dropped one, and lists the partly filled
+  blocks to copy. Grid: (slots). Bytes: the tables of the beams that fork: 8 per block of context.
 
 Slot -1 is padding, and so is a search of width 0: nothing is written for them.
 """

@@ -1,7 +1,7 @@
-"""Device state of the decoding sequences: one slot of 32-bit words each, read and written by every step.
+"""Device state of the decoding sequences: one slot of 32-bit words each, which every step reads and writes.
 
-A slot holds the words of `Field`. For each step the host sends only the list of slots and the changes since the last
-one.
+`Field` names the words of a slot. For each step the CPU sends only the list of slots and the words that changed since
+the last one.
 
 - ``begin_decode`` gathers n slots into the inputs of the model and the sampler, and advances each slot's position by
   one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.
@@ -140,7 +140,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 
 
 def penalize(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write the logits with their slots' penalties to ``out``: see `reference.penalize`."""
+    """Write the logits, changed by the penalties in their slots, to ``out``: see `reference.penalize`."""
     n, vocab = logits.shape
     _penalize_kernel[(n, triton.cdiv(vocab, _PIECE))](
         out, logits, words, counts, rows, words.stride(0), logits.stride(0), vocab,

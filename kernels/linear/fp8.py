@@ -10,9 +10,11 @@ more               `torch._scaled_mm`: x is quantized per token, FP8 x FP8 on th
 =================  ==================================================================================================
 
 `_quantize_kernel`: grid (tokens); tile: a whole row, read once and written in 8 bits. The norm before it is fused: its
-``1 / sqrt(mean(x^2) + eps)`` is a factor of the scale. `_finish_kernel`: grid (tokens, columns / TILE); scales the sums
-of levels, with SwiGLU or the residual, because with few tokens `torch._scaled_mm` with scales of tokens and columns
-takes twice the time. It is faster from `_SCALED_INSIDE` tokens on. Matmuls that `takes` rejects are dequantized: see
+``1 / sqrt(mean(x^2) + eps)`` is a factor of the scale.
+
+`_finish_kernel`: grid (tokens, columns / TILE). It scales the sums of levels, and fuses SwiGLU or the residual add.
+With few tokens, `torch._scaled_mm` takes twice the time if it multiplies the scales of tokens and columns itself. It is
+faster from `_SCALED_INSIDE` tokens on. Matrices that `takes` rejects are dequantized: see
 `minillm.kernels.linear.low_bit.choose`.
 """
 
@@ -30,7 +32,7 @@ from minillm.kernels.linear.low_bit.layouts import LARGEST_FP8, LowBit
 from minillm.kernels.norm.activation import silu_mul
 
 MOST_FUSED = 2  # tokens
-_UNIT = 16  # both sizes of a matrix must be multiples, for `torch._scaled_mm`
+_UNIT = 16  # `torch._scaled_mm` needs matrices with both sizes a multiple of this
 _SCALED_INSIDE = 1024  # tokens
 _TILE = 1024
 _LEAST = tl.constexpr(1e-30)  # minimum scale: zeros stay zeros, and much smaller numbers become zeros
@@ -57,10 +59,9 @@ def _quantize_kernel(
 
 
 def quantize(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """Quantize x, after ``norm`` if given: return levels ``[tokens, in]`` float8_e4m3fn and scales ``[tokens, 1]``
-    float32.
+    """Quantize ``x [tokens, in]`` to FP8 with a scale per token, after RMSNorm if ``norm`` is given.
 
-    Rows of ``x`` may be strided.
+    Return levels ``[tokens, in]`` float8_e4m3fn, and scales ``[tokens, 1]`` float32. Rows of ``x`` may be strided.
     """
     tokens, size = x.shape
     levels = torch.empty(tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
@@ -104,7 +105,10 @@ def _finish_kernel(
 
 
 def takes(x: Tensor, matrix: LowBit) -> bool:
-    """Return whether this matmul is computed here. More than a few tokens need a GPU that computes with FP8."""
+    """Return whether this module can multiply the matrix by x.
+
+    More than `MOST_FUSED` tokens need bfloat16, sizes that are multiples of 16, and a GPU that computes with FP8.
+    """
     fits = not (matrix.shape[0] % _UNIT or matrix.shape[1] % _UNIT)
     return _are_few(x) or (fits and x.dtype == torch.bfloat16 and has_fp8(x.device))
 
@@ -114,8 +118,9 @@ def _are_few(x: Tensor) -> bool:
 
 
 def linear(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
-    """Compute ``x [tokens, in] @ matrix.T + bias``, after ``norm`` (RMSNorm) if given; in ``out`` if given,
-    contiguous.
+    """Compute ``x [tokens, in] @ matrix.T + bias``, after RMSNorm if ``norm`` is given.
+
+    Write it to ``out`` if given, which is contiguous.
     """
     return _product(x, matrix, bias, x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out, norm)
 

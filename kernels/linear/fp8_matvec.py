@@ -1,12 +1,12 @@
-"""FP8 matrix-vector kernel for one token, for programs with many weights: long rows, or a gate.
+"""FP8 matrix-vector kernel for one token, for matrices with long rows or a gate.
 
 Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes per load; the next tile loads while one is
 multiplied. Bytes: the matrix, once. Weights are converted to float32 in registers, so x is not quantized.
 
-Half the bytes leave half the time for a weight's instructions. Therefore a thread sums its own weights from tile to
-tile, and the threads' sums are combined once, at the end. (`matvec` combines them for every tile: a weight of a long
-row takes 4.2 instructions there, 3.5 here, and a program's warps wait for each other.) With short rows and no gate, and
-with two tokens, `matvec` is faster.
+Compared with 16 bits, there is half the time for a weight's instructions, because it has half the bytes. Therefore a
+thread sums its own weights from tile to tile, and the threads' sums are combined once, at the end. (`matvec` combines
+them for every tile: a weight of a long row takes 4.2 instructions there, 3.5 here, and a program's warps wait for each
+other.) With short rows and no gate, and with two tokens, `matvec` is faster.
 """
 
 import triton
@@ -18,13 +18,13 @@ from minillm.kernels.linear.low_bit.layouts import LowBit
 from minillm.kernels.linear.matvec import load_weights
 
 Norm = tuple[Tensor, float]  # weight, eps
-_SHORT = 4096  # columns
+_SHORT = 4096  # maximum columns of a short row
 _RUN = tl.constexpr(16)  # weights per load
 
 
 @triton.jit
 def _sums(weights, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Multiply weights and ``x [columns]``, summed within a thread: ``[rows, columns / _RUN]``."""
+    """Multiply a tile of weights by ``x [columns]``, and add within each thread: ``[rows, columns / _RUN]``."""
     return tl.sum(tl.reshape(widen(weights) * x[None, :], [ROWS, COLUMNS // _RUN, _RUN]), axis=2)
 
 
@@ -79,7 +79,7 @@ def _product_kernel(
 
 
 def takes(tokens: int, matrix: LowBit, *, gated: bool = False) -> bool:
-    """Return whether this is the fastest way to multiply the matrix with this many tokens."""
+    """Return whether this kernel is the fastest for the matrix and this number of tokens."""
     return tokens == 1 and (gated or matrix.shape[1] > _SHORT)
 
 
@@ -93,7 +93,7 @@ def product(
     gated: bool = False,
     add: bool = False,
 ) -> Tensor:
-    """Compute ``x [1, in] @ matrix.T + bias``, written to ``out [1, out]``, or added to it.
+    """Compute ``x [1, in] @ matrix.T + bias``. Write it to ``out [1, out]``, or with ``add`` add it.
 
     Args:
         norm: weight and eps of an RMSNorm of x before the matmul.

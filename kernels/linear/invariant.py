@@ -1,19 +1,19 @@
 """Batch-invariant linear layers: a token's result is bitwise the same whatever other tokens are computed with it.
 
-A sum of floats depends on its order. Every element is therefore one chain: the input's columns from first to last, by
-the tensor cores, sixteen at a time (in float32 one), in float32. Tiles only decide which elements a program computes,
-not the order, so they may depend on the number of tokens. No library matmul is called, and no sum is split. (He et al.
-2025, "Defeating Nondeterminism in LLM Inference".)
+A sum of floats depends on its order. Every element is therefore one chain of float32 additions: the tensor cores add
+the input's columns from first to last, sixteen at a time (in float32 one at a time). Tiles only decide which elements a
+program computes, not the order, so they may depend on the number of tokens. No library matmul is called, and no sum is
+split. (He et al. 2025, "Defeating Nondeterminism in LLM Inference".)
 
 Bytes: the weight, once for each TOKENS tokens, and the tokens. FLOPs: 2 x tokens x weights.
 
 - ``_few_kernel``, grid (rows of the weight / ROWS, tokens / TOKENS): pieces of the weight are prefetched into the L2
   before the previous kernel has ended, because they do not depend on it. Up to eight tokens are the tensor cores'
   second operand, which may be that narrow.
-- ``_many_kernel``, grid (multiprocessors): tiles are loaded by the TMA; a program computes one after another, eight
-  rows of tiles at a time, so that shared data stays in the L2.
+- ``_many_kernel``, grid (multiprocessors): tiles are loaded by the TMA. A program computes one tile after another,
+  eight rows of tiles at a time, so that shared data stays in the L2.
 - ``_two_parts_kernel``, grid (multiprocessors): the same with the weight as the tensor cores' first operand, so that
-  tokens are its columns. A tile is two powers of two of tokens, for 65 to 96 or 129 to 192 tokens: with tiles of 128 or
+  tokens are its columns. A tile is two powers of two of tokens, for 65 to 96 or 129 to 192 tokens. With tiles of 128 or
   256, a third of the work would be wasted, or the multiprocessors would need another turn.
 """
 
@@ -34,8 +34,8 @@ from minillm.kernels.compat import (
     wait_for_inputs,
 )
 
-_PROCESSORS = 132  # of an H100 or H200
-_FULL = 90  # programs that fill it
+_PROCESSORS = 132  # multiprocessors of an H100 or H200
+_FULL = 90  # number of programs that fill such a GPU
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _store(
     out_ptr, bias_ptr, total, up_total, tokens, rows, num_tokens, num_rows, out_stride,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the result ``[tokens, rows]``, or its gated form, or add it to the output."""
+    """Write a tile of the result ``[tokens, rows]``, after gating if GATED. With ADD, add it to the output instead."""
     is_row = rows < num_rows
     mask = (tokens < num_tokens)[:, None] & is_row[None, :]
     if BIAS:
@@ -60,7 +60,7 @@ def _store(
 
 @triton.jit
 def _call(ptr, rows, last_row, num_columns, COLUMNS: tl.constexpr):
-    """Prefetch the first COLUMNS columns of some rows into the L2, by lines of 128 bytes."""
+    """Prefetch the first COLUMNS columns of some rows of a weight into the L2, by lines of 128 bytes."""
     at = tl.minimum(rows, last_row).to(tl.int64)[:, None] * num_columns + tl.arange(0, COLUMNS // 64)[None, :] * 64
     prefetch_l2(ptr + at)
 
@@ -169,16 +169,16 @@ def _two_parts_kernel(
 
 
 class Tile(NamedTuple):
-    """The tile sizes of a matmul; `few` and `more` select the kernel."""
+    """The tile sizes of a matmul. `few` and `more` select the kernel."""
 
-    few: bool
+    few: bool  # whether to use `_few_kernel`
     tokens: int
-    rows: int  # of the weight; with a gate, of each half
-    columns: int  # of the input at a time
+    rows: int  # rows of the weight; with a gate, rows of each half
+    columns: int  # columns of the input to load at a time
     warps: int
     stages: int
     ahead: int = 0  # columns to prefetch into the L2
-    more: int = 0  # additional tokens, so that their number need not be a power of two
+    more: int = 0  # additional tokens in a tile of `_two_parts_kernel`; 0 selects another kernel
 
 
 def product(
@@ -191,7 +191,7 @@ def product(
     add: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Compute ``x @ weight.T + bias``, written to ``out [tokens, out]``, or added to it.
+    """Compute ``x @ weight.T + bias``. Write it to ``out [tokens, out]``, or with ``add`` add it.
 
     ``gated``: the weight is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``. Rows of ``x``
     and ``out`` may be strided; the weight is contiguous. Raises ValueError for a wrong shape or layout.
@@ -239,7 +239,7 @@ def _tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def tile_for(x: Tensor, features: int, *, gated: bool) -> Tile:
-    """Return the tile of a matmul of ``x [tokens, in]`` with ``features`` rows; see `Tile`. Measured on an H100."""
+    """Return the tile for a matmul of ``x [tokens, in]`` with a weight of ``features`` rows. Measured on an H100."""
     tokens, columns = x.shape
     rows = features // 2 if gated else features
     if INTERPRETED.value:

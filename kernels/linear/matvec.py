@@ -1,8 +1,8 @@
 """Matrix-vector kernels for one or a few tokens, fused with the norm before or the addition after them.
 
 Bytes: the weight, once; the rest is negligible. A launch runs at memory speed if enough loads are always in flight,
-even while one kernel ends and the next begins. A program therefore issues the loads of its first tile of weights, which
-depend on nothing, *before* it waits for the previous kernel (programmatic dependent launch, compute capability 9.0 on).
+even while one kernel ends and the next begins. The first tile of weights does not depend on the previous kernel. A
+program therefore loads it *before* it waits for that kernel (programmatic dependent launch, compute capability 9.0 on).
 
 Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes per load; most rows fit into one tile. The norm
 needs no extra pass: ``sum(x^2)`` is accumulated along with the product and applied to its result, because it is a
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 
-# Tokens, up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps), on an H200 with a cold L2. One
-# token of the 135m's layers is measured in a chain of whole layers.
+# Tokens, rounded up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps), measured on an H200
+# with a cold L2. For one token, the 135m's shapes were measured in a chain of whole layers.
 TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     1: {
         (960, 576): (4, 1024, 4),
@@ -37,7 +37,7 @@ TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
         (28672, 4096): (2, 4096, 4),
         (4096, 14336): (4, 1024, 2),
         (128256, 4096): (4, 4096, 4),
-        # the 8b's on two ranks, then on four
+        # shapes of the 8b on two ranks, then on four
         (3072, 4096): (4, 2048, 2),
         (4096, 2048): (8, 1024, 8),
         (14336, 4096): (2, 4096, 4),
@@ -67,7 +67,7 @@ TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     },
 }
 MOST_TOKENS = max(TILES)
-# Maximum elements of a weight for each number of tokens; with larger weights cuBLAS after a norm is as fast.
+# Tokens -> maximum elements of a weight. With larger weights, a norm and then cuBLAS are as fast.
 _LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
 
 
@@ -82,10 +82,10 @@ def load_weights(weight_ptr, rows, columns, num_rows, num_columns):
 
 @triton.jit
 def _product(weights, x, TOKENS: tl.constexpr):
-    """Multiply weights ``[rows, columns]`` and activations.
+    """Multiply a tile of weights ``[rows, columns]`` by activations.
 
-    The result is ``[rows]`` for ``[columns]`` of one token, ``[tokens, rows]`` for ``[tokens, 1, columns]`` of a few.
-    (The general path costs a single token more instructions.)
+    For one token, x is ``[columns]`` and the result ``[rows]``. For a few, x is ``[tokens, 1, columns]`` and the result
+    ``[tokens, rows]``. (The general path costs a single token more instructions.)
     """
     weights = widen(weights)
     if TOKENS == 1:
@@ -160,13 +160,15 @@ def _matvec_kernel(
 
 
 def takes(num_tokens: int, weight: Tensor) -> bool:
-    """Return whether these kernels are the fastest way to multiply a weight ``[out, in]`` with this many tokens."""
+    """Return whether these kernels are the fastest way to multiply a weight ``[out, in]`` by this number of tokens."""
     return num_tokens == 1 or weight.numel() <= _LARGEST.get(num_tokens, 0)
 
 
 def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.T + bias``; like the next three for at most `MOST_TOKENS` contiguous tokens, else
-    ValueError.
+    """Compute ``x @ weight.T + bias``, ``[tokens, out]``.
+
+    This function and the next three take at most `MOST_TOKENS` tokens. Tensors must be contiguous. They raise
+    ValueError otherwise.
     """
     return launch(_target(x, weight), x, weight, bias)
 
@@ -174,14 +176,16 @@ def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def norm_matvec(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compute ``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``, in ``out`` if given: see
-    `reference.norm_linear`.
+    """Compute ``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``: see `reference.norm_linear`. Write it to ``out`` if
+    given.
     """
     return launch(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
 
 
 def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``silu(gate) * up``, ``[tokens, out / 2]``, of a fused weight: see `reference.norm_gated_linear`."""
+    """Compute RMSNorm, then ``silu(gate) * up``, ``[tokens, out / 2]``, of a fused weight: see
+    `reference.norm_gated_linear`.
+    """
     return launch(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
 
 
@@ -191,7 +195,11 @@ def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 
 def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
-    """Check shapes and layouts; return ``out``, or a new tensor for the matmul with one of the weight's matrices."""
+    """Check shapes and layouts. Return ``out``, or a new tensor for the result if it is None.
+
+    ``matrices`` is the number of matrices that the weight stacks by rows. Raises ValueError for a wrong shape or
+    layout.
+    """
     fits = x.shape[1:] == weight.shape[1:] and 1 <= x.shape[0] <= MOST_TOKENS and x.dtype == weight.dtype
     if not (fits and x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
         raise ValueError(
@@ -213,10 +221,10 @@ def launch(
     tile: tuple[int, int, int] | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Launch any of the four, after ``norm`` (weight, eps) if given, with ``tile`` (rows, columns, warps) or the
-    recorded one.
+    """Launch the kernel of the four functions above, after RMSNorm with ``norm`` (weight, eps) if given.
 
-    ``scales [out, 1]`` float32 belong to an FP8 weight.
+    ``tile`` is (rows, columns, warps), by default the recorded or chosen one. ``scales [out, 1]`` float32 belong to an
+    FP8 weight.
     """
     norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
@@ -237,21 +245,21 @@ def launch(
 
 
 def recorded_tile(num_tokens: int, features: int, columns: int) -> tuple[int, int, int] | None:
-    """Return the entry of `TILES` for this many tokens and a weight ``[features, columns]``."""
+    """Return the entry of `TILES` for this number of tokens and a weight ``[features, columns]``, or None."""
     return TILES[triton.next_power_of_2(num_tokens)].get((features, columns))
 
 
 def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
-    """Choose whole rows if they are short, and enough programs to keep every multiprocessor busy."""
+    """Choose a tile by shape: whole rows if they are short, and enough programs to keep every multiprocessor busy."""
     width = min(2048 if tokens == 1 else 1024, max(16, triton.next_power_of_2(columns)))
     rows = max(1, min(8 if tokens == 1 else 4, 8192 // width, triton.next_power_of_2(features) // 512))
     return rows, width, (4 if width <= 1024 else 8) if tokens == 1 else 2
 
 
 def _fp8_tile(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
-    """Choose more rows than in 16 bits, so that each converted number of x is used for more weights.
+    """Choose a tile with more rows than in 16 bits, so that each converted number of x is used for more weights.
 
-    Half the bytes leave half the time for a weight's instructions. Measured in an 8B model.
+    A weight has half the bytes, so there is half the time for its instructions. Measured in an 8B model.
     """
     rows, width = 8 if tokens == 1 and features <= 4096 else 4, min(2048, max(16, triton.next_power_of_2(columns)))
     return rows, width, max(1, width // 512)

@@ -1,1 +1,1 @@
-"""Ops of one row: norms and activations."""
+"""Ops that compute each row on its own: norms and activations."""

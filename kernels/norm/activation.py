@@ -30,14 +30,14 @@ def _silu_mul_kernel(out_ptr, gate_up_ptr, stride, size, TILE: tl.constexpr, PDL
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute `reference.silu_mul`; rows may be strided. Raises ValueError for a wrong shape or layout."""
+    """Compute `reference.silu_mul`. Rows may be strided. Raises ValueError for a wrong shape or layout."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"silu_mul takes [rows, 2 * size] with contiguous rows, not {tuple(gate_up.shape)}")
     return silu_mul_into(gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2), gate_up)
 
 
 def silu_mul_into(out: Tensor, gate_up: Tensor) -> Tensor:
-    """Write `silu_mul` to ``out [rows, size]``, contiguous."""
+    """Compute `silu_mul`, and write the result to ``out [rows, size]``, which is contiguous."""
     rows, size = out.shape
     if rows:
         tile = min(_TILE, triton.next_power_of_2(size))

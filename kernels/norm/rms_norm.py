@@ -32,7 +32,10 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize ``[rows, hidden]``: see `reference.rms_norm`; rows of ``x`` may be strided. Raises ValueError."""
+    """Compute `reference.rms_norm` of ``x [rows, hidden]``, with rows of any stride.
+
+    Raises ValueError for a wrong shape or layout.
+    """
     if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"rms_norm takes [rows, hidden] with contiguous rows, not {tuple(x.shape)} {x.stride()}")
     if weight.shape != x.shape[1:] or weight.dtype != x.dtype or not weight.is_contiguous():

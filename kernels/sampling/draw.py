@@ -1,12 +1,12 @@
 """Draw one token per row from logits, without sorting them.
 
-top-k, top-p and min-p each keep the upper part of a row in one order (larger logit first, lower id among equals): a cut
-is a logit and an id. The draw is Gumbel-max (Gumbel 1954): the kept token with the largest ``logit / temperature +
-noise``, with noise as a hash of (seed, position, token id). With E = -log(1 - uniform), that is the token with the
-largest ``exp(logit / temperature) / E``, which saves a logarithm per token.
+Tokens of a row have one order: larger logit first, lower id among equals. top-k, top-p and min-p each keep the first
+tokens of this order, so a cut is a logit and an id. The draw is Gumbel-max (Gumbel 1954): the kept token with the
+largest ``logit / temperature + noise``, with noise as a hash of (seed, position, token id). With E = -log(1 - uniform),
+that is the token with the largest score ``exp(logit / temperature) / E``, which saves a logarithm per token.
 
-There are two launches: the scan, grid (rows, pieces of the vocabulary), see `kernels.sampling.scan`; then
-``_draw_kernel``, grid (rows), which merges the pieces, and continues depending on the row:
+There are two launches. The first is the scan, grid (rows, pieces of the vocabulary): see `kernels.sampling.scan`. The
+second is ``_draw_kernel``, grid (rows). It merges the pieces, and continues depending on the row:
 
 - no cut: the best score of all pieces is the draw.
 - top-k: the largest logits are collected on chip (`kernels.sampling.top_k`), and cut there by count and by mass.
@@ -31,7 +31,7 @@ from minillm.kernels.sampling.top_k import collect, is_above, keep_top, row_abov
 
 @triton.jit
 def _row_best(row_ptr, vocab, key, token, least, anchor, temperature, seed, position, TILE: tl.constexpr):
-    """Return the token with the best score among those above ``(key, token)`` that min-p keeps, over the whole row."""
+    """Return the token with the best score in the whole row, among tokens above ``(key, token)`` that min-p keeps."""
     best = tl.full([TILE], -1.0, tl.float32)
     best_ids = tl.zeros([TILE], tl.int32)
     for start in tl.range(0, vocab, TILE, num_stages=3):
@@ -130,14 +130,15 @@ def _draw_kernel(
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Compute `reference.sample`, with the arguments of `sample_with_logprobs`."""
+    """Compute `reference.sample`, for the same arguments as `sample_with_logprobs`."""
     return sample_with_logprobs(logits, inputs)[0]
 
 
 def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
     """Compute `reference.sample_with_logprobs`. Raises ValueError for a wrong shape or layout.
 
-    ``logits`` are float32, bfloat16 or float16, rows may be strided; vocab is below 2^24; ``inputs`` are contiguous.
+    ``logits`` are float32, bfloat16 or float16, and their rows may be strided. vocab must be below 2^24. ``inputs`` are
+    contiguous.
     """
     rows, vocab = check_logits(logits)
     for name, tensor in zip(inputs._fields, inputs, strict=True):
@@ -167,9 +168,9 @@ def _log_probability_kernel(
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Compute `reference.log_probabilities`, bitwise equal to `sample_with_logprobs` for logits of one dtype.
+    """Compute `reference.log_probabilities`. For logits of one dtype, it is bitwise equal to `sample_with_logprobs`.
 
-    Grid of the second launch: (rows). It merges the scan's results of the row's pieces.
+    It launches the scan, then a kernel with grid (rows), which merges the scan's results of the row's pieces.
     """
     rows, _vocab = check_logits(logits)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)

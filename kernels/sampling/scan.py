@@ -18,7 +18,7 @@ from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 PIECE = 4096  # logits per program of the scan
 _GROUP = 32  # adjacent logits that share one maximum
-_CANDIDATES = 2048  # logits that the next kernel can hold on chip
+_CANDIDATES = 2048  # maximum logits of a row that the next kernel collects
 _NO_INPUTS = (None,) * 4
 _PARTS = 6  # values per piece: maximum, its id, exp-sum at 1, exp-sum at the temperature, best score, its id
 
@@ -40,7 +40,9 @@ def _mix32(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def exponential(seed, position, ids):
-    """Return -log(1 - u) for the uniforms of `reference.uniform`: one row's (seed, position), a tile of token ids."""
+    """Return -log(1 - u) with the uniform u of `reference.uniform`, for one row's (seed, position) and a tile of token
+    ids.
+    """
     key = _mix64(_mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64))
     low = (key & 0xFFFFFFFF).to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
@@ -56,7 +58,7 @@ def exponential(seed, position, ids):
 
 @triton.jit
 def ordered(x):
-    """Return an int32 with the same order as the float, for bisection. Both zeros are equal."""
+    """Return int32 keys that sort like the floats ``x``, for bisection. Both zeros have the same key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -106,10 +108,10 @@ def _scan_kernel(
 
 @triton.jit
 def read_parts(parts_ptr, row, num_pieces, PIECES_TILE: tl.constexpr, PARTS: tl.constexpr):
-    """Read the scan's results for a row's pieces.
+    """Read and merge the scan's results for all pieces of a row.
 
-    Returns (offsets of each piece's values, mask of existing pieces, their maxima, the row's maximum, the same or 0 if
-    it is -inf, the sum of ``exp(logit - that)``).
+    Returns: addresses of the pieces' results; the mask of existing pieces; the pieces' maxima; the row's maximum; an
+    anchor, which is that maximum or 0 if it is -inf; the sum of ``exp(logit - anchor)`` over the row.
     """
     pieces = tl.arange(0, PIECES_TILE)
     is_piece = pieces < num_pieces
@@ -122,11 +124,11 @@ def read_parts(parts_ptr, row, num_pieces, PIECES_TILE: tl.constexpr, PARTS: tl.
 
 
 class Scratch(NamedTuple):
-    """The scan's results for the next kernel, and memory for that kernel's candidates."""
+    """The results of the scan, and memory for the next kernel's candidates."""
 
-    tensors: tuple[Tensor, ...]  # group ids, candidates' values and ids, parts, maxima
-    counts: tuple[int, int]  # pieces, groups
-    tiles: dict[str, int]
+    tensors: tuple[Tensor, ...]  # group ids, candidates' values and ids, results of the pieces, maxima of the groups
+    counts: tuple[int, int]  # number of pieces, number of groups
+    tiles: dict[str, int]  # compile-time constants of the next kernel
 
     @property
     def parts(self) -> Tensor:
@@ -134,9 +136,7 @@ class Scratch(NamedTuple):
 
 
 def scan(logits: Tensor, inputs: SamplingInputs | None) -> Scratch:
-    """Launch the scan of ``logits [rows, vocab]``; without ``inputs`` only for the most probable tokens, without a
-    draw.
-    """
+    """Launch the scan of ``logits [rows, vocab]``. Without ``inputs``, it computes no draw, only what `top_k` needs."""
     rows, vocab = logits.shape
     num_pieces, num_groups = counts = triton.cdiv(vocab, PIECE), triton.cdiv(vocab, _GROUP)
     groups_tile = triton.next_power_of_2(num_groups)
@@ -161,7 +161,7 @@ def _read(inputs: SamplingInputs) -> tuple[Tensor, ...]:
 
 
 def check_logits(logits: Tensor) -> tuple[int, int]:
-    """Return the shape of ``logits``; ValueError if the scan cannot read them."""
+    """Return the shape of ``logits``. Raises ValueError if the scan cannot read them."""
     rows, vocab = logits.shape
     if not logits.is_floating_point() or logits.stride(1) != 1 or vocab >= 1 << 24:
         taken = "floating point [rows, vocab < 2^24], rows contiguous"

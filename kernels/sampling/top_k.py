@@ -1,11 +1,11 @@
-"""The k largest logits of a row, in order, without sorting it; and the sampler's cuts of a row.
+"""The k largest logits of a row, in order, without sorting the row; also the sampler's top-k and top-p cuts.
 
 If the k-th largest of the groups' maxima (`sampling.scan`) is t, at least k logits are >= t, and usually few more.
 These are collected on chip, and cut there by count, by bisection over the ordered bits of a float. If k is too large
 for that, or too many logits are equal, the bisection runs over the whole row, which is slower but exact. Up to 16
 tokens, as for beams, are taken one after another: first the groups with the largest maxima, then the largest of their
-logits. Equal logits are ordered by id, lower first. Grid: (rows). Bytes: the scan's, and its groups that are read
-again, from L2.
+logits. Equal logits are ordered by id, lower first. A *key* is the `ordered` bits of a logit. Grid: (rows). Bytes: the
+scan's, and its groups that are read again, from L2.
 """
 
 import torch
@@ -17,14 +17,17 @@ from minillm.kernels import reference
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.sampling.scan import PIECE, check_logits, ordered, read_parts, scan
 
-_MOST = 256  # maximum tokens to rank by comparing all pairs
-_FEW = 16  # maximum tokens to take one after another
+_MOST = 256  # maximum count to rank by comparing all pairs
+_FEW = 16  # maximum count to take one after another
 _LOWEST = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
 def _nth_largest(keys, n, low, high):
-    """Return a key in ``low … high`` that the ``n`` largest of ``keys`` reach and, except for equals, no others."""
+    """Return a key in ``low … high`` that separates the ``n`` largest of ``keys`` from the others.
+
+    The ``n`` largest are at least this key. The others are below it, except for those equal to the n-th.
+    """
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -40,13 +43,18 @@ def _nth_largest(keys, n, low, high):
 
 @triton.jit
 def is_above(keys, ids, key, token):
-    """Return which (key, id) come before ``(key, token)``: larger, or equal with a lower id."""
+    """Return a mask of the pairs (key, id) that come before ``(key, token)``: a larger key, or an equal one and a lower
+    id.
+    """
     return (keys > key) | ((keys == key) & (ids < token))
 
 
 @triton.jit
 def row_above(row_ptr, vocab, key, token, anchor, temperature, TILE: tl.constexpr):
-    """Return (count, mass) of a row's tokens above ``(key, token)``, over the whole row."""
+    """Count the tokens of the whole row that come before ``(key, token)``, and add up their probabilities.
+
+    Returns: the count; the sum of ``exp((logit - anchor) / temperature)``.
+    """
     counts = tl.zeros([TILE], tl.int32)
     masses = tl.zeros([TILE], tl.float32)
     for start in tl.range(0, vocab, TILE, num_stages=3):
@@ -60,7 +68,7 @@ def row_above(row_ptr, vocab, key, token, anchor, temperature, TILE: tl.constexp
 
 @triton.jit
 def row_top_k(row_ptr, vocab, top_k, low, high, TILE: tl.constexpr):
-    """Return the ``(key, id)`` that exactly ``top_k`` tokens come before, by bisections over the whole row."""
+    """Return the cut ``(key, id)`` that exactly ``top_k`` tokens come before, by bisections over the whole row."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -89,10 +97,10 @@ def collect(
     row, row_ptr, maxima_ptr, groups_ptr, values_ptr, ids_ptr, vocab, num_groups, n, high,
     GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits that reach a threshold, at least ``n`` of them, and their ids next to each other, by id.
+    """Write all logits of a row that reach a threshold to ``values_ptr``, and their ids to ``ids_ptr``, in order of id.
 
-    The threshold is the n-th largest of the groups' maxima. Returns (threshold, number of logits); those beyond
-    ``CANDIDATES`` are not written.
+    The threshold is the n-th largest of the groups' maxima, so at least ``n`` logits reach it. Returns: the threshold;
+    the number of logits that reach it. Logits beyond the first ``CANDIDATES`` are not written.
     """
     groups = tl.arange(0, GROUPS_TILE)
     is_group = groups < num_groups
@@ -124,8 +132,9 @@ def collect(
 
 @triton.jit
 def keep_top(keys, held, n, threshold, low, high):
-    """Keep exactly ``n`` of the held candidates, which are in order of id: the largest, lower ids first among
-    equals.
+    """Return a mask of the ``n`` largest candidates, lower ids first among equals.
+
+    ``held`` marks existing candidates, which are in order of id. ``threshold``, ``low`` and ``high`` bound their keys.
     """
     cut = _nth_largest(tl.where(held, keys, low), n, threshold, high)
     equal = held & (keys == cut)
@@ -190,7 +199,7 @@ def _top_kernel(
 
 @triton.jit
 def _before(x, ids):
-    """Return a number for each logit that sorts it: larger logits first, then lower ids."""
+    """Return an int64 for each logit. Larger ones come first: a larger logit, or an equal logit with a lower id."""
     return (ordered(x).to(tl.int64) << 32) + (0x7FFFFFFF - ids).to(tl.int64)
 
 
@@ -201,10 +210,10 @@ def _few_kernel(
     PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     COUNT_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute `_top_kernel` for at most `_FEW` tokens, and no more than there are groups.
+    """Compute the same as `_top_kernel`, for a count of at most `_FEW`, and no more than there are groups.
 
     No logit outside the ``count`` first groups can be among the ``count`` first logits, because each of these groups
-    has one that comes before it.
+    has a logit that comes before it.
     """
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -234,8 +243,7 @@ def _few_kernel(
 
 
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Compute `reference.top_log_probabilities`; logits as in `sampling.sample_with_logprobs`, ``count`` from 1 to
-    vocab.
+    """Compute `reference.top_log_probabilities`, for logits as in `sample_with_logprobs` and ``count`` from 1 to vocab.
 
     Raises ValueError otherwise. If ``count`` is above 256, torch sorts the rows.
     """

@@ -1,10 +1,10 @@
-"""Bounds for results after a norm that hold for any input: they give a scale without looking at the numbers.
+"""Upper bounds for results after an RMSNorm that hold for any input. They give a fixed scale for float16.
 
 RMSNorm's result is ``y * w``, and the norm of y is at most the square root of in. By the Cauchy-Schwarz inequality, a
-row g of the gate's matrix gives at most ``sqrt(in) * |w * g|`` plus its bias, a row of up's likewise, and ``silu(gate)
-* up`` at most the product of both. Attention's result is a mean of values, so the bounds of v's rows hold for it. The
-largest of these bounds is scaled to the upper end of float16's range. Results usually stay 1,000 times below it, and
-numbers another 100,000 times smaller still have all their digits.
+row g of the gate's matrix gives at most ``sqrt(in) * |w * g|`` plus its bias, and so does a row of up's matrix.
+``silu(gate) * up`` is at most the product of both. Attention's result is a mean of values, so the bounds of v's rows
+hold for it. The largest of these bounds is scaled to the upper end of float16's range. Results usually stay 1,000 times
+below it, and numbers another 100,000 times smaller still have all their digits.
 """
 
 import torch
@@ -21,9 +21,9 @@ _LOWEST, _HIGHEST = -97, 128
 
 
 def scale_of_gated(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> FixedScale:
-    """Return the scale of ``silu(gate) * up`` after RMSNorm, for a matrix of both; does not wait for the device.
+    """Return the fixed scale of ``silu(gate) * up`` after RMSNorm. ``matrix`` is the matrix of gate and up.
 
-    If the bound is zero or not finite, the growth is 1.
+    It is computed without waiting for the device. If the bound is zero or not finite, the growth is 1.
     """
     gate, up = _bounds(matrix, bias, norm_weight).chunk(2)
     return _scale_below((gate * up).max())
@@ -32,8 +32,9 @@ def scale_of_gated(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> 
 def scale_of_attended(
     parts: tuple[LowBit, ...], bias: Tensor | None, norm_weight: Tensor, num_values: int
 ) -> FixedScale:
-    """Return the scale of attention's result; the last ``num_values`` rows of ``parts`` are v's. See
-    `scale_of_gated`.
+    """Return the fixed scale of attention's result. The last ``num_values`` rows of ``parts``, stacked, are those of v.
+
+    See `scale_of_gated`.
     """
     most, end = [], sum(part.shape[0] for part in parts)
     first = end - num_values
@@ -48,7 +49,7 @@ def scale_of_attended(
 
 
 def _bounds(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> Tensor:
-    """Return the bound of each row's result after RMSNorm, float64 ``[rows]``."""
+    """Return the upper bound of each row's result after RMSNorm, ``[rows]`` float64."""
     norm = norm_weight.float() if matrix.order is None else norm_weight[matrix.order].float()
     lengths = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     for rows, weights in slabs(matrix, norm, _AT_ONCE):

@@ -1,22 +1,23 @@
 """Linear layers of low-bit matrices on a GPU: choose the kernel by the number of tokens.
 
-A layer's matrix may consist of several, stacked by rows, with different layouts: a file may store v with more bits than
-q and k. Each computes its own columns of the output.
+A layer's matrix may consist of several *parts*, stacked by rows, with different layouts: a file may store v with more
+bits than q and k. Each part computes its own columns of the output.
 
 =============  ======================================================================================================
 tokens         computed by
 =============  ======================================================================================================
-1, 2           `low_bit_matvec`: activations in 16-bit integers, products of bytes
-up to 64       `low_bit_matmul`: weights are converted to float16 in registers, for the tensor cores
-17 to 256      `low_bit_dot`, on GPUs with warp-group matmuls; with 8 bits up to 128
+1, 2           `one_token`: activations in 16-bit integers, products of bytes
+up to 64       `few_tokens`: weights are converted to float16 in registers, for the tensor cores
+17 to 256      `many_tokens`, on GPUs with warp-group matmuls; with 8 bits up to 128
 more           cuBLAS, on some rows at a time, dequantized to scratch memory
 =============  ======================================================================================================
 
-If `low_bit_matmul` computes both matmuls of a gated layer, the first writes its result in the second's input layout.
+If `few_tokens` computes both matmuls of a gated layer, the first writes its result in the second's input layout.
 
-In float32 all but the first dequantize, and so does a matrix if tuning found that faster: `LowBit.tiles`. FP8 has its
-own kernels (`fp8_linear`), and is dequantized if they do not support it. If a model also keeps a 16-bit copy
-(`minillm.kernels.LinearWeight.keep_copy`), cuBLAS multiplies that for more tokens than `most_tokens_beside_a_copy`.
+In float32, only the first kernel is used; with more tokens the matrix is dequantized. It is also dequantized if tuning
+found that faster: see `LowBit.tiles`. FP8 has its own kernels (`linear.fp8`), and is dequantized if they do not support
+it. If a model also keeps a 16-bit copy (`minillm.kernels.LinearWeight.keep_copy`), cuBLAS multiplies the copy for more
+tokens than `most_tokens_beside_a_copy`.
 """
 
 from collections.abc import Iterator
@@ -35,16 +36,19 @@ from minillm.kernels.norm.activation import silu_mul_into
 from minillm.kernels.norm.rms_norm import rms_norm
 
 Norm = tuple[Tensor, float]  # weight, eps
-MOST_FUSED = 64  # tokens; `low_bit_dot` takes more
-# Weights at a time, 64 MiB of them. Pieces that fit the L2 take the GPU less time, but the CPU three times as much:
-# some 100 us each. With 14 pieces per layer, these add 45 ms to an 8B model's prompt.
+MOST_FUSED = 64  # maximum tokens of `few_tokens`; `many_tokens` takes more
+# Weights to dequantize at a time, 64 MiB of them. Pieces that fit the L2 take the GPU less time, but the CPU three
+# times as much: some 100 us each. With 14 pieces per layer, these add 45 ms to an 8B model's prompt.
 _UNPACKED = 1 << 25
-# By bits: the maximum tokens for which these kernels are at least as fast as cuBLAS with a 16-bit copy.
+# Bits -> the maximum tokens for which these kernels are at least as fast as cuBLAS with a 16-bit copy.
 _MOST_BESIDE_A_COPY = {4: 64, 5: 32, 6: 16, 8: 16}
 
 
 def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
-    """Compute ``x [tokens, in] @ matrix.T + bias``, after ``norm`` (RMSNorm) if given; in ``out`` if given."""
+    """Compute ``x [tokens, in] @ matrix.T + bias``, after RMSNorm if ``norm`` is given.
+
+    Write it to ``out`` if given.
+    """
     if _is_for_fp8(x, parts):
         return fp8_linear.linear(x, parts[0], bias, out, norm)
     if out is None:
@@ -56,7 +60,7 @@ def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm
     """Compute ``silu(gate) * up`` with ``gate, up = linear(x, …)``."""
     if _is_for_fp8(x, parts):
         return fp8_linear.gated_linear(x, parts[0], bias, norm)
-    # Allocated first: after the pieces of weights, it would take a part of their memory, and the next pieces need more.
+    # Allocated first: later it would take a part of the memory of dequantized pieces, and the next pieces need more.
     out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts) // 2)
     if len(parts) > 1 or not _is_fused(x, parts):
         return silu_mul_into(out, linear(x, parts, bias, None, norm))
@@ -71,17 +75,21 @@ def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residu
 
 
 def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
-    """Return whether a gated matmul of this many tokens writes the input layout of the next matmul: `gated_halves`."""
+    """Return whether a gated matmul of x's number of tokens can write the input layout of the next one: see
+    `gated_halves`.
+
+    ``parts`` are the gated matrix, ``following`` is the next one.
+    """
     return len(parts) == 1 and _is_for_matmul(x, parts) and reads_halves(x, following)
 
 
 def reads_halves(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    """Return whether a matmul of this many tokens reads `HalfActivations` in the order of its columns."""
+    """Return whether a matmul of x's number of tokens reads `HalfActivations`, without reordering the columns of x."""
     return parts[0].order is None and _is_for_matmul(x, parts)  # all parts have an order, or none
 
 
 def gated_halves(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm, by: FixedScale) -> HalfActivations:
-    """Compute `gated_linear` for `linear_of_halves`."""
+    """Compute `gated_linear` in the input layout of `linear_of_halves`, scaled with ``by``."""
     return matmul.gated_halves(matmul.halve_activations(x, norm, matrix.order), matrix, bias, by)
 
 
@@ -89,7 +97,9 @@ def linear_of_halves(
     x: HalfActivations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor,
     *, gated: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute ``x @ matrix.T + bias``, in ``out`` or added to it; with a gate there is one part."""
+    """Compute ``x @ matrix.T + bias``. Write it to ``out``, or with ``add`` add it. With ``gated``, there must be one
+    part.
+    """
     for place, part, bias_part, columns in _placed(parts, bias, out):
         matmul.matmul(x, part, bias_part, columns, gated=gated, add=add, part=place)
     return out
@@ -112,7 +122,7 @@ def _multiply(
     x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None,
     *, gated: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Multiply with the kernel for this many tokens; with a gate there is one part."""
+    """Compute the matmul with the low-bit kernel for this many tokens. With ``gated``, there must be one part."""
     if not x.shape[0]:  # a prompt chunk without logits
         return out
     if x.shape[0] <= matvec.MOST_TOKENS:
@@ -133,7 +143,7 @@ def _is_for_fp8(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
 
 
 def _is_fused(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    """Return whether no matrix is dequantized; if one is, all are."""
+    """Return whether low-bit kernels compute this matmul. Otherwise all parts are dequantized."""
     if any(part.layout == FP8 for part in parts):  # mixed with other layouts, or too many tokens for its own kernels
         return False
     tokens = x.shape[0]
@@ -150,7 +160,7 @@ def _is_for_matmul(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
 def columns_of(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[LowBit, Tensor | None, Tensor]]:
-    """Yield each part with its elements of the bias and its columns of the output; with a gate there is one part."""
+    """Yield each part with its elements of the bias and its columns of the output. With a gate there is one part."""
     start = 0
     for part in parts:
         end = start + part.shape[0]
@@ -161,13 +171,15 @@ def columns_of(
 def _placed(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[int, LowBit, Tensor | None, Tensor]]:
-    """Yield `columns_of` with each part's index among the launches, from 1; 0 for a single part."""
+    """Yield the tuples of `columns_of`, each after the part's number among the launches: from 1, or 0 for a single
+    part.
+    """
     for number, each in enumerate(columns_of(parts, bias, out), 1):
         yield number if len(parts) > 1 else 0, *each
 
 
 def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: bool) -> None:
-    """Compute ``x @ matrix.T + bias`` in ``out``, or with ``add`` added to it; cuBLAS writes to ``out``'s columns."""
+    """Compute ``x @ matrix.T + bias`` with cuBLAS, on some dequantized rows at a time. Write or add it to ``out``."""
     if add and bias is not None:
         out.add_(bias)
     for rows, weights in slabs(matrix, x):
@@ -181,9 +193,10 @@ def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: 
 
 
 def slabs(matrix: LowBit, x: Tensor, at_once: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slabs of rows of the matrix, dequantized to ``x``'s dtype; each is valid until the next.
+    """Yield slabs of the matrix: a slice of rows, and these rows dequantized to x's dtype. A slab is valid until the
+    next.
 
-    ``at_once``: weights per slab.
+    A slab has about ``at_once`` weights.
     """
     num_rows, features = matrix.shape
     count = min(max(1, (at_once or _UNPACKED) // features), num_rows)
@@ -195,7 +208,7 @@ def slabs(matrix: LowBit, x: Tensor, at_once: int | None = None) -> Iterator[tup
 
 
 def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
-    """Return the weights ``[out, in]`` of matrices stacked by rows, in ``dtype``."""
+    """Return the dequantized weights ``[out, in]`` of matrices stacked by rows, in ``dtype``."""
     out = torch.empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=dtype, device=parts[0].device)
     start = 0
     for part in parts:
@@ -209,10 +222,10 @@ def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
 
 
 def most_tokens_beside_a_copy(parts: tuple[LowBit, ...], copy: Tensor) -> int:
-    """Return the maximum tokens that low-bit matrices multiply if there is a 16-bit copy: 64 for 4 bits.
+    """Return the maximum number of tokens that low-bit matrices multiply if there is a 16-bit copy: 64 for 4 bits.
 
-    Return 0 for a small weight: its matmuls take as long as their launches, so fewer bytes save nothing. On one H200,
-    the 135m in Q4_1 decodes 2,070 tokens a second, in bfloat16 2,450.
+    The result is 0 for a small weight: its matmuls take as long as their launches, so reading fewer bytes saves
+    nothing. On one H200, the 135m in Q4_1 decodes 2,070 tokens a second, in bfloat16 2,450.
     """
     columns = copy.shape[-1]
     largest = 5_000_000 if columns <= 1536 else 2_500_000
@@ -222,6 +235,6 @@ def most_tokens_beside_a_copy(parts: tuple[LowBit, ...], copy: Tensor) -> int:
 
 
 def embedding(token_ids: Tensor, matrix: LowBit, dtype: torch.dtype) -> Tensor:
-    """Return rows ``[tokens, in]`` of the matrix, dequantized."""
+    """Return the matrix's rows ``token_ids``, dequantized to ``dtype``: ``[tokens, in]``."""
     out = torch.empty(token_ids.shape[0], matrix.shape[1], dtype=dtype, device=matrix.device)
     return dequantize(matrix, out, token_ids)

@@ -1,17 +1,17 @@
-"""Low-bit matmuls of a few to a few dozen tokens, by the tensor cores; norm, gating and addition are fused.
+"""Low-bit matmuls of a few to a few dozen tokens on the tensor cores; norm, gating and addition are fused.
 
 `_matmul_kernel`: grid (out features / rows of a program, tokens / tokens of a program). Weights go from memory to
-registers as they are stored, and are converted to float16 by bit operations, exactly as an ``mma`` instruction needs
-them; it sums in float32. No weight is in shared memory, and no warp of a program waits for another before its rows end.
-The kernel is therefore written by lanes: a tensor has one element for each of the program's threads. Warps divide the
-input in turns of 128 columns, and add their sums at the end, in order. Bytes: the matrix, once for each TILES x 8
-tokens.
+registers as they are stored. Bit operations convert them to float16, in the order that an ``mma`` instruction expects;
+it sums in float32. No weight is in shared memory, and no warp of a program waits for another before its rows end. This
+is therefore a lane kernel: a tensor has one element for each of the program's threads. The warps of a program take
+turns at the input, 128 columns at a time, and add their sums at the end, in order. Bytes: the matrix, once for each
+TILES x 8 tokens.
 
 ``mma`` multiplies 16 rows by 8 tokens. Lane 4r + t has rows r and r + 8 and token r, and four of sixteen columns: two
-adjacent ones at 2t and two at 2t + 8. The assignment of columns is free if both operands agree: here lane t has group t
+adjacent ones at 2t and two at 2t + 8. The assignment of columns is free if both operands agree. Here lane t has group t
 of four groups, a word of each at a time, so a lane needs one scale per row. Activations are stored in that order, eight
-tokens adjacent, so that a warp reads whole lines (`halve_activations`: grid (tokens), a whole row each). If this kernel
-also computes the next matmul, a gated one writes its result in that order itself (`gated_halves`).
+tokens adjacent, so that a warp reads whole cache lines (`halve_activations`: grid (tokens), a whole row each). If this
+kernel also computes the next matmul, a gated one writes its result in that order itself (`gated_halves`).
 
 Weights without shared memory are from Frantar et al. 2024, https://arxiv.org/abs/2408.11743, conversion by bit
 operations is from Kim et al. 2022, https://arxiv.org/abs/2211.10017.
@@ -31,32 +31,37 @@ from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, columns4, eight_
 from minillm.kernels.linear.low_bit.layouts import GROUP, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, pair, planes_of
 
-SPAN = 2048  # columns, padded with zeros: a turn for each of 16 warps
+SPAN = 2048  # columns: one turn of 128 for each of 16 warps. The input is padded with zeros to a multiple of it.
 
 
 class HalfActivations(NamedTuple):
-    """Activations ``[tokens, in]`` in float16, in the kernel's order, and the scale of each token, float32.
+    """Activations ``[tokens, in]`` in float16, in the order in which low-bit matmuls read them, with a scale per token.
 
-    The input is padded to turns of 128 columns, and these to spans. `low_bit_dot` uses the order by tokens.
+    The input is padded to turns of 128 columns, and their number to a multiple of 16 (SPAN). This module reads ``x`` by
+    eights of tokens, `many_tokens` reads it by tokens.
     """
 
     # by eights: [eights of tokens, turns, 4 words, 8 tokens, 4 groups, 8 columns]
     # by tokens: [tokens, turns * 128], in a turn: 4 words, 4 pairs of columns, 4 groups, both columns
     x: Tensor
-    scales: Tensor  # [tokens]
+    scales: Tensor  # [tokens] float32
 
 
 class FixedScale(NamedTuple):
-    """A scale for all tokens, known before them: see `minillm.kernels.linear.low_bit.bound`."""
+    """A scale of activations that is equal for all tokens and known in advance: see
+    `minillm.kernels.linear.low_bit.bound`.
+    """
 
-    growth: Tensor  # [1] float32, a power of two that scales the largest number into float16's range
-    scales: Tensor  # [maximum tokens] float32, of `HalfActivations`: the inverse of the growth
+    growth: Tensor  # [1] float32, a power of two that scales the largest possible number into float16's range
+    scales: Tensor  # [maximum tokens] float32, the scales of `HalfActivations`: the inverse of the growth
 
 
 @triton.jit
 def by_eights(tokens, token, columns, column, num_turns):
-    """Return the offset in `HalfActivations.x` of a token of these eight tokens, and a column of these eight
-    columns.
+    """Return the offset of an element in `HalfActivations.x` by eights.
+
+    The token is number ``token`` of the eight number ``tokens``, the column number ``column`` of the eight number
+    ``columns``.
     """
     turn, group, word = columns // 16, columns % 16 // 4, columns % 4
     return (tokens * num_turns + turn) * 1024 + word * 256 + token * 32 + group * 8 + column
@@ -98,10 +103,10 @@ def _halve_kernel(
 def halve_activations(
     x: Tensor, norm: tuple[Tensor, float] | None = None, order: Tensor | None = None, *, by_eights: bool = True
 ) -> HalfActivations:
-    """Convert ``x [tokens, in]``, normalized with ``norm`` (weight, eps) if given, to float16 with a scale per token.
+    """Convert ``x [tokens, in]`` to float16 with a scale per token, after RMSNorm with ``norm`` (weight, eps) if given.
 
-    Columns are in ``order [in]`` of a matrix, if given. NaN and infinity stay. Rows for padding tokens, up to a
-    multiple of eight or a tile of `low_bit_dot`, are arbitrary.
+    Columns are put into ``order [in]`` of a matrix, if given. NaN and infinity stay. Rows for padding tokens, up to a
+    multiple of eight or a tile of `many_tokens`, are arbitrary.
     """
     tokens, columns = x.shape
     turns = _turns(columns)
@@ -122,15 +127,16 @@ def _turns(columns: int) -> int:
 
 
 def empty_eights(x: Tensor, columns: int) -> Tensor:
-    """Allocate `HalfActivations.x` by eights, for the tokens of ``x [tokens, …]`` and ``columns`` columns."""
+    """Allocate `HalfActivations.x` by eights, for as many tokens as ``x`` has rows, and ``columns`` columns."""
     return x.new_empty((triton.cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
 
 
 @triton.jit
 def _sixteenth(upper, lower, x, WARPS: tl.constexpr):
-    """Sum over two adjacent columns of every lane of a quad, for rows r or r + 8: ``[warps, 8 rows, 8 tokens]``.
+    """Compute the plain twin of ``mma`` for eight rows: their products with eight tokens, ``[warps, 8 rows, 8
+    tokens]``.
 
-    The plain twin's part of ``mma``: ``upper`` and ``x`` are words of two float16.
+    ``upper``, ``lower`` and both ``x`` are words of two float16: the two pairs of columns of each lane.
     """
     total = tl.zeros([WARPS, 8, 8], tl.float32)
     for which in tl.static_range(2):
@@ -143,7 +149,11 @@ def _sixteenth(upper, lower, x, WARPS: tl.constexpr):
 
 @triton.jit
 def _mma(upper, lower, x, c, FIRST: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr):
-    """Add the products of sixteen columns to ``c``: rows r and r + 8, tokens 2t and 2t + 1, for lane 4r + t."""
+    """Add the products of sixteen columns to ``c``. Lane 4r + t gets rows r and r + 8, for tokens 2t and 2t + 1.
+
+    ``upper`` and ``lower`` are weights of rows r and r + 8, and ``x`` activations of token r: words of two float16.
+    FIRST is the first of the two words to multiply.
+    """
     u0, u1, l0, l1 = upper[FIRST], upper[FIRST + 1], lower[FIRST], lower[FIRST + 1]
     b0, b1 = x[FIRST], x[FIRST + 1]
     if INTERPRETED:
@@ -170,7 +180,7 @@ def _mma(upper, lower, x, c, FIRST: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def _end_span(out_ptr, num_tokens, num_columns, num_turns, TILES: tl.constexpr):
-    """Write zeros after the last column, because the next matmul's warps take turns up to the end of the span."""
+    """Write zeros to the output's columns after the last one, because the next matmul reads whole spans."""
     place = tl.arange(0, 256)  # of a word, for eight tokens
     for word in range(num_columns // 128 * 4 + tl.program_id(0), num_turns * 4, tl.num_programs(0)):
         is_behind = word // 4 * 128 + place % 32 // 8 * 32 + word % 4 * 8 >= num_columns
@@ -194,8 +204,8 @@ def _matmul_kernel(
     lanes = tl.arange(0, LANES)
     warp, r, t = lanes // 32, lanes % 32 // 4, lanes % 4
     first_token = tl.program_id(1) * TILES * 8
-    # Rows r and r + 8 of each tile; with a gate, row r of gate and of up. Positions outside repeat the last row, group
-    # or token, and are not stored; x has zeros after its end.
+    # Rows r and r + 8 of each tile; with a gate, row r of gate and of up. Rows, groups and tokens outside the matrix
+    # repeat the last one, and are not stored; x has zeros after its end.
     rows = ()
     for tile in tl.static_range(ROW_TILES):
         start = tl.program_id(0) * ROW_TILES + tile
@@ -294,11 +304,11 @@ def _matmul_kernel(
 
 
 class Tile(NamedTuple):
-    """The sizes of a program."""
+    """The work of a program of `_matmul_kernel`."""
 
-    warps: int  # that divide the input
-    rows: int  # in sixteens, with a gate in eights of each matrix
-    tokens: int  # in eights
+    warps: int  # number of warps, which share the input's columns
+    rows: int  # rows of the matrix / 16; with a gate, rows of each of its halves / 8
+    tokens: int  # tokens / 8
     ahead: int  # turns of 128 columns to load ahead
 
 
@@ -313,10 +323,12 @@ def matmul(
     tile: Tile | None = None,
     part: int = 0,
 ) -> Tensor:
-    """Compute ``x @ matrix.T + bias``, written to ``out [tokens, out]``, which may have strided rows, or added to it.
+    """Compute ``x @ matrix.T + bias``. Write it to ``out [tokens, out]``, with rows of any stride, or with ``add`` add
+    it.
 
-    ``gated``: the matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``. ``part``: the
-    index of this matmul, from 1, among those of the same x that are launched one after another.
+    Args:
+        gated: the matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``.
+        part: if several matmuls of the same x are launched one after another, the number of this one, from 1; else 0.
     """
     _launch(x, matrix, bias, out, out.stride(0), None, gated=gated, add=add, tile=tile, part=part)
     return out
@@ -325,7 +337,7 @@ def matmul(
 def gated_halves(
     x: HalfActivations, matrix: LowBit, bias: Tensor | None, by: FixedScale, tile: Tile | None = None
 ) -> HalfActivations:
-    """Compute `matmul`'s ``silu(gate) * up`` in the input layout of the next matmul."""
+    """Compute ``silu(gate) * up`` like `matmul`, in the input layout of the next matmul and scaled with ``by``."""
     half = empty_eights(x.scales, matrix.shape[0] // 2)
     _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=True, add=False, tile=tile, part=0)
     return HalfActivations(half, by.scales[: x.scales.shape[0]])
@@ -357,7 +369,10 @@ def _has_wide_mma(device: torch.device) -> bool:
 
 
 def tile_for(tokens: int, features: int, columns: int) -> Tile:
-    """Choose more warps for fewer rows, so that every multiprocessor has work; measured on an H200."""
+    """Return the built-in tile.
+
+    Fewer rows get more warps, so that every multiprocessor has work; measured on an H200.
+    """
     tiles = min(8, triton.next_power_of_2(triton.cdiv(tokens, 8)))
     if INTERPRETED.value:
         return Tile(8, 1, min(tiles, 2), 1)  # few turns, because each has overhead

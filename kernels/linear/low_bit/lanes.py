@@ -1,4 +1,7 @@
-"""Load a lane's weights of a low-bit matrix as float16 pairs, for `linear.low_bit.few_tokens`."""
+"""Load and convert a lane's weights of a low-bit matrix, as pairs of float16, for lane kernels such as `few_tokens`.
+
+In a lane kernel a tensor has one element per thread: see docs/kernels.md.
+"""
 
 # ruff: noqa: RUF005 (Triton cannot unpack tuples)
 import functools
@@ -12,17 +15,17 @@ from minillm.kernels.linear.low_bit.layouts import Layout
 from minillm.kernels.linear.low_bit.planes import look_up, pair
 
 GROWTH = tl.constexpr(64.0)  # factor of weights, so that small scales are not subnormal
-_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four bytes
+_SIGNS = tl.constexpr(-0x7F7F7F80)  # the sign bits of four bytes
 
 
 @functools.cache
 def codes(layout: Layout) -> tuple[str, str, str, str]:
-    """Return PTX for each of a group's four nibble words: its eight weights, ``(level - zero) * scale + offset``, in
-    float16.
+    """Return the PTX that dequantizes a group of 32 weights: one string for each of its four nibble words.
 
-    A number is composed of exponent bits followed by the level: 1,024 + level, or 64 + level if the level is 4 bits
-    higher. Subtracting is exact. $0 to $3: pairs of adjacent weights; $4: the word; $5: with 8 bits the next word, else
-    that of the higher plane; $6: the scale, $7: the offset, each twice.
+    Each string computes a word's eight weights, ``(level - zero) * scale + offset``, in float16. It composes a number
+    from exponent bits followed by the level: 1,024 + level, or 64 + level if the level is 4 bits higher. Subtracting is
+    exact. Operands: $0 to $3 are the results, pairs of adjacent weights. $4 is the word. $5 is the next word with 8
+    bits, else that of the higher plane. $6 is the scale and $7 the offset, each twice.
     """
 
     def twice(value: float) -> str:
@@ -41,7 +44,7 @@ def codes(layout: Layout) -> tuple[str, str, str, str]:
             mask = "0x00FF00FF" if eight else "0x000F000F" if out < 2 else "0x00F000F0"
             base, middle = (1024, 1152) if eight else (1024, 1024) if out < 2 else (64, 64)
             lines += [f"lop3.b32 ${out}, {source}, {mask}, {twice(base)}, 0xEA;"]
-            if higher in (1, 2):  # see `low_bit._high_shifts`
+            if higher in (1, 2):  # see `layouts._high_shifts`
                 place, start = 4 if out < 2 else 8, higher * (4 * (word % (4 // higher)) + out)
                 lines += [f"{'shl' if place > start else 'shr'}.b32 k, $5, {abs(place - start)};"]
                 kept = ((1 << higher) - 1) << place
@@ -55,14 +58,14 @@ def codes(layout: Layout) -> tuple[str, str, str, str]:
 
 @triton.jit
 def _twice(number):
-    """Pack a float32 number as two float16 in a word."""
+    """Round a float32 number to float16, and pack it twice in a word."""
     half = number.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     return (half << 16) | (half & 0xFFFF)
 
 
 @triton.jit
 def columns4(words, LANES: tl.constexpr):
-    """Split ``[lanes, 4]`` into its columns."""
+    """Split ``words [lanes, 4]`` into its four columns."""
     even, odd = tl.split(tl.reshape(words, [LANES, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -74,8 +77,10 @@ def load_row(
     levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Load each lane's group of a row: its words (with 8 bits those from the fifth on separately), its higher plane's
-    words, and its scales.
+    """Load the group of a row that each lane converts.
+
+    Returns: its words ``[lanes, 4]``; with 8 bits its words from the fifth on; its words of the higher plane; its
+    scales; the unit of its scales. Results that the layout does not have are placeholders.
     """
     at = row.to(tl.int64) * num_groups + group
     four = tl.arange(0, 4)[None, :]
@@ -103,8 +108,10 @@ def load_row(
 
 @triton.jit
 def row_factors(row, group, SCALES: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr):
-    """Return scales of a lane's first 16 weights and of the others, and its offset: ``[lanes]``, each twice in
-    float16.
+    """Return the factors of each lane's group, from the result of `load_row`.
+
+    Returns: the scale of the first 16 weights, the scale of the others, the offset. Each is ``[lanes]``, packed twice
+    as float16 and multiplied by `GROWTH`.
     """
     _, _, _, scales, unit = row
     offset = group
@@ -144,7 +151,10 @@ def eight_weights(
     row, factors, WORD: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr,
     TABLE: tl.constexpr, CODES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Return eight of a lane's weights: four words of two float16."""
+    """Return eight weights of each lane's group, those of nibble word WORD, as four words of two float16.
+
+    ``row`` is the result of `load_row`, ``factors`` that of `row_factors`.
+    """
     words, more, high, _, _ = row
     scale = factors[1] if WORD > 1 else factors[0]
     other = columns4(words, LANES)[WORD]

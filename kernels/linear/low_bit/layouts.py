@@ -1,8 +1,8 @@
 """Layouts of matrices of 4 to 8 bits per weight in memory, with their packing and dequantization.
 
 A row is divided into groups of 32 weights along the input. A weight is ``scale * (level - zero) + offset``; levels are
-integers, or FP8 numbers. `Layout` defines the source of scales, zeros and offsets. A layout has as many bits per
-weight as the stored formats it is for:
+integers, or FP8 numbers. `Layout` says where scales, zeros and offsets come from. A layout has as many bits per weight
+as the stored formats it is for:
 
 =========  ========================================================================  =====================
 layout     levels; scales                                                            stored formats
@@ -15,11 +15,11 @@ layout     levels; scales                                                       
 ``float``  levels of float8_e4m3fn; one scale per row                                FP8
 =========  ========================================================================  =====================
 
-Levels of up to 6 bits are stored in a plane of nibbles and a plane of the bits above them. A 32-bit word of nibbles has
-eight weights adjacent along the input, the first four in the low nibbles of its bytes and the next four in the high
-nibbles; a word of 8-bit levels has four. The four are in bytes 0, 2, 1, 3. One mask extracts four integers in bytes
-from a word. A mask and the exponent bits of 1,024 extract two adjacent weights as two float16. The higher plane has the
-same order, for shifts of whole words: see `_high_shifts`. FP8 levels are stored row by row.
+Levels of up to 6 bits are stored in two planes: one of nibbles, and a *higher plane* of the bits above them. A 32-bit
+word of nibbles has eight weights adjacent along the input, the first four in the low nibbles of its bytes and the next
+four in the high nibbles. A word of 8-bit levels has four weights. The four are in bytes 0, 2, 1, 3. One mask extracts
+four integers in bytes from a word. A mask and the exponent bits of 1,024 extract two adjacent weights as two float16.
+The higher plane has the same order, for shifts of whole words: see `_high_shifts`. FP8 levels are stored row by row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 GROUP = 32  # weights
-SUPER = 256  # weights that share a scale of scales
+SUPER = 256  # weights that share a scale of their groups' scales
 LARGEST_FP8 = 448.0  # of float8_e4m3fn
 # Weights that a CPU packs or dequantizes at a time: their float32 values stay in its cache, and are few enough that the
 # heap reuses their memory (`minillm.system.compact_heap`).
@@ -44,7 +44,7 @@ Scales = Literal["plain", "zeros", "offset", "super", "bytes", "float"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The storage layout of a low-bit matrix. Hashable, because kernels are compiled for it."""
+    """The storage layout of a low-bit matrix. It is hashable, because each layout has its own compiled kernels."""
 
     bits: int  # per level: 4, 5, 6 or 8
     scales: Scales
@@ -54,12 +54,12 @@ class Layout:
 
     @property
     def words_per_group(self) -> int:
-        """32-bit words per group in the first plane."""
+        """Number of 32-bit words per group in `LowBit.levels`."""
         return 8 if self.bits == 8 else 4
 
     @property
     def block(self) -> int:
-        """Weights of a row that must not be separated."""
+        """Number of adjacent weights of a row that sharding must keep together."""
         return SUPER if self.scales in ("super", "bytes") else max(self.group, GROUP)
 
 
@@ -70,7 +70,7 @@ IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89
 
 @dataclass(frozen=True)
 class LowBit:
-    """A low-bit matrix ``[out, in]``."""
+    """A low-bit matrix ``[out, in]``: its packed levels and scales."""
 
     layout: Layout
     shape: tuple[int, int]
@@ -81,9 +81,9 @@ class LowBit:
     # in / 256, 4] int32, see `pack_super`. ``bytes``: [out, in / group] int8. ``float``: [out, 1] float32.
     scales: Tensor
     units: Tensor | None = None  # ``bytes``: [out, in / 256] float16, the scales of the scales
-    # [in] int32, the column of x for each column, if groups are not adjacent in x; None for FP8
+    # [in] int32, the column of x that each column multiplies, if groups are not adjacent in x; None for FP8
     order: Tensor | None = None
-    # Measured tile sizes on this card, by `bucket`: see `kernels.linear.low_bit.tuning`.
+    # Tile sizes measured on this card, by `bucket` of tokens: see `kernels.linear.low_bit.tuning`.
     tiles: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -96,7 +96,7 @@ class LowBit:
         return sum(each.nbytes for each in (self.levels, self.high, self.scales, self.units) if each is not None)
 
     def rows(self, index: slice | Tensor) -> LowBit:
-        """Return the matrix of some rows."""
+        """Return the matrix of the rows that ``index`` selects."""
         taken = [None if each is None else each[index] for each in (self.levels, self.high, self.scales, self.units)]
         assert taken[0] is not None
         return replace(
@@ -106,18 +106,20 @@ class LowBit:
         )  # fmt: skip
 
 
-UNPACKED = ()  # the tile of a matmul that is fastest with a dequantized matrix
+UNPACKED = ()  # a tile that means: dequantize the matrix first, because that is faster
 
 
 def bucket(tokens: int) -> int:
-    """Return the largest number of tokens that shares its tile with ``tokens``; tensor cores take eight at a time."""
+    """Return the bucket of ``tokens``: the largest number of tokens with the same tile. Tensor cores take eight at a
+    time.
+    """
     return tokens if tokens <= 2 else max(8, 1 << (tokens - 1).bit_length())
 
 
 def concatenated(matrices: list[LowBit | None]) -> tuple[LowBit, ...]:
-    """Stack matrices by rows, merging adjacent ones of one layout.
+    """Stack matrices by rows. Adjacent matrices of one layout become one matrix.
 
-    Return an empty tuple if any is None, or if they read x in different orders.
+    Return an empty tuple if any matrix is None, or if they read the columns of x in different orders.
     """
     result: list[LowBit] = []
     for each in matrices:
@@ -137,7 +139,7 @@ def _have_one_order(first: LowBit, second: LowBit) -> bool:
 
 
 def rows_of(matrices: tuple[LowBit, ...], rows: slice) -> list[LowBit]:
-    """Return rows of matrices stacked by rows."""
+    """Return the given rows of ``matrices`` stacked by rows, as one matrix for each that has some of them."""
     found, start = [], 0
     for each in matrices:
         first, end = max(0, rows.start - start), min(each.shape[0], rows.stop - start)
@@ -148,7 +150,7 @@ def rows_of(matrices: tuple[LowBit, ...], rows: slice) -> list[LowBit]:
 
 
 def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
-    """Return the weights ``[out, in]`` float32 of matrices stacked by rows."""
+    """Return the dequantized weights ``[out, in]`` float32 of matrices stacked by rows."""
     result = torch.empty(sum(each.shape[0] for each in matrices), matrices[0].shape[1], device=matrices[0].device)
     start = 0
     for each in matrices:
@@ -161,7 +163,7 @@ def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
 
 
 def padded(matrix: LowBit, rows: int) -> LowBit:
-    """Pad the matrix with zeros to ``rows`` rows."""
+    """Append rows of zeros, so that the matrix has ``rows`` rows."""
     missing = rows - matrix.shape[0]
     if not missing:
         return matrix
@@ -183,7 +185,7 @@ def _stacked(first: LowBit, second: LowBit) -> LowBit:
 
 
 def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, generator: torch.Generator) -> LowBit:
-    """Return random levels, with scales that give the weights a mean of zero and about this standard deviation."""
+    """Return a matrix of random levels. Its scales give weights of mean zero and about the standard ``deviation``."""
     (out, width), device = shape, generator.device
 
     def random(low: int, high: int, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -213,11 +215,13 @@ def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, gene
     return LowBit(layout, shape, words, high, scales, units)
 
 
-_BYTES = (0, 16, 8, 24)  # shifts of four adjacent weights
+_BYTES = (0, 16, 8, 24)  # shifts of four adjacent weights in a word
 
 
 def unpack_levels(matrix: LowBit) -> Tensor:
-    """Return the levels ``[out, in]``, int32, before subtracting zeros; FP8 levels unchanged."""
+    """Return the levels ``[out, in]`` int32, from which zeros are not yet subtracted. FP8 levels are returned as they
+    are.
+    """
     out, width = matrix.shape
     if matrix.layout == FP8:
         return matrix.levels
@@ -238,8 +242,9 @@ def unpack_levels(matrix: LowBit) -> Tensor:
 
 
 def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """Pack ``levels [out, in]`` in planes: -128 to 127 with 8 bits, else 0 to ``2^bits - 1`` (or indices into the
-    table).
+    """Pack ``levels [out, in]``. Return the words of `LowBit.levels` and `LowBit.high`.
+
+    Levels are -128 to 127 with 8 bits, else 0 to ``2^bits - 1`` (also if they are indices into the table).
     """
     out, width = levels.shape
     shifts = torch.tensor(_BYTES, dtype=torch.int32, device=levels.device)
@@ -256,18 +261,19 @@ def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _high_shifts(bits: int, device: torch.device) -> Tensor:
-    """Return the shifts of a weight's ``bits`` above the nibble: ``[words that share one, half, weight]``.
+    """Return the shifts of weights in a word of the higher plane: ``[nibble words that share the word, half, weight]``.
 
-    Each 16-bit half has those of two bytes of a nibble word: first of their low nibbles, then of their high ones.
+    ``bits`` is the number of bits above the nibble. Each 16-bit half of the word has those of two bytes of a nibble
+    word: first of the low nibbles, then of the high nibbles.
     """
     word, half, at = (torch.arange(size, dtype=torch.int32, device=device) for size in (4 // bits, 2, 4))
     return 4 * bits * word[:, None, None] + 2 * bits * half[:, None] + bits * (at >> 1) + 16 * (at & 1)
 
 
 def pack_super(scales: Tensor, mins: Tensor, unit: Tensor, min_unit: Tensor) -> Tensor:
-    """Pack 6-bit ``scales`` and ``mins [out, supers, 8]`` and their float16 units in words ``[out, supers, 4]``.
+    """Pack 6-bit ``scales`` and ``mins [out, supers, 8]``, and their float16 units, into words ``[out, supers, 4]``.
 
-    Words: the scales' low 4 bits; the mins'; the high 2 bits of both; both units.
+    The words are: the low 4 bits of the scales; those of the mins; the high 2 bits of both; both units.
     """
     at = torch.arange(8, dtype=torch.int32, device=scales.device)
     scales, mins = scales.int(), mins.int()
@@ -279,7 +285,7 @@ def pack_super(scales: Tensor, mins: Tensor, unit: Tensor, min_unit: Tensor) -> 
 
 
 def in_eight_bits(weight: Tensor) -> LowBit:
-    """Quantize a matrix ``[out, in]`` to 8 bits in groups of 32, each with the scale of its largest weight."""
+    """Quantize a matrix ``[out, in]`` to 8 bits. Each group of 32 has one scale, from its largest weight."""
     out, width = weight.shape
     parts = [_in_eight_bits(rows) for rows in weight.split(max(1, _ROUNDED_AT_ONCE // max(1, width)))]
     words, scales = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -295,7 +301,10 @@ def _in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_fp8(weight: Tensor) -> LowBit:
-    """Quantize a matrix ``[out, in]`` to FP8 with a scale per row. A row with a NaN becomes NaN."""
+    """Quantize a matrix ``[out, in]`` to FP8.
+
+    Each row has one scale, from its largest weight; a NaN makes the row NaN.
+    """
     wide = weight.float()
     scales = wide.abs().amax(1, keepdim=True) / LARGEST_FP8
     levels = (wide / torch.where(scales == 0, 1.0, scales)).to(torch.float8_e4m3fn)
@@ -333,8 +342,9 @@ def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor,
 
 
 def dequantize(matrix: LowBit, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weights ``[out, in]`` in ``dtype``, in the order of x's columns; computed in the wider of it and
-    float32.
+    """Return the weights ``[out, in]`` in ``dtype``, with columns in the order of x.
+
+    They are computed in the wider of ``dtype`` and float32.
     """
     wide = torch.promote_types(dtype, torch.float32)
     scales, zeros, offsets = (each[..., None] for each in factors(matrix, wide))

@@ -1,13 +1,14 @@
 """Low-bit matmuls of dozens to a few hundred tokens: weights are converted to float16 in registers, for `tl.dot`.
 
-`_dot_kernel`: grid (rows of the matrix / ROWS, tokens / TOKENS, parts of the input). The tile of a turn is ROWS x 128
-weights, which are read once for each TOKENS tokens, times 128 x TOKENS activations. Both are loaded into shared memory
-as they are stored, several turns ahead. A thread converts from it the weights that ``wgmma`` expects, so converted
-weights are never written: lane 4r + t has row r of eight and four of each sixteen columns, two adjacent ones at 2t and
-two at 2t + 8. The assignment of columns is free if both operands agree: here lane t has group t of four, as in
-`low_bit_matmul`, and activations have that order. With a gate, the second eight of every sixteen rows are those of up.
+`_dot_kernel`: grid (rows of the matrix / ROWS, tokens / TOKENS, parts of the input). A turn of its loop multiplies a
+tile of ROWS x 128 weights, which are read once for each TOKENS tokens, by 128 x TOKENS activations. Both are loaded
+into shared memory as they are stored, several turns ahead. Each thread converts the weights that ``wgmma`` expects from
+it, so converted weights are never written. Lane 4r + t has row r of eight and four of each sixteen columns, two
+adjacent ones at 2t and two at 2t + 8. The assignment of columns is free if both operands agree: here lane t has group t
+of four, as in `few_tokens`, and activations have that order. With a gate, the second eight of every sixteen rows are
+those of up.
 
-If a matrix has few rows, several programs divide the input: they write sums in float32, and `_add_kernel`, grid
+If a matrix has few rows, several programs divide the input. They write sums in float32, and `_add_kernel`, grid
 (tokens, rows / COLUMNS), adds them in order.
 """
 
@@ -26,16 +27,16 @@ from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, row_facto
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit
 from minillm.kernels.linear.low_bit.planes import constants_of, planes_of
 
-# With fewer tokens `low_bit_matmul` is faster, with more cuBLAS. With 8 bits, gate and up of an 8B model and 256
-# tokens, cuBLAS including dequantization takes 195 us, and this kernel 199 and 231 with the tiles that fit.
+# With fewer tokens `few_tokens` is faster, with more cuBLAS. For gate and up of an 8B model in 8 bits and 256 tokens,
+# cuBLAS including dequantization takes 195 us, and this kernel 199 and 231 with the tiles that fit.
 _TOKENS, _TOKENS_OF_8_BITS = range(17, 257), range(17, 129)
-_PROGRAMS = 132  # of the largest tile at a time: an H200's multiprocessors
+_PROGRAMS = 132  # programs of the largest tile that run at a time: an H200's multiprocessors
 _COLUMNS = 1024
 
 
 @triton.jit
 def _load_small(ptr, at, BITS: tl.constexpr):
-    """Load elements of 8 or 16 bits as part of words, because smaller loads are not pipelined."""
+    """Load elements of 8 or 16 bits from the 32-bit words with them, because smaller loads are not pipelined."""
     SHARE: tl.constexpr = 32 // BITS
     words = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at // SHARE)
     return (words >> (at % SHARE * BITS)).to(tl.int8 if BITS == 8 else tl.int16)
@@ -46,7 +47,7 @@ def _load_groups(
     levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Load the same data as `low_bit_lanes.load_row`, by contiguous words."""
+    """Load the same as `low_bit.lanes.load_row`, but every element from 32-bit words."""
     at = row.to(tl.int64) * num_groups + group
     four = tl.arange(0, 4)[None, :]
     words_at = (levels_ptr + at * (8 if BITS == 8 else 4))[:, None] + four
@@ -78,7 +79,7 @@ def _load_groups(
 
 @triton.jit
 def joined(values, COUNT: tl.constexpr):
-    """Join a power of two of tensors ``[lanes]`` to one, ``[lanes, 2, 2, …]``, in order."""
+    """Join COUNT tensors ``[lanes]``, a power of two, to one tensor ``[lanes, 2, 2, …]``, in order."""
     HALF: tl.constexpr = COUNT // 2
     pairs = ()
     for i in tl.static_range(HALF):
@@ -91,7 +92,7 @@ def joined(values, COUNT: tl.constexpr):
 
 @triton.jit
 def unpacked(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
-    """Split pairs of 16-bit numbers ``[ROWS, COLUMNS / 2]`` into numbers ``[ROWS, COLUMNS]``."""
+    """Split words of two 16-bit numbers, ROWS x COLUMNS / 2 of them, into numbers ``[ROWS, COLUMNS]`` of dtype TYPE."""
     words = tl.reshape(words, [ROWS, COLUMNS // 2])
     first = (words & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
     second = (words >> 16).to(tl.int16).to(TYPE, bitcast=True)
@@ -103,7 +104,10 @@ def _weights(
     groups, group, BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     TABLE: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile ``[ROWS, 128]`` float16: rows in order, columns by word, pair, group and weight."""
+    """Convert the result of `_load_groups` to the tile of weights ``[ROWS, 128]`` float16.
+
+    Rows are in order. Columns are ordered by word, pair, group and weight, as in `HalfActivations.x` by tokens.
+    """
     factors = row_factors(groups, group, SCALES, GROUP, ROWS * 4)
     pairs = ()
     for word in tl.static_range(4):
@@ -189,13 +193,13 @@ def _add_kernel(
 
 
 class Tile(NamedTuple):
-    """The sizes of a program."""
+    """The work of a program of `_dot_kernel`."""
 
-    rows: int  # of the matrix, a multiple of 16 per warp
+    rows: int  # rows of the matrix: a multiple of 16 for each warp
     tokens: int
-    parts: int  # of the input, one program each; with a gate 1
-    warps: int  # in fours
-    stages: int  # turns that load ahead, and the current one
+    parts: int  # number of programs that divide the input; with a gate 1
+    warps: int  # a multiple of 4
+    stages: int  # turns in shared memory: the current one, and those loaded ahead
 
 
 def product(
@@ -208,7 +212,8 @@ def product(
     add: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Compute ``x @ matrix.T + bias``, written to ``out [tokens, out]``, which may have strided rows, or added to it.
+    """Compute ``x @ matrix.T + bias``. Write it to ``out [tokens, out]``, with rows of any stride, or with ``add`` add
+    it.
 
     ``x`` is in the order by tokens. ``gated``: the matrix is gate and up, and the result is ``silu(gate) * up``,
     ``[tokens, out / 2]``.
@@ -235,7 +240,7 @@ def product(
 
 
 def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
-    """Return whether this kernel is for this many tokens and the GPU has ``wgmma``: compute capability 9."""
+    """Return whether this kernel is fastest for x's number of tokens, and the GPU has ``wgmma`` (9.x)."""
     has_8_bits = any(matrix.layout.bits == 8 for matrix in matrices)
     if x.shape[0] not in (_TOKENS_OF_8_BITS if has_8_bits else _TOKENS) or x.dtype.itemsize != 2:
         return False
@@ -243,9 +248,9 @@ def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
 
 
 def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
-    """Choose more parts of the input for fewer rows, so that every multiprocessor has work; see `Tile`.
+    """Return the built-in tile, measured on an H200.
 
-    Measured on an H200.
+    For fewer rows, more programs divide the input, so that every multiprocessor has work.
     """
     if INTERPRETED.value:
         return Tile(64, 16, 1, 4, 2)
@@ -265,5 +270,5 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
 
 
 def parts_for(features: int, gated: bool) -> int:
-    """Return the parts of the input for a few tokens, depending only on the matrix."""
+    """Return how many programs divide the input if there are at most 128 tokens. It depends only on the matrix."""
     return 1 if gated or features >= 12288 else 4

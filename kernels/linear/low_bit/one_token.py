@@ -1,14 +1,14 @@
-"""Low-bit matrix-vector kernel for one or two tokens; norm, gating and addition are fused as in `matvec`.
+"""Low-bit matrix-vector kernel for one or two tokens; norm, gating and addition are fused as in `linear.matvec`.
 
 It computes sums of byte products (``dp4a``), so activations are first quantized to integers: 16 bits in groups of 32
 with one scale, as two planes of bytes. With 8 bits, as in llama.cpp, the next token's distribution differs by a KL
-divergence of 3e-3 on the default model; with 16 by 1e-7, at the cost of half as many instructions again.
+divergence of 3e-3 on the default model. With 16 it differs by 1e-7, at the cost of half as many instructions again.
 
-`_product_kernel`: as many programs as run at a time. Each quantizes x, keeps it in registers, and computes ROWS whole
-rows at a time; the next rows' weights load during the current multiplication, and the first rows' weights before the
-program waits for the previous kernel. Bytes: the matrix, once. Every program quantizes x again, which costs less than a
-separate launch as long as programs are few and large: on an H200 a layer of an 8B model in Q4_0 takes 44 us, and 52
-with separate quantization.
+`_product_kernel`: as many programs as run at a time. Each program quantizes x and keeps it in registers. It then
+computes ROWS whole rows at a time. The next rows' weights load during the current multiplication, and the first rows'
+weights before the program waits for the previous kernel. Bytes: the matrix, once. Every program quantizes x again,
+which costs less than a separate launch as long as programs are few and large: on an H200 a layer of an 8B model in Q4_0
+takes 44 us, and 52 with separate quantization.
 """
 
 # ruff: noqa: RUF005 (Triton cannot unpack tuples)
@@ -24,10 +24,10 @@ from minillm.kernels.linear.low_bit.planes import constants_of, dot4, level_byte
 Tile = tuple[int, int, int]  # rows and warps per program, and programs per multiprocessor
 
 MOST_TOKENS = 2
-_FEWEST = 32  # groups per tile: with 8 of them per warp, Triton 3.6 compiles wrong code
+_FEWEST = 32  # minimum groups per tile: with 8 of them per warp, Triton 3.6 compiles wrong code
 _ANY = 1 << 31
-# Tokens -> groups per row, up to a power of two -> maximum rows -> the tiles for 4 bits, for 4 with 6-bit scales, for 5
-# or 6, and for 8, on an H200 with a cold L2.
+# Tokens -> groups per row, rounded up to a power of two -> maximum rows -> four tiles: for 4 bits, for 4 bits with
+# 6-bit scales, for 5 or 6 bits, and for 8 bits. Measured on an H200 with a cold L2.
 TILES: dict[int, dict[int, dict[int, tuple[Tile, Tile, Tile, Tile]]]] = {
     1: {
         32: {_ANY: ((4, 1, 16), (4, 1, 16), (4, 1, 16), (4, 1, 12))},
@@ -65,11 +65,12 @@ _LARGEST = tl.constexpr(127 * 256 + 127)  # two signed bytes
 
 @triton.jit
 def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.constexpr):
-    """Quantize a token to integers, and return its sum of squares before the norm's weight.
+    """Quantize one token to integers. Also return its sum of squares, which RMSNorm needs.
 
-    A number is ``scale * (256 * coarse + fine)``. The result has words of four bytes in the order of levels (see
-    `low_bit.layouts`), for the first four of each eight and for the others, coarse and fine: four times ``[1, groups,
-    4]``. Then follow scales, and the sums of each half of the groups: three times ``[1, groups]`` float32.
+    A value is ``scale * (256 * coarse + fine)``; coarse and fine are signed bytes. The result begins with four tensors
+    of words ``[1, groups, 4]``, in the order of the matrix's levels (see `low_bit.layouts`). They are coarse for the
+    first four values of each eight and for the other four, then fine for both. Then follow three tensors ``[1,
+    groups]`` float32: the scale, and the sum of the values in each half of the group.
     """
     columns = (groups * 32)[:, None, None] + (tl.arange(0, 4) * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
     mask = (groups < num_groups)[:, None, None]
@@ -83,8 +84,8 @@ def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.cons
     # NaN and infinity cannot be quantized: they make the scale NaN.
     scale = tl.max(tl.max(tl.abs(x), 2), 1) / _LARGEST + 0.0 * tl.sum(tl.sum(x, 2), 1)
     inverse = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
-    # Adding 1.5 x 2^23 places an integer in a float's low bits. It is the 16-bit integer plus 128: its second byte is
-    # the coarse one, and its first is the fine one plus 128.
+    # Adding 1.5 x 2^23 places an integer in a float's low bits. 128 is added as well. The second byte of the sum is
+    # coarse, and its first byte is fine plus 128.
     level = (x * inverse[:, None, None] + 12583040.0).to(tl.int32, bitcast=True)
     even, odd = tl.split(tl.reshape(level, [x.shape[0], 4, 2, 2, 2]))
     first, second = tl.split((even & 0xFFFF) | (odd << 16))  # weights 0 and 1, 2 and 3
@@ -103,7 +104,11 @@ def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.cons
 def _tile_product(
     levels, factors, x, BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr
 ):
-    """Multiply whole rows with one token: ``[rows]``."""
+    """Return the dot products of whole rows with one token, ``[rows]`` float32.
+
+    ``levels`` and ``factors`` are the rows' weights from `load_levels` and `load_factors`, ``x`` is from
+    `_whole_numbers`.
+    """
     low, upper = level_bytes(levels[0], levels[1], levels[2], BITS, TABLE)
     first_scale, second_scale, zero, offset = factors
     coarse_x, coarse_y, fine_x, fine_y, scale, first_sum, second_sum = x
@@ -138,7 +143,7 @@ def _product_kernel(
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The rows of up, with a gate, follow those of gate.
+    # With a gate, the rows of up follow those of gate.
     all_rows = num_rows * (2 if GATED else 1)
     lanes, groups = tl.arange(0, ROWS), tl.arange(0, GROUPS)
     first_row = tl.program_id(0) * ROWS
@@ -213,14 +218,15 @@ def product(
     tile: tuple[int, ...] | None = None,
     part: int = 0,
 ) -> Tensor:
-    """Compute ``x @ matrix.T + bias``, written to ``out [tokens, out]``, which may have strided rows, or added to it.
+    """Compute ``x @ matrix.T + bias``. Write it to ``out [tokens, out]``, with rows of any stride, or with ``add`` add
+    it.
 
     Args:
         x: ``[tokens, in]``, at most `MOST_TOKENS`; rows may be strided.
         norm: weight and eps of an RMSNorm of x before the matmul.
         gated: the matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``.
         tile: rows and warps per program, and programs per multiprocessor.
-        part: the index of this matmul, from 1, among those of the same x that are launched one after another.
+        part: if several matmuls of the same x are launched one after another, the number of this one, from 1; else 0.
     """
     (tokens, columns), features = x.shape, matrix.shape[0]
     num_rows, groups = features // 2 if gated else features, columns // GROUP
@@ -239,7 +245,7 @@ def product(
 
 
 def tile_for(tokens: int, layout: Layout, groups: int, rows: int) -> Tile:
-    """Return the recorded tile; for a wider row, that of the widest."""
+    """Return the built-in tile from `TILES`. Rows wider than the widest measured ones use the tile of the widest."""
     if INTERPRETED.value:
         return 64, 4, 1
     by_groups = TILES[tokens]

@@ -1,4 +1,4 @@
-"""Shared parts of the kernels for low-bit matrices: levels and factors of a tile. See `low_bit.layouts`."""
+"""Load and unpack levels and scales of a tile of a low-bit matrix. `low_bit.layouts` defines the layouts."""
 
 import struct
 
@@ -16,18 +16,18 @@ _T0 = tl.constexpr(_TABLE[0])
 _T1 = tl.constexpr(_TABLE[1])
 _T2 = tl.constexpr(_TABLE[2])
 _T3 = tl.constexpr(_TABLE[3])
-_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four bytes
+_SIGNS = tl.constexpr(-0x7F7F7F80)  # the sign bits of four bytes
 
 
 @triton.jit
 def load_levels(levels_ptr, high_ptr, rows, groups, num_rows, num_groups, BITS: tl.constexpr):
-    """Load the inputs of `level_bytes`, with zeros outside.
+    """Load the packed levels of a tile of groups, for `level_bytes`. Groups outside the matrix get zeros.
 
-    These are words ``[rows, groups, 4]``, with 8 bits also those at odd indices, and the higher plane ``[rows, groups,
-    BITS - 4]``.
+    Returns: words ``[rows, groups, 4]``, with 8 bits only those at even indices; with 8 bits those at odd indices; the
+    words of the higher plane ``[rows, groups, BITS - 4]``. Results that the layout does not have are placeholders.
     """
     mask = ((rows < num_rows)[:, None] & (groups < num_groups)[None, :])[:, :, None]
-    group = (rows * num_groups)[:, None, None] + groups[None, :, None]  # below 2^31: see `low_bit.MOST_WORDS`
+    group = (rows * num_groups)[:, None, None] + groups[None, :, None]  # below 2^31
     WORDS: tl.constexpr = 8 if BITS == 8 else 4
     words = tl.load(
         levels_ptr + group * WORDS + tl.arange(0, WORDS)[None, None, :],
@@ -45,7 +45,10 @@ def load_levels(levels_ptr, high_ptr, rows, groups, num_rows, num_groups, BITS: 
 
 @triton.jit
 def look_up(nibbles):
-    """Look up the table's levels of four nibbles, each the low half of a byte."""
+    """Look up four nibbles in `IQ4_TABLE`.
+
+    Each is the low half of a byte of the word; so is its level in the result.
+    """
     result = nibbles * 0
     for byte in tl.static_range(4):
         at = (nibbles >> (8 * byte)) & 15
@@ -56,8 +59,9 @@ def look_up(nibbles):
 
 @triton.jit
 def level_bytes(words, odd, high, BITS: tl.constexpr, TABLE: tl.constexpr):
-    """Return levels of the first four weights of each eight and of the others: two ``[rows, groups, 4]`` of bytes in
-    words.
+    """Unpack the result of `load_levels` to levels in bytes, four in a word.
+
+    Returns two tensors ``[rows, groups, 4]``: the first four weights of every eight, and the other four.
     """
     if BITS == 8:
         low, upper = words ^ _SIGNS, odd ^ _SIGNS
@@ -82,7 +86,7 @@ def level_bytes(words, odd, high, BITS: tl.constexpr, TABLE: tl.constexpr):
 
 @triton.jit
 def pair(words):
-    """Split each word into its two float16 numbers."""
+    """Split each word into its two float16 numbers, as float32, the low one first."""
     first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return first, second
@@ -93,7 +97,10 @@ def load_factors(
     scales_ptr, units_ptr, rows, groups, num_rows, num_groups,
     SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Load scales of both halves, zeros and offsets of groups of 32: four tensors ``[rows, groups]`` float32."""
+    """Load the factors of groups of 32 weights: four tensors ``[rows, groups]`` float32.
+
+    They are the scale of the first 16 weights, the scale of the others, the zero, the offset.
+    """
     mask = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
     row = rows[:, None]
     each = groups[None, :]
@@ -137,9 +144,7 @@ def load_factors(
 
 @triton.jit
 def dot4(a, b, total):
-    """Add the dot product of four signed bytes per word of ``a`` and ``b`` to ``total``: ``dp4a``, or its plain
-    twin.
-    """
+    """Add the dot product of the four signed bytes in ``a`` and ``b`` to ``total``, with ``dp4a`` or its plain twin."""
     if INTERPRETED:
         for byte in tl.static_range(4):
             total += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
@@ -151,14 +156,14 @@ def dot4(a, b, total):
 
 
 def planes_of(matrix: LowBit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return levels, high bits, scales and units as kernel arguments, with a placeholder for missing ones."""
+    """Return the matrix as kernel arguments: levels, high bits, scales, units. Missing planes get a placeholder."""
     scales = matrix.scales.view(torch.int32) if matrix.layout.scales in ("zeros", "offset") else matrix.scales
     high = matrix.levels if matrix.high is None else matrix.high
     return matrix.levels, high, scales, scales if matrix.units is None else matrix.units
 
 
 def constants_of(matrix: LowBit) -> dict[str, object]:
-    """Return the compile-time constants of kernels."""
+    """Return the layout of the matrix as compile-time constants of kernels."""
     layout = matrix.layout
     return {
         "BITS": layout.bits,

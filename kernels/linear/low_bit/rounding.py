@@ -1,4 +1,4 @@
-"""Quantize to 4 or 8 bits in groups, searching for each group's best scale and offset."""
+"""Quantize to 4 or 8 bits in groups, with a search for each group's best scale and offset."""
 
 import torch
 from torch import Tensor
@@ -6,15 +6,15 @@ from torch import Tensor
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit, concatenated, pack_levels
 
 _AT_ONCE = 1 << 22  # weights
-# How many levels wider than a group each initial scale is: clipping the ends may allow finer levels between them.
+# Initial scales, as levels to add to a group's range: clipping its ends may allow finer levels between them.
 _WIDER = {4: tuple(0.2 * step - 0.9 for step in range(16)), 8: (0.0,)}
 
 
 def rounded(weight: Tensor, bits: int) -> LowBit:
     """Quantize ``weight [out, in]`` to 4 or 8 bits, on its device; ``in`` is a multiple of 32.
 
-    Groups of 32 have a scale and an offset in float16, the least-squares solution for their levels. Of several initial
-    scales, the one with the smallest error is used, as in llama.cpp's ``make_qkx2_quants``.
+    Groups of 32 have a scale and an offset in float16, the least-squares solution for their levels. Several initial
+    scales are tried, and the result with the smallest error is kept, as in llama.cpp's ``make_qkx2_quants``.
     """
     rows = max(1, _AT_ONCE // weight.shape[1])
     (whole,) = concatenated([_rounded(part, bits) for part in weight.split(rows)])
@@ -52,8 +52,9 @@ def _levels(groups: Tensor, scale: Tensor, offset: Tensor, top: int) -> Tensor:
 
 
 def _least_squares(groups: Tensor, levels: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least-squares scale and offset for ``levels``, or the given ones if all levels of a group are
-    equal.
+    """Return each group's least-squares scale and offset for its ``levels``.
+
+    A group of equal levels keeps the given scale and offset.
     """
     mean_level, mean = levels.mean(1, keepdim=True), groups.mean(1, keepdim=True)
     spread = (levels - mean_level).square().sum(1, keepdim=True)

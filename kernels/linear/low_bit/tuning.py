@@ -1,12 +1,11 @@
-"""Tune the tile sizes of low-bit matmuls on this card: candidates for each number of tokens, and their times.
+"""Tune the tile sizes of low-bit matmuls on this card: time candidates for each number of tokens.
 
-The built-in tiles of `low_bit_matvec` and `low_bit_matmul` were measured on an H200. Another card has another ratio of
-bandwidth to instructions, fewer registers and smaller caches. Therefore a few variations of the built-in tiles are
-timed there, and also a matmul that dequantizes the matrix first. Compiling takes most of the time, so the candidates
-share kernels: the number of programs per multiprocessor does not change the kernel, and 32 and 64 tokens share the
-tiles of 32.
+The built-in tiles of `one_token` and `few_tokens` were measured on an H200. Another card has another ratio of bandwidth
+to instructions, fewer registers and smaller caches. Therefore a few variations of the built-in tiles are timed there,
+and also a matmul that dequantizes the matrix first. Compiling takes most of the time, so the candidates share kernels:
+the number of programs per multiprocessor does not change the kernel, and 32 and 64 tokens share the tiles of 32.
 
-The measurement runs what a model runs, from 16-bit activations on, with the matrices of its layers in turn.
+The measurement runs the same matmuls as a model, from 16-bit activations on, with the matrices of its layers in turn.
 """
 
 import os
@@ -27,15 +26,15 @@ from minillm.kernels.linear.low_bit.layouts import GROUP, UNPACKED, Layout, LowB
 from minillm.kernels.timing import graph_microseconds
 
 Tile = tuple[int, ...]
-Place = Literal["norm", "gated", "add"]  # of a matrix: after a norm, after a norm with a gate, or before an addition
-Clock = Callable[[Callable[[int], object], int], float]  # microseconds of ``launch(i)``, for a number of i
-OnCount = Callable[[int, int], None]  # done, total
+Place = Literal["norm", "gated", "add"]  # a matmul after a norm, after a norm with a gate, or before an addition
+Clock = Callable[[Callable[[int], object], int], float]  # launch, number of launches -> microseconds per launch
+OnCount = Callable[[int, int], None]  # reports progress: done, total
 _UNFIT = (OutOfResources, PTXASError, torch.OutOfMemoryError)  # the tile is too large for this card
 
 
 @dataclass(frozen=True)
 class Product:
-    """A kind of matmul: a model's matrices of one layout, shape and place, which share their tiles."""
+    """A kind of matmul. All matrices of a model with this layout, shape and place share their tiles."""
 
     layout: Layout
     shape: tuple[int, int]
@@ -52,7 +51,7 @@ class Product:
 
 
 class Job(NamedTuple):
-    """A candidate tile of a matmul."""
+    """A candidate tile to measure for a kind of matmul and a number of tokens."""
 
     product: Product
     tokens: int  # a `bucket`
@@ -60,14 +59,14 @@ class Job(NamedTuple):
 
     @property
     def kernel(self) -> object:
-        """Equal for jobs that share a compiled kernel."""
+        """A key of the compiled kernel: jobs with equal keys share it."""
         product, is_matvec = self.product, self.tokens <= matvec.MOST_TOKENS
         cut = (self.tokens, self.tile[:2], triton.next_power_of_2(product.shape[1])) if is_matvec else self.tile
         return product.layout, product.place, cut
 
 
 class Timed(NamedTuple):
-    """The fastest tile of a matmul."""
+    """The fastest tile for a kind of matmul and a number of tokens."""
 
     product: Product
     tokens: int
@@ -76,12 +75,12 @@ class Timed(NamedTuple):
 
 
 def buckets(dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the numbers of tokens with tiles, for matmuls of ``dtype``."""
+    """Return the numbers of tokens to tune tiles for, if activations are of ``dtype``."""
     return (1, 2, 8, 16, 32, 64) if dtype.itemsize == 2 else (1, 2)
 
 
 def candidates(product: Product, tokens: int) -> list[Tile]:
-    """Return the tiles to measure, the H200's first."""
+    """Return the tiles to measure. The first is the built-in tile of the H200."""
     features, columns = product.shape
     if tokens <= matvec.MOST_TOKENS:
         groups = columns // GROUP
@@ -98,7 +97,7 @@ def candidates(product: Product, tokens: int) -> list[Tile]:
 
 
 def launcher(job: Job, matrices: Sequence[LowBit], dtype: torch.dtype) -> Callable[[int], Tensor]:
-    """Return a function that launches the job's matmul with matrix number i."""
+    """Return a function that launches the job's matmul with matrix i, modulo the number of matrices."""
     place, (features, columns) = job.product.place, job.product.shape
     cut = [(replace(each, tiles={job.tokens: job.tile}),) for each in matrices]
     x = torch.linspace(-1, 1, job.tokens * columns, device=matrices[0].device).view(-1, columns).to(dtype)
@@ -114,7 +113,10 @@ def launcher(job: Job, matrices: Sequence[LowBit], dtype: torch.dtype) -> Callab
 def prepared(
     products: Mapping[Product, Sequence[LowBit]], dtype: torch.dtype, on_count: OnCount = lambda done, total: None
 ) -> list[Job]:
-    """Compile all candidates that this card can run, in parallel; report the number of kernels."""
+    """Compile all candidates in parallel. Return the jobs that this card can run.
+
+    ``on_count`` is called with the number of compiled kernels and their total.
+    """
     jobs = [
         Job(each, tokens, tile) for each in products for tokens in buckets(dtype) for tile in candidates(each, tokens)
     ]
@@ -123,7 +125,7 @@ def prepared(
     def rehearse(job: Job) -> bool:
         matrix = products[job.product][0]
         if matrix.device.type == "cuda":
-            torch.cuda.set_device(matrix.device)  # of this thread
+            torch.cuda.set_device(matrix.device)  # for this thread
         try:
             with torch.inference_mode():
                 launcher(job, [matrix], dtype)(0)
@@ -147,8 +149,9 @@ def fastest(
     clock: Clock = graph_microseconds,
     on_count: OnCount = lambda done, total: None,
 ) -> Iterator[Timed]:
-    """Yield the fastest candidate of each matmul and number of tokens, once it is known; report the number of
-    candidates.
+    """Time all candidates. Yield the fastest one of each kind of matmul and number of tokens, as soon as it is known.
+
+    ``on_count`` is called with the number of timed candidates and their total.
     """
     jobs, done = list(jobs), 0
     rivals: dict[tuple[Product, int], list[Job]] = {}
@@ -165,7 +168,10 @@ def fastest(
 
 
 def _rotation(matrices: Sequence[LowBit]) -> list[LowBit]:
-    """Return enough matrices that each is read from memory in its turn, repeating those of a small model."""
+    """Return enough matrices to exceed the L2 cache, so that a timing loop reads each one from memory.
+
+    A small model has too few: its first matrix is copied.
+    """
     first, device = matrices[0], matrices[0].device
     cold = 2 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     count = min(64, max(4, -(-cold // first.nbytes)))
@@ -179,5 +185,5 @@ def measure(
     on_compiled: OnCount,
     on_timed: OnCount,
 ) -> Iterator[Timed]:
-    """Compile the candidates of all matmuls, and time them: see `prepared` and `fastest`."""
+    """Compile and time the candidates of all matmuls. Yield the fastest ones: see `prepared` and `fastest`."""
     yield from fastest(prepared(products, dtype, on_compiled), products, dtype, on_count=on_timed)

@@ -1,7 +1,7 @@
-"""Dequantize low-bit matrices, or rows of them, for embeddings and for cuBLAS.
+"""Dequantize low-bit matrices, or some of their rows, for embeddings and for cuBLAS.
 
-`_dequantize_kernel`: grid (rows / ROWS, groups / GROUPS); reads the matrix or the chosen rows, writes them dequantized.
-`_widen_kernel` does the same for FP8; its grid is (rows, columns / COLUMNS).
+`_dequantize_kernel`: grid (rows / ROWS, groups / GROUPS). It reads the whole matrix or some rows, and writes
+dequantized weights. `_widen_kernel` does the same for FP8; its grid is (rows, columns / COLUMNS).
 """
 
 import triton
@@ -15,8 +15,8 @@ from minillm.kernels.linear.low_bit.planes import constants_of, level_bytes, loa
 
 @triton.jit
 def _bytes(words):
-    """Return the four weights of each word of signed bytes, in the weights' order, float32: ``[rows, groups, 4, 2,
-    2]``.
+    """Convert the signed bytes of words ``[rows, groups, 4]`` to float32, ``[rows, groups, 4, 2, 2]``, in the weights'
+    order.
     """
     first = ((words << 24) >> 24).to(tl.float32)
     second = ((words << 16) >> 24).to(tl.float32)
@@ -27,7 +27,7 @@ def _bytes(words):
 
 @triton.jit
 def _weights(levels, factors, ROWS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr):
-    """Return the tile's weights ``[rows, groups * 32]`` in float32."""
+    """Dequantize the result of `load_levels` with that of `load_factors`: ``[rows, groups * 32]`` float32."""
     low, upper = level_bytes(levels[0], levels[1], levels[2], BITS, TABLE)
     first_scale, second_scale, zero, offset = factors
     zero, offset = zero[:, :, None, None, None], offset[:, :, None, None, None]
@@ -77,7 +77,7 @@ def _widen_kernel(
 
 
 def dequantize(matrix: LowBit, out: Tensor, index: Tensor | None = None) -> Tensor:
-    """Write the matrix's rows, or the rows ``index [rows]``, dequantized to ``out [rows, in]``, contiguous.
+    """Write dequantized rows to ``out [rows, in]``, which is contiguous: all rows, or rows ``index [rows]`` if given.
 
     Columns are in the matrix's own order.
     """
