@@ -49,10 +49,11 @@ def names_in(wheel: Path) -> set[str]:
 
 
 def sources() -> set[str]:
-    """The files of the packages, under the names that an environment has for them."""
+    """Return the files of the packages without the pages' pictures, under their names in an environment."""
     tracked = run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "minillm", *LINKS)
     found = set(tracked.split()) - {f"minillm/{name}" for name in LINKS}
-    return {name if name.startswith("minillm/") else f"minillm/{name}" for name in found if (ROOT / name).exists()}
+    files = {name for name in found if (ROOT / name).exists() and not name.endswith(".svg")}
+    return {name if name.startswith("minillm/") else f"minillm/{name}" for name in files}
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git says which files there are")
