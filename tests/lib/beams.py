@@ -16,7 +16,7 @@ EOS = 2
 
 
 def beam_models() -> tuple[Any, Any]:
-    """A model of transformers and ours of the same weights."""
+    """Return a transformers model, and a model of ours with the same weights."""
     theirs = hf_model(seed=3, vocab_size=97, max_position_embeddings=256).to(DEVICE)
     # End-of-sequence must come up now and then, or the end of searches is not tested.
     with torch.no_grad():

@@ -23,7 +23,7 @@ Tensors = dict[str, tuple[tuple[int, ...], str]]
 
 
 def q4_k_m(name: str, layer: int, layers: int) -> str:
-    """The types of llama.cpp's mixture of this name."""
+    """Return the tensor types of llama.cpp's mixture of this name."""
     more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     if "norm" in name:
         return "F32"
@@ -57,7 +57,7 @@ def num_bytes(shape: Iterable[int], kind: str) -> int:
 
 
 def forge_gguf(path: Path, shape: Shape, kinds: Any = q4_k_m) -> Path:
-    """A GGUF file with ``kinds(name, layer, layers)``, or one type for all matrices."""
+    """Write a GGUF file with types from ``kinds(name, layer, layers)``, or one type for all matrices."""
     metadata = {
         "block_count": shape.layers, "context_length": shape.context, "embedding_length": shape.hidden,
         "feed_forward_length": shape.intermediate, "attention.head_count": shape.heads,
@@ -110,7 +110,7 @@ def awq_tensors(shape: Shape) -> Tensors:
 
 
 def forge_hf(directory: Path, shape: Shape, tensors: Tensors, **config: Any) -> Path:
-    """A directory of Hugging Face's layout."""
+    """Write a directory in Hugging Face's layout."""
     directory.mkdir(parents=True, exist_ok=True)
     header, at = {}, 0
     for name, (sizes, kind) in tensors.items():

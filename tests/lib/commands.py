@@ -95,7 +95,7 @@ class Shell:
 
     @contextmanager
     def page(self) -> Iterator[Path]:
-        """A new directory to run a page's commands in. Its server ends with the page."""
+        """Yield a new directory to run a page's commands in. The page's server is stopped at the end."""
         self.directory, self.exported, self.url = self.home / "page", {}, ""
         self.directory.mkdir()
         for path in self.root.iterdir():
@@ -141,7 +141,7 @@ class Shell:
         return output
 
     def reachable(self, text: str) -> str:
-        """The text with the address of the page's server in place of port 8000."""
+        """Return the text with the address of the page's server in place of port 8000."""
         return (
             _ADDRESS.sub(lambda found: self.url.removeprefix("" if found[1] else "http://"), text) if self.url else text
         )

@@ -55,7 +55,7 @@ def engine_for(
     speculate: str = "off",
     draft: Llama | None = None,
 ) -> Engine:
-    """An engine of its own; ``on_device`` keeps the state of decoding sequences there (by default: on a GPU).
+    """Return a new engine. ``on_device`` keeps the state of decoding sequences on the device (by default: on a GPU).
 
     On the device, blocks that sequences share are always read once, unless ``sharing`` says otherwise. A
     ``draft`` model guesses.
@@ -85,7 +85,7 @@ def engine_for(
 
 
 def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], block_size: int = 4) -> Tensor:
-    """Logits of every position, ``[tokens, vocab]``, computed in ``chunks`` over a shuffled, NaN-filled pool."""
+    """Return the logits of every position, ``[tokens, vocab]``, computed in ``chunks`` over a shuffled pool of NaN."""
     num_blocks = 2 * (-(-len(token_ids) // block_size))
     kv_cache = model.new_kv_cache(num_blocks, block_size)
     for tensor in kv_cache.tensors:

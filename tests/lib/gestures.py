@@ -22,7 +22,7 @@ QUESTIONS = ["hello", "slow", "long", "hostile", "think", "never", "fail", "full
 
 
 def something(rng: random.Random) -> str:
-    """The keys of one gesture: a question, a command, a key, or a click."""
+    """Return the keys of one gesture: a question, a command, a key, or a click."""
     kind = rng.choices(["question", "command", "key", "mouse"], [25, 20, 45, 6])[0]
     if kind == "question":
         return rng.choice(QUESTIONS) + "\r"

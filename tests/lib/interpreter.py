@@ -88,7 +88,7 @@ def _keep_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def _see_what_is_equal(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Types are compared, promoted and broadcast for each operation; mostly they are the same."""
+    """Compare, promote and broadcast equal types without work. Most operations have equal types."""
     core, semantic, builder = interpreter.tl.core, interpreter.TritonSemantic, interpreter.InterpreterBuilder
     plain: Any = type(core.float32)
     unwrap, compare = core._unwrap_if_constexpr, plain.__eq__
@@ -199,7 +199,7 @@ def _call_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def _leave_out_what_nobody_reads(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Each sum or product of integers is computed again in 64 bits, for an assertion that is off unless one debugs."""
+    """Skip the second, 64-bit computation of integer sums and products. It is for an assertion in debug mode."""
     options = interpreter.interpreter_builder.options
     if not options.debug:
         patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))

@@ -35,7 +35,7 @@ long = 5000 if ON_GPU else 70
 
 
 def combined(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Every combination of some choices on a GPU. In the interpreter fewer: any two choices meet in one of them."""
+    """Return all combinations of choices on a GPU. In the interpreter, return fewer that have every pair of choices."""
     lists = [list(each) for each in choices]
     every = list(itertools.product(*(range(len(each)) for each in lists)))
     taken, met = (every, set[Any]()) if ON_GPU else ([], set[Any]())
@@ -108,7 +108,7 @@ def make_pool(
 
 
 def rounded(pages: Pages) -> Pages:
-    """The same contexts in 8 bits; a slot that held NaN has a NaN as its scale, and garbage."""
+    """Return the same contexts in 8 bits. A slot with NaN gets NaN as its scale, and garbage."""
     caches = []
     for cache in (pages.k, pages.v):
         levels, scales = reference.quantize_rows(cache)
@@ -120,7 +120,7 @@ def rounded(pages: Pages) -> Pages:
 
 
 def without_hidden(pages: Pages) -> Pages:
-    """The pages with NaN for the tokens in front of each sequence's window: attention of one query reads none."""
+    """Return the pages with NaN before each sequence's window. Attention of one query reads none of it."""
     if pages.window is None:
         return pages
     size, names = pages.k.shape[1], ("k", "v") if pages.k_scales is None else ("k_scales", "v_scales")
@@ -133,7 +133,7 @@ def without_hidden(pages: Pages) -> Pages:
 
 
 def parameters(rows: int, generator: torch.Generator) -> SamplingInputs:
-    """Random settings per row: greedy, plain, every cut alone and together."""
+    """Return random settings per row: greedy, plain, each filter alone, and all filters."""
 
     def some(probability: float) -> Tensor:
         return torch.rand(rows, generator=generator) < probability
@@ -148,7 +148,7 @@ def parameters(rows: int, generator: torch.Generator) -> SamplingInputs:
 
 
 def in_float64(pages: Pages) -> Pages:
-    """The same pages, for an exact result; of 8 bits the numbers that they stand for."""
+    """Return the same pages in float64, dequantized if they have 8 bits."""
     if pages.k_scales is None or pages.v_scales is None:
         return pages._replace(k=pages.k.double(), v=pages.v.double())
     return pages._replace(k_scales=pages.k_scales.double(), v_scales=pages.v_scales.double())

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 def some(layout: Layout, out: int, width: int, seed: int = 0) -> LowBit:
-    """Random levels; random scales of both signs, some of them zero."""
+    """Return a matrix of random levels, and random scales of both signs with some zeros."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(*size: int) -> Tensor:
@@ -58,7 +58,7 @@ def some(layout: Layout, out: int, width: int, seed: int = 0) -> LowBit:
 
 
 def columns(halves: HalfActivations) -> Tensor:
-    """The numbers ``[tokens, turns * 128]`` that the next product reads."""
+    """Return the numbers ``[tokens, turns * 128]`` that the next matmul reads."""
     eights, turns = halves.x.shape[:2]
     x = halves.x.permute(0, 3, 1, 4, 2, 5).reshape(eights * 8, turns * 128)
     tokens = halves.scales.shape[0]

@@ -30,7 +30,7 @@ def new_pool(num_blocks: int = 128, num_host_blocks: int = 32) -> Pool:
 
 
 def name(owner: str, index: int) -> str:
-    """The chat's name for a sequence."""
+    """Return the chat's name for a sequence."""
     return owner if owner in ("system prompt", "turn 1") or index < 0 else f"{owner} · {index + 1}"
 
 
@@ -66,7 +66,7 @@ LOG = [
 
 
 def picture(tables: list[TableView], log: list[LogEntry] | None = None) -> CacheChanged:
-    """All of a cache at once: these tables, and two cached blocks."""
+    """Return the event of a whole cache: these tables, and two cached blocks."""
     counts = CacheCounts(
         num_copies=7,
         num_evictions=1,
@@ -81,7 +81,7 @@ def picture(tables: list[TableView], log: list[LogEntry] | None = None) -> Cache
 
 
 def steps(num_steps: int) -> list[StepReport]:
-    """A prefill of two chunks, then decode steps, one of them with a swap."""
+    """Return the steps of a prefill in two chunks, then decode steps, one of them with a swap."""
     first = StepReport(1, 2, 512, 0, 0, 0, 0, 0.25, 0.2, 100.02)
     rest = [StepReport(n, 0, 0, 8, 0, 0, 0, 0.02, 0.015, 100 + 0.02 * n) for n in range(2, num_steps + 1)]
     rest[1:2] = [StepReport(3, 0, 0, 6, 1, 12, 4, 0.04, 0.01, 100.07)]
@@ -89,7 +89,7 @@ def steps(num_steps: int) -> list[StepReport]:
 
 
 def facts(block: int) -> BlockFacts:
-    """A block with hostile text among its tokens."""
+    """Return a block with hostile text among its tokens."""
     return BlockFacts(block, ["The", " quick", "\n", HOSTILE], 17, "16", 3.2)
 
 
@@ -132,7 +132,7 @@ class PanelApp(App[None]):
 async def panel_of(
     *pictures: CacheChanged, view: str = "pool", size: tuple[int, int] = WIDE, pool: Pool | None = None
 ) -> AsyncIterator[tuple[Pilot, MemoryPanel, Pool]]:
-    """A panel that has been told these pictures, of a pool of 128 blocks unless another is given."""
+    """Run a panel that has taken these events, with a pool of 128 blocks unless another is given."""
     app = PanelApp()
     pool = pool or new_pool()
     async with app.run_test(size=size) as pilot:

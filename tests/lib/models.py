@@ -79,7 +79,7 @@ def hf_model(seed: int = 0, kind: str = "Llama", **overrides: Any) -> Any:
 
 
 def ours(model: Any, *, max_positions: int | None = None, dtype: torch.dtype = torch.float32) -> Llama:
-    """The same weights in our model."""
+    """Return our model with the same weights."""
     config = ModelConfig.from_hf(model.config.to_dict())
     tensors = {
         name: tensor
@@ -134,7 +134,7 @@ def noisy(model: Any, noise: float, seed: int = 1) -> Llama:
 
 
 def write_tiny_model(directory: Path, *, max_positions: int = 512) -> Path:
-    """A chat model of a few thousand parameters, with a tokenizer and a chat template, as transformers saves them."""
+    """Write a chat model of a few thousand parameters, with tokenizer and chat template, as transformers does."""
     from lib.tokens import CHATML, byte_level
 
     byte_level(directory, template=CHATML)
@@ -156,7 +156,7 @@ def _with_weights(directory: Path, max_positions: int) -> Path:
 
 
 def default_model_of_transformers() -> Any:
-    """transformers on the downloaded default weights, float32."""
+    """Return the transformers model of the downloaded default weights, in float32."""
     import transformers
 
     from minillm.weights.files import find_downloaded

@@ -138,7 +138,7 @@ class PoolModel:
         del self.away[seq]
 
     def slots_of(self, table: BlockTable, start: int, stop: int) -> list[int]:
-        """The slots of tokens ``start … stop - 1``."""
+        """Return the slots of tokens ``start … stop - 1``."""
         return [table.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in range(start, stop)]
 
     def run_step(self) -> None:

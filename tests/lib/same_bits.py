@@ -60,7 +60,7 @@ def result_of(output: RequestOutput) -> Result:
 def run(
     shape: str, requests: list[tuple[list[int], Any]], *, alone: bool = False, preempted: bool = False, **config: Any
 ) -> list[Result]:
-    """The results of all requests at once, or of one after another; ``preempted``: some must be on the way."""
+    """Return the results of all requests at once, or of one after another. With ``preempted``, check that some were."""
     options: dict[str, Any] = {"load_format": "dummy", "max_model_len": 4096, "enable_tuning": False} | config
     llm = LLM(shape, deterministic=True, **options)
     prompts, params = [prompt for prompt, _ in requests], [each for _, each in requests]

@@ -9,7 +9,7 @@ WORD = {"type": "string", "maxLength": 6}
 
 
 def record(*optional: str, **properties: Any) -> dict[str, Any]:
-    """An object with these properties and no others; all are required but the ``optional`` ones."""
+    """Return the schema of an object with only these properties. All but the ``optional`` ones are required."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 

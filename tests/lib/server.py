@@ -33,7 +33,7 @@ class Server:
 
     @property
     def pids(self) -> list[int]:
-        """Its process and the engine's."""
+        """Return the process ids of the server and its engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [self.process.pid, *map(int, children)]
 
@@ -41,7 +41,7 @@ class Server:
         return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in self.pids)
 
     def figure(self, name: str) -> float:
-        """A figure of /metrics."""
+        """Return a value of /metrics."""
         text = httpx.get(f"{self.url}/metrics", headers={"authorization": "Bearer key-of-anna"}, timeout=60).text
         found = re.search(rf"^minillm_{name} ([\d.e+-]+)$", text, re.MULTILINE)
         assert found, text

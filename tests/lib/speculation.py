@@ -100,7 +100,7 @@ def assert_same(one: RequestOutput, other: RequestOutput) -> None:
 
 
 def assert_begins(part: RequestOutput, whole: RequestOutput) -> None:
-    """An answer that was aborted is a beginning of the whole one, or all of it.
+    """Check that an aborted answer is a prefix of the whole one, or all of it.
 
     Where it has failed as the whole one does, before it was aborted, either may have come further: see `facts`.
     """

@@ -35,21 +35,21 @@ MODES = {
 
 
 def children(process: int) -> list[int]:
-    """The ids of a process's children; none where it has ended."""
+    """Return the ids of a process's children; none if it has ended."""
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     return []
 
 
 def waited_for_processor(process: int) -> float:
-    """The seconds in which a process's first thread could have run, and another one ran; 0 where it has ended."""
+    """Return the seconds that a process's first thread was ready and did not run; 0 if it has ended."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def process_facts(process: int) -> str:
-    """A process's state, its processor time, and the kernel's function in which it sleeps."""
+    """Return a process's state, its processor time, and the kernel function in which it sleeps."""
     try:
         command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[-80:]
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -160,7 +160,7 @@ class Session:
         return f"the last was {shown!r}; {'; '.join(facts)}; it told:\n{told}"
 
     def modes_left_on(self) -> list[str]:
-        """The modes that were last switched on, and "raw" if the line discipline has changed."""
+        """Return the terminal modes that are still on, and "raw" if the line discipline has changed."""
         left = [name for name, (on, off) in MODES.items() if self.output.rfind(on) > self.output.rfind(off)]
         if termios.tcgetattr(self._slave)[:4] != self.before[:4]:
             left.append("raw")

@@ -37,7 +37,7 @@ CORPUS = [*TEXTS, *random_texts(300), "the quick brown fox jumps over the lazy d
 
 
 def byte_level(tmp_path: Path, *, split: str | None = None, template: str | None = None) -> Path:
-    """A byte-level BPE like Llama 3's or SmolLM's, trained on a few lines."""
+    """Return a byte-level BPE like Llama 3's or SmolLM's, trained on a few lines."""
     backend = tokenizers.Tokenizer(models.BPE(ignore_merges=split is not None))
     first: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated")] if split else [pre_tokenizers.Digits(True)]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -64,7 +64,7 @@ def byte_level(tmp_path: Path, *, split: str | None = None, template: str | None
 
 
 def sentencepiece(tmp_path: Path, template: str | None = None) -> Path:
-    """A BPE in SentencePiece's style, like those of Llama 2, TinyLlama and Mistral."""
+    """Return a BPE in SentencePiece's style, like Llama 2's, TinyLlama's and Mistral's."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
@@ -104,7 +104,7 @@ def saved(
 
 
 def metadata_of(directory: Path, pre: str) -> dict[str, Any]:
-    """The metadata that llama.cpp's converter would write for a byte-level tokenizer.json."""
+    """Return the metadata that llama.cpp's converter writes for a byte-level tokenizer.json."""
     state = json.loads((directory / "tokenizer.json").read_text())
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     vocabulary = sorted(backend.get_vocab(True).items(), key=lambda item: item[1])

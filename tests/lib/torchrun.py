@@ -14,7 +14,7 @@ def torchrun(*options: str, arguments: Iterable[str]) -> list[str]:
 
 
 def of_two_ranks(model: Path) -> tuple[list[str], str]:
-    """Arguments that complete a prompt by two ranks of ``model``, and the output of one rank."""
+    """Return arguments that complete a prompt with two ranks of ``model``, and the output of one rank."""
     llm = LLM(str(model), device="cpu", num_blocks=64)
     [expected] = llm.generate("one two", SamplingParams(temperature=0, max_tokens=9))
     arguments = ["generate", "one two", "--model", str(model), "--device", "cpu", "--num-blocks", "64"]

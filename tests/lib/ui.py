@@ -95,7 +95,7 @@ async def answered(pilot: Pilot[Any], before: Turn | None, seconds: float = 60) 
 
 
 def seen(pilot: Pilot[Any]) -> str:
-    """All text on the screen."""
+    """Return all text on the screen."""
     lines = pilot.app.screen._compositor.render_strips(pilot.app.size)
     return "\n".join("".join(segment.text for segment in strip) for strip in lines)
 
