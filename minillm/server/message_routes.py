@@ -158,12 +158,14 @@ def _add(found: list[dict[str, Any]], role: str, block: Mapping[str, Any], where
         text = f"Error: {text}" if block.get("is_error") else text
         found.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": text})
         return
+    if role == "system" and found and found[-1]["role"] != "system":
+        role = "user"  # many chat templates allow a system message only at the beginning
     if not found or found[-1]["role"] != role:
         found.append({"role": role, "content": []})
     message = found[-1]
     if kind == "text":
         text = _text(block, "text", where)
-        if role == "system" and text.startswith(_BILLING):
+        if text.startswith(_BILLING):
             text = text.partition("\n")[2]
         message["content"] += [text] if text else []
     elif kind == "thinking":

@@ -153,13 +153,14 @@ def test_a_conversation_with_results_is_the_same_as_that_of_a_chat(server: Serve
     result = {"type": "tool_result", "tool_use_id": "a1", "content": "Rain", "is_error": True}
     turn: Any = [
         {"role": "user", "content": "Hi"},
+        {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
         {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
         {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, call]},
         {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
     ]
     function = {"name": "weather", "arguments": '{"town": "Bern"}'}
     chat = [
-        {"role": "user", "content": "Hi\nWeather?"},
+        {"role": "user", "content": "Hi\nBe kind.\nWeather?"},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "a1", "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": "a1", "content": "Error: Rain"},
         {"role": "user", "content": "And?"},
