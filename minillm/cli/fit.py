@@ -145,7 +145,7 @@ def _draft(name: str) -> Sized:
 def _beside(draft: Sized, machine: Machine) -> Machine:
     """Return ``machine`` with less free memory: a draft model is loaded on it.
 
-    The draft model is loaded as by `minillm.loading.build.describe_draft`.
+    The draft model is loaded as by `minillm.loading.describe.describe_draft`.
     """
     in_8_bits = not machine.budget.on_gpu and machine.budget.element_size == 4
     own = replace(machine.budget.config, speculate="off", quantize=None, weights="int8" if in_8_bits else "stored")
@@ -185,7 +185,7 @@ def _this_gpu(config: EngineConfig, bandwidth: int | None) -> Machine:
     import_torch()
     import torch
 
-    from minillm.loading.build import choose_device, choose_dtype
+    from minillm.loading.device import choose_device, choose_dtype
     from minillm.loading.pool_size import budget_of
 
     device = choose_device(config)

@@ -1,4 +1,4 @@
-"""Build a runner from a model's name, on every rank: find and read the files, load the weights, allocate the pool."""
+"""Build a runner on every rank: load the weights, choose tiles, allocate the pool."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,22 +8,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from minillm.config import EngineConfig
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import UsageError
 from minillm.fit.budget import GRAPH_BYTES, Budget
 from minillm.fit.forms import Sized, shape_of
-from minillm.fit.weights import QUANTIZED, Weights, weights_in_memory
+from minillm.fit.weights import Weights
 from minillm.kernels import Costs
 from minillm.loading.compiling import with_compiled_layers
+from minillm.loading.describe import Description, Draft, describe_draft
+from minillm.loading.device import choose_dtype
 from minillm.loading.fits import check_fits
 from minillm.loading.pool_size import activation_bytes, budget_of, free_bytes, size_pool
 from minillm.loading.threads import Clocks, FreeCores, follows_free_cores
-from minillm.model.config import ModelConfig, ignored_settings
 from minillm.model.llama import Llama
-from minillm.model.loader import TensorSource, load_llama, parameter_shapes
-from minillm.model.random_tensors import RandomTensors
+from minillm.model.loader import TensorSource, load_llama
 from minillm.model.rounded_tensors import RoundedTensors
 from minillm.model.settle import bound_results, settle
-from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message, ignore_progress, size
@@ -32,26 +31,8 @@ from minillm.runner.device.state import decode_bytes
 from minillm.runner.runner import Runner
 from minillm.speculation.drafter import MOST_SEQS, Drafter
 from minillm.system import compact_heap
-from minillm.text.tokenizer import Tokenizer
-from minillm.weights.accepted import read_config
-from minillm.weights.checkpoint import open_checkpoint
-from minillm.weights.resolve import resolve
-from minillm.weights.stored import StoredTensor
 
-_ROUNDED = {"q4_0": "int4", "q8_0": "int8"}  # quantizations of random weights, as by --quantize
 _HARDLY_PAYS = 0.5  # of the time of a token, for a draft token
-
-
-@dataclass(frozen=True)
-class Description:
-    """A model before its weights are read."""
-
-    name: str
-    config: ModelConfig
-    tensors: tuple[StoredTensor, ...]  # as stored
-    open_source: Callable[[torch.device], TensorSource]
-    served_by: str
-    tokenizer: Tokenizer | None
 
 
 @dataclass(frozen=True)
@@ -62,111 +43,6 @@ class Limits:
     max_model_len: int
     num_host_blocks: int
     num_tokens: int  # of a step
-
-
-def describe(
-    name: str,
-    config: EngineConfig,
-    on_progress: OnProgress = ignore_progress,
-    on_message: OnMessage = ignore_message,
-) -> Description:
-    if config.load_format == "auto":
-        files = resolve(name, on_progress=on_progress, on_message=on_message)
-        checkpoint = open_checkpoint(files)
-        model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        if ignored := ignored_settings(checkpoint.generation_config):
-            on_message(f"generation_config.json: {', '.join(ignored)} not supported, so answers ignore it")
-        tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
-        stored = tuple(
-            StoredTensor(key, checkpoint.shape(key), checkpoint.stored_as(key)) for key in checkpoint.names()
-        )
-        return Description(name, model, stored, lambda device: checkpoint, files.source, tokenizer)
-    model, tokenizer = _without_weights(name, on_progress, on_message)
-    stored = tuple(StoredTensor(key, shape, "BF16") for key, shape in parameter_shapes(model))
-    form = config.load_format.partition(":")[2] or None
-
-    def random_tensors(device: torch.device) -> RandomTensors:
-        return RandomTensors(model, device, config.seed, form)
-
-    return Description(name, model, stored, random_tensors, "random weights", tokenizer)
-
-
-def _without_weights(name: str, on_progress: OnProgress, on_message: OnMessage) -> tuple[ModelConfig, Tokenizer | None]:
-    """Return the configuration, and the tokenizer or None, of a model with random weights.
-
-    A directory needs only its config.json.
-    """
-    if name in SHAPES:
-        return SHAPES[name], None
-    files = resolve(name, on_progress=on_progress, on_message=on_message)
-    if files.path.is_dir():
-        config = read_config(files.path)
-        return config, Tokenizer.load(files.path, config.vocab_size)
-    checkpoint = open_checkpoint(files)
-    config = ModelConfig.from_hf(checkpoint.config)
-    return config, Tokenizer.load(checkpoint.tokenizer_source, config.vocab_size)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A draft model before its weights are read, with its load options."""
-
-    description: Description
-    config: EngineConfig
-
-    def beside(self, budget: Budget) -> Budget:
-        """Return the budget that remains for the main model."""
-        layout = replace(budget, config=self.config).layout()
-        return budget.beside(weights_in_memory(self.description.tensors, layout), shape_of(self.description.config))
-
-
-def describe_draft(
-    model: Description,
-    config: EngineConfig,
-    device: torch.device,
-    on_progress: OnProgress = ignore_progress,
-    on_message: OnMessage = ignore_message,
-) -> Draft | None:
-    """Describe the draft model that ``config.speculate`` names, or return None.
-
-    Raises:
-        MinillmError: there is no such model, or its tokens are not those of this one.
-    """
-    if config.draft is None:
-        return None
-    random, (name, _, kind) = config.load_format != "auto", config.draft.rpartition(":")
-    kind = _ROUNDED.get(kind, kind) if random else kind
-    if kind not in QUANTIZED:
-        name, kind = config.draft, ""
-    own = replace(
-        config, speculate="off", quantize=None, weights="stored", load_format="dummy" if random else "auto",
-        deterministic=False,  # draft tokens never change the output
-    )  # fmt: skip
-    if device.type == "cuda":
-        own = replace(own, quantize=kind or None)
-    elif kind in ("", "int8") and choose_dtype(config, device) == torch.float32:
-        own = replace(own, weights="int8")  # draft tokens need not be exact
-    elif kind:
-        raise UsageError(f"speculate {config.draft}: {kind} needs a GPU; on a CPU drafts of float32 models are int8")
-    try:
-        draft = describe(name, own, on_progress, on_message)
-    except MinillmError as error:
-        raise type(error)(f"speculate must be off, lookup or a model: {error}") from None
-    if problem := _unfit(draft, model):
-        raise UsageError(f"speculate {config.draft}: it cannot draft for {model.name}: {problem}")
-    return Draft(draft, own)
-
-
-def _unfit(draft: Description, model: Description) -> str | None:
-    """Return why one model cannot draft for another, or None."""
-    if draft.config.num_parameters > model.config.num_parameters:
-        sizes = [f"{each.config.num_parameters / 1e6:,.0f} million" for each in (draft, model)]
-        return f"it is the larger one, {sizes[0]} parameters and {sizes[1]}; name a smaller or a quantized model"
-    if draft.tokenizer is None or model.tokenizer is None:
-        same = draft.tokenizer is model.tokenizer and draft.config.vocab_size == model.config.vocab_size
-        return None if same else "it is unknown whether their tokens are the same"
-    difference = model.tokenizer.difference(draft.tokenizer)
-    return difference and f"their tokens differ: {difference}"
 
 
 def load_weights(
@@ -420,37 +296,3 @@ def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(rehearse, runner.rehearsals()))
     torch.cuda.synchronize(model.device)
-
-
-def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
-    """Return the device that ``config`` selects; without a GPU number, the GPU of this process's local rank.
-
-    Raises:
-        UsageError: the requested GPU does not exist.
-    """
-    if config.device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        if config.device == "auto":
-            return torch.device("cpu")
-        built = torch.version.cuda
-        reason = f"torch {torch.__version__} was built without CUDA" if built is None else "torch finds no CUDA GPU"
-        raise UsageError(f"device {config.device}: {reason}; use --device cpu, or install a CUDA build of torch")
-    device = torch.device("cuda" if config.device == "auto" else config.device)
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        raise UsageError(f"device {config.device}: this machine has {torch.cuda.device_count()} GPUs")
-    if device.index is None and local_rank >= torch.cuda.device_count():
-        raise UsageError(
-            f"rank {local_rank} needs GPU {local_rank}, but this machine has {torch.cuda.device_count()}; "
-            "start fewer ranks (tensor_parallel_size, or torchrun's --nproc-per-node)"
-        )
-    return torch.device("cuda", local_rank if device.index is None else device.index)
-
-
-def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype that ``config`` selects for ``device``."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    if device.type == "cpu":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

@@ -20,7 +20,9 @@ from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError, memory_errors
 from minillm.fit.budget import Budget
 from minillm.loading.bandwidth import known_rate
-from minillm.loading.build import Description, Limits, build_runner, choose_device, choose_dtype, describe
+from minillm.loading.build import Limits, build_runner
+from minillm.loading.describe import Description, describe
+from minillm.loading.device import choose_device, choose_dtype
 from minillm.loading.fits import choose_form
 from minillm.loading.pool_size import budget_of
 from minillm.loading.rank import follow

@@ -15,7 +15,9 @@ from torch.distributed import PrefixStore, Store
 
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, memory_errors
-from minillm.loading.build import build_runner, choose_device, describe
+from minillm.loading.build import build_runner
+from minillm.loading.describe import describe
+from minillm.loading.device import choose_device
 from minillm.parallel.channel import Follower
 from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import connect, open_store

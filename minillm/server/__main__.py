@@ -47,7 +47,7 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     began = time.monotonic()
     from minillm.config import EngineConfig
     from minillm.engine.driver import Driver
-    from minillm.loading.build import choose_device
+    from minillm.loading.device import choose_device
     from minillm.loading.engine import best_form, load_engine
     from minillm.loading.gpu_stacks import keep_small
     from minillm.server.calls import CallReader

@@ -61,7 +61,7 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     send(Loading(Progress("starting", 0, None, "")))
     from minillm.config import EngineConfig
     from minillm.loading.bandwidth import known_rate
-    from minillm.loading.build import choose_device
+    from minillm.loading.device import choose_device
     from minillm.loading.engine import best_form, chat_options, load_engine
     from minillm.loading.gpu_stacks import keep_small
     from minillm.service.conversations import Conversations
