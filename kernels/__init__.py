@@ -28,6 +28,7 @@ from minillm.kernels.arguments import (
 )
 from minillm.kernels.attention.plan import AttentionShape, Costs, Plan, WorkList, plan_attention
 from minillm.kernels.cpu import HostPlan, Rows
+from minillm.kernels.decode_state import reference as decode_state
 from minillm.kernels.linear.low_bit.layouts import FP8, LowBit, dequantize
 
 if torch.cuda.is_available():  # Triton is imported only if a GPU can run it
@@ -67,12 +68,12 @@ sample = _op(reference.sample)
 sample_with_logprobs = _op(reference.sample_with_logprobs)
 log_probabilities = _op(reference.log_probabilities)
 top_log_probabilities = _op(reference.top_log_probabilities)
-begin_decode = _op(reference.begin_decode)
-penalize = _op(reference.penalize)
+begin_decode = _op(decode_state.begin_decode)
+penalize = _op(decode_state.penalize)
 mask_logits = _op(reference.mask_logits)
-end_decode = _op(reference.end_decode)
-choose_beams = _op(reference.choose_beams)
-fork_rows = _op(reference.fork_rows)
+end_decode = _op(decode_state.end_decode)
+choose_beams = _op(decode_state.choose_beams)
+fork_rows = _op(decode_state.fork_rows)
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:

@@ -460,10 +460,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          BUDGET + "test_the_step_that_is_measured_unpacks_as_much_as_any"),
     ],
     "minillm/runner/penalties.py": [
-        ("prompt-pays-for-its-tokens", "_penalize", "output_token_ids", "token_ids", PENALTIES),
-        ("answer-alone-pays-for-repetition", "_penalize", "Assign 2.value",
-         "torch.tensor(sequence.output_token_ids or [0], device=device).unique()", PENALTIES),
-        ("penalty-as-a-reward", "_penalize", "BinOp 1", "$left / $right", PENALTIES),
+        ("prompt-pays-for-its-tokens", "_penalize", "Subscript 3", "$value", PENALTIES),
+        ("answer-alone-pays-for-repetition", "_penalize", "IfExp 0", "$body", PENALTIES),
         ("processor-is-not-heard", "_run", "Expr 1", "pass", PROCESSORS),
         ("impossible-draw", "note_empty", "Assign 1", "pass", PROCESSORS),
         ("processor-without-bounds", "run_processors", "If 1.test", "False",
@@ -617,7 +615,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "cpu/test_cpu_sampling.py"),
         ("reference-seed-ignored", "uniform", "BinOp 1", "0 * $left + $right",
          ENGINE + "test_samples_share_the_prompt_and_differ"),
-        ("reference-prompt-pays", "penalize", "BinOp 1", "$left", KERNELS + "decode_state/test_decode_rows.py"),
+    ],
+    "kernels/decode_state/reference.py": [
+        ("reference-prompt-pays", "penalize", "BinOp 0", "$left", KERNELS + "decode_state/test_decode_rows.py"),
+        ("penalty-as-a-reward", "penalized", "BinOp 1", "$left / $right", PENALTIES),
     ],
     "kernels/cpu/attention.py": [
         ("kv8-cpu-scales-in-front-of-the-window", "_sequence_scales", "Subscript 2", "$value[:, :span.length]",

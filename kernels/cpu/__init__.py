@@ -12,14 +12,5 @@ from minillm.kernels.cpu.attention import (
 from minillm.kernels.cpu.linear import PackedLinear, float16_scales, packed_linear, rms_norm, silu_mul
 from minillm.kernels.cpu.low_bit import Rows, packed_int4, packed_int8
 from minillm.kernels.cpu.sampling import mask_logits, sample, sample_with_logprobs, top_log_probabilities
-from minillm.kernels.reference import (
-    begin_decode,
-    block_copy,
-    choose_beams,
-    end_decode,
-    fork_rows,
-    gather_blocks,
-    log_probabilities,
-    penalize,
-    scatter_blocks,
-)
+from minillm.kernels.decode_state.reference import begin_decode, choose_beams, end_decode, fork_rows, penalize
+from minillm.kernels.reference import block_copy, gather_blocks, log_probabilities, scatter_blocks

@@ -192,7 +192,7 @@ class Beams:
         group.sequences = [sequence for sequence, _, _ in grown]
 
     def _follow_rows(self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]) -> None:
-        """Replace the sequences as the device replaced their rows: see `minillm.kernels.reference.choose_beams`."""
+        """Replace the sequences as the device replaced their rows, by `kernels.choose_beams`."""
         [choice], [chosen], preemption = choices, survivors, self.requests.scheduler.preemption
         if len(chosen) < len(group.sequences):
             group.error = NO_TOKEN

@@ -5,6 +5,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
+from minillm.kernels.decode_state.reference import penalized
 from minillm.params import LogitsProcessor
 from minillm.runner.masks import Masks, masks_of, needs_mask
 from minillm.sequence import Sequence, SequenceGroup
@@ -68,13 +69,12 @@ def _penalize(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sequence.token_ids, device=device).unique()
-        values, penalty = logits[seen], params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if (params.frequency_penalty or params.presence_penalty) and sequence.num_output_tokens:
-        ids, counts = torch.tensor(sequence.output_token_ids, device=device).unique(return_counts=True)
-        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    tokens = sequence.output_token_ids if penalties[0] == 1.0 else sequence.token_ids
+    if params.has_penalties and tokens:
+        ids, places = torch.tensor(tokens, device=device).unique(return_inverse=True)
+        generated = places[len(tokens) - sequence.num_output_tokens :].bincount(minlength=len(ids))
+        logits[ids] = penalized(logits[ids], generated, *penalties)
 
 
 def _run(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) -> str | None:

@@ -61,7 +61,7 @@ class DeviceState:
     Attributes:
         words: ``[max_num_seqs, words]`` int32, a row for each sequence: `minillm.kernels.Field`.
         rows: ``[capacity]`` int32, the rows of the step's sequences, -1 for padding; ``size`` of them are used.
-        counts: ``[max_num_seqs, vocab]`` int32, how often each token occurred: `kernels.reference.penalize`.
+        counts: ``[max_num_seqs, vocab]`` int32, counts of tokens: `kernels.decode_state.reference.penalize`.
         logits: ``[capacity, vocab]`` in the model's dtype.
         books: the CPU's record of the rows.
     """

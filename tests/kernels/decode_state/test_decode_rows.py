@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lib.kernels import DEVICE, DTYPES, ON_GPU, randn, relative_error
-from minillm.kernels import DecodeInputs, Field, reference
+from minillm.kernels import DecodeInputs, Field
+from minillm.kernels.decode_state import reference
 
 pytest.importorskip("triton")
 from minillm.kernels.decode_state import decode as decode_rows
