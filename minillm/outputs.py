@@ -40,6 +40,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     score: float | None = None  # of a beam: its log-probability over its length to the power of length_penalty
+    reasoning_tokens: int = 0  # between the tags around the model's reasoning, forced ones excluded
 
 
 @dataclass

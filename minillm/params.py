@@ -161,6 +161,12 @@ class _Params:
         None, grammar_of, cli=False, help="constrain the answer: Grammar.json(schema), .regex, .choice or .lark"
     )
 
+    max_reasoning_tokens: int | None = integer(
+        None, 0, MAX_TOKENS,
+        help="end the model's reasoning (<think>) after N tokens: a closing sentence and the end tag are forced, and "
+        "the answer follows. They do not count; 0 answers at once. A grammar applies to the answer alone",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.max_tokens and self.prompt_logprobs is None:

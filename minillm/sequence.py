@@ -21,6 +21,7 @@ from minillm.outputs import (
 )
 from minillm.params import Params
 from minillm.prompt_scores import PromptScores
+from minillm.text.reasoning_budget import Thought
 from minillm.text.stop import OutputText
 
 
@@ -38,6 +39,7 @@ class Sequence:
     table: BlockTable | None = None  # None while it holds no block
     text: OutputText | None = None  # of the output; None without a tokenizer, or if text is only made at the end
     matcher: Matcher | None = None  # the sequence's state in the request's grammar, if there is one
+    thought: Thought | None = None  # the sequence's reasoning, if the request limits that
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -56,6 +58,10 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def reasons_with(self, token_id: int) -> bool:
+        """Return whether ``token_id`` as its next token belongs to its reasoning, not to the answer."""
+        return self.thought is not None and self.thought.covers(self.token_ids, token_id)
 
     @property
     def own_table(self) -> BlockTable:

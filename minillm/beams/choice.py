@@ -76,7 +76,8 @@ class Choice:
         key = candidate.beam, candidate.token_id
         if key not in self.matchers:
             self.matchers[key] = after = before.copy()
-            after.advance(candidate.token_id, ends=candidate.token_id in self.end_ids)
+            if not self.beams[candidate.beam].reasons_with(candidate.token_id):
+                after.advance(candidate.token_id, ends=candidate.token_id in self.end_ids)
             self.group.error = self.group.error or after.error
         return self.matchers[key]
 

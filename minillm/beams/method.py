@@ -45,8 +45,10 @@ class Beams:
         if params.stop and tokenizer is not None:
             detokenizer = tokenizer.detokenizer(group.sequences[0].token_ids)
             group.sequences[0].text = OutputText(detokenizer, tuple(params.stop), params.min_tokens)
-        # Diversity penalties, stop strings, log-probabilities and ``hold`` need the CPU at each step.
+        # Diversity penalties, stop strings, log-probabilities, ``hold`` and a limit on reasoning need the CPU at each
+        # step.
         hosted = count > 1 or group.sequences[0].text is not None or params.logprobs is not None or group.hold
+        hosted = hosted or params.max_reasoning_tokens is not None
         if self._device is not None and not hosted:
             search = Search(width, group.state.searches[0].num_candidates(len(group.end_ids)), group.end_ids)
             group.state.search = DeviceSearch(search) if search.fits(self.requests.vocab_size) else None

@@ -4,17 +4,19 @@ import itertools
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.grammars import Grammars
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import MinillmError, UsageError, as_known
-from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
+from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, RequestOutput
 from minillm.params import Params
 from minillm.prompt_scores import PromptScores
 from minillm.runner.masks import bits_of
 from minillm.sequence import Method, Sequence, SequenceGroup, Stage
+from minillm.text.reasoning_budget import ReasoningTags, Thought, count_reasoning
 from minillm.text.tokenizer import Tokenizer
 
 
@@ -75,12 +77,13 @@ class Requests:
         bad_words = bad_word_ids(params, self.tokenizer)
         check_ids(params, bad_words, self.vocab_size)
         allowed, matcher = params.allowed_token_ids, self.grammars.matcher(params)
+        thought = self._thought(params, token_ids)
         group = SequenceGroup(
             request_id=request_id,
             params=params,
             method=method,
             max_tokens=min(params.max_tokens, self.max_model_len - len(token_ids)),
-            sequences=[Sequence(self.new_seq_id(), list(token_ids), len(token_ids), matcher=matcher)],
+            sequences=[Sequence(self.new_seq_id(), list(token_ids), len(token_ids), matcher=matcher, thought=thought)],
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stage=Stage.SPLIT if params.num_sequences == 1 else Stage.PROMPT,
             prompt=request.prompt,
@@ -105,6 +108,21 @@ class Requests:
         self.groups[request_id] = group
         return group
 
+    @cached_property
+    def reasoning_tags(self) -> ReasoningTags | None:
+        """The tags around the model's reasoning, None if it has none."""
+        return None if self.tokenizer is None else ReasoningTags.of(self.tokenizer)
+
+    def _thought(self, params: Params, token_ids: SequenceOf[int]) -> Thought | None:
+        """Return the position in the reasoning at the end of a prompt; None without a limit. Raises UsageError."""
+        limit, tags = params.max_reasoning_tokens, self.reasoning_tags
+        if limit is None:
+            return None
+        if tags is None:
+            raise UsageError("max_reasoning_tokens: this model has no <think> and </think> tags; leave it out")
+        is_open = tags.is_open(token_ids, self.eos_token_ids)
+        return Thought(tags, limit, is_open=is_open, first=len(token_ids), has_grammar=params.grammar is not None)
+
     def salt_for(self, num_prompt_tokens: int, salt: str | None) -> str | None:
         """Return the salt of a prompt's blocks. If K depends on the prompt's length, the salt names that length."""
         if self.longest_plain_prompt is None or num_prompt_tokens <= self.longest_plain_prompt:
@@ -119,6 +137,7 @@ class Requests:
         child = Sequence(self.new_seq_id(), parent.token_ids[:num_tokens], parent.num_prompt_tokens)
         child.num_computed = min(num_tokens, parent.num_computed)
         child.table = self.scheduler.cache.fork(parent.own_table, child.seq_id, child.num_computed)
+        child.thought = None if parent.thought is None else parent.thought.copy()
         return child
 
     def fork_prompt(self, group: SequenceGroup, leader: Sequence) -> None:
@@ -144,7 +163,7 @@ class Requests:
     def advance(self, group: SequenceGroup, sequence: Sequence, token_id: int) -> bool:
         """Advance a sequence's grammar, if any, by ``token_id``. Return False if the group now has an error."""
         matcher = sequence.matcher
-        if matcher is not None:
+        if matcher is not None and not sequence.reasons_with(token_id):
             matcher.advance(token_id, ends=token_id in group.end_ids)
             group.error = group.error or matcher.error
         return group.error is None
@@ -177,6 +196,15 @@ class Requests:
             del self.groups[group.request_id]
             self.finished[group.request_id] = group
 
+    def _with_reasoning(self, group: SequenceGroup, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
+        """Return the outputs with their ``reasoning_tokens``."""
+        if (tags := self.reasoning_tags) is None:
+            return outputs
+        limit, prompt = group.params.max_reasoning_tokens, group.sequences[0].token_ids[: group.num_prompt_tokens]
+        is_open = tags.is_open(prompt if limit is not None else prompt[-8:], self.eos_token_ids)
+        counts = [count_reasoning(tags, each.token_ids, is_open=is_open, limit=limit) for each in outputs]
+        return [replace(each, reasoning_tokens=count) for each, count in zip(outputs, counts, strict=True)]
+
     def take(self, request_id: str) -> RequestOutput:
         """Return the output of a finished request, and forget the request."""
         return self.output_of(self.finished.pop(request_id))
@@ -184,7 +212,7 @@ class Requests:
     def output_of(self, group: SequenceGroup) -> RequestOutput:
         """Return everything that a group has generated so far."""
         try:
-            outputs = group.method.outputs(group)
+            outputs = self._with_reasoning(group, group.method.outputs(group))
         except Exception as error:
             outputs, group.error = [], group.error or str(as_known(error))
             for sequence in group.sequences:

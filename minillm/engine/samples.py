@@ -60,6 +60,7 @@ class Samples:
             other.seed = mixed - (1 << 64) if mixed >> 63 else mixed
             other.text = None if leader.text is None else leader.text.copy()
             other.matcher = None if leader.matcher is None else self.requests.grammars.matcher(group.params)
+            other.thought = None if leader.thought is None else leader.thought.copy()
             group.sequences.append(other)
         self.requests.fork_prompt(group, leader)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minillm import kernels
+from minillm.grammar.matcher import Matcher
 from minillm.runner.to_device import to_device
 from minillm.sequence import Sequence, SequenceGroup
 
@@ -25,11 +26,13 @@ class Masks:
         words: ``[masks, vocab // 32 + 1]`` int32 on the CPU, one mask for each of ``rows``. Bit ``i % 32`` of word
             ``i // 32`` is set if token ``i`` is allowed.
         empty: the rows of logits in which a request's parameters, with its grammar if any, allow no token.
+        forced: the tokens that end reasoning at its limit, by row. No other token is allowed in these rows.
     """
 
     rows: list[int]
     words: Tensor
     empty: list[int]
+    forced: dict[int, int] = field(default_factory=dict)
 
     def apply(self, logits: Tensor) -> None:
         """Set the ``[n, vocab]`` logits of tokens that are not allowed to -inf, in place. Rows without a mask stay."""
@@ -55,40 +58,63 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
     needing = [(row, *pair) for row, pair in enumerate(sequences) if needs_mask(*pair)]
     if not needing:
         return Masks([], torch.empty(0, 0, dtype=torch.int32), [])
-    by_grammar = [each for each in needing if each[2].matcher is not None]
+    by_grammar = [(matcher, *each) for each in needing if (matcher := grammar_now(each[2])) is not None]
     # The library's threads take consecutive parts of the list. Copies of one matcher wait for each other, so they are
     # adjacent.
-    by_grammar.sort(key=lambda each: 0 if each[2].matcher is None else id(each[2].matcher.family))
-    masked = by_grammar + [each for each in needing if each[2].matcher is None]
+    by_grammar.sort(key=lambda each: id(each[0].family))
+    masked = [each[1:] for each in by_grammar] + [each for each in needing if grammar_now(each[2]) is None]
     there = torch.empty(len(masked), vocab // 32 + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
     words = there.numpy().view(np.uint32)
-    _follow_grammars([(group, sequence) for _, group, sequence in by_grammar], words)
+    _follow_grammars([(matcher, group, sequence) for matcher, _, group, sequence in by_grammar], words)
     words[len(by_grammar) :] = _all_tokens(vocab)
-    kept, empty = [], []
+    kept, empty, forced = [], [], {}
     for number, (row, group, sequence) in enumerate(masked):
-        if sequence.matcher is not None and sequence.matcher.error is not None:
+        matcher = grammar_now(sequence)
+        if matcher is not None and matcher.error is not None:
             continue
+        kept.append(number)
+        if (only := _forced(sequence)) is not None:
+            forced[row] = only
+            words[number] = 0
+            _set(words[number], [only], True)
+            continue
+        if matcher is not None and sequence.thought is not None:
+            opening = sequence.thought.may_open(sequence.token_ids)
+            _set(words[number], [] if opening is None else [opening], True)
         if _is_bounded(group, sequence):
             _exclude(words[number], group, sequence)
-            if not words[number].any() and sequence.matcher is not None:
-                _set(words[number], sequence.matcher.spellings(), True)
+            if not words[number].any() and matcher is not None:
+                _set(words[number], matcher.spellings(), True)
                 _exclude(words[number], group, sequence)
             if not words[number].any():
                 empty.append(row)
-        kept.append(number)
     rows = [masked[number][0] for number in kept]
-    return Masks(rows, there if len(kept) == len(masked) else there[kept], empty)
+    return Masks(rows, there if len(kept) == len(masked) else there[kept], empty, forced)
+
+
+def grammar_now(sequence: Sequence) -> Matcher | None:
+    """Return the matcher that decides about a sequence's next token; None without one, or inside its reasoning."""
+    thought, matcher = sequence.thought, sequence.matcher
+    return None if matcher is None or (thought is not None and thought.is_inside(sequence.token_ids)) else matcher
+
+
+def _forced(sequence: Sequence) -> int | None:
+    """Return the only token that may follow because the reasoning has reached its limit."""
+    return None if sequence.thought is None else sequence.thought.forced(sequence.token_ids)
 
 
 def needs_mask(group: SequenceGroup, sequence: Sequence) -> bool:
     """Return whether any token may be banned as the sequence's next one."""
-    return sequence.matcher is not None or _is_bounded(group, sequence)
+    return sequence.matcher is not None or _is_bounded(group, sequence) or _forced(sequence) is not None
 
 
 def needs_tokens(group: SequenceGroup, sequence: Sequence) -> bool:
     """Return whether only the CPU can compute the next draw's constraints, since they depend on earlier tokens."""
     params = group.params
     if sequence.matcher is not None or params.no_repeat_ngram_size or params.logits_processor is not None:
+        return True
+    thought = sequence.thought
+    if thought is not None and thought.num_free(sequence.token_ids) <= sequence.num_pending + 1:
         return True
     return any(len(word) > 1 for word in group.bad_words)
 
@@ -126,13 +152,13 @@ def _all_tokens(vocab: int) -> NDArray[np.uint32]:
     return bits_of(list(range(vocab)), vocab)
 
 
-def _follow_grammars(owners: SequenceOf[tuple[SequenceGroup, Sequence]], words: NDArray[np.uint32]) -> None:
+def _follow_grammars(owners: SequenceOf[tuple[Matcher, SequenceGroup, Sequence]], words: NDArray[np.uint32]) -> None:
     """Write the masks of these sequences' grammars to the first rows of ``words``. Failed matchers keep their error."""
-    matchers = [sequence.matcher for _, sequence in owners if sequence.matcher is not None]
+    matchers = [matcher for matcher, _, _ in owners]
     if not matchers:
         return
     may_end = matchers[0].vocabulary.fill([matcher.state for matcher in matchers], words[: len(matchers)])
-    for allowed, ends, matcher, (group, sequence) in zip(words, may_end, matchers, owners, strict=False):
+    for allowed, ends, (matcher, group, sequence) in zip(words, may_end, owners, strict=False):
         stops = bool(group.params.stop_token_ids)  # ids that may also be ordinary text in the grammar
         if stops:
             _set(allowed, group.end_ids, False)
@@ -149,7 +175,12 @@ def _is_bounded(group: SequenceGroup, sequence: Sequence) -> bool:
     """Return whether a request's parameters, apart from its grammar, may ban a token."""
     if group.allowed is not None or group.bad_words or group.params.no_repeat_ngram_size:
         return True
-    return sequence.matcher is None and is_early(group, sequence)
+    return _bars_end(group, sequence)
+
+
+def _bars_end(group: SequenceGroup, sequence: Sequence) -> bool:
+    """Return whether the answer must not end now, apart from its grammar. Before an answer with a grammar none ends."""
+    return grammar_now(sequence) is None and (is_early(group, sequence) or sequence.matcher is not None)
 
 
 def _exclude(words: NDArray[np.uint32], group: SequenceGroup, sequence: Sequence) -> None:
@@ -160,7 +191,7 @@ def _exclude(words: NDArray[np.uint32], group: SequenceGroup, sequence: Sequence
     banned = completing_tokens(sequence.token_ids, group.bad_words)
     if params.no_repeat_ngram_size:
         banned += repeating_tokens(sequence.token_ids, params.no_repeat_ngram_size)
-    if sequence.matcher is None and is_early(group, sequence):
+    if _bars_end(group, sequence):
         banned += group.end_ids
     _set(words, banned, False)
 

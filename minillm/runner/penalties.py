@@ -36,6 +36,9 @@ def process_logits(logits: Tensor, owners: SequenceOf[Owner]) -> Masks:
         if group.params.has_penalties or group.params.logit_bias:
             _penalize(logits[row], group, sequence)
     masks.apply(logits)
+    if masks.forced:  # a forced token costs a beam nothing; NaN stays
+        at = list(masks.forced), list(masks.forced.values())
+        logits[at] = logits[at].clamp(0, 0)
     run_processors(logits, owners, masks)
     return masks
 
@@ -45,7 +48,7 @@ def run_processors(logits: Tensor, owners: SequenceOf[Owner], masks: Masks) -> N
     processed = []
     for row, (group, sequence) in enumerate(owners):
         processor = group.params.logits_processor
-        if processor is not None and group.error is None and row not in masks.empty:
+        if processor is not None and group.error is None and row not in masks.empty and row not in masks.forced:
             group.error = _run(processor, logits[row], sequence)
             processed.append(row)
     if processed:

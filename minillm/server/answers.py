@@ -22,12 +22,14 @@ class Usage:
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    reasoning: int = 0
 
     def add(self, ended: Ended, num_tokens: int) -> None:
         """Count a finished answer."""
         self.prompt += ended.num_prompt_tokens
         self.cached += ended.num_cached_tokens
         self.completion += num_tokens
+        self.reasoning += ended.num_reasoning_tokens
 
     def json(self) -> Json:
         return {
@@ -35,6 +37,7 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
 

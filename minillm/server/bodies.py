@@ -128,6 +128,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     bad_words: list[str | list[int]] | None = None
     allowed_token_ids: list[int] | None = None
+    max_reasoning_tokens: int | None = None
     beam_width: int | None = None
     use_beam_search: bool | None = None  # with ``n`` or ``best_of`` beams
     length_penalty: float | None = None

@@ -15,7 +15,7 @@ from minillm.server.bodies import ChatBody, CompletionBody
 from minillm.server.forms import ChatForm, TextForm
 from minillm.server.generating import Asked, Form, Framing, Generating
 from minillm.server.service import Service
-from minillm.server.thoughts import ThoughtReader, template_options
+from minillm.server.thoughts import ThoughtReader, template_options, with_effort
 from minillm.server.tool_choice import call_form, call_formats, choice_of
 
 
@@ -36,9 +36,11 @@ class ChatCall:
 def chat_call(service: Service, tenant: str, name: str, body: ChatBody) -> ChatCall:
     """Return the call for a chat with the request id ``name``. Raises BadField."""
     choice = choice_of(body)
-    options = template_options(body, has_switch=service.facts.facts.has_thinking_switch)
+    template, has_switch = service.facts.chat_template, service.facts.facts.has_thinking_switch
+    options = template_options(body, template, has_switch=has_switch)
     params = body.params(service.facts.defaults)
-    calls, formats = call_form(service.facts.chat_template), call_formats(service.facts.chat_template)
+    params = with_effort(params, body.reasoning_effort, template, has_switch=has_switch)
+    calls, formats = call_form(template), call_formats(template)
     if choice.schemas:
         params["grammar"] = choice.grammar(calls)
     call = messages.Complete(

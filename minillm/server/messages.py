@@ -226,6 +226,7 @@ class Ended(Event):
     num_cached_tokens: int
     completions: list[Completion] = []
     in_reasoning: bool = False  # the template has opened the model's <think> section
+    num_reasoning_tokens: int = 0  # of all completions
 
 
 class Refused(Event):

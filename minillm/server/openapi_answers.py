@@ -45,6 +45,7 @@ SCHEMAS: dict[str, Json] = {
         completion_tokens=_COUNT,
         total_tokens=_COUNT,
         prompt_tokens_details=_record(cached_tokens=_COUNT),
+        completion_tokens_details=_record(reasoning_tokens=_COUNT),
     ),
     "ChatChoice": _record(
         "token_ids",

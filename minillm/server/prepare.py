@@ -43,7 +43,8 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
     opened = False
     if isinstance(call.prompt, Conversation):
         opened = is_opened(driver.tokenizer.decode, token_ids)
-        if opened and "grammar" in call.params and not call.thinks:  # the grammar allows no thoughts
+        is_bare = "grammar" in call.params and not call.thinks and params.max_reasoning_tokens is None
+        if opened and is_bare:  # the grammar allows no thoughts, and is not kept for the answer after them
             token_ids = token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids)
             opened = False
     return Prepared(call, token_ids, params, opened, continuation)

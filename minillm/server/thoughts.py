@@ -1,4 +1,4 @@
-"""A model's thoughts before its answer, and the switch for them."""
+"""A model's thoughts before its answer, the switch for them, and their limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Any
 
 from minillm.server.bodies import BadField, ChatBody
 from minillm.server.parts import Part, Reader, ThoughtPart
-from minillm.text.reasoning import LeadingReasoning, Pieces
+from minillm.text.reasoning import CLOSE, LeadingReasoning, Pieces
+from minillm.text.reasoning_budget import NO_LIMIT
+
+# Tokens of thought by ``reasoning_effort``.
+EFFORTS = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": NO_LIMIT, "xhigh": NO_LIMIT}
 
 
 class ThoughtReader:
@@ -33,7 +37,20 @@ class ThoughtReader:
         return parts
 
 
-def template_options(body: ChatBody, *, has_switch: bool) -> dict[str, Any]:
+def with_effort(params: dict[str, Any], effort: str | None, template: str, *, has_switch: bool) -> dict[str, Any]:
+    """Return a request's parameters with the limit on thoughts that ``reasoning_effort`` stands for.
+
+    ``max_reasoning_tokens`` overrides it. Without tags in the template, the effort only switches thoughts on or off.
+
+    Args:
+        has_switch: the template supports ``enable_thinking``.
+    """
+    if effort is None or CLOSE not in template or (effort == "none" and has_switch):
+        return params
+    return {"max_reasoning_tokens": EFFORTS[effort], **params}
+
+
+def template_options(body: ChatBody, template: str, *, has_switch: bool) -> dict[str, Any]:
     """Return the variables that a request sets for the chat template. Raises BadField.
 
     Args:
@@ -53,8 +70,8 @@ def template_options(body: ChatBody, *, has_switch: bool) -> dict[str, Any]:
     first = next(iter(found))
     if len(set(found.values())) > 1:
         raise BadField("reasoning_effort: contradicts chat_template_kwargs; leave one out", "reasoning_effort")
-    if not has_switch:
+    if not has_switch and (CLOSE not in template or "chat_template_kwargs" in found):
         raise BadField(f"{first}: this model's chat template cannot turn thinking on or off; leave it out", first)
     if body.messages is None:
         raise BadField(f"{first}: a fork continues the answer itself; leave it out", first)
-    return {"enable_thinking": found[first]}
+    return {"enable_thinking": found[first]} if has_switch else {}

@@ -32,6 +32,7 @@ from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 from minillm.speculation.drafter import MOST_SEQS, token_bytes
 from minillm.speculation.drafts import DraftChunk, Drafts, LookupDrafts
 from minillm.speculation.pace import Price
+from minillm.text.reasoning_budget import NO_LIMIT
 
 Result = TypeVar("Result")
 Results = tuple[list[int], list[TokenLogprobs | None], list[bool]]  # as `Drawn.wait` has them
@@ -69,7 +70,7 @@ class SpeculativeSamples(Samples):
         if group.state is not None and group.state.works and self._few_run():
             for number, chunk in enumerate(chunks):
                 if chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
-                    most = MOST_TOKENS // max(1, self._num_running) - 1
+                    most = min(MOST_TOKENS // max(1, self._num_running), _num_free(chunk.sequence)) - 1
                     propose = partial(group.state.chunk, group, chunk.sequence, most)
                     chunks[number] = _tried(group, propose, None) or chunk
         return chunks
@@ -123,6 +124,11 @@ class SpeculativeSamples(Samples):
 
     def _few_run(self) -> bool:
         return len(self.requests.scheduler.running) <= MOST_SEQS and self._num_running <= MOST_SEQS
+
+
+def _num_free(sequence: Sequence) -> int:
+    """Return how many next tokens the limit on a sequence's reasoning certainly does not force."""
+    return NO_LIMIT if sequence.thought is None else sequence.thought.num_free(sequence.token_ids)
 
 
 def _price(model: Llama) -> Price:

@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from lib.models import write_sentencepiece_model
 from lib.server import Server, served
-from lib.tokens import THINKING
+from lib.tokens import CHATML, THINKING
 from minillm.server.parts import CallPart, Part, PlainReader, TextPart, ThoughtPart
-from minillm.server.thoughts import ThoughtReader
+from minillm.server.thoughts import ThoughtReader, with_effort
 from minillm.server.tool_calls import CallReader
+from minillm.text.reasoning_budget import NO_LIMIT
 
 CALL = '<tool_call>{"name": "f"}</tool_call>'
 # the prompt has opened the thoughts; text; thought; said
@@ -59,6 +61,8 @@ def thinking(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": THINKING}))
     (directory / "chat_template.jinja").unlink(missing_ok=True)
+    sizes = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 2048}))  # room for tools
     with served(directory, "--num-blocks", "256") as running:
         yield running
 
@@ -89,6 +93,56 @@ def test_thinking_is_switched_off(thinking: Server, how: dict[str, Any]) -> None
     assert "reasoning_content" not in off["choices"][0]["message"]
     assert "reasoning_content" in on["choices"][0]["message"]
     assert off["usage"]["prompt_tokens"] > on["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("limit", [0, 5])
+def test_thoughts_end_at_their_limit(thinking: Server, limit: int) -> None:
+    told: Any = {"max_reasoning_tokens": limit, "max_tokens": 80, "ignore_eos": True}
+    answer = post(thinking, **told)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": limit}
+    message = answer["choices"][0]["message"]
+    assert message["content"]
+    assert message.get("reasoning_content", "").endswith("Enough thinking; I will answer now." if limit else "")
+    body = {"messages": MESSAGES, "seed": 1, "stream": True, "stream_options": {"include_usage": True}, **told}
+    text = httpx.post(f"{thinking.url}/v1/chat/completions", json=body, timeout=120).text
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+    assert chunks[-1]["usage"] == answer["usage"]
+
+
+def test_thoughts_without_a_limit_are_counted(thinking: Server) -> None:
+    assert post(thinking, ignore_eos=True)["usage"]["completion_tokens_details"] == {"reasoning_tokens": 12}
+
+
+def test_a_grammar_is_for_the_answer_after_limited_thoughts(thinking: Server) -> None:
+    told: Any = {"guided_choice": ["yes", "no"], "max_tokens": 80}
+    limited = post(thinking, max_reasoning_tokens=4, **told)
+    assert limited["choices"][0]["message"]["content"] in ("yes", "no")
+    assert limited["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    told = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 220}
+    [called] = post(thinking, max_reasoning_tokens=4, **told)["choices"]
+    assert called["finish_reason"] == "tool_calls"
+    assert [call["function"]["name"] for call in called["message"]["tool_calls"]] == ["f"]
+    assert called["message"]["reasoning_content"]
+
+
+@pytest.mark.parametrize(("effort", "limit"), [("none", None), ("low", 512), ("high", NO_LIMIT)])
+def test_an_effort_is_a_limit_where_the_template_has_tags(effort: str, limit: int | None) -> None:
+    params = with_effort({"n": 1}, effort, THINKING, has_switch=True)
+    assert params == ({"n": 1} if limit is None else {"n": 1, "max_reasoning_tokens": limit})
+    assert with_effort({}, effort, CHATML, has_switch=True) == {}
+    assert with_effort({"max_reasoning_tokens": 3}, effort, THINKING, has_switch=False) == {"max_reasoning_tokens": 3}
+    assert with_effort({}, "none", THINKING, has_switch=False) == {"max_reasoning_tokens": 0}
+
+
+def test_a_model_without_tags_has_no_limit_of_thoughts(tmp_path: Path) -> None:
+    with served(write_sentencepiece_model(tmp_path), "--num-blocks", "64") as running:
+        body = {"prompt": "Hi", "max_tokens": 3, "max_reasoning_tokens": 5}
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 400
+    assert "max_reasoning_tokens: this model has no <think>" in answer.json()["error"]["message"]
 
 
 def test_an_answer_of_a_form_is_an_answer(thinking: Server) -> None:

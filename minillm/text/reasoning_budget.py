@@ -1,0 +1,177 @@
+"""A sequence's reasoning, token by token, and the limit on its length.
+
+At the limit the tokens that close the reasoning are forced, one by one; the answer follows. Everything is derived from
+the sequence's tokens, so a forked or recomputed sequence continues where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from copy import copy
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Self
+
+from minillm.text.reasoning import CLOSE, OPEN
+from minillm.text.tokenizer import Tokenizer
+
+CLOSING = f"\n\nEnough thinking; I will answer now.\n{CLOSE}\n\n"  # forced at the limit
+CLOSED = f"\n\n{CLOSE}\n\n"  # the same for a limit of 0
+NO_LIMIT = 1 << 24  # tokens, more than any context has
+_OPEN, _CLOSE = OPEN.encode(), CLOSE.encode()
+
+
+@dataclass(frozen=True)
+class ReasoningTags:
+    """The tags around a model's reasoning, as tokens.
+
+    Attributes:
+        opening: the opening tag, if it is one token.
+        closing, closed: the tokens of `CLOSING` and `CLOSED`.
+        spelled: the tags that are one token each, by id. Special tokens have no other text.
+    """
+
+    tokenizer: Tokenizer
+    opening: int | None
+    closing: tuple[int, ...]
+    closed: tuple[int, ...]
+    spelled: dict[int, bytes]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self | None:
+        """Return a model's tags; None if neither its vocabulary nor its chat template has them."""
+
+        def ids(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False, parse_special=True, continues=True))
+
+        tags = ids(OPEN), ids(CLOSE)
+        are_tokens = all(len(each) == 1 for each in tags)
+        if not are_tokens and CLOSE not in tokenizer.chat_template:
+            return None
+        spelled = {tags[0][0]: _OPEN, tags[1][0]: _CLOSE} if are_tokens else {}
+        return cls(tokenizer, tags[0][0] if are_tokens else None, ids(CLOSING), ids(CLOSED), spelled)
+
+    def text(self, token_id: int) -> bytes:
+        """Return the bytes of a token, also of a tag that is a special token."""
+        return self.spelled.get(token_id) or self.tokenizer.token_bytes(token_id)
+
+    def is_open(self, prompt: Sequence[int], end_ids: Collection[int]) -> bool:
+        """Return whether a prompt ends inside reasoning. Only the text after its last end token counts."""
+        after = b""
+        for token_id in reversed(prompt):
+            if token_id in end_ids:
+                break
+            after = self.text(token_id) + after[: len(_CLOSE)]
+            if _CLOSE in after:
+                return False
+            if _OPEN in after:
+                return True
+        return False
+
+
+class _Stage(Enum):
+    START = auto()  # no token yet that is not space: the opening tag may come
+    INSIDE = auto()
+    CLOSING = auto()  # at the limit: the next token is forced
+    OVER = auto()
+
+
+class Thought:
+    """The position of a sequence in its reasoning.
+
+    Args:
+        limit: tokens between the tags. The tags and the forced tokens do not count.
+        is_open: the prompt ends inside reasoning.
+        first: number of prompt tokens.
+        has_grammar: the answer has a grammar. Without an open tag in the prompt, its first token must begin either.
+    """
+
+    def __init__(
+        self, tags: ReasoningTags, limit: int, *, is_open: bool, first: int, has_grammar: bool = False
+    ) -> None:
+        self.tags, self.limit, self.count = tags, limit, 0
+        self._seen, self._has_grammar, self._num_forced, self._tail = first, has_grammar, 0, b""
+        self._stage = _Stage.START
+        if is_open:
+            self._begin()
+
+    def copy(self, limit: int | None = None) -> Self:
+        """Return an independent one at this position, perhaps with another limit, not below `count`."""
+        other = copy(self)
+        if limit is not None:
+            other.limit = limit
+            if other._stage is _Stage.INSIDE and other.count >= limit:
+                other._stage = _Stage.CLOSING
+        return other
+
+    def is_over(self, token_ids: list[int]) -> bool:
+        """Return whether a sequence with these tokens has ended its reasoning, or has none."""
+        return self._follow(token_ids) is _Stage.OVER
+
+    def is_inside(self, token_ids: list[int]) -> bool:
+        """Return whether the next token is certainly no part of the answer."""
+        return self._follow(token_ids) in (_Stage.INSIDE, _Stage.CLOSING)
+
+    def may_open(self, token_ids: list[int]) -> int | None:
+        """Return the opening tag if it may follow in place of the first token of an answer with a grammar."""
+        starts = self._follow(token_ids) is _Stage.START
+        return self.tags.opening if starts and self._has_grammar and self.limit else None
+
+    def covers(self, token_ids: list[int], token_id: int) -> bool:
+        """Return whether ``token_id`` after ``token_ids`` belongs to the reasoning, its tags included."""
+        return self.is_inside(token_ids) or token_id == self.may_open(token_ids)
+
+    def forced(self, token_ids: list[int]) -> int | None:
+        """Return the only token that may follow, None if there is no such restriction."""
+        return self._forced_ids[self._num_forced] if self._follow(token_ids) is _Stage.CLOSING else None
+
+    def num_free(self, token_ids: list[int]) -> int:
+        """Return how many next tokens are certainly not forced."""
+        stage = self._follow(token_ids)
+        if stage is _Stage.OVER:
+            return NO_LIMIT
+        return {_Stage.START: 1 + self.limit, _Stage.INSIDE: self.limit - self.count}.get(stage, 0)
+
+    @property
+    def _forced_ids(self) -> tuple[int, ...]:
+        return self.tags.closing if self.limit else self.tags.closed
+
+    def _begin(self) -> None:
+        self._stage = _Stage.INSIDE if self.limit else _Stage.CLOSING
+
+    def _follow(self, token_ids: list[int]) -> _Stage:
+        """Account for the tokens that came since the last call."""
+        while self._seen < len(token_ids) and self._stage is not _Stage.OVER:
+            self._push(token_ids[self._seen])
+            self._seen += 1
+        return self._stage
+
+    def _push(self, token_id: int) -> None:
+        if self._stage is _Stage.CLOSING:
+            self._num_forced += 1
+            if self._num_forced == len(self._forced_ids):
+                self._stage = _Stage.OVER
+            return
+        tail = self._tail + self.tags.text(token_id)
+        if self._stage is _Stage.START:
+            tail = tail.lstrip()
+            if tail.startswith(_OPEN):
+                self._begin()
+                tail = b""
+            elif not _OPEN.startswith(tail) or self._has_grammar:
+                self._stage = _Stage.OVER
+        elif _CLOSE in tail:
+            self._stage = _Stage.OVER
+        else:
+            self.count += 1
+            tail = tail[1 - len(_CLOSE) :]
+            if self.count == self.limit:
+                self._stage = _Stage.CLOSING
+        self._tail = tail
+
+
+def count_reasoning(tags: ReasoningTags, output: list[int], *, is_open: bool, limit: int | None) -> int:
+    """Return the tokens of reasoning at the beginning of an output, without tags and forced tokens."""
+    thought = Thought(tags, NO_LIMIT, is_open=is_open, first=0)
+    thought.is_over(output)
+    return thought.count if limit is None else min(thought.count, limit)
