@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     _INTERNLM3: {"head_dim": 128},
     _SMOLLM3: {"no_rope_layer_interval": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
 }
-_FULL, _WINDOWED = "full_attention", "sliding_attention"  # the values of layer_types
+_FULL, _WINDOWED = "full_attention", "sliding_attention"  # possible values in layer_types
 
 # Limits far above any model, so that a forged size cannot cause long loops. Sizes are checked against the file later.
 _MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_VOCAB = 1 << 14, 1 << 16, 1 << 24, 1 << 24
@@ -48,10 +48,10 @@ _UNSUPPORTED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder. All sizes are in elements, ``max_position_embeddings`` is in tokens.
+    """The architecture and dimensions of a Llama-family decoder. Sizes are in elements.
 
-    Special token ids beyond the vocabulary are dropped. The engine adds the tokenizer's own end token, which ends a
-    chat turn.
+    ``max_position_embeddings`` is in tokens. Special token ids beyond the vocabulary are dropped. ``eos_token_ids``
+    lacks the tokenizer's own end token, which ends a chat turn; the engine adds it.
     """
 
     architecture: str
@@ -66,20 +66,20 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     tie_word_embeddings: bool = False
-    attention_bias: bool = False  # of q, k and v
-    output_bias: bool = False  # of o
-    mlp_bias: bool = False
+    attention_bias: bool = False  # whether q, k and v have biases
+    output_bias: bool = False  # whether o has a bias
+    mlp_bias: bool = False  # whether gate, up and down have biases
     qk_norm: bool = False  # RMSNorm of each head of q and k before the rotary embedding
     layers_without_rope: tuple[int, ...] = ()
-    windows: tuple[int | None, ...] = ()  # of each layer, in tokens, see `Pages.window`; empty: no windows
+    windows: tuple[int | None, ...] = ()  # each layer's attention window in tokens, see `Pages.window`; empty: none
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # generation_config.json's if it has any, as in transformers' ``generate``
-    dtype: str | None = None  # of the saved checkpoint, if given
+    dtype: str | None = None  # dtype of the saved checkpoint, if config.json has it
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # see `_generation_defaults`
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights and biases; tied embeddings are counted once."""
+        """Number of weights and biases. Tied embeddings are counted once."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         if self.attention_bias:
             attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
@@ -91,18 +91,21 @@ class ModelConfig:
         return embeddings + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
 
     def kv_bytes_per_token(self, element_size: int) -> int:
-        """Return the bytes of K and V that one token slot takes over all layers; see `kv_row_bytes`."""
+        """Return the bytes of one token's K and V over all layers.
+
+        ``element_size`` is the bytes of an element in the KV cache; 1 also counts scales: see `kv_row_bytes`.
+        """
         return 2 * self.num_layers * self.num_kv_heads * kv_row_bytes(self.head_dim, element_size)
 
     @property
     def longest_context(self) -> int:
-        """Maximum tokens of a sequence: the trained context, times the factor of ``dynamic`` rope scaling."""
+        """Maximum tokens of a sequence: the trained context, times the scaling factor if rope scaling is dynamic."""
         stretch = self.rope.factor if self.rope.type == "dynamic" else 1.0
         return int(self.max_position_embeddings * max(1.0, stretch))
 
     @property
     def rope_changes_beyond(self) -> int | None:
-        """The sequence length above which rotary angles depend on the length, not on positions alone; None: never.
+        """The sequence length in tokens above which a token's rotary angles also depend on that length. None: never.
 
         K of the same tokens then differs between sequences, so equal tokens are not enough to share their blocks.
         """
@@ -112,7 +115,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Read a ``config.json`` (old and new key layouts).
+        """Read the contents of a ``config.json`` (old and new key layouts) and a ``generation_config.json``.
 
         Raises:
             WeightsError: a required key is missing or has the wrong type, or a value is unsupported.
@@ -177,7 +180,7 @@ def _architecture(values: Values) -> str:
 
 
 def _biases(values: Values, architecture: str) -> tuple[bool, bool, bool]:
-    """Return whether q, k and v have biases, whether o has one, and whether the MLP has."""
+    """Return three flags: whether q, k and v have biases, whether o has one, and whether the MLP has biases."""
     if architecture == _INTERNLM3:
         others = values.flag("bias", values.flag("mlp_bias"))
         return values.flag("qkv_bias", values.flag("attention_bias")), others, others
@@ -210,7 +213,10 @@ def _refuse_unsupported(values: Values) -> None:
 
 
 def _layers_without_rope(values: Values, num_layers: int) -> tuple[int, ...]:
-    """Return the layers that do not rotate q and k: those marked by a 0, or every ``no_rope_layer_interval``-th."""
+    """Return the indices of the layers that do not rotate q and k.
+
+    They have a 0 in ``no_rope_layers``. Without that key, every ``no_rope_layer_interval``-th layer is one.
+    """
     if not values.has("no_rope_layers"):
         interval = values.integer("no_rope_layer_interval")
         return tuple(range(interval - 1, num_layers, interval))
@@ -221,7 +227,7 @@ def _layers_without_rope(values: Values, num_layers: int) -> tuple[int, ...]:
 
 
 def _windows(values: Values, architecture: str, num_layers: int, no_rope: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Return each layer's window as transformers reads it; empty if no layer has one.
+    """Return each layer's attention window, interpreted as in transformers. Return an empty tuple if no layer has one.
 
     Llama has none: transformers ignores these keys in its config.json.
     """
@@ -246,12 +252,15 @@ def _windows(values: Values, architecture: str, num_layers: int, no_rope: tuple[
 
 
 def ignored_settings(generation: Mapping[str, Any]) -> list[str]:
-    """Return the unsupported keys of generation_config.json that would change answers."""
+    """Return the keys of a generation_config.json that would change answers, but that minillm ignores."""
     return [name for name, neutral in _UNSUPPORTED.items() if generation.get(name) not in (None, neutral, [], {})]
 
 
 def _generation_defaults(values: Values) -> dict[str, Any]:
-    """Return the sampling parameters that generation_config.json gives."""
+    """Return the sampling parameters in a generation_config.json, by their keys.
+
+    Raises WeightsError for a wrong value.
+    """
     checks: dict[str, Callable[[str], Any]] = {
         "temperature": partial(values.number, most=1e6),
         "top_p": partial(values.positive, most=1.0),

@@ -1,7 +1,7 @@
-"""Load a `Llama` from a checkpoint's tensors: every parameter is written exactly once, or loading fails.
+"""Load a `Llama` from a checkpoint's tensors. Every parameter is written exactly once, or loading fails.
 
-Fused matrices are allocated at full size and filled slice by slice from the checkpoint's separate ones. With tensor
-parallelism, only this rank's rows and columns are read.
+The checkpoint stores separate matrices, such as q, k and v. A fused matrix is allocated at full size and filled from
+them, slice by slice. With tensor parallelism, only this rank's rows and columns are read.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,23 +23,26 @@ from minillm.parallel.collectives import Ranks
 from minillm.text.safe import clean_line
 
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Buffers stored in old checkpoints; minillm computes them.
+# Suffixes of buffers in old checkpoints, which minillm computes itself.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
 
 class TensorSource(Protocol):
-    """A checkpoint as seen by the loader: tensors by their Hugging Face names, or rows and columns of them."""
+    """The interface through which the loader reads a checkpoint: tensors by Hugging Face names, or slices of them."""
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor: ...
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """Return the part as it is stored, on ``device``; None if it is not low-bit, or the slice splits a block."""
+        """Return a slice of a matrix as it is stored, on ``device``.
+
+        Return None if the matrix is not low-bit, or if the slice would split a block of weights.
+        """
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the Hugging Face name and shape of every parameter of a model, without a tied head."""
+    """Yield the Hugging Face name and the shape of every parameter of a model. A tied output head is not listed."""
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     yield _EMBEDDING, (c.vocab_size, c.hidden_size)
@@ -110,7 +113,7 @@ def load_llama(
         return source.low_bit(name, device, *shard.part_of(name, config)) if weights != "expanded" else None
 
     def fused(*names: str) -> LinearWeight:
-        """Concatenate the rows of several matrices, and their biases if the model has them."""
+        """Stack the rows of several matrices, and their biases if the model has them."""
         parts = [f"{name}.weight" for name in names]
         rows = sum(held[part][0] for part in parts)
         shape = (rows, held[parts[0]][1])
@@ -149,7 +152,7 @@ def load_llama(
         return take(name).to(device=device, dtype=dtype, copy=True)
 
     def vocabulary(name: str) -> Tensor | LowBit:
-        """Load rows of the vocabulary, padded with zeros to every rank's share."""
+        """Load the embedding or the head: this rank's rows, padded with zeros so that all ranks have equally many."""
         if (stored := low_bit(name)) is not None:
             return padded(stored, held[_EMBEDDING][0])
         rows = read(name)
@@ -165,7 +168,7 @@ def load_llama(
         return HeadNorms(vector(attention + "q_norm.weight"), vector(attention + "k_norm.weight"), config.rms_norm_eps)
 
     def attention_of(index: int) -> Attention:
-        """Return a layer's kind of attention. A window that covers every sequence counts as none."""
+        """Return a layer's kind of attention. A window as long as the longest sequence counts as none."""
         window = config.windows[index] if config.windows else None
         return Attention(index not in config.layers_without_rope, None if (window or 0) >= max_positions else window)
 
@@ -188,8 +191,8 @@ def load_llama(
         layers.append(layer)
         on_progress(index + 1, config.num_layers)
     norm = vector("model.norm.weight")
-    # Some checkpoints store a head although their config says it is tied. If it differs from the embedding it is used,
-    # as in transformers.
+    # Some checkpoints store a head although their config says it is tied. As in transformers, that head is used if it
+    # differs from the embedding.
     head = embedding
     if not config.tie_word_embeddings:
         head = vocabulary(HEAD)

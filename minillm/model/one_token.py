@@ -1,9 +1,9 @@
 """Compiled decoder layers for one token of one sequence on a CPU.
 
 A token of a small model takes some 750 PyTorch ops. While weights stream through the caches, each op costs more than
-its work, and together they take half of a token's time. TorchInductor fuses everything between two matmuls of a layer
-into loops, and a C++ compiler builds one library of them (AOTInductor) for all layers of the same shape. The matmuls
-are torch's own 4-bit ones.
+its work, and together they take half of a token's time. TorchInductor therefore fuses everything between two matmuls of
+a layer into loops. A C++ compiler builds one library of them (AOTInductor) for all layers of the same shape. The
+matmuls are torch's own 4-bit ones.
 
 `Layer` is a layer's arithmetic; the ops of `minillm.model.llama` are its reference.
 """
@@ -28,7 +28,7 @@ _MOST_SLOTS = 1 << 30
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Everything that the compiled function of a layer depends on."""
+    """All facts about a layer that its compiled function depends on."""
 
     hidden: int
     num_heads: int
@@ -36,12 +36,12 @@ class LayerShape:
     head_dim: int
     intermediate: int
     eps: float
-    biases: tuple[bool, ...]  # of q k v, o, gate and up, down
+    biases: tuple[bool, ...]  # whether these have a bias: q k v, o, gate and up, down
     has_head_norms: bool
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of q k v, o, gate and up, down."""
+        """The (rows, columns) of four matrices: q k v, o, gate and up, down."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [
             (heads + 2 * kv_heads, self.hidden),
@@ -52,9 +52,9 @@ class LayerShape:
 
 
 def layer_shape(model: Llama) -> LayerShape | None:
-    """Return the shape of a model's layers.
+    """Return the shape that all layers of the model have in common, for `compile_layer`.
 
-    Return None if they cannot be compiled: they differ, or are not 4-bit matrices on a CPU.
+    Return None if they cannot be compiled, because they differ or are not 4-bit matrices on a CPU.
     """
     is_plain = type(model) is Llama and model.ops is FASTEST and not model.kv_in_8_bits
     if not is_plain or model.device.type != "cpu" or model.dtype != torch.float32:
@@ -83,7 +83,7 @@ def _in_4_bits(linear: LinearWeight) -> tuple[Tensor, Tensor] | None:
 
 
 class Layer(torch.nn.Module):
-    """A layer's arithmetic for one token. Its weights are arguments, so one function serves all layers."""
+    """The arithmetic of a layer for one token. Weights are arguments, so one compiled function serves all layers."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -103,11 +103,12 @@ class Layer(torch.nn.Module):
         """Write the token's K and V, and return the layer's output ``[1, hidden]`` float32.
 
         Args:
-            x: ``[1, hidden]`` float32. cos, sin: ``[1, head_dim / 2]`` float32, the rotary angles of q and k. keys,
-            values: ``[all slots, kv heads, head_dim]`` float32, the layer's part of the pool.
+            x: ``[1, hidden]`` float32, the layer's input.
+            cos, sin: ``[1, head_dim / 2]`` float32, of the rotary angles of q and k.
+            keys, values: ``[all slots, kv heads, head_dim]`` float32, the layer's part of the pool.
             slot: ``[1]`` int64, the slot of the token's K and V.
-            slots: ``[visible tokens]`` int64, the slots that the token attends to, its own included.
-            weights: as `layer_weights` lists them.
+            slots: ``[visible tokens]`` int64, the slots that the token attends to, including its own.
+            weights: the result of `layer_weights`.
         """
         shape, rest, dim = self.shape, iter(weights), self.shape.head_dim
         num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
@@ -132,7 +133,8 @@ class Layer(torch.nn.Module):
         keys.index_copy_(0, slot, turn(k)[None])
         values.index_copy_(0, slot, v[None])
         query = turn(q).view(num_kv_heads, -1, dim) * dim**-0.5
-        # Sums instead of matmuls: the loops read K and V in place. [visible tokens, kv heads, heads per kv head]
+        # Sums instead of matmuls, so that the compiled loops read K and V in place.
+        # [visible tokens, kv heads, query heads per kv head]
         shares = (query * keys[slots][:, :, None]).sum(-1).softmax(0)
         attended = (shares[..., None] * values[slots][:, :, None]).sum(0)
         x = x + linear(attended.view(1, -1), o_bias)
@@ -141,7 +143,7 @@ class Layer(torch.nn.Module):
 
 
 def layer_weights(layer: Weights) -> list[Tensor]:
-    """Return a layer's tensors in the order that `Layer` expects."""
+    """Return a layer's tensors in the order in which `Layer.forward` reads them."""
     linears: list[list[Tensor]] = []
     for linear in layer.linears:
         in_4_bits = _in_4_bits(linear)
@@ -154,13 +156,16 @@ def layer_weights(layer: Weights) -> list[Tensor]:
 def _in_order(
     input_norm: Tensor, head_norms: list[Tensor], post_attention_norm: Tensor, linears: list[list[Tensor]]
 ) -> list[Tensor]:
-    """Order the tensors of a layer as `Layer` expects; ``linears`` are as in `Weights.linears`."""
+    """Put a layer's tensors into the order in which `Layer.forward` reads them.
+
+    ``linears`` are the tensors of each linear layer, in the order of `Weights.linears`.
+    """
     qkv, o, gate_up, down = linears
     return [input_norm, *qkv, *head_norms, *o, post_attention_norm, *gate_up, *down]
 
 
 def compile_layer(shape: LayerShape, path: Path) -> None:
-    """Compile `Layer` of this shape for this machine's processor, and write the library, a ``.pt2``, to ``path``.
+    """Compile `Layer` of this shape for this machine's processor, and write the library to the ``.pt2`` file ``path``.
 
     This takes about ten seconds, some hundred megabytes, and a C++ compiler.
     """
@@ -171,14 +176,14 @@ def compile_layer(shape: LayerShape, path: Path) -> None:
     dynamic: tuple[Any, ...] = ({}, {}, {}, {0: pool}, {0: pool}, {}, {0: length}, [{} for _ in weights])
     with torch.no_grad():
         exported = torch.export.export(Layer(shape), (*arguments, weights), dynamic_shapes=dynamic)
-        # The number of threads is torch's when the function runs: see `minillm.loading.threads`. Precompiling headers
-        # would not pay: each is read only once.
+        # The function uses as many threads as torch when it runs: see `minillm.loading.threads`. Precompiling headers
+        # would not pay, because each one is read only once.
         options = {"cpp.dynamic_threads": True, "pattern_matcher": False, **_without_precompiled_headers()}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
 
 
 def _without_precompiled_headers() -> dict[str, bool]:
-    """Return inductor settings that disable precompiled headers, if this torch has them."""
+    """Return the inductor settings that disable precompiled headers, as far as this torch has them."""
     config = torch._inductor.config
     settings: dict[str, bool] = {}
     if hasattr(config, "cpp_cache_precompile_headers"):
@@ -189,7 +194,7 @@ def _without_precompiled_headers() -> dict[str, bool]:
 
 
 def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:
-    """Return example arguments of `Layer`, and its weights; only the values of the slots matter."""
+    """Return example arguments of `Layer.forward`, and example weights. Only the values of the slots matter."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*size: int) -> Tensor:
@@ -211,26 +216,31 @@ def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:
 
 @dataclass(frozen=True)
 class OneToken:
-    """A model's compiled layers. ``run`` computes one layer from the flat list of `Layer`'s arguments."""
+    """The compiled layers of a model, for batches of one token. ``run`` computes one layer."""
 
-    run: Callable[[list[Tensor]], Sequence[Tensor]]
-    layers: list[tuple[Attention, list[Tensor]]]
+    run: Callable[[list[Tensor]], Sequence[Tensor]]  # takes the arguments of `Layer.forward` as one flat list
+    layers: list[tuple[Attention, list[Tensor]]]  # each layer's kind of attention, and its weights
 
     @classmethod
     def load(cls, path: Path, model: Llama) -> "OneToken":
-        """Load a model's layers from the file that `compile_layer` wrote. Raises RuntimeError if it is no library."""
+        """Load the library that `compile_layer` wrote to ``path``, for the layers of ``model``.
+
+        Raises RuntimeError if the file is not such a library.
+        """
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         return cls(loader.run, [(layer.attention, layer_weights(layer)) for layer in model.layers])
 
     def takes(self, batch: Batch) -> bool:
-        """Return whether a batch is one token of one sequence that attends to at least two tokens."""
+        """Return whether the batch is one token of one sequence, and that token attends to at least two tokens."""
         if batch.num_decodes != 1 or len(batch.token_ids) != 1 or batch.shared is not None:
             return False
         length = int(batch.context_lens[0])
         return all(min(length, kind.window or length) >= _FEWEST_SLOTS for kind, _ in self.layers)
 
     def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
-        """Compute all layers; see `Llama.hidden`. ``angles`` are `RotaryTable.rows` of the token's position."""
+        """Compute all layers: see `Llama.hidden`. ``angles`` is the result of `RotaryTable.rows` for the token's
+        position.
+        """
         length, block_size = int(batch.context_lens[0]), kv_cache.values.shape[3]
         blocks = batch.block_tables[0, : -(-length // block_size)]
         slots = torch.add(torch.arange(block_size), blocks[:, None], alpha=block_size).flatten()[:length]

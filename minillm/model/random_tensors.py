@@ -19,11 +19,12 @@ _LAYOUTS = {
 
 
 class RandomTensors:
-    """A `minillm.model.loader.TensorSource` of random numbers, in 16 bits or quantized.
+    """A `minillm.model.loader.TensorSource` of random weights, in 16 bits or quantized.
 
-    The scale is that of a trained model, so activations stay finite in half precision through any number of layers.
-    Values are bfloat16 numbers, as in most published checkpoints: `minillm.kernels.cpu` reads those faster than others.
-    Each rank cuts its part out of the whole tensor, so any number of ranks hold the same model.
+    ``form`` is a quantization from `minillm.forms.FORMS`. The scale of the weights is that of a trained model, so
+    activations stay finite in half precision through any number of layers. Values are bfloat16 numbers, as in most
+    published checkpoints: `minillm.kernels.cpu` reads those faster than others. Each rank slices its part from the
+    whole tensor, so any number of ranks hold the same model.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0, form: str | None = None) -> None:
@@ -56,8 +57,9 @@ class RandomTensors:
         return random_matrix(layout, (out, width), 0.02, self._generator)
 
     def _is_finer(self, name: str) -> bool:
-        """Return whether llama.cpp's mixtures give the matrix more bits: the head, and v and down in half of the
-        layers.
+        """Return whether llama.cpp's quantization mixtures give this matrix more bits.
+
+        These are the head, and v and down in half of the layers.
         """
         if name == "lm_head.weight":
             return True

@@ -1,4 +1,4 @@
-"""Rotary tables (Su et al. 2021): the angles of each position.
+"""Rotary tables (Su et al. 2021): cosine and sine of the angles of each position.
 
 Names and arithmetic follow Hugging Face transformers, so that long contexts agree with it bitwise in float32.
 """
@@ -10,20 +10,20 @@ from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
 from minillm.model.rope_scaling import inverse_frequencies
 
-_MAX_POSITIONS = 1 << 23  # of a table: with 128 dimensions it takes 4 GiB
+_MAX_POSITIONS = 1 << 23  # maximum positions of a table, which then takes 4 GiB with 128 dimensions
 
 
 class RotaryTable:
     """Cosines and sines per position, ``[max_positions, head_dim / 2]`` float32 each.
 
-    The angles of ``dynamic`` and ``longrope`` scaling have no such table if sequences can exceed
-    `ModelConfig.rope_changes_beyond`: they also depend on a length, and `rows` computes them. For a prompt token this
-    is the length of the whole prompt, for a generated token its own position, as in transformers. Chunk boundaries thus
-    never change an angle. K that was computed before a sequence grew beyond the limit keeps its angles. With
-    ``longrope`` that is a discontinuity: to stay within the original context, set ``max_model_len`` to it, which is
+    With ``dynamic`` and ``longrope`` scaling, there is no such table if sequences can exceed
+    `ModelConfig.rope_changes_beyond`. Angles then also depend on a length, and `rows` computes them. For a prompt token
+    this is the length of the whole prompt, for a generated token its own position, as in transformers. Chunk boundaries
+    thus never change an angle. K that was computed before a sequence grew beyond the limit keeps its angles. With
+    ``longrope`` that is a discontinuity. To stay within the original context, set ``max_model_len`` to it, which is
     also faster.
 
-    Raises WeightsError if the config gives no angles, or there are too many positions.
+    Raises WeightsError if the config's numbers give no finite angles, or if there are too many positions.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class RotaryTable:
     def rows(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Return ``(cos, sin)``, each ``[num_tokens, head_dim / 2]``, for ``positions [num_tokens]`` int64.
 
-        If ``dynamic``, ``lengths`` gives each token the sequence length that determines its angles.
+        ``lengths`` is needed only if `dynamic`: for each token the length that its angles depend on, in tokens.
         """
         if not self.dynamic:
             return self.cos[positions], self.sin[positions]

@@ -1,4 +1,4 @@
-"""The rotary embedding as described in a config.json, with all supported kinds of scaling."""
+"""The settings of the rotary embedding in a config.json, with all supported kinds of scaling."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,7 +38,10 @@ class RopeConfig:
 
 
 def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) -> dict[str, Any]:
-    """Return a type's fields of `RopeConfig`, for a model's context in tokens and pairs of dimensions."""
+    """Return the fields of `RopeConfig` that the scaling type ``kind`` needs.
+
+    ``context`` is the model's context in tokens, ``pairs`` the pairs of dimensions in a head.
+    """
 
     def optional(*keys: str) -> dict[str, float]:
         return {key: rope.number(key) for key in keys if rope.has(key)}
@@ -69,13 +72,14 @@ def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) 
 
 
 def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
-    """Read a config's rotary embedding, in both layouts: ``rope_parameters`` (new) and ``rope_scaling`` (old).
+    """Read the rotary embedding of a config.json, in both layouts: ``rope_parameters`` (new) and ``rope_scaling``
+    (old).
 
-    Keys that a type does not use (such as ``finetuned``) are ignored, as in transformers. ``context`` is the model's,
-    in tokens.
+    Keys that a type does not use (such as ``finetuned``) are ignored, as in transformers. ``context`` is the model's
+    context in tokens.
 
     Raises:
-        WeightsError: a value is missing or invalid, or unsupported.
+        WeightsError: a value is missing, invalid or unsupported.
     """
     rope = config.part("rope_parameters")
     if rope.values and config.part("rope_scaling").values:

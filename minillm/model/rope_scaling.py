@@ -11,10 +11,11 @@ from minillm.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple[Tensor, float]:
-    """Return the angular step of each pair of dimensions, ``[head_dim / 2]`` float32, and the factor on cos and sin.
+    """Return the inverse frequencies and the factor on cos and sin.
 
-    The types ``dynamic`` and ``longrope`` also depend on the sequence's ``length`` in tokens. Raises WeightsError if
-    the config's numbers give no finite angles.
+    Inverse frequencies, ``[head_dim / 2]`` float32, are the angle per position of each pair of dimensions. The types
+    ``dynamic`` and ``longrope`` also depend on the sequence's ``length`` in tokens. Raises WeightsError if the config's
+    numbers give no finite angles.
     """
     rope = config.rope
     try:
@@ -57,14 +58,16 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _dynamic(rope: RopeConfig, dim: int, context: int, length: int | None) -> Tensor:
-    """Scale NTK-aware by the current length (u/emozilla 2023): theta grows beyond the trained context."""
+    """Scale by the current length, NTK-aware (u/emozilla 2023): beyond the trained context, theta grows with the
+    length.
+    """
     length = max(length or 0, context)
     stretch = rope.factor * length / context - (rope.factor - 1)
     return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim)
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
-    """Scale as Llama 3.1: divide low frequencies by ``factor``, keep high ones, interpolate between."""
+    """Scale as in Llama 3.1: divide low frequencies by ``factor``, keep high ones, and interpolate between them."""
     low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
     original = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse
@@ -76,7 +79,7 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """Scale as YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, sharpen the softmax."""
+    """Scale as in YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, sharpen the softmax."""
     options, original = rope.options, rope.original_max_position_embeddings
 
     def sharpness(weight: float = 1.0) -> float:
@@ -100,7 +103,10 @@ def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
 
 
 def _longrope(rope: RopeConfig, dim: int, length: int | None) -> tuple[Tensor, float]:
-    """Scale as LongRoPE (Ding et al. 2024): divide each frequency, by other divisors beyond the original context."""
+    """Scale as in LongRoPE (Ding et al. 2024): divide each frequency by its own divisor.
+
+    Sequences longer than the original context use a second list of divisors.
+    """
     original = rope.original_max_position_embeddings
     attention_factor = rope.options.get("attention_factor")
     if attention_factor is None:

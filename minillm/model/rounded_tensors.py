@@ -15,14 +15,15 @@ _BITS = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class RoundedTensors:
-    """A source of quantized matrices. Matrices that are already low-bit stay as they are.
+    """A `TensorSource` that quantizes the matrices of another source. Matrices that are already low-bit stay as they
+    are.
 
-    The embedding is not quantized, and in FP8 neither is a head: they would lose more accuracy than all layers
+    The embedding is not quantized, and in FP8 neither is the head: they would lose more accuracy than all layers
     together. Each matrix is quantized when it is read, on its target device, and only the part that a rank reads.
     """
 
     source: TensorSource
-    form: str  # of ``--quantize``
+    form: str  # the value of ``--quantize``
 
     def names(self) -> list[str]:
         return self.source.names()
@@ -34,8 +35,10 @@ class RoundedTensors:
         return self.source.tensor(name, rows, columns)
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """Return the part as it is stored, or quantized; None for other tensors, or if groups of 32 do not fill a
-        row.
+        """Return the slice of a matrix as it is stored if it is low-bit, else quantized.
+
+        Return None for tensors that are not quantized, and for int8 and int4 if the length of a row is not a multiple
+        of 32.
         """
         stored = self.source.low_bit(name, device, rows, columns)
         if stored is not None or not name.endswith(("_proj.weight", "lm_head.weight")):

@@ -1,4 +1,4 @@
-"""Steps after loading: pack weights that wait for an input, and choose scales between low-bit GPU kernels."""
+"""Steps after loading: pack weights that need to see an input first, and choose scales between low-bit GPU kernels."""
 
 import torch
 
@@ -9,10 +9,11 @@ _BLOCK = 16
 
 
 def settle(model: Llama, max_positions: int) -> None:
-    """Run 64 fixed random tokens, so that each matrix sees an input and packs itself (`kernels.cpu.packed_int8`).
+    """Compute 64 fixed random tokens, so that each matrix sees an input and packs itself: see
+    `kernels.cpu.packed_int8`.
 
-    Random tokens show large columns nearly as well as text does: KL to exact weights is 1.5e-3; with the columns of the
-    measured text itself it is 1.4e-3, without any 5.1e-3.
+    Random tokens show which input columns are large nearly as well as text does. KL divergence from exact weights is
+    1.5e-3. With columns chosen by the measured text itself it is 1.4e-3, without any finer columns 5.1e-3.
     """
     count = min(_NUM_TOKENS, max_positions)
     generator = torch.Generator().manual_seed(0)
@@ -32,7 +33,10 @@ def settle(model: Llama, max_positions: int) -> None:
 
 
 def bound_results(model: Llama) -> None:
-    """Choose the scales of float16 results between low-bit GPU kernels: see `kernels.mlp`."""
+    """Choose fixed scales for the float16 results that one low-bit GPU kernel hands to the next.
+
+    See `LinearWeight.bound_gated` and `LinearWeight.bound_attended`.
+    """
     for layer in model.layers:
         layer.gate_up.bound_gated(layer.post_attention_norm)
         layer.o.bound_attended(layer.qkv, layer.input_norm)

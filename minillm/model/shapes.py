@@ -1,4 +1,4 @@
-"""Model shapes for speed tests with random weights, by their names in `minillm bench --shape`."""
+"""Dimensions of models for speed tests with random weights, by the names that `minillm bench --shape` takes."""
 
 from typing import Any
 
