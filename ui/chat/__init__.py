@@ -1,1 +1,1 @@
-"""The conversation: its data, its files, its widgets and commands."""
+"""The conversation in the chat app: its data, its files, its widgets and its commands."""

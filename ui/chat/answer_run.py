@@ -1,4 +1,4 @@
-"""One answer in progress: requests to the engine, and the effects of its events."""
+"""One answer in progress: its requests to the engine, and the effects of the engine's events."""
 
 import time
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings
 
-_LEAST_TIMED = 0.3  # seconds needed to measure a rate
-_ROOM = 256  # tokens that should remain for an answer, else the oldest turns are dropped
+_LEAST_TIMED = 0.3  # seconds of generation before a rate is shown
+_ROOM = 256  # if the context has fewer tokens left for an answer, the oldest turns are dropped
 
 
 class Ending(NamedTuple):
-    """The end of an answer, see `Answer.finish_reason`. ``error`` says why it was "lost"."""
+    """The end of an answer: the reason, as in `Answer.finish_reason`. If it is "lost", ``error`` says why."""
 
     reason: str
     error: str = ""
@@ -27,7 +27,10 @@ class Ending(NamedTuple):
 
 @dataclass
 class AnswerRun:
-    """An answer in progress: `ask` or `go_on`, then `take` until it returns an ending, then `end`."""
+    """An answer in progress.
+
+    Call `ask` or `go_on` first. Pass each event to `take` until it returns an ending, then call `end`.
+    """
 
     turn: Turn
     conversation: Conversation
@@ -36,9 +39,9 @@ class AnswerRun:
     send: Callable[[messages.Command], None]
     max_model_len: int
     is_stopping: bool = False
-    _superseded: str = ""  # the request with the text that this one continues
-    _num_before: int = 0  # tokens of that text
-    _to_accept: tuple[int, str] | None = None  # a candidate and its text, to accept once the others have stopped
+    _superseded: str = ""  # for a continuation: the request that generated the text so far
+    _num_before: int = 0  # for a continuation: the number of tokens of the text so far
+    _to_accept: tuple[int, str] | None = None  # candidate to accept once all have stopped: its index and its text
     _first_token_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -47,7 +50,7 @@ class AnswerRun:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since the request."""
+        """Return the seconds since the answer was requested."""
         return time.monotonic() - self._began
 
     @property
@@ -60,7 +63,10 @@ class AnswerRun:
         return None if shown is None else shown.answer_view
 
     def ask(self, room: int = _ROOM) -> None:
-        """Request an answer to the conversation. ``room``: tokens that must remain for it."""
+        """Request an answer to the conversation.
+
+        ``room``: minimum number of tokens that the context must have left for it.
+        """
         longest = int(self.settings.sampling.get("max_tokens", room))
         room = max(1, min(room, self.max_model_len // 8, longest))
         self._generate(self.conversation.messages(self.settings.system), self.settings.request_params(), room=room)
@@ -82,14 +88,14 @@ class AnswerRun:
         self.send(messages.Generate(request_id, self.conversation.conversation_id, told, params, thinks=thinks, **how))
 
     def stop(self, chosen: int | None = None) -> None:
-        """Stop the answer. ``chosen``: the candidate to accept then."""
+        """Stop the answer. ``chosen``: index of a candidate to accept once the answer has stopped."""
         if chosen is not None:
             self._to_accept = chosen, self.answer.candidates[chosen].text
         self.is_stopping = True
         self.send(messages.Abort(self.answer.request_id))
 
     async def take(self, event: messages.Event) -> Ending | None:
-        """Handle an event of this answer. Return the ending that it causes, if any."""
+        """Handle an event of this answer. Return the ending if the event ends the answer, else None."""
         match event:
             case messages.Reading():
                 self._read(event)
@@ -162,7 +168,11 @@ class AnswerRun:
         return Ending("abort" if "abort" in reasons else "stop") if all(reasons) else None
 
     def _make_room(self, event: messages.ContextFull) -> Ending | None:
-        """Continue without the oldest turns. End with an error only if the last question alone does not fit."""
+        """Ask again without the oldest turns, because the context is full.
+
+        Return an ending only if this is not possible: the last question alone does not fit, or the answer is a
+        continuation.
+        """
         if self._superseded:
             return Ending("lost", "the context is full: this answer cannot continue")
         if self.conversation.drop_oldest_half():
@@ -176,7 +186,7 @@ class AnswerRun:
         return None
 
     async def draw(self, lines_ahead: int) -> None:
-        """Show the text added since the last call. ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        """Show the text that was added since the last call. ``lines_ahead``: see `ModelMarkdown.append_text`."""
         view, answer = self.view, self.answer
         elapsed = time.monotonic() - self._first_token_at
         new = answer.num_output_tokens - self._num_before
@@ -186,7 +196,10 @@ class AnswerRun:
             await view.flush(lines_ahead)
 
     async def end(self, reason: str) -> bool:
-        """Close the answer. Return False if it ended abnormally before its first word."""
+        """Close the answer.
+
+        Return False if it was stopped or lost before its first word: the caller then removes the turn.
+        """
         view, answer = self.view, self.answer
         answer.finish_reason = reason
         if self._superseded:
@@ -200,7 +213,10 @@ class AnswerRun:
 
     @property
     def chosen(self) -> int | None:
-        """Return the current number of the candidate that `stop` named. Beams may have changed places since."""
+        """Return the current index of the candidate passed to `stop`, or None.
+
+        Beams may have changed places since, so the candidate is found by its text.
+        """
         if self._to_accept is None:
             return None
         index, text = self._to_accept

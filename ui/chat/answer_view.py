@@ -1,4 +1,4 @@
-"""An answer on the screen: its folded reasoning, its growing text, and a summary line."""
+"""Widgets of an answer: its folded reasoning, its growing text, and a summary line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _new_markdown() -> ModelMarkdown:
 
 
 class ReasoningView(Collapsible):
-    """The model's reasoning before its answer, folded. A click or Enter opens it."""
+    """Shows the model's reasoning before its answer. It is folded until a click or Enter opens it."""
 
     def __init__(self) -> None:
         self._markdown = _new_markdown()
@@ -38,7 +38,7 @@ class ReasoningView(Collapsible):
     async def append_text(self, text: str, lines_ahead: int = 0) -> None:
         await self._markdown.append_text(text, lines_ahead)
         self._num_words += len(text.split())
-        # Set after the text, because a title that is not mounted yet would keep its first words.
+        # Set the title after the text: a title that is not mounted yet would keep its first value.
         self.title = f"reasoning · about {plural(self._num_words, 'word')}"
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class ReasoningView(Collapsible):
 
 
 class AnswerView(Growing, Vertical):
-    """The model's growing answer, with a line about its length, speed and end below."""
+    """Shows the growing answer, with a line about its length, speed and end below it."""
 
     BLANK = True  # see `TurnView`
 
@@ -55,7 +55,7 @@ class AnswerView(Growing, Vertical):
         self.answer = answer
         self._pending: list[str] = [answer.text] if answer.text else []
         self._splitter = ReasoningSplitter(answer.in_reasoning)
-        self._part: ReasoningView | ModelMarkdown | None = None  # the part that grows now
+        self._part: ReasoningView | ModelMarkdown | None = None  # the last part, which grows
         self._summary = Static(Content("…"), classes="summary")
         self.block_marks = Gutter(answer)
 
@@ -68,15 +68,18 @@ class AnswerView(Growing, Vertical):
             await (self.flush() if self.answer.is_open else self.end())
 
     def begin(self, in_reasoning: bool) -> None:
-        """Note that the prompt is computed. ``in_reasoning``: the template has already opened the reasoning."""
+        """Prepare for the answer's text: the prompt is computed.
+
+        ``in_reasoning``: the template has already opened the reasoning.
+        """
         self._splitter.inside = in_reasoning
 
     def add(self, text: str) -> None:
-        """Add text to the answer. The next `flush` shows it, so that many tokens share one layout."""
+        """Collect text of the answer. The next `flush` shows it, so that many tokens share one layout."""
         self._pending.append(text)
 
     async def flush(self, lines_ahead: int = 0) -> None:
-        """Show the added text. ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        """Show the collected text. ``lines_ahead``: see `ModelMarkdown.append_text`."""
         if self._pending:
             text = "".join(self._pending)
             self._pending.clear()
@@ -84,7 +87,7 @@ class AnswerView(Growing, Vertical):
             self.update_summary()
 
     async def end(self) -> None:
-        """Show the rest of the answer, which is complete."""
+        """Show the rest of the complete answer."""
         await self.flush()
         await self._show(self._splitter.finish(), lines_ahead=0)
         if self._part is not None:
@@ -107,7 +110,7 @@ class AnswerView(Growing, Vertical):
 
     def update_summary(self) -> None:
         words = summary(self.answer)
-        # Not below the reserved lines of the text: they would be a hole.
+        # While the text has reserved lines, show the summary in them. Below them, it would leave a gap.
         part = None if isinstance(self._part, ReasoningView) else self._part
         ahead = part.say_below(words) if part is not None and self.answer.is_open else 0
         self.block_marks.num_blank = ahead
@@ -115,7 +118,7 @@ class AnswerView(Growing, Vertical):
 
 
 def reading(answer: Answer) -> str:
-    """Return the progress of computing the prompt, and the time left."""
+    """Return a text about the progress of computing the prompt, with the time left."""
     done, total = answer.num_read_tokens, answer.num_prompt_tokens
     if not total:
         return "reading the prompt …"
@@ -124,7 +127,10 @@ def reading(answer: Answer) -> str:
 
 
 def summary(answer: Answer) -> str:
-    """Return one line: length, speed, cached tokens, and why the answer ended."""
+    """Return a line about an answer: length, speed, cached tokens, and why it ended.
+
+    Before the first token: see `reading`.
+    """
     if answer.time_to_first_token is None and answer.finish_reason is None:
         return reading(answer)
     words = []

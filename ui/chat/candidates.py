@@ -1,4 +1,4 @@
-"""The candidates of an answer on the screen, one card each."""
+"""Widgets of an answer's candidates, one card each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from minillm.ui.engine_app import CommandAsked
 from minillm.ui.memory.pool import NUM_COLORS
 from minillm.ui.numbers import plural
 
-_NARROWEST = 26  # columns of a card
-_LEAST_COMMON, _MOST_COMMON = 16, 400  # characters that all candidates begin with
+_NARROWEST = 26  # minimum width of a card in cells
+_LEAST_COMMON, _MOST_COMMON = 16, 400  # common beginning of all candidates, in characters: minimum, and shown at most
 
 
 class CandidateCard(VerticalScroll, can_focus=True):
-    """One candidate. Enter or a double click accepts it, Space shows it in full screen."""
+    """Shows one candidate. Enter or a double click accepts it, Space shows it in full screen."""
 
     ALLOW_MAXIMIZE = True
     BINDINGS = [*hidden_keys({"enter": "accept", "space": "whole_screen"})]  # noqa: RUF012
@@ -36,17 +36,17 @@ class CandidateCard(VerticalScroll, can_focus=True):
         self.index = index
         self.border_title = str(index + 1)
         self._text = Static(Content("…"))
-        self._candidate, self._num_common = Candidate(), 0  # as last shown
+        self._candidate, self._num_common = Candidate(), 0  # arguments of the last `show`
         self._same_as: int | None = None
 
     def compose(self) -> ComposeResult:
         yield self._text
 
     def on_mount(self) -> None:
-        self.anchor()  # follow the growing end of the text
+        self.anchor()  # scroll along with the growing text
 
     def end(self) -> None:
-        """Show the beginning of the text, which grows no more, unless the reader has scrolled."""
+        """Scroll back to the beginning of the complete text, unless the reader has scrolled."""
         if self.is_anchored:
             was_at_end = self.scroll_y >= self.max_scroll_y
             self.anchor(False)
@@ -54,9 +54,9 @@ class CandidateCard(VerticalScroll, can_focus=True):
                 self.scroll_home(animate=False)
 
     def show(self, candidate: Candidate, num_common: int, same_as: int | None = None) -> None:
-        """Show the text without its first ``num_common`` characters, which are shown above all cards.
+        """Show the candidate without its first ``num_common`` characters, which are shown once above all cards.
 
-        ``same_as``: the number of an earlier candidate with the same text.
+        ``same_as``: index of an earlier candidate with the same text, if any.
         """
         self._candidate, self._num_common, self._same_as = candidate, num_common, same_as
         whole = text_of(candidate)
@@ -96,14 +96,14 @@ def text_of(candidate: Candidate) -> str:
 
 
 def _same_as(candidates: Sequence[Candidate], texts: Sequence[str], index: int) -> int | None:
-    """Return the number of the first candidate that ended with the same text, None if this one is the first."""
+    """Return the index of an earlier candidate with the same text, if both have ended, else None."""
     first = texts.index(texts[index])
     ended = all(candidates[each].finish_reason is not None for each in (first, index))
     return first if first < index and ended and texts[index] else None
 
 
 def num_common(texts: Sequence[str]) -> int:
-    """Return how many characters, in whole words, all texts begin with; 0 if too few for a line of their own."""
+    """Return the number of characters, in whole words, that all texts begin with. 0 if they are too few to be shown."""
     if len(texts) < 2:
         return 0
     length = min(common_length(texts[0], each) for each in texts)
@@ -113,7 +113,7 @@ def num_common(texts: Sequence[str]) -> int:
 
 
 def candidate_facts(candidate: Candidate, width: int) -> str:
-    """Return ``score -0.54 · 23 tokens · log p -12.3``, as many of these as fit a card of this width."""
+    """Return ``score -0.54 · 23 tokens · log p -12.3``: as many of these items as fit ``width`` cells."""
     words = [] if candidate.score is None else [f"score {candidate.score:.3f}"]
     words.append(plural(candidate.num_tokens, "token"))
     if candidate.finish_reason is not None:
@@ -126,7 +126,7 @@ def candidate_facts(candidate: Candidate, width: int) -> str:
 
 
 class CandidatesView(Vertical):
-    """The candidates of an answer, in columns if there is space, with their state below."""
+    """Shows the candidates of an answer, in columns if there is space, and a summary line below them."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class CandidatesView(Vertical):
 
     @property
     def focused_index(self) -> int:
-        """Return the number of the focused card, 0 if none is focused."""
+        """Return the index of the focused card; 0 if none is focused."""
         return next((card.index for card in self._cards if card.has_focus), 0)
 
     async def on_mount(self) -> None:

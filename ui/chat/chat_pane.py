@@ -29,16 +29,16 @@ from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import count, plural
 
 _SAVE_INTERVAL = 2.0  # seconds between saves while an answer grows
-_FAR = 3  # a reader with more lines below the screen is told about them
-_LINES_AHEAD = 6  # of a growing paragraph, if the model computes on the same cores
-_GRACE = 2.0  # seconds between two presses of a key that quits
+_FAR = 3  # if more lines than this are below the screen, the prompt's border says so
+_LINES_AHEAD = 6  # lines that a growing paragraph reserves if the model computes on the same cores
+_GRACE = 2.0  # maximum seconds between two presses of a key that quits
 LONG_ANSWER = 10.0  # seconds after which a finished answer rings the bell
 
 
 class ChatPane(Vertical):
     """The conversation and its widgets.
 
-    Questions, commands and the engine's events change the conversation. All of them are handled one by one in this
+    Questions, commands and the engine's events change the conversation. All of them are handled one at a time, in this
     widget's own task.
     """
 
@@ -65,16 +65,16 @@ class ChatPane(Vertical):
         self.compaction: Compaction | None = None
         self.engine = EngineState()  # as last received by this widget
         self.pool: Pool | None = None
-        self._waiting: list[str] = []  # questions to ask when this answer has ended, or the model is loaded
-        self.is_paced = False  # the model is slowed down for people to watch, so drawing does not slow it down
-        self.num_waiting = 0  # commands called by keys that have not run yet
+        self._waiting: list[str] = []  # questions to ask once the answer has ended or the model is loaded
+        self.is_paced = False  # the engine is slowed down so that people can watch; then drawing does not slow it down
+        self.num_waiting = 0  # number of queued commands of keys
         self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
         self._saved_at = 0.0
         self._warned_full = False
         self._choice: Choice | None = None  # the last candidate accepted
         self._pinned_system = ""
-        self._report_every = 0.0  # as last sent to the engine
-        self._last_prompt: PromptInput | None = None  # `prompt`, even when the widgets are gone
+        self._report_every = 0.0  # interval of the last `Report` sent to the engine, in seconds
+        self._last_prompt: PromptInput | None = None  # the same as `prompt`, but valid to the end
         self._end_asked_at = -_GRACE
 
     def compose(self) -> ComposeResult:
@@ -186,18 +186,21 @@ class ChatPane(Vertical):
         self._say_what_comes()
 
     def _say_what_comes(self, *_: object) -> None:
-        """Show below the prompt how many questions are queued, else whether there is more text below the screen."""
+        """Show the number of queued questions in the prompt's border.
+
+        Without any, show whether there is more text below.
+        """
         at = max(0, self.transcript.scroll_offset.y)  # negative if the text is shorter than the screen
         far = self.transcript.max_scroll_y - at > _FAR
         words = f"{plural(len(self._waiting), 'question')} queued · Esc to take back"
         self.prompt.border_subtitle = words if self._waiting else "more below ↓ Ctrl+End" if far else ""
 
     def ask_later(self, text: str) -> None:
-        """Ask a question, or run a command, when the answer has ended or the model is loaded."""
+        """Queue a question or a command until the answer has ended or the model is loaded."""
         self._set_waiting([*self._waiting, text])
 
     async def _ask_waiting(self) -> None:
-        """Ask the next queued question."""
+        """Ask the first queued question, if there is one."""
         if self._waiting:
             question, *others = self._waiting
             self._set_waiting(others)
@@ -208,19 +211,27 @@ class ChatPane(Vertical):
 
     @property
     def unsent(self) -> str:
-        """Return the queued questions, and the text in the prompt unless it was sent before."""
+        """Return the queued questions and the text in the prompt, but not a text that was sent before."""
         draft = "" if self._last_prompt is None else self._last_prompt.draft
         return "\n\n".join(filter(None, [*self._waiting, draft]))
 
     @property
     def unfinished(self) -> str:
-        """Return what quitting now would cut off: an answer or an unsent text. Empty if nothing."""
+        """Return a description of the work that quitting now would lose: an answer, or unsent text.
+
+        Empty if there is none.
+        """
         if self.run is not None or self.compaction is not None:
             return "an answer is being generated"
         return "your text is not sent" if self.unsent else ""
 
     def is_asked_twice_to_end(self, key: str, reason: str = "") -> bool:
-        """Return whether a key to quit is pressed again within `_GRACE` seconds. The first time, show a notice."""
+        """Return whether a key that quits was pressed twice within `_GRACE` seconds.
+
+        After the first press, show a notice.
+
+        ``reason`` says what would be lost.
+        """
         before, self._end_asked_at = self._end_asked_at, time.monotonic()
         if self._end_asked_at - before < _GRACE:
             return True
@@ -228,13 +239,13 @@ class ChatPane(Vertical):
         return False
 
     async def offer_draft(self) -> None:
-        """Let ↑ bring back the text that was unsent when the last chat ended."""
+        """Let ↑ bring back the text that was not sent before the last chat ended."""
         if draft := self.store.take_draft():
             self.prompt.remember(draft)
             await self.transcript.add_note("press ↑ to bring back your unsent text")
 
     def take_back(self) -> bool:
-        """Put the queued questions back into the prompt. Return False if there are none."""
+        """Move the queued questions back into the prompt. Return False if there are none."""
         questions = self._waiting
         self._set_waiting([])
         for question in reversed(questions):
@@ -245,14 +256,14 @@ class ChatPane(Vertical):
         await self.run_command(message.name, message.argument)
 
     async def run_command(self, name: str, argument: str = "") -> None:
-        """Run a slash command. Show a user's error as a notification."""
+        """Run a slash command. An error that the user can cause is shown as a notification."""
         try:
             await self.commands[name].action(self, argument)
         except MinillmError as error:
             self.notify(str(error))
 
     def call_command(self, name: str, argument: str) -> None:
-        """Run a command after everything this widget was sent before. Callable from any task."""
+        """Run a command after all messages that this widget has already received. This can be called from any task."""
 
         async def run() -> None:
             try:
@@ -264,7 +275,7 @@ class ChatPane(Vertical):
         self.call_later(run)
 
     def can_ask(self) -> bool:
-        """Return whether the engine is free for a question. Show the reason if not."""
+        """Return whether the engine is free for a question. If it is not, show a notification with the reason."""
         reason = ""
         if self.run is not None:
             reason = "an answer is being generated; Escape stops it"
@@ -292,7 +303,7 @@ class ChatPane(Vertical):
         self.save()
 
     async def fork(self, turn: Turn, fork: Fork) -> None:
-        """Continue from another token of an answer, in a branch next to it."""
+        """Continue an answer from another token. The result is a new branch next to ``turn``."""
         if not self.can_ask():
             return
         branch = self.conversation.fork(turn, fork)
@@ -318,7 +329,7 @@ class ChatPane(Vertical):
                 self.save()
 
     async def _end(self, ending: Ending) -> None:
-        """End the answer. Remove it if it was stopped before its first word."""
+        """End the answer. If it was stopped or lost before its first word, remove its turn."""
         run, self.run = self.run, None
         assert run is not None
         if not await run.end(ending.reason):
@@ -349,17 +360,17 @@ class ChatPane(Vertical):
         )  # fmt: skip
 
     async def accept(self, turn: Turn, index: int) -> None:
-        """Use a candidate as the answer. The others become branches. `undo` reverses this."""
+        """Use candidate ``index`` as the answer. The other candidates become branches. `undo` reverses this."""
         self._choice = self.conversation.accept(turn, index)
         self.send(Keep(turn.answer.request_id, index))
         await self._show_anew(turn)
         self.notify(f"answer {index + 1} accepted · Alt+← → shows the others · Alt+U undoes")
 
     async def undo(self) -> None:
-        """Restore the candidates of the last choice.
+        """Restore the candidates of the last accepted answer.
 
         Raises:
-            UsageError: there was no choice, or a question was asked since.
+            UsageError: no candidate was accepted, or a question has been asked since.
         """
         self.prompt.forget_pick()
         choice, self._choice = self._choice, None
@@ -376,13 +387,16 @@ class ChatPane(Vertical):
         self.refresh_status()
 
     async def accept_best(self) -> None:
-        """Accept the first candidate, the best of a search, when the user continues without choosing."""
+        """Accept the first candidate, which is the best beam of a search, because the user continues without choosing.
+
+        Do nothing if there are no candidates.
+        """
         leaf = self.conversation.leaf
         if leaf is not None and leaf.answer.candidates and not leaf.answer.is_open:
             await self.accept(leaf, 0)
 
     def refresh_status(self) -> None:
-        """Show the current activity. Slow down drawing and reports if a model computes on the same cores."""
+        """Update the status bar. Slow down drawing and reports if the model computes on the same cores."""
         loaded = self.engine.loaded
         leaf = self.leaf = self.conversation.leaf
         on_cpu = loaded is not None and loaded.device == "cpu"
@@ -405,7 +419,7 @@ class ChatPane(Vertical):
             self.prompt.offer()
 
     def save(self) -> None:
-        """Save the conversation. Show an error as a notification."""
+        """Save the conversation. An error is shown as a notification."""
         self._saved_at = time.monotonic()
         try:
             if self.store.save(self.conversation):

@@ -1,4 +1,7 @@
-"""The slash commands, each after its declaration. `ChatPane` changes the conversation; `EngineApp` does the rest."""
+"""The slash commands. Each function follows the declaration of its command.
+
+Changes of the conversation are made by `ChatPane`; other actions by `EngineApp`.
+"""
 
 import os
 import re
@@ -112,7 +115,7 @@ def _check_idle(talk: ChatPane) -> None:
 
 
 def _turn(talk: ChatPane) -> Turn:
-    """Return the selected turn, or the last one."""
+    """Return the selected turn, or the last one. Raises UsageError if there is no turn."""
     turn = talk.transcript.selected or talk.conversation.leaf
     if turn is None:
         raise UsageError("there is no question yet")
@@ -221,7 +224,7 @@ def _change(talk: ChatPane, **changes: Any) -> None:
 
 
 def _ask(talk: ChatPane, dialog: ModalScreen[Any], act: Callable[[Any], Any]) -> None:
-    """Open a dialog, and act on its result if there is one."""
+    """Open a dialog. If it returns a result, call ``act`` with it."""
 
     def chosen(result: Any) -> None:
         if result is not None:

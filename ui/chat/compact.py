@@ -1,4 +1,4 @@
-"""``/compact``: the model summarizes the older half of a conversation, and sees the summary instead of it."""
+"""``/compact``: the model summarizes the older half of a conversation, and sees the summary instead from then on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +19,13 @@ _COLDNESS = {"temperature": 0.0, "max_tokens": _LONGEST, "repetition_penalty": 1
 
 @dataclass
 class Compaction:
-    """A summary in progress: `begin`, then `take` until it returns True, then `finish`."""
+    """A summary in progress.
+
+    Call `begin`. Pass each event to `take` until it returns True, then call `finish`.
+    """
 
     conversation: Conversation
-    stays: Turn  # the first turn that is not summarized
+    stays: Turn  # the first turn that stays: the summary replaces the turns before it
     request_id: str
     send: Callable[[messages.Command], None]
     text: str = ""
@@ -32,10 +35,10 @@ class Compaction:
 
     @classmethod
     def begin(cls, conversation: Conversation, system: str, send: Callable[[messages.Command], None]) -> "Compaction":
-        """Request the summary.
+        """Request a summary of the older half of the conversation.
 
         Raises:
-            UsageError: the model sees less than two turns.
+            UsageError: the model sees fewer than two turns.
         """
         stays = second_half(conversation)
         told = [*conversation.messages(system, before=stays), {"role": "user", "content": _REQUEST}]
@@ -49,7 +52,7 @@ class Compaction:
         self.send(messages.Abort(self.request_id))
 
     def take(self, event: messages.Event) -> bool:
-        """Handle an event. Return True if it is the last one of this request."""
+        """Handle an event. Return True if it is the last event of this request."""
         if getattr(event, "request_id", None) != self.request_id:
             return False
         match event:
@@ -68,10 +71,10 @@ class Compaction:
         return True
 
     def finish(self) -> str:
-        """Put the summary in place. Return a message about it.
+        """Store the summary in the conversation. Return a message for the user.
 
         Raises:
-            UsageError: there is no summary.
+            UsageError: there is no summary. The message says why.
         """
         self.send(messages.Drop(self.request_id))
         summary = split_reasoning(self.text)[1].strip()
@@ -93,7 +96,7 @@ class Compaction:
 
 
 def second_half(conversation: Conversation) -> Turn:
-    """Return the turn that begins the newer half of the turns that the model sees.
+    """Return the first turn of the newer half of the turns that the model sees.
 
     Raises:
         UsageError: there are fewer than two turns.
@@ -109,7 +112,7 @@ def second_half(conversation: Conversation) -> Turn:
 
 
 def undo(conversation: Conversation) -> None:
-    """Remove the last summary, so that the model sees its turns again.
+    """Remove the last summary of the visible branch, so that the model sees the summarized turns again.
 
     Raises:
         UsageError: there is no summary in this branch.

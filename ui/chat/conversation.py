@@ -1,4 +1,7 @@
-"""A conversation as data: a tree of turns with one visible path. No widgets, no engine, no files."""
+"""A conversation as data: a tree of turns with one visible path.
+
+This module knows no widgets, no engine and no files.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ LONGEST_TITLE = 60  # characters
 
 @dataclass
 class Candidate:
-    """One of several answers to choose from. Only beams have ``score`` and ``logprob``."""
+    """One of several answers to choose from. Only a beam has a ``score`` and a ``logprob``."""
 
     text: str = ""
     num_tokens: int = 0
@@ -28,10 +31,10 @@ class Candidate:
 
 @dataclass
 class Answer:
-    """The raw model output of an answer, and its figures. Times are in seconds.
+    """An answer: the raw model output, and figures about it. Times are in seconds.
 
-    ``finish_reason`` is None during generation, then the engine's "stop", "length" or "abort", or "lost" if the engine
-    process ended. With ``candidates``, ``text`` is empty until one is accepted.
+    ``finish_reason`` is None during generation. Then it is the engine's "stop", "length" or "abort", or "lost" if the
+    engine process ended. If there are ``candidates``, ``text`` is empty until one is accepted.
     """
 
     request_id: str
@@ -40,11 +43,11 @@ class Answer:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    num_guessed_tokens: int = 0  # output tokens that were draft tokens
+    num_guessed_tokens: int = 0  # accepted draft tokens among the output tokens
     time_to_first_token: float | None = None
     tokens_per_second: float = 0.0
     in_reasoning: bool = False  # the text begins inside the model's <think> section
-    tokens: list[TokenChoice] = field(default_factory=list)  # of the text; not saved
+    tokens: list[TokenChoice] = field(default_factory=list)  # tokens of the text with alternatives; not saved
     candidates: list[Candidate] = field(default_factory=list)  # to choose from
     num_read_tokens: int = 0  # computed prompt tokens; not saved
     reading_left: float | None = None  # seconds until the prompt is computed, if known; not saved
@@ -56,7 +59,7 @@ class Answer:
 
     @property
     def num_known_tokens(self) -> int:
-        """Return how many tokens of the context are computed."""
+        """Return the number of computed tokens: of the prompt during prefill, later of the whole context."""
         return self.num_read_tokens if self.time_to_first_token is None else self.num_context_tokens
 
     @property
@@ -64,7 +67,7 @@ class Answer:
         return self.finish_reason is None
 
     def take(self, chosen: Candidate) -> None:
-        """Use a candidate as the answer."""
+        """Use a candidate as the answer, and drop the other candidates."""
         self.text, self.tokens, self.num_output_tokens = chosen.text, chosen.tokens, chosen.num_tokens
         self.finish_reason = chosen.finish_reason or self.finish_reason
         self.candidates = []
@@ -72,20 +75,20 @@ class Answer:
 
 @dataclass(eq=False)
 class Turn:
-    """A question and its answer. ``children`` are the turns that follow; several are branches."""
+    """A question and its answer. ``children`` are the turns that follow it. Several children are branches."""
 
     question: str
     answer: Answer
     parent: Turn | None = None
     children: list[Turn] = field(default_factory=list)
     summary: str = ""  # shown to the model instead of all turns before this one
-    notes: list[str] = field(default_factory=list)  # the tour's, shown after this turn
+    notes: list[str] = field(default_factory=list)  # notes of the tour, shown after this turn
 
 
 class Fork(NamedTuple):
-    """Another continuation of an answer."""
+    """Another continuation of an answer, from an alternative to one of its tokens."""
 
-    tokens: list[TokenChoice]  # the kept tokens, and the one chosen instead of the next
+    tokens: list[TokenChoice]  # the answer's tokens that stay, then the chosen alternative
 
     @property
     def text(self) -> str:
@@ -94,15 +97,15 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of a candidate, with the data needed to undo it."""
+    """The choice of a candidate, with the data that undoing it needs."""
 
     turn: Turn
-    before: Answer  # with all candidates
-    others: list[Turn]  # the branches made of the other candidates
+    before: Answer  # a copy of the answer with all candidates
+    others: list[Turn]  # the branches created from the other candidates
 
 
 def shown_title(title: str, question: str) -> str:
-    """Return a title, or the first words of a first question if it is empty, clean and on one line."""
+    """Return ``title`` for display, clean and on one line. If it is empty, use the first words of ``question``."""
     words = clean_line(title.strip() or question.strip().partition("\n\n")[0], 10 * LONGEST_TITLE)
     if len(words) <= LONGEST_TITLE:
         return words
@@ -111,7 +114,10 @@ def shown_title(title: str, question: str) -> str:
 
 @dataclass
 class Conversation:
-    """The tree of turns. The engine keeps its blocks under ``conversation_id``. An edited question is a branch."""
+    """The tree of turns.
+
+    An edited question is a branch of it. The engine keeps its blocks under ``conversation_id``.
+    """
 
     conversation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     system: str = ""
@@ -120,13 +126,13 @@ class Conversation:
     first: list[Turn] = field(default_factory=list)  # turns without a parent
     leaf: Turn | None = None  # the last visible turn
     num_dropped: int = 0  # oldest turns of the path that the model no longer sees
-    title: str = ""  # given by the user; not cleaned for a terminal
-    origins: dict[str, tuple[str, int]] = field(default_factory=dict)  # branch -> the candidate it was; not saved
+    title: str = ""  # chosen by the user; not cleaned for a terminal
+    origins: dict[str, tuple[str, int]] = field(default_factory=dict)  # a branch's request -> its candidate; not saved
     shortened: dict[str, int] = field(default_factory=dict)  # request -> tokens removed by a later summary
-    notes: list[str] = field(default_factory=list)  # the tour's, shown before the first turn
+    notes: list[str] = field(default_factory=list)  # notes of the tour, shown before the first turn
     is_trial: bool = False  # saved only once the user continues after its first answer
-    copy_id: str = ""  # of its file, if another program changed the one under ``conversation_id``
-    file_version: tuple[int, ...] | None = None  # of its file, when last read or written
+    copy_id: str = ""  # id of the file, if another program changed the file with ``conversation_id``
+    file_version: tuple[int, ...] | None = None  # version of the file when it was last read or written
 
     @property
     def file_id(self) -> str:
@@ -134,7 +140,7 @@ class Conversation:
 
     @property
     def is_worth_saving(self) -> bool:
-        """Return whether there is a question, and a trial was continued by the user."""
+        """Return whether to save the conversation: it has a question, and if it is a trial, the user continued it."""
         asked = self.first[0].question if self.first else ""
         return bool(self.first) and (
             not self.is_trial or any(turn.children or turn.question != asked for turn in self.first)
@@ -142,7 +148,7 @@ class Conversation:
 
     @property
     def num_known_tokens(self) -> int:
-        """Return the computed tokens of the context up to the last answer, less the tokens that a summary removed."""
+        """Return the number of computed tokens of the context, without the tokens that a summary has replaced."""
         if self.leaf is None:
             return 0
         answer = self.leaf.answer
@@ -150,7 +156,7 @@ class Conversation:
 
     @property
     def shown_title(self) -> str:
-        """Return the title, or the first words of the first question, clean. Empty without a question."""
+        """Return the title for display, or the first words of the first question. Empty without a question."""
         return shown_title(self.title, self.first[0].question if self.first else "")
 
     @property
@@ -163,7 +169,7 @@ class Conversation:
         return path[::-1]
 
     def all_turns(self) -> Iterator[Turn]:
-        """Yield every turn, each before its children."""
+        """Yield every turn of the tree, each before its children."""
         stack = self.first[::-1]
         while stack:
             turn = stack.pop()
@@ -171,11 +177,14 @@ class Conversation:
             stack += turn.children[::-1]
 
     def siblings(self, turn: Turn) -> list[Turn]:
-        """Return the branches at this place, including ``turn``."""
+        """Return the branches that include ``turn``: all turns with the same parent."""
         return self.first if turn.parent is None else turn.parent.children
 
     def switch(self, turn: Turn, step: int) -> Turn:
-        """Show the next (``step`` 1) or previous (-1) branch at the place of ``turn``, up to its latest turn."""
+        """Show the next (``step`` 1) or previous (-1) branch instead of ``turn``, down to its latest turn.
+
+        Return its first turn.
+        """
         siblings = self.siblings(turn)
         chosen = siblings[(siblings.index(turn) + step) % len(siblings)]
         self.leaf = chosen
@@ -185,7 +194,10 @@ class Conversation:
         return chosen
 
     def ask(self, question: str, instead_of: Turn | None = None) -> Answer:
-        """Add a turn after the last one, or as a branch next to ``instead_of``. Return its empty answer."""
+        """Add a turn after the last one, or as a branch next to ``instead_of``.
+
+        Return its answer, which is still empty.
+        """
         parent = self.leaf if instead_of is None else instead_of.parent
         turn = Turn(question, Answer(self.new_request_id()), parent)
         self.siblings(turn).append(turn)
@@ -193,7 +205,10 @@ class Conversation:
         return turn.answer
 
     def accept(self, turn: Turn, index: int) -> Choice:
-        """Use a candidate as the answer. Each other one that has text becomes a branch next to it."""
+        """Use candidate ``index`` as the answer of ``turn``.
+
+        Each other candidate with text becomes a branch next to it.
+        """
         before, siblings = replace(turn.answer), self.siblings(turn)
         turns = []
         for number, candidate in enumerate(before.candidates):
@@ -210,7 +225,7 @@ class Conversation:
         return Choice(turn, before, [each for each in turns if each is not turn])
 
     def fork(self, turn: Turn, fork: Fork) -> Turn:
-        """Add a branch next to a turn, with an answer that begins with the fork's tokens and is to be continued."""
+        """Add a branch next to ``turn``. Its answer begins with the fork's tokens and should then be continued."""
         answer = Answer(self.new_request_id(), fork.text, "abort", in_reasoning=turn.answer.in_reasoning)
         answer.tokens, answer.num_output_tokens = fork.tokens, len(fork.tokens)
         self.leaf = Turn(turn.question, answer, turn.parent)
@@ -219,7 +234,7 @@ class Conversation:
         return self.leaf
 
     def undo(self, choice: Choice) -> bool:
-        """Restore all candidates of a choice. Return False if one of them has turns after it by now."""
+        """Restore all candidates of a choice. Return False if one of their branches has been continued or is gone."""
         turn, siblings = choice.turn, self.siblings(choice.turn)
         if any(each.children or each not in siblings for each in (turn, *choice.others)):
             return False
@@ -232,7 +247,7 @@ class Conversation:
         return f"{self.conversation_id}-{uuid.uuid4().hex[:8]}"
 
     def withdraw(self) -> str:
-        """Remove the last turn. Return its question."""
+        """Remove the last turn and return its question. If it has siblings, show one of them."""
         turn = self.leaf
         assert turn is not None
         siblings = self.siblings(turn)
@@ -244,19 +259,19 @@ class Conversation:
 
     @property
     def num_answers(self) -> int:
-        """Return how many turns of the path have ended answers."""
+        """Return the number of turns in the visible path with a completed answer."""
         return sum(not turn.answer.is_open for turn in self.turns)
 
     @property
     def num_untold(self) -> int:
-        """Return how many turns of the path the model does not see: they were dropped or summarized."""
+        """Return the number of turns in the visible path that the model does not see: dropped or summarized ones."""
         summed_up = [number for number, turn in enumerate(self.turns) if turn.summary]
         return max([self.num_dropped, *summed_up])
 
     def messages(self, system: str = "", before: Turn | None = None) -> list[dict[str, str]]:
-        """Return the messages for the engine. Roles alternate; the open answer is the requested one.
+        """Return the conversation as messages for the engine, with alternating roles.
 
-        ``before``: the first turn to leave out, with all later ones.
+        The last answer is left out if it is still open. ``before``: leave out this turn and all later ones.
         """
         messages = [{"role": "system", "content": system}] if system else []
         turns = self.turns[self.num_untold :]
@@ -270,10 +285,10 @@ class Conversation:
         return messages
 
     def drop_oldest_half(self) -> bool:
-        """Drop about half of what the model sees. Return False if only the last question is left.
+        """Drop about half of the text that the model sees. Return False if only the last question is left.
 
-        After that, the next prompts begin alike and find their blocks. Dropping one turn per question would prevent
-        that.
+        The next prompts then share their beginning and find their blocks in the cache. This would not be so if each
+        question dropped one turn.
         """
         self.num_dropped = self.num_untold
         lengths = [len(turn.question) + len(turn.answer.text) for turn in self.turns[self.num_dropped :]]
@@ -287,7 +302,10 @@ class Conversation:
                 return True
 
     def name_of(self, request_id: str) -> str | None:
-        """Return ``turn 2``, or ``turn 2 · answer 3`` for its third branch; None for another conversation's request."""
+        """Return ``turn 2`` for a request, or ``turn 2 · answer 3`` for the third answer at this depth.
+
+        Return None for a request of another conversation.
+        """
         if not request_id.startswith(self.conversation_id):
             return None
         depths: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Edit a text in the user's own editor while the app waits."""
+"""Edit a text in the user's own editor. The app is suspended meanwhile."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ from minillm.ui.textual_internals import QuietApp
 
 
 def edited(app: QuietApp, text: str) -> str:
-    """Return a text as the user left it in ``$VISUAL``, ``$EDITOR`` or vi.
+    """Open ``text`` in ``$VISUAL``, ``$EDITOR`` or vi. Return the text as the user has saved it.
 
     Raises:
         UsageError: the editor cannot be started or failed, or the app has no terminal for it.

@@ -1,4 +1,4 @@
-"""The engine's state in words: notes between the turns, and the status bar."""
+"""Describe the state of the engine in words, for notes between the turns and for the status bar."""
 
 from minillm.ui.bars import Status
 from minillm.ui.chat.answer_run import AnswerRun
@@ -11,11 +11,11 @@ _ADVICE = {
     "failed": (" (F2 chooses a model, /reload tries again)", "error"),
     "crashed": (" (/reload restarts it; the conversation is kept)", "error"),
     "off": ("loading was canceled (/reload loads again, F2 chooses a model)", "warning"),
-}  # by the engine's phase: the rest of a note that begins with the error, and its kind
+}  # by the engine's phase: a note's text after the error, and its kind
 
 
 def notes_of(engine: EngineState) -> list[tuple[str, str]]:
-    """Return the text and kind of each note about the engine's new phase, see `Note`."""
+    """Return the notes to show when the engine has entered a new phase: text and kind of each, see `Note`."""
     if (loaded := engine.loaded) is not None:
         source = f" from {loaded.source}" if loaded.source else ""
         notes = [(f"{loaded.model}{source}, ready in {duration(loaded.seconds)}", "info")]
@@ -33,7 +33,10 @@ def notes_of(engine: EngineState) -> list[tuple[str, str]]:
 def status_of(
     engine: EngineState, run: AnswerRun | None, conversation: Conversation, pool: Pool | None, *, sums_up: bool
 ) -> Status:
-    """Return the status bar's content. ``run`` is the answer in progress; ``sums_up``: a summary is in progress."""
+    """Return the content of the status bar.
+
+    ``run`` is the answer in progress; ``sums_up``: a summary is in progress.
+    """
     answer = conversation.leaf.answer if conversation.leaf is not None else Answer("")
     return Status(
         activity="summarizing" if sums_up else _activity(engine, run, answer, pool),

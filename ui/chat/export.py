@@ -1,4 +1,4 @@
-"""Export of a conversation to a file, for people and other programs."""
+"""Export a conversation to a file, for people and for other programs."""
 
 import json
 from contextlib import suppress
@@ -28,7 +28,7 @@ def to_json(conversation: Conversation) -> str:
 
 
 def export(conversation: Conversation, target: Path) -> Path:
-    """Write a conversation to a file: ``.json`` as JSON, else as Markdown. Existing files are not changed.
+    """Write a conversation to the new file ``target``, as JSON or as Markdown by its extension. Return its path.
 
     Raises:
         MinillmError: the file exists, cannot be written, or has the extension of another format.

@@ -1,4 +1,4 @@
-"""``@file`` in a question: find files by letters or by path, and add their text."""
+"""``@file`` in a question: find files by letters or by path, and add their text to the question."""
 
 import itertools
 import os
@@ -15,14 +15,14 @@ from minillm.system import expanded
 from minillm.text.safe import clean_line
 from minillm.ui.numbers import plural
 
-LONGEST_FILE = 64 << 10  # bytes of text in a question
-_MOST_FILES, _LONGEST_WALK = 20_000, 0.3  # files offered; seconds to search
-_SKIPPED = {"node_modules", "__pycache__", "venv", "target", "dist", "build"}  # folders that are never meant
+LONGEST_FILE = 64 << 10  # maximum bytes of a file in a question
+_MOST_FILES, _LONGEST_WALK = 20_000, 0.3  # limits of the search: number of files, and seconds
+_SKIPPED = {"node_modules", "__pycache__", "venv", "target", "dist", "build"}  # folders that are not searched
 _MENTION = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|'([^'\n]+)'|((?:\\[^\n]|\S)+))""")
 _FENCE = re.compile(r"^`{3,}([^`\n]+)$", re.MULTILINE)
 _FENCED = re.compile(r"^(`{3,})([^`\n]+)\n(.*?)\n?^\1$", re.MULTILINE | re.DOTALL)
 _DROPPED = re.compile(r"""(?<!\S)(?:'/[^'\n]+'|"/[^"\n]+"|file:///\S+)(?!\S)""")
-_LONGEST_DROP = 10_000  # characters of paths
+_LONGEST_DROP = 10_000  # maximum characters of the paths of dropped files
 _FILE_NAME = re.compile(r".*\.[A-Za-z]\w{0,4}|(?=.*[A-Za-z]).*/.*")  # an extension, or a path
 _FENCES = re.compile(r"^ *(`{3,}|~{3,}).*?(?:^ *\1|\Z)", re.MULTILINE | re.DOTALL)
 _DECORATOR = re.compile(
@@ -33,7 +33,7 @@ _TRAILING = ",.;:!?)]}'"  # punctuation of the sentence, not part of a name
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return names of files relative to ``folder``, upper folders first, without hidden files."""
+    """Return the names of files relative to ``folder``, files of upper folders first. Hidden files are left out."""
     found: list[str] = []
     folders, end = [""], time.monotonic() + _LONGEST_WALK
     while folders and len(found) < _MOST_FILES and time.monotonic() < end:
@@ -55,12 +55,15 @@ def files_below(folder: Path) -> list[str]:
 
 
 def is_path(letters: str) -> bool:
-    """Return whether typed letters begin a path outside the folder: ``/``, ``~/``, ``./`` or ``../``."""
+    """Return whether the typed ``letters`` begin a path: ``/``, ``~/``, ``./`` or ``../``."""
     return letters.startswith(("/", "./", "../")) or (letters.startswith("~") and "/" in letters)
 
 
 def paths_begun(letters: str, folder: Path) -> list[str]:
-    """Return the paths that begin with these letters, sorted, folders with a final slash; hidden ones after a dot."""
+    """Return the paths that begin with ``letters``, sorted. Folders end in a slash.
+
+    Hidden files are included only after a dot. ``folder`` is the base of relative paths.
+    """
     head, _, begun = letters.rpartition("/")
     try:
         entries = list(itertools.islice(os.scandir(folder / expanded(f"{head}/", "@")), _MOST_FILES))
@@ -71,7 +74,7 @@ def paths_begun(letters: str, folder: Path) -> list[str]:
 
 
 def best_matches(names: Sequence[str], letters: str, most: int) -> list[str]:
-    """Return the names that contain these letters in this order, best match first."""
+    """Return at most ``most`` names that contain ``letters`` in this order, with the best match first."""
     scored = [
         (score, len(name), name) for name in names if (score := _score(name.lower(), letters.lower())) is not None
     ]
@@ -79,7 +82,11 @@ def best_matches(names: Sequence[str], letters: str, most: int) -> list[str]:
 
 
 def _score(name: str, letters: str) -> int | None:
-    """Return the gaps between the letters in a name, 0 if its last part contains them; None if a letter is missing."""
+    """Return a sort key for how well a name matches: lower is better. Return None if a letter is missing.
+
+    It is 0 if the file's name contains the letters together, 1 if the path does, else 2 plus the gaps between the
+    letters.
+    """
     if letters in os.path.basename(name):
         return 0
     if letters in name:
@@ -95,22 +102,22 @@ def _score(name: str, letters: str) -> int | None:
 
 
 def begun_mention(line: str) -> tuple[int, str] | None:
-    """Return where an ``@name`` at the end of a line begins, and its letters so far. None without one."""
+    """Return the column where an ``@name`` at the end of ``line`` begins, and its letters so far; None without one."""
     found = _BEGUN.search(line)
     return None if found is None else (found.start(), found.group(1) or found.group(2) or "")
 
 
 def mention(name: str) -> str:
-    """Return the notation of a file's name in a question."""
+    """Return ``@name`` as it must be written in a question, with quotes or backslashes if needed."""
     if '"' in name:
         return "@" + re.sub(r"""([\s"'\\])""", r"\\\1", name)
     return f'@"{name}"' if re.search(r"[\s'\\]", name) else f"@{name}"
 
 
 def dropped_files(text: str) -> str:
-    """Return the notation of files dropped on the terminal, which pastes their paths quoted, escaped or as URLs.
+    """Return the mentions of files that were dropped on the terminal; empty if ``text`` is anything else.
 
-    Empty if the text is anything else.
+    The terminal pastes the paths of dropped files, quoted, escaped or as URLs.
     """
     if len(text) > _LONGEST_DROP or not text.lstrip().startswith(("/", "'/", '"/', "file:///")):
         return ""
@@ -125,13 +132,14 @@ def dropped_files(text: str) -> str:
 
 
 def with_files(question: str, folder: Path) -> str:
-    """Return the question, followed by the text of every file that it names, each in a fence with its name.
+    """Return the question, followed by the text of each mentioned file in a code fence with the file's name.
 
-    A quoted path or a file URL names a file just like ``@``. A file with an existing fence is not added again.
+    A quoted path or a file URL mentions a file just like ``@``. If the question already has the fence of a file, the
+    file is not added again.
 
     Raises:
-        UsageError: a file is too large, not text, or cannot be read; or there is no file with a name that must be a
-            file's.
+        UsageError: a file is too large, is not text, or cannot be read; or a name that can only mean a file does not
+            exist.
     """
     if "\n" not in question:
         question = _DROPPED.sub(lambda found: dropped_files(found[0]).strip() or found[0], question)
@@ -144,13 +152,13 @@ def with_files(question: str, folder: Path) -> str:
 
 
 def holds_file(question: str) -> bool:
-    """Return whether the question contains the text of a file that it names, see `with_files`."""
+    """Return whether the question contains the text of a file that it mentions: see `with_files`."""
     names = _names_in(question)
     return any(found[1].rstrip(_TRAILING) in names for found in _FENCE.finditer(question))
 
 
 def folded_files(question: str) -> tuple[str, dict[str, str]]:
-    """Return the question for display, with a mark for every file, and the text that each mark stands for."""
+    """Return the question with a mark instead of each file's text, and the text that each mark stands for."""
     names, marks = _names_in(question), dict[str, str]()
 
     def folded(found: re.Match[str]) -> str:
@@ -170,7 +178,7 @@ def _names_in(question: str) -> set[str]:
 
 
 def _possible_names(found: re.Match[str]) -> list[str]:
-    """Return the possible names of a mention: for example without final punctuation, or with unescaped spaces."""
+    """Return the file names that a mention may mean: without final punctuation, with backslashes removed, and so on."""
     quoted, apart, bare = found.groups()
     if quoted or apart:
         return [quoted or apart]
@@ -200,7 +208,7 @@ def _mentioned(question: str, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_code(question: str, at: int) -> bool:
-    """Return whether a place is in a code fence or in a decorator."""
+    """Return whether position ``at`` is in a code fence or in a decorator, where ``@`` is no mention."""
     spans = [found.span() for pattern in (_FENCES, _DECORATOR) for found in pattern.finditer(question)]
     return any(start <= at < end for start, end in spans)
 

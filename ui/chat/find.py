@@ -1,4 +1,4 @@
-"""Search in a conversation's data, whether its turns are mounted or not."""
+"""Search in a conversation's data, so that turns without widgets are found as well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minillm.ui.chat.turn_view import shown_question
 
 @dataclass(frozen=True)
 class Place:
-    """A match: its number among the matches in a turn's texts."""
+    """The place of a match: the turn, and the number of the match within the texts of the turn."""
 
     turn: Turn
     number: int
@@ -25,12 +25,15 @@ class Place:
 
 @dataclass
 class Finder:
-    """Finds words in turns. Caches their texts, because those of a long conversation take a moment to compute."""
+    """Finds words in turns.
+
+    The texts of turns are cached, because computing them takes a while in a long conversation.
+    """
 
     _texts: WeakKeyDictionary[Turn, tuple[object, list[str]]] = field(default_factory=WeakKeyDictionary)
 
     def find(self, turns: Sequence[Turn], words: str) -> list[Place]:
-        """Return all matches of ``words`` in questions and answers, from the top, ignoring case."""
+        """Return all matches of ``words`` in questions and answers, from top to bottom. Case is ignored."""
         if not words:
             return []
         pattern, found = pattern_of(words), []
@@ -49,12 +52,12 @@ class Finder:
 
 
 def pattern_of(words: str) -> re.Pattern[str]:
-    """Return a pattern for the literal words, ignoring case."""
+    """Return a pattern that matches ``words`` literally, ignoring case."""
     return re.compile(re.escape(words), re.IGNORECASE)
 
 
 def texts_of(turn: Turn) -> list[str]:
-    """Return the texts of a turn as displayed, from the top, without Markdown's marks.
+    """Return the texts of a turn as displayed, from top to bottom, without Markdown syntax.
 
     The texts of its files, which are folded on the screen, come last.
     """

@@ -1,4 +1,4 @@
-"""The gutter: a column next to an answer that shows the state of the blocks that hold its tokens."""
+"""The gutter: a column next to an answer that shows the state of the cache blocks that contain its tokens."""
 
 from itertools import groupby
 
@@ -9,29 +9,31 @@ from minillm.ui.drawing import Drawn
 from minillm.ui.memory.pool import NUM_COLORS, BlockState, Pool
 from minillm.ui.textual_internals import Growing
 
-# The line of a block and its first row, told apart by shape first, then by the colors of the strands.
+# The character of a block's line, and that of its first row. Shapes differ, so that states are readable without color.
 _SHARED, _OWN, _FILLING = ("┃", "┣"), ("│", "├"), ("╎", "├")
 _LOOKS = {BlockState.SHARED: _SHARED, BlockState.PINNED: _SHARED, BlockState.CACHED: _SHARED, BlockState.OWNED: _OWN}
 
 
 class Gutter(Growing, Drawn):
-    """One mark per block of an answer, from its first token's block down; empty if the blocks are freed."""
+    """Shows a line for each block of an answer, from the block of its first token on. Empty if the blocks are freed."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(lambda width, height: gutter(self.pool, answer, max(1, height - self.num_blank)))
         self.pool: Pool | None = None
-        self.num_blank = 0  # reserved lines below the answer, which belong to no block
+        self.num_blank = 0  # number of reserved lines below the text, which belong to no block
 
     def show(self, pool: Pool | None) -> None:
-        """Show the current state of the blocks in the pool."""
+        """Show the current state of the answer's blocks in ``pool``."""
         self.pool = pool
         self.update()
 
 
 def gutter(pool: Pool | None, answer: Answer, height: int) -> Content:
-    """Return a column of ``height`` rows. Each block gets an equal share; if there are more blocks, each row shows one.
+    """Return the gutter as a column of ``height`` rows.
 
-    A thick line is a shared or cached block, a thin one is the answer's own, a dashed one is being filled.
+    Each block gets an equal share of the rows. If there are more blocks than rows, each row shows one of them. A thick
+    line is a shared or cached block, a thin one is the answer's own block, a dashed one is a block that is being
+    filled.
     """
     tables = pool.tables_of(answer.request_id) if pool is not None else []
     if pool is None or not tables or tables[0].state == "swapped" or answer.time_to_first_token is None:

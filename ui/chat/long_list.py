@@ -1,4 +1,4 @@
-"""A scrolling list of any length that mounts only the part near the screen."""
+"""A scrolling list of any length. It mounts widgets only for the items near the screen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Blank(Widget):
-    """Blank space in place of items that are not mounted."""
+    """Blank space instead of items that are not mounted."""
 
     BLANK = True  # see `TurnView`
 
@@ -31,46 +31,49 @@ class Blank(Widget):
 
 
 class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
-    """Items in order, each with a view while it is mounted. Subclasses create the views.
+    """A list of items, each with a view (a widget) while it is mounted. Subclasses create the views.
 
-    The mounted items are a part of the list without a gap, near the screen; `window` chooses it. Above and below is
-    blank space with the known or estimated height of the other items. Every change of the part holds a lock, because it
-    takes several messages, and scrolling can trigger one at any time.
+    The mounted items are consecutive and near the screen; `minillm.ui.chat.window` chooses them. Above and below them
+    is blank space with the measured or estimated height of the other items. A lock protects every change of the mounted
+    part, because a change takes several messages, and scrolling can trigger one at any time.
     """
 
     BLANK = True  # see `TurnView`
 
     shown: var[range] = var(range(0))
-    """The mounted part of the list."""
+    """The indices of the mounted items."""
 
     def __init__(self) -> None:
         super().__init__()
         self.items: list[Item] = []
-        self.views: list[Widget] = []  # of the mounted items
-        self._heights: dict[Item, int] = {}  # measured heights at this width
+        self.views: list[Widget] = []  # the views of the mounted items
+        self._heights: dict[Item, int] = {}  # measured heights at the current width, in lines
         self._above, self._below = Blank(), Blank()
         self._changing = asyncio.Lock()
-        self._follows = False  # a change of the mounted part is due
+        self._follows = False  # a change of the mounted part is scheduled
 
     def compose(self) -> ComposeResult:
         yield self._above
         yield self._below
 
     def view_for(self, item: Item) -> Widget:
-        """Create the view of an item."""
+        """Create the view of an item. A subclass implements this."""
         raise NotImplementedError
 
     def lines_for(self, item: Item, width: int) -> int:
-        """Estimate the lines of an item that was not mounted yet, for a width in columns."""
+        """Estimate the height in lines of an item that was not mounted yet, for a width in cells.
+
+        A subclass implements this.
+        """
         raise NotImplementedError
 
     def grows(self, item: Item) -> bool:
-        """Return whether an item's view must stay mounted because the item grows."""
+        """Return whether an item grows, so that its view must stay mounted. A subclass implements this."""
         raise NotImplementedError
 
     @property
     def is_settled(self) -> bool:
-        """Return whether everything near the screen is mounted and laid out."""
+        """Return whether all items near the screen are mounted and laid out."""
         return not (self._follows or self._changing.locked() or self.place is not None)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
@@ -90,14 +93,17 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """Estimate the heights again after a layout with another width."""
+        """Measure and estimate the heights again, after a layout with another width."""
         if not self._changing.locked():
             self._measure()
             self._make_room()
             self._settle()
 
     async def replace_items(self, end: int, added: Sequence[Item], *, into_sight: bool) -> None:
-        """Replace the items from number ``end`` on. ``into_sight``: scroll to the last one in any case."""
+        """Replace the items from index ``end`` on by ``added``.
+
+        ``into_sight``: scroll to the end of the list in any case.
+        """
         async with self._changing:
             self._measure()
             with self.app.batch_update():
@@ -120,7 +126,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._settle)
 
     async def bring_item(self, item: Item) -> None:
-        """Mount an item and scroll to it if it was not mounted. Does nothing if it is not in the list."""
+        """Mount an item and scroll to it. Do nothing if it is mounted already or is not in the list."""
         async with self._changing:
             if item not in self.items or self.items.index(item) in self.shown:
                 return
@@ -131,7 +137,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._settle)
 
     async def _mount(self, wanted: range) -> None:
-        """Mount this part of the list."""
+        """Mount the items with the indices ``wanted``, and remove the views of all others."""
         kept = range(max(wanted.start, self.shown.start), min(wanted.stop, self.shown.stop))
         if not kept:
             kept = range(wanted.start, wanted.start)
@@ -162,12 +168,12 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 blank.styles.height = height
 
     def _all_heights(self) -> list[int]:
-        """Return the lines of each item, as last measured or estimated."""
+        """Return the height of each item in lines, as last measured or estimated."""
         width = max(20, self.size.width - 4)
         return [self._heights.get(each) or self.lines_for(each, width) for each in self.items]
 
     def _measure(self) -> None:
-        """Record the heights of mounted items that are laid out. They hold until the width changes."""
+        """Record the heights of mounted items that are laid out. They are valid until the width changes."""
         placed = [view for view in [*self.views, self._below] if view.virtual_region.width]
         tops = [view.virtual_region.y - view.styles.margin.top for view in placed]
         known = dict(zip(self.views, (self.items[each] for each in self.shown), strict=True))
@@ -176,7 +182,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 self._heights[known[view]] = bottom - top
 
     def _follow(self) -> None:
-        """Schedule mounting the items that scrolling comes near to."""
+        """Schedule a change of the mounted part if the screen has come near its beginning or end."""
         top, screen = self.scroll_offset.y, self.size.height
         spare = int(window.SPARE * screen)
         near_top = self.shown.start > 0 and top - spare < self._above.virtual_region.bottom
@@ -186,9 +192,9 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
             self.call_after_refresh(self._move)
 
     async def _move(self) -> None:
-        """Mount the part around the visible one, which stays in place on the screen.
+        """Mount the items around the visible ones, which stay in place on the screen.
 
-        Skipped if another place will be shown from the next layout on; `_settle` checks again after that.
+        Do nothing if another place will be shown after the next layout. `_settle` checks again after that layout.
         """
         async with self._changing:
             try:
@@ -201,7 +207,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._settle)
 
     def _around(self, heights: list[int], top: int) -> range:
-        """Return the part for a screen that begins at line ``top``."""
+        """Return the indices of the items to mount for a screen that begins at line ``top``."""
         screen = self.size.height
         wanted = window.around(heights, top - int(window.AHEAD * screen), top + int((1 + window.AHEAD) * screen))
         if any(self.grows(self.items[each]) for each in self.shown):
@@ -215,7 +221,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 self.keep_place(self.views[index - wanted.start], line)
 
     def _settle(self) -> None:
-        """Finish after a layout: everything has its place. If items are smaller than estimated, mount more.
+        """Finish a change after its layout. If items turned out smaller than estimated, mount more.
 
         If a place still waits for its layout, `arrange` calls this again.
         """

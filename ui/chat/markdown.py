@@ -1,8 +1,8 @@
-"""Streaming Markdown of a model, made harmless between parser and widgets, and cheap while it grows.
+"""Streaming Markdown of a model: harmless to the terminal, and cheap to show while it grows.
 
-Cleaning the source is not enough: the parser creates characters from entities (``&#x202e;``) and percent-encoded
-addresses. So every text is cleaned again in the tokens. HTML is shown, not interpreted. Links and images become text
-followed by their target: nothing is hidden behind a word, and nothing can be clicked.
+Cleaning the source is not enough, because the parser creates characters from entities (``&#x202e;``) and from
+percent-encoded addresses. So every text in the parser's tokens is cleaned again. HTML is shown, not interpreted. Links
+and images become text followed by their target. So no target is hidden, and nothing can be clicked.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from minillm.ui.textual_internals import (
     update_block,
 )
 
-_FIRST = "-first"  # the class of a document's first block
-_MOST_HIGHLIGHTED = 20_000  # characters per code block; each update highlights all of it
+_FIRST = "-first"  # the CSS class of a document's first block
+_MOST_HIGHLIGHTED = 20_000  # characters per code block, because each update highlights all of it
 
 
 def harmless_parser() -> MarkdownIt:
-    """Return a parser of CommonMark with tables and strikethrough that cannot hide or trigger anything."""
+    """Return a parser of CommonMark with tables and strikethrough. Its output hides nothing and triggers nothing."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
     keep_as_written(parser)
     parser.core.ruler.push("harmless", _harmless)
@@ -95,7 +95,7 @@ def _shown(children: list[Token]) -> Iterator[Token]:
 
 
 def plain_texts(text: str) -> list[str]:
-    """Return a document's displayed texts without marks: one for each paragraph, cell and code block."""
+    """Return the displayed texts of a document without Markdown syntax, by paragraph, table cell and code block."""
     texts = []
     for token in harmless_parser().parse(clean(text)):
         if token.type == "inline":
@@ -119,7 +119,7 @@ def _code(content: str) -> Token:
 
 @lru_cache(maxsize=256)
 def _known_language(name: str) -> str:
-    """Return ``name``, or "text" if no lexer has it: Textual would try all of them to guess."""
+    """Return ``name`` if it is the name of a lexer, else "text". Textual would try all lexers for an unknown name."""
     try:
         get_lexer_by_name(name)
     except ClassNotFound:
@@ -132,7 +132,7 @@ def is_placed(widget: DOMNode) -> TypeGuard[Widget]:
 
 
 class Paragraph(Growing, MarkdownParagraph):
-    """A paragraph that grows in place. It can show a line of other text in lines that it has reserved."""
+    """A paragraph that grows in place. It can reserve lines, and show another text in them."""
 
     _below = ""
 
@@ -142,7 +142,10 @@ class Paragraph(Growing, MarkdownParagraph):
         update_in_place(self, content, self.parent.lines_ahead if isinstance(self.parent, ModelMarkdown) else 0)
 
     def say_below(self, text: str) -> int:
-        """Show a line below the text until the text grows. Return the reserved lines; 0: the line is not shown."""
+        """Show ``text`` in a reserved line below the paragraph until the paragraph grows.
+
+        Return the number of reserved lines. If it is 0, the text is not shown.
+        """
         room, ahead = self.styles.min_height, 0
         # A new paragraph is not laid out yet. Its width will be about that of its container.
         width = next((each.content_size.width for each in self.ancestors_with_self if is_placed(each)), 0)
@@ -161,14 +164,14 @@ class Paragraph(Growing, MarkdownParagraph):
 
 
 class GrowingList(Becoming, MarkdownBlock):
-    """A list that grows at its end: earlier items stay unchanged.
+    """A list that grows at its end, without changes to earlier items.
 
-    Textual rebuilds a document's last block when text is added, and a list of any length is one block.
+    Textual rebuilds a document's last block whenever text is added, and a list of any length is one block.
     """
 
     async def become(self, block: MarkdownBlock) -> None:
         grown = False
-        with suppress(NoMatches):  # its rows are not mounted yet
+        with suppress(NoMatches):  # the list's rows may not be mounted yet
             grown = isinstance(block, GrowingList) and await self._grow(block)
         if not grown:
             await self._replace(block)
@@ -182,7 +185,10 @@ class GrowingList(Becoming, MarkdownBlock):
         parts_of(self).clear()
 
     async def _grow(self, block: GrowingList) -> bool:
-        """Change to ``block``, which is this list with more text. Return False if more than its end differs."""
+        """Change this list into ``block``, which is the same list with more text.
+
+        Return False if they differ in more than their ends. Then nothing has changed.
+        """
         rows, symbols = [row for row in self.children if isinstance(row, Horizontal)], block._symbols()
         if not 0 < len(rows) <= len(symbols) or [row.query_one(Bullet).symbol for row in rows] != symbols[: len(rows)]:
             return False
@@ -209,7 +215,10 @@ class GrowingList(Becoming, MarkdownBlock):
         await self.remove()
 
     def _symbols(self) -> list[str]:
-        """Return the items' markers: ``• ``, or ``1. `` counted from the first item's number."""
+        """Return the markers of the items: ``• ``, or numbers such as ``1.
+
+        `` that count from the first item's number.
+        """
         bullets = [item.bullet for item in self.items]
         if not bullets[0].isdecimal():
             return bullets
@@ -228,7 +237,7 @@ def _row(symbol: str, item: MarkdownListItem) -> Horizontal:
 
 
 class Fence(MarkdownFence):
-    """A code block that grows in place. Without a language it is plain text."""
+    """A code block that grows in place. Without a language, its text is not highlighted."""
 
     def set_content(self, content: Content) -> None:
         keep_content(self, content)
@@ -248,7 +257,7 @@ class Fence(MarkdownFence):
 
 @cache
 def _legible_code() -> type[HighlightTheme]:
-    """Return Textual's code colors without fading."""
+    """Return Textual's theme for code without faded colors."""
     faded = re.compile(r"\$text \d+%| \d+%")
     styles = {
         token: faded.sub(lambda found: "$dim" if "text" in found[0] else "", style)
@@ -258,7 +267,7 @@ def _legible_code() -> type[HighlightTheme]:
 
 
 class Table(HearsOfGrowth, MarkdownTable):
-    """A table with the column alignment that its second line sets."""
+    """A table. The second line of its source sets the alignment of the columns."""
 
     def __init__(self, markdown: Markdown, token: Token) -> None:
         super().__init__(markdown, token)
@@ -275,7 +284,7 @@ class Table(HearsOfGrowth, MarkdownTable):
 
 
 class ModelMarkdown(Growing, Markdown):
-    """Markdown that grows by `append_text`."""
+    """Shows Markdown that grows by `append_text`."""
 
     BLANK = True  # see `TurnView`
 
@@ -297,8 +306,8 @@ class ModelMarkdown(Growing, Markdown):
         """Add model output. Only the last block of the document is rebuilt.
 
         Args:
-            lines_ahead: lines that the last paragraph reserves when it grows, so that not every line needs a layout of
-                the screen. `end` frees the unused ones.
+            lines_ahead: number of lines that the last paragraph reserves when it grows, so that most new lines need no
+                layout of the screen. `end` frees unused lines.
         """
         self.lines_ahead = lines_ahead
         before = self._last_block
@@ -308,22 +317,25 @@ class ModelMarkdown(Growing, Markdown):
             return
         self._settle(before)
         if lines_ahead and isinstance(last, Paragraph):
-            last.styles.min_height = 1 + lines_ahead  # part of the layout that a new block needs anyway
+            last.styles.min_height = 1 + lines_ahead  # a new block needs a layout anyway
 
     def mount(
         self, *widgets: Widget, before: int | str | Widget | None = None, after: int | str | Widget | None = None
     ) -> AwaitMount:
-        """See `Widget.mount`. Marks the first block, which has no space above it.
+        """See `Widget.mount`. This also marks the first block, which has no space above it.
 
-        ``:first-child`` and ``:last-child`` could do that, but if a rule uses one of them, Textual restyles all blocks
-        whenever one is added.
+        ``:first-child`` and ``:last-child`` could do that. But if a rule uses one of them, Textual restyles all blocks
+        whenever a block is added.
         """
         if widgets and not self.children:
             widgets[0].add_class(_FIRST, update=False)
         return super().mount(*widgets, before=before, after=after)
 
     def say_below(self, text: str) -> int:
-        """Show a line in lines that the last paragraph has reserved. Return how many there are, 0 if none."""
+        """Show ``text`` in a reserved line of the last paragraph.
+
+        Return the number of reserved lines: see `Paragraph.say_below`.
+        """
         last = self._last_block
         return last.say_below(text) if isinstance(last, Paragraph) else 0
 

@@ -17,10 +17,10 @@ _FORMULA = re.compile(
     rf"\\\(.{{1,{_LONGEST}}}?\\\)|\\\[.{{1,{_LONGEST}}}?\\\]|\$\$.{{1,{_LONGEST}}}?\$\$|\$(?=\S)[^$\n]{{1,{_LONGEST}}}?(?<=\S)\$(?![\w$])",
     re.DOTALL,
 )
-_ESCAPED = re.compile(r"\\[^*_`#~<>.|+\-&\n]")  # a backslash that escapes no Markdown sign
+_ESCAPED = re.compile(r"\\[^*_`#~<>.|+\-&\n]")  # a backslash before a character without a meaning in Markdown
 _NAME = re.compile(r"__[a-z0-9]+(?:_[a-z0-9]+)*__(?!\w)")  # __init__
 _TIMES = re.compile(r"(?<=[A-Za-z0-9_])\*{1,2}(?=[A-Za-z0-9_])")  # 2*x*4; but Chinese has no space before emphasis
-_CLOSED_BY = {"\\[": "\\]", "$$": "$$", "\\b": "\\end{"}  # beginning and end of a formula of several lines
+_CLOSED_BY = {"\\[": "\\]", "$$": "$$", "\\b": "\\end{"}  # opening -> closing of a formula of several lines
 _CODE = re.compile(
     r"(?:(?:async|def|class|for|while|if|elif|with|match|case|function|func|fn|public|private|protected|static|struct|impl"
     r"|switch|interface|enum|export|const|void|int)\s|(?:else|try|except|finally|do)\b).*[:{]\s*(?:(?:#|//).*)?$"
@@ -31,14 +31,14 @@ _INDENTATION = 4
 
 
 def keep_as_written(parser: MarkdownIt) -> None:
-    """Add the rules to a parser."""
+    """Add these rules to a parser."""
     parser.inline.ruler.before("escape", "as_written", _inline)
     for name, rule in (("formula", _formula), ("unfenced_code", _unfenced_code)):
         parser.block.ruler.before("fence", name, rule, {"alt": ["paragraph", "reference", "blockquote", "list"]})
 
 
 def _inline(state: StateInline, silent: bool) -> bool:
-    """Keep a formula, a backslash, or signs inside a name or number as written."""
+    """Match a formula, a backslash, or signs inside a name or number, and keep it as written."""
     text, at = state.src, state.pos
     patterns = {"\\": (_FORMULA, _ESCAPED), "$": (_FORMULA,), "_": (_NAME,), "*": (_TIMES,)}.get(text[at], ())
     found = next(filter(None, (pattern.match(text, at, state.posMax) for pattern in patterns)), None)
@@ -58,7 +58,10 @@ def _line(state: StateBlock, number: int) -> str:
 
 
 def _formula(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """Keep the lines of ``\\[``, ``$$`` or ``\\begin`` up to the closing line, or to an empty one."""
+    """Match a formula of several lines and keep it as a code block.
+
+    It begins with ``\\[``, ``$$`` or ``\\begin``, and ends with the closing line or before an empty line.
+    """
     first = _line(state, start)
     closing = _CLOSED_BY.get(first[:2], "")
     if not closing or state.is_code_block(start) or (first[:2] == "\\b" and not first.startswith("\\begin{")):
@@ -75,7 +78,7 @@ def _formula(state: StateBlock, start: int, end: int, silent: bool) -> bool:
 
 
 def _unfenced_code(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """Keep ``def f(x):`` and the indented lines after it."""
+    """Match a line such as ``def f(x):`` with the indented lines after it, and keep them as a code block."""
     if state.is_code_block(start) or not _CODE.match(_line(state, start)):
         return False
     level = state.sCount[start]

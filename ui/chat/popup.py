@@ -1,4 +1,4 @@
-"""Completions of half-typed text: a list above the prompt, on top of the conversation."""
+"""A list of completions for the text being typed. It is above the prompt and covers part of the conversation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ MOST_LINES, _LONGEST_LABEL = 8, 60
 
 @dataclass(frozen=True)
 class Completion:
-    """A line of the list. ``text`` replaces the prompt's characters from ``start`` to the cursor."""
+    """A line of the list. Its ``text`` replaces the characters of the prompt from ``start`` to the cursor."""
 
     start: tuple[int, int]  # line and column
     text: str
     label: str
     meaning: str = ""
-    sends: bool = False  # complete: Enter sends it
+    sends: bool = False  # the text is complete, so Enter also sends it
 
 
 class Popup(Options, can_focus=False):
-    """Shows completions. The prompt keeps the focus, selects lines and uses them."""
+    """Shows completions. The prompt keeps the focus; it selects and uses the lines."""
 
     def __init__(self) -> None:
         super().__init__(id="popup", compact=True)
@@ -34,7 +34,10 @@ class Popup(Options, can_focus=False):
         self.display = False
 
     def show(self, completions: Sequence[Completion], above: Region) -> None:
-        """Show completions above a region of the screen, or hide the list if there are none. Keep the selected line."""
+        """Show ``completions`` above a region of the screen. Hide the list if there are none.
+
+        If they have not changed, the selected line stays selected.
+        """
         if list(completions) != self._shown:
             self._shown = list(completions)
             width = max((len(each.label) for each in completions), default=0)
@@ -54,7 +57,7 @@ class Popup(Options, can_focus=False):
             self.absolute_offset = Offset(above.x, above.y - height)
 
     def close(self) -> bool:
-        """Hide the list until the text changes. Return False if it was hidden."""
+        """Hide the list until the text changes. Return False if it was hidden already."""
         was_open, self.display = self.display, False
         return was_open
 
@@ -64,7 +67,9 @@ class Popup(Options, can_focus=False):
             self.highlighted = ((self.highlighted or 0) + step) % len(self._shown)
 
     def chosen_of(self, completions: Sequence[Completion]) -> Completion | None:
-        """Return the selected completion if these are the displayed ones, else the first; None without any."""
+        """Return the selected one of ``completions`` if the list shows them, else the first one, or None if it is
+        empty.
+        """
         if self.display and list(completions) == self._shown and self.highlighted is not None:
             return self._shown[self.highlighted]
         return completions[0] if completions else None

@@ -1,4 +1,7 @@
-"""The text area for questions. Enter sends. Long pastes are held aside, because laying them out takes seconds."""
+"""The text area for questions. Enter sends.
+
+A long paste is replaced by a mark and stored separately, because laying out its text would take seconds.
+"""
 
 import re
 import time
@@ -31,20 +34,22 @@ from minillm.ui.engine_app import CommandAsked
 from minillm.ui.numbers import count, plural
 from minillm.ui.textual_internals import SteadyTextArea
 
-_LONGEST_PASTE = 4000  # characters pasted into the text itself
+_LONGEST_PASTE = 4000  # characters; a longer paste is replaced by a mark
 _MOST_PASTED_LINES = 100
-_MOST_OFFERED = 50  # files
-_WAIT = 0.35  # seconds in which a digit may still become text, before it accepts a candidate
-_AT_ONCE = 1.0  # seconds in which a character after a digit turns both into text
+_MOST_OFFERED = 50  # maximum number of files to offer
+_WAIT = 0.35  # seconds before a digit accepts a candidate; until then, more text cancels that
+_AT_ONCE = 1.0  # seconds after a digit in which more text undoes the choice, and both become text
 _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 
 class PromptInput(SteadyTextArea):
-    """A text area that grows with its text and posts `Submitted`. ↑ in the first line brings back earlier texts.
+    """A text area that grows with its text.
 
-    In an empty prompt, ``?`` opens the help, and a digit accepts a candidate if there are any. Enter and shift+enter
-    are the same byte in most terminals: shift+enter only works with the Kitty keyboard protocol, ctrl+j and alt+enter
-    work everywhere.
+    On Enter it posts `Submitted`. ↑ in the first line brings back earlier texts.
+
+    In an empty prompt, ``?`` opens the help, and a digit accepts a candidate if there are any. In most terminals, Enter
+    and shift+enter send the same byte. So shift+enter only works with the Kitty keyboard protocol, while ctrl+j and
+    alt+enter work everywhere.
     """
 
     BINDINGS = [Binding("ctrl+underscore,alt+z", "undo", "Undo", show=False)]  # noqa: RUF012
@@ -62,18 +67,18 @@ class PromptInput(SteadyTextArea):
     def __init__(self, commands: CommandTable, popup: Popup) -> None:
         super().__init__(compact=True, highlight_cursor_line=False, placeholder="Ask something")
         self._commands, self._popup = commands, popup
-        self._files: list[str] | None = None  # files to offer after an @; listed again for each text
-        self._held: dict[str, str] = {}  # mark in the text -> the text it stands for
+        self._files: list[str] | None = None  # files to offer after an @; reset when the prompt is empty
+        self._held: dict[str, str] = {}  # mark in the text -> the pasted text or file that it stands for
         self._history: list[str] = []  # sent texts, the latest last
-        self._recalled: int | None = None  # the one of them that is in the text now
-        self._draft = ""  # the text that was being typed before
+        self._recalled: int | None = None  # index of the text in the history that the prompt shows now
+        self._draft = ""  # the unsent text that was in the prompt before
         self.num_picks = 0  # candidates that a digit can accept now
-        self._picked, self._picked_at = "", 0.0  # the last digit that selected a candidate, and when
+        self._picked, self._picked_at = "", 0.0  # the last digit that selected a candidate, and the time of that
         self._pick: Timer | None = None  # runs until the digit takes effect
 
     @property
     def full_text(self) -> str:
-        """Return the text with all pastes expanded."""
+        """Return the text with all marks replaced by the texts that they stand for."""
         text = self.text
         for mark, held in reversed(self._held.items()):  # a paste may contain marks of files
             text = text.replace(mark, held)
@@ -81,12 +86,12 @@ class PromptInput(SteadyTextArea):
 
     @property
     def draft(self) -> str:
-        """Return the full text, empty if it is one that was sent before."""
+        """Return the full text; empty if it was sent before."""
         text = self.full_text
         return "" if not text.strip() or text in map(clean, self._history) else text
 
     def take(self) -> str:
-        """Return the full text and empty the prompt."""
+        """Return the full text, add it to the history, and empty the prompt."""
         text = self.full_text
         self.remember(text)
         self.text = ""
@@ -122,7 +127,7 @@ class PromptInput(SteadyTextArea):
         return [Completion((row, start), text, name) for text, name in zip(texts, names, strict=True)]
 
     def offer(self) -> None:
-        """Show the completions of the text, unless it was brought back from the history."""
+        """Show the completions of the text, unless the text was brought back from the history."""
         if not self.text:
             self._files = None
         self._popup.show([] if self._recalled is not None else self.completions(), self.region)
@@ -132,7 +137,7 @@ class PromptInput(SteadyTextArea):
         return self._popup.close()
 
     def _complete(self, key: str) -> bool:
-        """Use the selected completion. Return False without one, or if Enter is to send the text."""
+        """Use the selected completion. Return False if there is none, or if Enter should send the text."""
         chosen = self._popup.chosen_of(self.completions())
         if chosen is None or self._recalled is not None:
             return False
@@ -146,13 +151,13 @@ class PromptInput(SteadyTextArea):
         return not (key == "enter" and chosen.sends)
 
     def remember(self, text: str) -> None:
-        """Add a text to the history of ↑."""
+        """Add a text to the history, which ↑ brings back."""
         if not self._history or self._history[-1] != text:
             self._history.append(text)
         self._recalled = None
 
     def _recall(self, step: int) -> bool:
-        """Bring back the previous (-1) or next (1) text of the history. Return False without one."""
+        """Show the previous (``step`` -1) or next (1) text of the history. Return False if there is none."""
         at = len(self._history) if self._recalled is None else self._recalled
         if not 0 <= at + step <= len(self._history) or not self._history:
             return False
@@ -165,18 +170,21 @@ class PromptInput(SteadyTextArea):
         return True
 
     def forget_pick(self) -> None:
-        """Treat the last digit as a finished choice: text typed after it no longer undoes it."""
+        """Make the last choice by digit final: text typed after it no longer undoes it."""
         self._picked = ""
 
     def put_back(self, text: str) -> None:
-        """Put back a text that was not sent, before any text typed since."""
+        """Insert a text that could not be sent, before any text typed since."""
         self.move_cursor((0, 0))
         separator = "\n" if self.text else ""
         self.insert(self._stand_in(text) + separator)
         self.move_cursor(self.document.end)
 
     def _stand_in(self, text: str) -> str:
-        """Return ``text`` with a mark for each file in it, or one mark for all of it if it is still long."""
+        """Return ``text`` with a mark instead of each file in it.
+
+        If it is still too long, return one mark for all of it.
+        """
         text, files = folded_files(text)
         self._held.update(files)
         if len(text) <= _LONGEST_PASTE and text.count("\n") < _MOST_PASTED_LINES:
@@ -187,7 +195,7 @@ class PromptInput(SteadyTextArea):
         return mark
 
     def edit(self, edit: Edit) -> EditResult:
-        """Edit the text. A mark that the edit would damage is kept or removed as a whole."""
+        """Edit the text. If the edit would change a part of a mark, it removes the whole mark or leaves it as it is."""
         start, end = edit.top, edit.bottom
         for first, last in self._marks({start[0], end[0]}):
             if start == end and first < start < last:
@@ -198,7 +206,7 @@ class PromptInput(SteadyTextArea):
         return super().edit(edit)
 
     def _marks(self, rows: set[int]) -> Iterator[tuple[Location, Location]]:
-        """Yield the places of the marks in these lines."""
+        """Yield the start and end of each mark in these lines."""
         for row in rows:
             for mark in self._held:
                 for found in re.finditer(re.escape(mark), self.document.get_line(row)):
@@ -221,24 +229,24 @@ class PromptInput(SteadyTextArea):
             event.prevent_default()
 
     def _is_text_after_digit(self, character: str) -> bool:
-        """Return whether a character shows that the digit before it, which selected a candidate, began a text."""
+        """Return whether ``character`` shows that the last digit was meant as text, not as a choice."""
         at_once = time.monotonic() - self._picked_at < _AT_ONCE
         return at_once and (character in tuple(" .,:;)-+*%") or character.isdecimal())
 
     def _accept(self, number: str) -> None:
-        """Accept the candidate that a digit has selected, if that is still pending."""
+        """Accept the candidate that a digit has selected, unless that was canceled."""
         if self._keep_from_taking():
             self.post_message(CommandAsked("accept", number))
 
     def _keep_from_taking(self) -> bool:
-        """Cancel a pending choice by digit. Return whether there was one."""
+        """Cancel the choice by digit that is waiting to take effect. Return False if there was none."""
         pick, self._pick = self._pick, None
         if pick is not None:
             pick.stop()
         return pick is not None
 
     def _took(self, event: events.Key) -> bool:
-        """Handle a key with a meaning in this text area only. Return False for any other key."""
+        """Handle a key that has a meaning only in this text area. Return False for any other key."""
         picked, self._picked = self._picked, ""
         if picked and not self.text and self._is_text_after_digit(event.character or ""):
             self.insert(picked + (event.character or ""))  # "2 more colors please": it was text

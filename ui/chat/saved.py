@@ -1,4 +1,4 @@
-"""Conversations as JSON data, read back with every field checked, because saved files are untrusted."""
+"""Convert conversations to JSON data and back. Saved files are untrusted, so every field is checked."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
 _UNSAVED = ("tokens", "candidates", "num_read_tokens", "reading_left")
 _OF_ANSWER = tuple(item.name for item in fields(Answer) if item.name not in _UNSAVED)
 _OF_CANDIDATE = tuple(item.name for item in fields(Candidate) if item.name not in _UNSAVED)
-_LARGEST = 1 << 53  # token counts must be below
+_LARGEST = 1 << 53  # exclusive limit of numbers such as token counts
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # also used as a file name
 _ENDINGS = (None, "stop", "length", "abort", "lost")
 
 
 def to_data(conversation: Conversation) -> dict[str, Any]:
-    """Return the conversation as JSON data, under the id of its file."""
+    """Return the conversation as JSON data. Its ``id`` is that of the file."""
     turns = list(conversation.all_turns())
     number = {id(turn): i for i, turn in enumerate(turns)}
     return {
@@ -53,7 +53,9 @@ def _answer_data(answer: Answer) -> dict[str, Any]:
 
 
 def from_data(data: Any) -> Conversation:
-    """Return the conversation of `to_data`, of this version or an earlier one. An open answer becomes "lost".
+    """Return the conversation in ``data``, which `to_data` of this or an earlier version returned.
+
+    An answer that was still open gets the finish reason "lost".
 
     Raises:
         ValueError: the data is not a conversation. The message names the field.
@@ -112,7 +114,10 @@ def _answer_of(data: Mapping[str, Any]) -> Answer:
 
 
 def _values(kind: type[Answer] | type[Candidate], names: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked fields of some data. Fields that earlier versions lack keep their defaults."""
+    """Return the checked fields of an answer or candidate.
+
+    Fields that are missing, as in earlier versions, are left out.
+    """
     special = {"request_id": "id", "finish_reason": "ending"}
     found = {"text": data["text"]} | {name: data[name] for name in names if name in data}
     types = {item.name: str(item.type) for item in fields(kind)}
@@ -131,7 +136,7 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "float | None": ("a number or null", lambda value: value is None or _is_number(value)),
     "id": ("letters, digits, - and _", lambda value: isinstance(value, str) and _ID.fullmatch(value) is not None),
     "ending": ("stop, length, abort, lost or null", lambda value: value in _ENDINGS),
-}  # by a field's declared type, or by its meaning
+}  # by the declared type or the meaning of a field: a description, and whether a value is valid
 
 
 def _is_number(value: Any) -> bool:
@@ -139,7 +144,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked(value: Any, name: str, kind: str) -> Any:
-    """Return ``value``. Raises ValueError unless it is of this kind."""
+    """Return ``value``. Raises ValueError unless it is of ``kind``, a key of `_CHECKS`."""
     words, is_right = _CHECKS[kind]
     if not is_right(value):
         raise ValueError(f"{name} must be {words}, not {shown(value)}")

@@ -1,4 +1,4 @@
-"""Search in the conversation: a one-line bar, and marks on the matches."""
+"""Search in the conversation: a bar of one line, and marks on the matches."""
 
 from collections.abc import Iterator
 
@@ -13,14 +13,14 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.chat.turn_view import TurnView
 from minillm.ui.numbers import count
 
-# Visible without color.
+# Both are visible without color.
 _MARK, _CURRENT = "bold underline $warning", "bold reverse $warning"
-_NOT_SAID = ("summary", "branch", "common")  # classes of text that belongs to the app
+_NOT_SAID = ("summary", "branch", "common")  # CSS classes of texts by the app, which are not searched
 _NOT_SAID_TYPES = ("CollapsibleTitle", "Bullet")
 
 
 def said(view: TurnView) -> Iterator[tuple[Static, Content]]:
-    """Yield the displayed texts of the user or the model, from the top."""
+    """Yield the widgets with texts of the user or the model, from top to bottom, each with its content."""
     for text in view.query(Static):
         apps = type(text).__name__ in _NOT_SAID_TYPES or any(map(text.has_class, _NOT_SAID))
         if isinstance(text.content, Content) and not apps:
@@ -28,7 +28,10 @@ def said(view: TurnView) -> Iterator[tuple[Static, Content]]:
 
 
 class SearchBar(Horizontal):
-    """The search words and the number of matches. Enter goes to the next match, shift+enter to the previous one."""
+    """Shows the search words and the number of matches.
+
+    Enter goes to the next match, shift+enter to the previous one.
+    """
 
     BINDINGS = [  # noqa: RUF012
         *hidden_keys({"down": "go(1)", "shift+enter,up": "go(-1)"}, priority=True),
@@ -66,7 +69,7 @@ class SearchBar(Horizontal):
         self.find()
 
     def close(self) -> bool:
-        """Remove all marks. Return False if the bar was closed."""
+        """Close the bar and remove all marks. Return False if it was closed already."""
         was_open, self.display = self.display, False
         self._unmark()
         self._places = []
@@ -80,7 +83,7 @@ class SearchBar(Horizontal):
         self.action_go(1)
 
     def action_go(self, step: int) -> None:
-        """Go to another match. Search again first, because the text may have grown."""
+        """Go ``step`` matches forward or back. Search again first, because the text may have grown."""
         self._places = self._find()
         if self._places:
             self._at = (self._at + step) % len(self._places)
@@ -90,13 +93,13 @@ class SearchBar(Horizontal):
         return self._finder.find(self._transcript.turns, self._input.value)
 
     def find(self) -> None:
-        """Mark the matches, and go to the first one at or below the top of the screen, else to the first of all."""
+        """Mark the matches. Go to the first match that is not above the screen, or else to the first match."""
         self._places = self._find()
         self._at = self._first_in_sight()
         self._show()
 
     def _first_in_sight(self) -> int:
-        """Return the number of the first match that is not above the screen, 0 if all are."""
+        """Return the index of the first match that is not above the screen; 0 if all are above."""
         top = self._transcript.region.y
         views = [view for view in self._transcript.turn_views if view.region.bottom > top]
         if not views:
@@ -112,7 +115,7 @@ class SearchBar(Horizontal):
         return next(found, 0)
 
     def _texts_found(self, view: TurnView) -> list[Static]:
-        """Return the text that contains each match in a turn."""
+        """Return, for each match in a turn, the widget that contains it."""
         pattern = pattern_of(self._input.value)
         return [text for text, content in said(view) for _ in pattern.finditer(content.plain)]
 
@@ -142,17 +145,17 @@ class SearchBar(Horizontal):
         self._unmarked.clear()
 
     def _show(self) -> None:
-        """Mark the current match and scroll to it."""
+        """Mark all matches and scroll to the current one."""
         self._mark_all()
         if not self._places:
             self._say("nothing found" if self._input.value else "")
             return
         self._say(f"{count(self._at + 1)} of {count(len(self._places))} · Enter, ↑ ↓ · Esc closes")
-        # The next one does not cancel this: a transcript must not be left in the middle of a change.
+        # A later call does not cancel this: the transcript must not be left in the middle of a change.
         self.run_worker(self._go(self._places[self._at]))
 
     async def _go(self, place: Place) -> None:
-        """Mount the turn, open folded parts, and scroll to the match."""
+        """Mount the turn of a match, unfold the text that contains the match, and scroll to it."""
         view = await self._transcript.bring(place.turn)
         texts = [] if view is None else self._texts_found(view)
         if view is None or not self.display or place not in self._places[self._at : self._at + 1]:
@@ -172,7 +175,7 @@ class SearchBar(Horizontal):
         self._count.update(Content(words), layout=False)  # the size is fixed, so no layout is needed
 
     def _bring_into_sight(self, text: Static, number: int) -> None:
-        """Scroll to the match of this number in a text."""
+        """Scroll to match ``number`` within the widget ``text``."""
         transcript = self._transcript
         if not isinstance(text.content, Content) or not text.is_attached or not self.display:
             return

@@ -1,4 +1,4 @@
-"""Saved conversations: a directory of JSON files."""
+"""Saved conversations: a directory with one JSON file for each."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ COPY_NOTE = "another chat changed this conversation; this one is saved as a copy
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A saved conversation in a list."""
+    """A saved conversation, as shown in a list."""
 
     path: Path
     title: str  # see `shown_title`
-    num_turns: int  # of the branch that was shown last
+    num_turns: int  # number of turns in the branch that was shown last
     saved: float  # seconds since 1970
     interrupted: bool  # the app ended during an answer
 
 
 @dataclass(frozen=True)
 class SessionStore:
-    """The directory of saved conversations, created with the first one."""
+    """The directory of saved conversations. It is created when the first conversation is saved."""
 
     directory: Path
 
     def save(self, conversation: Conversation) -> bool:
-        """Write a conversation. The file is replaced as a whole.
+        """Save a conversation. Its file is replaced atomically.
 
         Returns:
-            Whether another program changed the file since it was last read or written here. That file stays unchanged,
-            and this conversation continues in a file of its own.
+            Whether another program has changed the file since this one last read or wrote it. If so, that file stays as
+                it
+            is, and this conversation is saved in a new file from now on.
 
         Raises:
             MinillmError: the file cannot be written.
@@ -78,7 +79,7 @@ class SessionStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other chats from saving meanwhile."""
+        """Keep other chats from saving a conversation until the block ends."""
         handle = os.open(self.directory, os.O_RDONLY)
         try:
             with suppress(OSError):  # the file system has no locks
@@ -92,7 +93,7 @@ class SessionStore:
         return cls(data_dir() / "conversations")
 
     def keep_draft(self, text: str) -> None:
-        """Save a text that was not sent for the next chat. Does nothing if it is empty.
+        """Save an unsent text for the next chat. Do nothing if the text is empty.
 
         Raises:
             MinillmError: the file cannot be written.
@@ -108,7 +109,7 @@ class SessionStore:
             raise MinillmError(f"the draft cannot be saved: {error}") from None
 
     def take_draft(self) -> str:
-        """Return the draft of the last chat and delete it. Empty without one."""
+        """Return the unsent text of the last chat and delete its file. Return an empty text if there is none."""
         try:
             text = read_bytes(self._draft).decode("utf-8", "replace")
             self._draft.unlink()
@@ -121,10 +122,10 @@ class SessionStore:
         return self.directory / ".draft"
 
     def latest(self) -> Path:
-        """Return the file that was saved last.
+        """Return the file of the conversation that was saved last.
 
         Raises:
-            UsageError: there is none.
+            UsageError: no conversation is saved.
         """
         found = self.list()
         if not found:
@@ -135,7 +136,7 @@ class SessionStore:
         return self.directory / f"{conversation.file_id}.json"
 
     def load(self, path: Path) -> Conversation:
-        """Read a conversation.
+        """Read a conversation from a file.
 
         Raises:
             MinillmError: the file cannot be read, or contains no conversation.
@@ -167,12 +168,12 @@ class SessionStore:
                     title = shown_title(title, turns[0]["question"])
                     found.append(SessionSummary(path, title, _path_length(data), saved, unfinished))
             except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-                continue  # foreign or broken: opening it shows the reason
+                continue  # the file is not a valid conversation: opening it shows the reason
         return sorted(found, key=lambda summary: -summary.saved)
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """Return a mark of a file's state that changes with each write, None if there is no file."""
+    """Return a version of a file that changes with each write; None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -181,7 +182,7 @@ def _version(path: Path) -> tuple[int, ...] | None:
 
 
 def _path_length(data: Mapping[str, Any]) -> int:
-    """Return the number of turns from the last one shown to the first."""
+    """Return the number of turns in the branch that was shown last."""
     turns, at = data["turns"], data["leaf"]
     for length in range(len(turns) + 1):
         if at is None:
@@ -191,7 +192,7 @@ def _path_length(data: Mapping[str, Any]) -> int:
 
 
 def _all_text(answer: Mapping[str, Any]) -> str:
-    """Return an answer's text and that of its candidates."""
+    """Return the text of an answer and of its candidates."""
     return "\n".join([answer["text"], *(each["text"] for each in answer.get("candidates", []))])
 
 

@@ -1,4 +1,4 @@
-"""Slash commands: typed in the prompt, bound to keys, offered by the palette, listed by the help."""
+"""Slash commands: typed in the prompt, bound to keys, offered by the palette, and listed in the help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from textual.binding import Binding
 
 Action = Callable[[Any, str], Awaitable[None]]
-"""Runs a command for the chat pane, with its argument."""
+"""A function that runs a command. Its arguments are the chat pane and the command's argument."""
 Scope = Literal["chat", "app", "everywhere"]
 
 
@@ -22,18 +22,18 @@ _COMMAND = re.compile(r"/(?:[^\W\d_][\w-]*)?(?:\s|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class SlashCommand:
-    """``/name argument``, and the keys that run it."""
+    """A command ``/name argument``, and the keys that run it."""
 
     name: str
     summary: str
     action: Action
-    argument: str = ""  # its displayed name, in brackets if optional
-    keys: Mapping[str, str] = field(default_factory=dict)  # each with the argument it stands for
+    argument: str = ""  # displayed name of the argument, in brackets if the argument is optional
+    keys: Mapping[str, str] = field(default_factory=dict)  # key -> the argument with which it runs the command
     key_action: str = ""  # the action of the keys, if it differs from the command
-    shown_key: str = ""  # as displayed
-    label: str = ""  # in the key bar; empty: not shown there
-    also: tuple[str, ...] = ()  # names from other chats
-    scope: Scope = "chat"  # where its keys work: in the chat, in the chat with low priority, or in dialogs as well
+    shown_key: str = ""  # the keys for display
+    label: str = ""  # label in the key bar; empty: not shown there
+    also: tuple[str, ...] = ()  # other names, as in other chat programs
+    scope: Scope = "chat"  # where its keys work; "app": in the chat with low priority; "everywhere": also in dialogs
 
     @property
     def usage(self) -> str:
@@ -54,10 +54,10 @@ class SlashCommand:
 
 
 class CommandTable(dict[str, SlashCommand]):
-    """The commands by name, in the order they were added."""
+    """The commands by name, in the order of their declaration."""
 
     def command(self, name: str, summary: str, key: str = "", **options: Any) -> Callable[[Action], Action]:
-        """Decorate the function of a command. ``key`` runs it as well. For ``options``, see `SlashCommand`."""
+        """Declare a command; decorates its function. ``key`` also runs it. `SlashCommand` describes the ``options``."""
         if key:
             options = {"keys": {key: ""}, "shown_key": "+".join(map(str.capitalize, key.split("+"))), **options}
 
@@ -68,15 +68,15 @@ class CommandTable(dict[str, SlashCommand]):
         return add
 
     def bindings(self, *scopes: Scope) -> list[Binding]:
-        """Return the key bindings of the commands of these scopes."""
+        """Return the key bindings of the commands with one of these scopes."""
         return [binding for command in self.values() if command.scope in scopes for binding in command.bindings()]
 
     def parse(self, text: str) -> tuple[SlashCommand, str]:
-        """Return the command that a line calls, and its argument. An unambiguous beginning of its name is enough.
+        """Return the command that a line calls, and its argument. An unambiguous beginning of the name is enough.
 
         Raises:
-            UsageError: the name is unknown or ambiguous, or the argument is missing. The message names the nearest
-                command.
+            UsageError: the name is unknown or ambiguous, or the argument is missing. The message suggests the most
+                similar command.
         """
         name, _, argument = text.removeprefix("/").strip().partition(" ")
         begun = self._begun(name) if name else []
@@ -93,20 +93,20 @@ class CommandTable(dict[str, SlashCommand]):
         raise UsageError(f"there is no /{name}{meant} Put a space first to send it as a question")
 
     def completions(self, text: str) -> list[SlashCommand]:
-        """Return the commands that a half-typed line may become, none after its name is complete."""
+        """Return the commands that a half-typed line may become. There are none once an argument has begun."""
         if not text.startswith("/") or " " in text or "\n" in text:
             return []
         return self._begun(text[1:])
 
     def _begun(self, name: str) -> list[SlashCommand]:
-        """Return the commands with names that begin so, else those with other names that do."""
+        """Return the commands with a name that begins with ``name``. If there are none, compare their other names."""
         name = name.lower()
         found = [command for command in self.values() if command.name.startswith(name)]
         return found or [each for each in self.values() if any(other.startswith(name) for other in each.also)]
 
 
 def is_command(text: str) -> bool:
-    """Return whether a text is a command: a slash and one word, or a slash alone.
+    """Return whether ``text`` is a command: it begins with a slash and one word, or is a slash alone.
 
     Paths, comments and texts that begin with a space are questions.
     """

@@ -1,4 +1,4 @@
-"""``/tour``: a fork and copy on write within a minute, in the chat itself, shown in the strands view."""
+"""``/tour``: show a fork and copy on write in the chat itself, within a minute, with the strands view open."""
 
 import asyncio
 import time
@@ -18,22 +18,22 @@ from minillm.ui.numbers import plural
 
 QUESTION = "Name an animal, and say in one sentence why you like it."
 _SAMPLING = {"temperature": 0.9, "max_tokens": 40, "n": 3}
-_AT_FORK, _STEPS_PER_SECOND = 0.2, 6.0  # engine steps, slow enough to watch
-_READING, _WORDS = 6.0, 24  # seconds for a note of this many words; longer notes stay longer
-_LONGEST = 90.0  # seconds for the answers on a slow machine
+_AT_FORK, _STEPS_PER_SECOND = 0.2, 6.0  # engine steps per second at the fork, and later: slow enough to watch
+_READING, _WORDS = 6.0, 24  # seconds for a note of up to this many words; longer notes stay longer
+_LONGEST = 90.0  # maximum seconds to wait for the answers, for a slow machine
 
 
 async def give_tour(talk: ChatPane) -> None:
     """Ask one question for three answers in an empty conversation, and explain what happens.
 
-    The user's settings are restored at the end, however it ends.
+    The user's settings are restored at the end, also after an error.
     """
     app = talk.app
     before = app.settings
     caption = Static(classes="caption")  # the notes, for a memory view that hides the chat pane
     try:
         await talk.screen.query_one(MemoryPanel).mount(caption, after=0)
-        # Without calling watchers, because these are not the user's settings.
+        # Set the settings without calling watchers, because these are not the user's settings and must not be saved.
         app.set_reactive(EngineApp.settings, replace(before, sampling=_SAMPLING, beams={}))
         talk.is_paced = True
         talk.send(Pace(_AT_FORK))
@@ -47,7 +47,7 @@ async def give_tour(talk: ChatPane) -> None:
 
 
 def reading_time(text: str) -> float:
-    """Return the seconds that a note stays before the tour continues."""
+    """Return the seconds for which a note is shown before the tour continues."""
     return _READING * max(1.0, len(text.split()) / _WORDS)
 
 

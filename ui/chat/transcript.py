@@ -1,4 +1,4 @@
-"""The scrolling conversation: its turns and the app's notes. Only those near the screen are widgets."""
+"""The scrolling conversation: its turns and the app's notes. Only items near the screen have widgets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ctrl+J starts a new line, Escape stops an answer, F1 lists all keys, / lists all
 
 @dataclass(eq=False)
 class Remark:
-    """The content of a `Note`."""
+    """The content of a `Note`, which exists only while it is near the screen."""
 
     text: str
     kind: str
@@ -39,13 +39,13 @@ class Note(Static):
 
 
 class Transcript(LongList[Turn | Remark], can_focus=True):
-    """Turns and notes in order. One turn can be selected for commands such as edit and copy."""
+    """Shows turns and notes in order. One turn can be selected for commands such as edit and copy."""
 
     def __init__(self) -> None:
         super().__init__()
         self._conversation = Conversation()
         self._selected: Turn | None = None
-        self._pool: Pool | None = None  # as the gutters last showed it
+        self._pool: Pool | None = None  # the pool that the gutters last showed
 
     def compose(self) -> ComposeResult:
         above, below = super().compose()
@@ -58,16 +58,16 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
 
     @property
     def turn_views(self) -> list[TurnView]:
-        """Return the views of the mounted turns."""
+        """Return the views of the turns that are mounted."""
         return [view for view in self.views if isinstance(view, TurnView)]
 
     @property
     def turns(self) -> list[Turn]:
-        """Return all turns in order."""
+        """Return all turns in order, mounted or not."""
         return [item for item in self.items if isinstance(item, Turn)]
 
     def show_blocks(self, pool: Pool | None) -> None:
-        """Show the state of the blocks next to the visible answers."""
+        """Show the state of the cache blocks next to the visible answers."""
         self._pool, top = pool, self.scroll_offset.y
         for view in self.turn_views[::-1]:
             region = view.virtual_region
@@ -81,11 +81,11 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
         self.show_blocks(self._pool)
 
     def view_of(self, turn: Turn) -> TurnView | None:
-        """Return the view of a turn, None if it is not mounted."""
+        """Return the view of a turn; None if the turn is not mounted."""
         return next((view for view in self.turn_views if view.turn is turn), None)
 
     async def show_path(self, conversation: Conversation) -> None:
-        """Show the conversation's turns. Turns that are already shown keep their views."""
+        """Show the visible path of a conversation. Turns that are shown already keep their views."""
         self._conversation = conversation
         turns, before = conversation.turns, self.turns
         same = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(before, turns, strict=False)))
@@ -93,7 +93,7 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
             self.select(None)
         if turns[same:]:
             await self.query("#welcome").remove()
-        # Everything below the first removed turn belongs to the branch that is left.
+        # Everything after the first removed turn belongs to the branch that is no longer shown.
         end = self.items.index(before[same]) if before[same:] else len(self.items)
         added: list[Turn | Remark] = []
         for turn in turns[same:]:
@@ -107,11 +107,11 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
         return f"{siblings.index(turn) + 1}/{len(siblings)}" if len(siblings) > 1 else ""
 
     async def add_note(self, text: str, kind: str = "info") -> None:
-        """Add a note. It is scrolled into sight if the reader is at the end."""
+        """Add a note. If the reader is at the end of the conversation, the note is scrolled into view."""
         await self.replace_items(len(self.items), [Remark(text, kind)], into_sight=False)
 
     async def clear(self) -> None:
-        """Remove everything and show the welcome."""
+        """Remove all turns and notes, and show the welcome text."""
         self._selected = None
         await self.replace_items(0, [], into_sight=False)
         if not self.query("#welcome"):
@@ -132,7 +132,7 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
         return isinstance(item, Turn) and item.answer.is_open
 
     async def bring(self, turn: Turn) -> TurnView | None:
-        """Mount a turn and scroll to it. Return its view, None if the turn is not shown."""
+        """Mount a turn and scroll to it. Return its view; None if the turn is not in the visible path."""
         await self.bring_item(turn)
         return self.view_of(turn)
 
@@ -141,7 +141,7 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
         return self._selected
 
     def select(self, turn: Turn | None) -> None:
-        """Select a turn, mounted or not, or none."""
+        """Select a turn, which may be mounted or not. None removes the selection."""
         self._selected = turn
         for view in self.turn_views:
             view.set_class(view.turn is turn, "-selected")
@@ -154,7 +154,7 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
             self.call_after_refresh(self.scroll_to_widget, view, animate=False)
 
     async def select_next(self, step: int) -> None:
-        """Select the next (1) or previous (-1) turn; none after the last one."""
+        """Select the next (``step`` 1) or previous (-1) turn. After the last turn, remove the selection."""
         turns = self.turns
         at = turns.index(self._selected) if self._selected in turns else len(turns)
         at = max(0, at + step)

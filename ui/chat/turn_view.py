@@ -1,4 +1,4 @@
-"""A turn on the screen: question, answer or candidates, and the number of its branch."""
+"""The widget of a turn: question, answer or candidates, and the number of its branch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from minillm.ui.chat.conversation import Turn
 from minillm.ui.chat.files import folded_files
 from minillm.ui.textual_internals import Growing
 
-_MOST_SHOWN = 4000  # characters of a question, so that a pasted book is not laid out again at every resize
+_MOST_SHOWN = 4000  # characters of a question; laying out a pasted book at every resize would take too long
 _MOST_LINES = 40
 
 
 def shortened(text: str) -> str:
-    """Return the beginning of a long text, and the size of the rest."""
+    """Return the beginning of a long text, followed by a line with the size of the rest."""
     lines = text[:_MOST_SHOWN].split("\n")[:_MOST_LINES]
     shown = "\n".join(lines)
     if len(shown) == len(text):
@@ -29,7 +29,7 @@ def shortened(text: str) -> str:
 
 
 def shown_question(question: str) -> str:
-    """Return a question for display: clean, not too long, with file names in place of their texts."""
+    """Return a question for display: clean, not too long, and with file names instead of the files' texts."""
     return shortened(folded_files(clean(question))[0])
 
 
@@ -39,9 +39,9 @@ class Question(Static):
 
 
 class TurnView(Growing, Vertical):
-    """A question with its answer or candidates, and the number of its branch."""
+    """Shows a question with its answer or candidates, and the number of its branch."""
 
-    BLANK = True  # its children draw everything, so Textual need not make its lines at each new size
+    BLANK = True  # the children draw everything, so Textual need not compute this widget's lines at each new size
 
     def __init__(self, turn: Turn, branch: str) -> None:
         super().__init__()
@@ -56,13 +56,16 @@ class TurnView(Growing, Vertical):
         yield self.answer_view
 
     def show_branch(self, branch: str) -> None:
-        """Show ``2/3`` for the second of three branches. Empty if there is only one."""
+        """Show ``branch``, such as ``2/3`` for the second of three branches. Hide the label if ``branch`` is empty.
+
+        It is empty if there is only one branch.
+        """
         self._branch.update(Content(f"‹ {branch} ›  Alt+← →" if branch else ""))
         self._branch.display = bool(branch)
         self.set_class(bool(branch), "-branches")
 
     async def show_answer(self) -> None:
-        """Replace the answer's view after a candidate was accepted, or the text continues."""
+        """Replace the answer's view, after a candidate was accepted or the choice was undone."""
         before, self.answer_view = self.answer_view, _view_of(self.turn)
         await self.mount(self.answer_view, after=before)
         await before.remove()
@@ -73,7 +76,7 @@ def _view_of(turn: Turn) -> AnswerView | CandidatesView:
 
 
 def lines_of(turn: Turn, width: int) -> int:
-    """Estimate the lines of a turn on a screen of this width in columns."""
+    """Estimate the height of a turn in lines, for a width in cells."""
     answer = turn.answer
     text = "\n".join([answer.text, *(f"\n\n{each.text}" for each in answer.candidates)])
     lines = [*shown_question(turn.question).split("\n"), *text.split("\n")]

@@ -1,7 +1,8 @@
-"""Choose the mounted part of a long list: the visible part and some screens around it. Plain arithmetic on lines.
+"""Choose the mounted part of a long list: the visible part and some screens around it.
 
 A widget takes a thousand times the memory of its text, and more widgets make every layout slower. So a conversation of
-any length has the widgets of a few screens, and blank space in place of all others.
+any length has widgets only for a few screens, and blank space instead of all others. The functions only compute with
+heights in lines. They return ranges of item indices.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-AHEAD = 1.5  # screens mounted above and below the visible one
-SPARE = 0.75  # remaining screens of them when more are mounted
-_MOST = 5.0  # screens mounted while a conversation grows
+AHEAD = 1.5  # screens to mount above and below the visible one
+SPARE = 0.75  # mount more if fewer screens than this remain above or below
+_MOST = 5.0  # maximum screens that stay mounted while a conversation grows
 
 
 def at(heights: Sequence[int], line: int) -> tuple[int, int]:
-    """Return the item that contains a line, and the line's number within it. The last item contains all lines below."""
+    """Return the index of the item that contains ``line``, and the line's number within it.
+
+    The last item also contains all lines below it.
+    """
     for index, height in enumerate(heights):
         if line < height or index == len(heights) - 1:
             return index, line
@@ -31,7 +35,7 @@ def around(heights: Sequence[int], first: int, last: int) -> range:
 
 
 def ending(heights: Sequence[int], room: float) -> range:
-    """Return the last items: as many as fill ``room`` lines, at least one."""
+    """Return the last items that fill ``room`` lines. There is at least one, unless the list is empty."""
     begin = len(heights)
     while begin and room > 0:
         begin -= 1
@@ -40,7 +44,10 @@ def ending(heights: Sequence[int], room: float) -> range:
 
 
 def grown(shown: range, heights: Sequence[int], screen: int) -> range:
-    """Return the part to mount when items were added after ``shown``, which ended with the item before them."""
+    """Return the part to mount after items were added to the end of the list.
+
+    ``shown`` is the mounted part before, which ended with the last item. ``screen`` is the screen's height in lines.
+    """
     longer = range(shown.start, len(heights))
     if sum(heights[each] for each in longer) <= _MOST * screen:
         return longer
