@@ -1,4 +1,4 @@
-"""The memory of a device, and how weights, steps and context divide it: the arithmetic of `loading.build`.
+"""The memory of a device, divided among weights, steps and context: the arithmetic of `loading.build`.
 
 A GPU is filled up to ``gpu_memory_utilization``. On a CPU the context gets half of the memory that the weights leave,
 and at most `CPU_POOL_TOKENS`, because other programs need memory as well.
@@ -16,7 +16,7 @@ from minillm.progress import size
 from minillm.weights.shape import Shape
 
 CPU_KEEPS_LOW_BIT = False  # its matmuls need dequantized weights
-CPU_DEQUANTIZED_SHARE = 0.5  # of the free memory: low-bit prompts are slower, but others need memory
+CPU_DEQUANTIZED_SHARE = 0.5  # maximum share of dequantized weights: low-bit prompts are slower, but others need memory
 CPU_POOL_TOKENS, CPU_POOL_SHARE = 32768, 0.5
 CPU_STEP_TOKENS = 512  # about one second for a 135M model
 GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
@@ -38,23 +38,23 @@ _GPU_SECONDS_PER_LAYER = 13e-6
 
 @dataclass(frozen=True)
 class Fit:
-    """A model's memory in bytes, and the remaining tokens of context, at most the model's own."""
+    """The memory that a model needs, in bytes, and how many tokens of context fit, up to the model's limit."""
 
     weights: Weights
-    copied: int  # of a 16-bit copy
-    steps: int
+    copied: int  # bytes of a 16-bit copy of the weights
+    steps: int  # bytes of activations, logits and graphs
     least_context: int  # bytes of the shortest useful context
-    needed: int
-    context: int
+    needed: int  # bytes in all, with the shortest useful context
+    context: int  # tokens
     fits: bool
-    roomy: bool  # the context is long enough for a conversation, or the model's own
+    roomy: bool  # the context is long enough for a conversation, or reaches the model's limit
 
 
 @dataclass(frozen=True)
 class Budget:
     """A device's memory in bytes, and the options of `EngineConfig` that divide it.
 
-    The weights, the steps and the context share ``available`` bytes, also with a draft model.
+    The weights, the steps, the context and a draft model share ``available`` bytes.
     """
 
     free: int
@@ -66,7 +66,7 @@ class Budget:
     draft_bytes_per_token: int = 0  # of its context
 
     def beside(self, draft: Weights, shape: Shape) -> Budget:
-        """Return this budget with a draft model of this shape."""
+        """Return this budget with the memory of a draft model reserved."""
         own = draft.memory + (GRAPH_BYTES if self.on_gpu else 0)
         return replace(self, draft_bytes=own, draft_bytes_per_token=self.kv_bytes_per_token(shape))
 
@@ -76,7 +76,7 @@ class Budget:
         return max(0, int(self.free - kept))
 
     def layout(self, quantize: str = "") -> Layout:
-        """Return how weights are held, with matrices quantized to ``quantize`` or to the engine's option."""
+        """Return how the engine stores weights in memory. ``quantize`` replaces the engine's option of that name."""
         asked = quantize or self.config.quantize or ""
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
@@ -105,7 +105,7 @@ class Budget:
         return "int4" if packs and weights == "stored" else "expanded"
 
     def keeps_copy(self, weights: Weights, shape: Shape) -> bool:
-        """Return whether a 16-bit copy of low-bit weights is kept in addition to them: option ``weights``.
+        """Return whether the option ``weights`` makes the engine keep a 16-bit copy next to low-bit weights.
 
         In deterministic mode no copy is kept: the free memory must not decide which kernel computes a result.
         """
@@ -140,7 +140,7 @@ class Budget:
         return max(activations, logits) + kept + GRAPH_BYTES
 
     def step_tokens(self, shape: Shape, left: int) -> int:
-        """Return the tokens of a step if ``left`` bytes are left once the weights are loaded."""
+        """Return the maximum number of tokens of a step. ``left``: the bytes that the weights leave."""
         asked, least = self.config.max_num_batched_tokens, self.config.max_num_seqs
         if asked is not None:
             return asked
@@ -152,7 +152,7 @@ class Budget:
         return max(least, next(fitting, GPU_STEP_TOKENS[-1]))
 
     def fit(self, weights: Weights, shape: Shape) -> Fit:
-        """Return the memory of a model of this shape. ``weights`` are those of one rank."""
+        """Return how a model of this shape fits. ``weights``: the bytes of one rank's weights."""
         copied = weights.copied if self.keeps_copy(weights, shape) else 0
         memory = weights.memory + copied + self.draft_bytes
         left = self.available - memory
@@ -185,14 +185,15 @@ class Budget:
         return -(-min(self.config.max_model_len or shape.context, most) // block) * block
 
     def _unpacked_bytes_per_token(self, shape: Shape) -> int:
-        """Return the bytes per token of K and V of a layer that a step with a prompt dequantizes
-        (`kernels.staging`).
+        """Return the bytes per token of one layer's dequantized K and V, which a prompt needs (`kernels.staging`).
+
+        0 unless the cache has 8 bits.
         """
         unpacks = self.on_gpu and self.element_size == 2 and self.config.kv_cache_dtype == "int8"
         return self._on_a_rank(shape.kv_bytes_per_token(2) // shape.layers, shape) if unpacks else 0
 
     def kv_bytes_per_token(self, shape: Shape) -> int:
-        """Return the bytes of K and V of a token on one rank."""
+        """Return the bytes of one token's K and V in all layers, on one rank."""
         return self._on_a_rank(shape.kv_bytes_per_token(self.config.kv_element_size(self.element_size)), shape)
 
     def _on_a_rank(self, kv_bytes: int, shape: Shape) -> int:

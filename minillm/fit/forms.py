@@ -44,27 +44,27 @@ class Sized:
     kept: str = ""  # stored, int8: how a CPU holds its matrices; default: in the engine's dtype
 
     def fit(self, budget: Budget) -> Fit:
-        """Return its memory on a device."""
+        """Return how the model fits on a device."""
         return budget.fit(self.weights(budget), self.shape)
 
     @property
     def options(self) -> str:
-        """The command-line options that load it this way."""
+        """The command-line options that load the model this way."""
         return f" --quantize {self.quantize}" if self.quantize else f" --weights {self.kept}" if self.kept else ""
 
     @property
     def command(self) -> str:
-        """The command that starts a chat with it, loaded this way."""
+        """The command that starts a chat with the model, loaded this way."""
         return f"minillm chat --model {shlex.quote(self.name)}{self.options}"
 
     def layout(self, budget: Budget) -> Layout:
-        """Return how its weights are held."""
+        """Return how the engine stores the model's weights in memory."""
         return self.decided(budget).layout(self.quantize)
 
     def decided(self, budget: Budget) -> Budget:
-        """Return the budget with the option ``weights`` for this model.
+        """Return the budget with the option ``weights`` resolved for this model.
 
-        With "auto" on a CPU, a low-bit model is dequantized if that fits into half of the free memory, and otherwise
+        With "auto" on a CPU, a low-bit model is dequantized if that fits into half of the free memory. Otherwise it
         stays low-bit.
         """
         if self.kept:
@@ -76,7 +76,7 @@ class Sized:
         return budget.with_weights("stored" if stored < expanded > budget.most_dequantized else "expanded")
 
     def weights(self, budget: Budget) -> Weights:
-        """Return the memory of its weights, or of one rank's part of them."""
+        """Return the memory of the model's weights, or of one rank's part of them."""
         part, layout, tensors = 1 / budget.config.tensor_parallel_size, self.layout(budget), self.tensors
         if any(tensor.name == PACKED for tensor in tensors):
             if layout.held in ("int8", "int4"):  # 8-bit or 4-bit matmuls
@@ -108,7 +108,7 @@ def sized(name: str, path: Path, downloaded: bool = False) -> Sized:
 
 
 def sized_entry(entry: ModelEntry) -> Sized | None:
-    """Return a model of weights.toml, from its files if downloaded, else from its shape; None if that is unknown."""
+    """Return a model of weights.toml: from its files if downloaded, else from its shape. None if that is unknown."""
     files = find_downloaded(entry.name)
     paths = [Path(source.path) for source in entry.sources if isinstance(source, PathSource)]
     path = next(filter(Path.exists, paths), None) if files is None else files.path
@@ -128,13 +128,20 @@ def sized_forms(entry: ModelEntry) -> list[Sized]:
 
 
 def quantized(model: Sized) -> list[Sized]:
-    """Return the ways to quantize a model of 16 or 32 bits while it is loaded; empty for other models."""
+    """Return the model once for each quantization that loading can apply (``--quantize``).
+
+    Empty if the model has no matrices of 16 or 32 bits.
+    """
     plain = any(is_plain_matrix(tensor) for tensor in model.tensors)
     return [replace(model, quantize=kind) for kind in QUANTIZED] if plain else []
 
 
 def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
-    """Return the model as a CPU can hold it in fewer bytes: low-bit as stored, or 16 bits in 8. Empty on a GPU."""
+    """Return the model with the ``--weights`` option that saves memory on a CPU, in a list of one.
+
+    The option keeps low-bit weights as stored, or holds 16-bit weights in 8 bits. Empty on a GPU, and if no option
+    saves memory.
+    """
     if budget.on_gpu:
         return []
     before = model.weights(budget).memory
@@ -143,12 +150,12 @@ def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
 
 
 def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = None) -> list[tuple[Sized, Fit]]:
-    """Return the models that fit, best first: those with space for a conversation, and of these the one with the most
-    bits.
+    """Return the models that fit, best first.
 
-    The one with the most bits is the largest file; with the same file, the one that takes the most memory. With a
-    ``bandwidth``, in bytes per second, models that reach `READING_SPEED` come first, and slower ones are sorted by
-    speed.
+    Models with space for a conversation come first. Among these, with a ``bandwidth`` in bytes per second, models that
+    reach `READING_SPEED` come first, and slower ones are sorted by speed. Among the fast ones, the model with the most
+    bits per weight is best: the largest file, and for equal files the largest in memory. Models without space for a
+    conversation are sorted by their context.
     """
     found = [(model, fit) for model in models if (fit := model.fit(budget)).fits]
 

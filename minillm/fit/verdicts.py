@@ -14,7 +14,7 @@ from minillm.config import EngineConfig
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
 from minillm.fit.forms import Sized, in_few_bits, ranked
 
-IN_FEW_BITS: Final = "CPU in few bits"  # a model fits a CPU only with fewer bits (--weights)
+IN_FEW_BITS: Final = "CPU in few bits"  # the model fits the CPU only with an option --weights that saves memory
 Where = Literal["GPU", "CPU", "CPU in few bits", "no", "?"]
 
 
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def budget_beforehand(config: EngineConfig, free: int, total: int, on_gpu: bool) -> Budget:
-    """Return the budget of a process before it starts, less the memory of torch's libraries or CUDA's context."""
+    """Return the budget of an engine process that is not started, less the memory of torch or CUDA's context."""
     element_size = {"auto": 2 if on_gpu else 4, "float32": 4}.get(config.dtype, 2)
     free -= GPU_PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES
     return Budget(max(0, free), total, on_gpu, element_size, config)
@@ -56,7 +56,8 @@ def places_of(
 
     Args:
         memory: the free and the total bytes of this machine.
-        gpu: the bytes of the GPU, 0 without one. cpu_bandwidth, gpu_bandwidth: bytes per second, None if unknown.
+        gpu: the total bytes of the GPU; 0 without one.
+        cpu_bandwidth, gpu_bandwidth: bytes per second; None if unknown.
     """
     places = []
     if gpu and config.device != "cpu":
@@ -67,16 +68,18 @@ def places_of(
 def order_of_choice(
     forms: Iterable[Sized], budget: Budget, bandwidth: float | None
 ) -> tuple[list[tuple[Sized, Fit]], list[tuple[Sized, Fit]]]:
-    """Return the fitting quantizations in the order in which a chat tries them, and in that of `ranked`.
+    """Return the quantizations that fit in two orders.
 
-    A chat tries downloaded ones first.
+    Returns:
+        The order in which a chat tries them, downloaded ones first.
+        The order of `ranked`, best first.
     """
     fitting = ranked(forms, budget, bandwidth)
     return sorted(fitting, key=lambda each: not each[0].downloaded), fitting
 
 
 def verdicts(forms: Sequence[Sized | None], places: Sequence[Place]) -> list[Verdict]:
-    """Return a verdict for each quantization of one model; None stands for an unknown size."""
+    """Return a verdict for each of ``forms``, the quantizations of one model. A form of unknown size is None."""
     known = [form for form in forms if form is not None]
     orders = (order_of_choice(known, place.budget, place.bandwidth)[0] for place in places)
     taken = next((order[0][0] for order in orders if order), None)

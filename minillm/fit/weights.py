@@ -1,6 +1,7 @@
 """The bytes that a model's weights take in memory, and that each token reads, from the types of the stored tensors.
 
-The engine keeps low-bit matrices as they are stored. Only this module defines which ones, and their bits per weight.
+The engine keeps low-bit matrices as they are stored. Only this module defines which types it keeps, and their bits per
+weight.
 """
 
 import re
@@ -33,7 +34,7 @@ _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "token_embd.weight"), ("lm_h
 
 @dataclass(frozen=True)
 class Layout:
-    """The engine's storage of tensors, and its conversion of those in 16 or 32 bits.
+    """The formats in which the engine stores a model's tensors in memory, and its conversion of 16-bit and 32-bit ones.
 
     Args:
         element_size: bytes of a number in the engine's dtype.
@@ -54,9 +55,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes: ``memory`` in all, ``read`` by each token, ``loading`` in addition during loading.
+    """Bytes of a model's weights: ``memory`` in all, ``read`` by each token, ``loading`` in addition during loading.
 
-    ``copied``: of a copy of the low-bit matrices in the engine's dtype, if one is kept (`Budget.keeps_copy`).
+    ``copied``: bytes of a copy of the low-bit matrices in the engine's dtype, if one is kept (`Budget.keeps_copy`).
     """
 
     memory: int
@@ -68,7 +69,7 @@ class Weights:
 def weights_in_memory(
     tensors: Iterable[StoredTensor], layout: Layout, share: Callable[[StoredTensor], float] = lambda tensor: 1.0
 ) -> Weights:
-    """Add up a model's tensors; ``share`` returns the fraction of each that a rank holds."""
+    """Add up the bytes of a model's tensors. ``share`` returns the fraction of a tensor that this rank holds."""
     found = _with_blocks(tensors)
     tied = not any(tensor.name in _HEADS for tensor in found)
     memory = read = copied = 0.0
@@ -97,7 +98,7 @@ def weights_in_memory(
 
 
 def _with_blocks(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Mark FP8 tensors that have a scale for each block, because they are dequantized."""
+    """Return the tensors with another kind for FP8 matrices with a scale per block, which the engine dequantizes."""
     found = list(tensors)
     scales = (t.name for t in found if t.name.endswith(_SCALES) and len(t.shape) == 2 and t.shape[1] > 1)
     in_blocks = {name.removesuffix("_inv").removesuffix("_scale") for name in scales}
@@ -110,7 +111,7 @@ def is_plain_matrix(tensor: StoredTensor) -> bool:
 
 
 def _in_float32(tensor: StoredTensor) -> int:
-    """Return the bytes of a matrix until it is packed; gate and up are one."""
+    """Return the bytes of a matrix in float32 before it is packed. The gate and up matrices are packed as one."""
     return 4 * tensor.count * (2 if _GATE.search(tensor.name) else 1)
 
 
@@ -123,14 +124,15 @@ def _is_weight(tensor: StoredTensor) -> bool:
 
 
 def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
-    """Return whether `kernels.cpu.low_bit` multiplies by a matrix."""
+    """Return whether a tensor is a matrix for the 8-bit or 4-bit matmuls of `kernels.cpu.low_bit`."""
     is_low_bit = tensor.kind in FP8 or tensor.is_in_blocks
     return _is_weight(tensor) and (layout.held == "int8" or (layout.held == "int4" and is_low_bit))
 
 
 def _while_packed(tensor: StoredTensor) -> float:
-    """Return the bytes while a matrix is packed: its levels twice, the first matmul, and a layer's matrix in
-    float32.
+    """Return the additional bytes while a matrix is packed.
+
+    They are the quantized levels twice, the first matmul, and a layer's matrix in float32.
     """
     levels = 2 * tensor.count * 13 / 12 + 4 * _FIRST_ROWS * tensor.shape[0]
     is_table = tensor.name in (*_EMBEDDINGS, *_HEADS)
@@ -187,9 +189,7 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
 
 
 def _low_bit_count(tensor: StoredTensor, layout: Layout) -> float:
-    """Return the number of weights that a low-bit matrix holds, 0 for FP8; for packed ones computed from their
-    bytes.
-    """
+    """Return the number of weights in a low-bit matrix, computed from the bytes if it is packed. 0 for FP8."""
     if tensor.kind in _FLOATS:
         return tensor.count if _is_matrix(tensor) and layout.quantize in _BITS else 0
     if not layout.keeps_low_bit:
@@ -218,7 +218,7 @@ def _packed(tensor: StoredTensor) -> int:
 
 
 def _padded_halves(tensor: StoredTensor) -> int:
-    """Return the bytes of a packed matrix; 16-bit numbers are padded to whole blocks."""
+    """Return the bytes of a packed matrix. 16-bit matrices are padded to whole FBGEMM blocks."""
     if tensor.kind not in _HALVES:
         return _packed(tensor)
     return 2 * _in_blocks(tensor.shape[0], tensor.shape[1], _BLOCK_OF_HALVES)
@@ -236,7 +236,7 @@ def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
 
 
 def expected_by_bits(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
-    """Return expected tensors of a low-bit model, with types of 4, 6 and 8 bits mixed to give its size."""
+    """Return the expected tensors of a low-bit model: layers of 4, 6 or 8 bits that add up to ``size`` bytes."""
     bits = 8 * size / shape.count
     typical = {kind: 8 * BLOCKS[kind][1] / BLOCKS[kind][0] for kind in _TYPICAL}  # bits per weight
     low, high = _TYPICAL[:2] if bits < typical[_TYPICAL[1]] else _TYPICAL[1:]
@@ -251,7 +251,7 @@ def _tables(shape: Shape) -> tuple[str, ...]:
 
 
 def _tensors(shape: Shape, kinds: list[str], table: str) -> tuple[StoredTensor, ...]:
-    """Return a model's tensors: ``kinds`` are the types of each layer, ``table`` that of embedding, head and norms."""
+    """Return a model's tensors. ``kinds``: each layer's type. ``table``: the type of embedding and head."""
     attention = shape.matrices // shape.layers - 3 * shape.intermediate * shape.hidden
     wide, hidden = shape.intermediate, shape.hidden
     matrices = {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}

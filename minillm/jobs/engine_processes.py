@@ -1,7 +1,7 @@
 """Engines in processes of this machine, each with its own GPUs or its part of the cores.
 
-Run as ``python -m minillm.jobs.engine_processes``, this is such a process: its task and its rows come on standard
-input, a JSON object a line, and its answers go to standard output. It ends when its input does.
+Each process runs ``python -m minillm.jobs.engine_processes``. It reads its task, then rows, from standard input, one
+JSON object per line, and writes answers to standard output. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMMAND = (sys.executable, "-P", "-m", "minillm.jobs.engine_processes")
 
 
 class EngineProcesses(Engines):
-    """Engines in processes of this machine. Closing them aborts what is under way."""
+    """Engines in processes of this machine. Leaving the ``with`` block kills them."""
 
     def __init__(self, task: Task, count: int, report: OnProgress) -> None:
         super().__init__(count)

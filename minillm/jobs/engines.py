@@ -1,4 +1,4 @@
-"""Engines that answer rows: one in this process, or several, which are restarted when they die."""
+"""Engines that answer rows (prompts of a file): one in this process, or several that are restarted when they die."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from minillm.llm import LLM, refusal
 from minillm.params import Params
 from minillm.text.prompts import Prompt
 
-_MOST_DEATHS = 3  # of an engine in succession, without an answer between two of them
+_MOST_DEATHS = 3  # of an engine in succession, without an answer in between
 
 
 @dataclass(frozen=True)
 class Task:
-    """The arguments of `minillm.llm.LLM` for an engine, and its treatment of prompts."""
+    """An engine's task: the arguments of `minillm.llm.LLM`, and how to turn rows into prompts."""
 
     model: str | None
     engine: Mapping[str, Any]
@@ -30,7 +30,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Facts:
-    """An engine that is ready: the model's own sampling defaults, the sequences computed at a time, "cpu" or "cuda"."""
+    """Facts about an engine that is ready.
+
+    Attributes:
+        defaults: the model's own sampling defaults.
+        max_num_seqs: maximum sequences computed at a time.
+        device: "cpu" or "cuda".
+    """
 
     defaults: Mapping[str, Any]
     max_num_seqs: int
@@ -55,13 +61,13 @@ class RowEngine:
         self._rows.put(row)
 
     def close(self) -> None:
-        """Submit nothing more: `work` ends after the rows so far."""
+        """Accept no more rows: `work` ends after the rows submitted so far."""
         self._rows.put(None)
 
     def work(self) -> Generator[Answer, None, None]:
-        """Yield each row's answer when it has finished, until `close`; a row that fails has an error.
+        """Yield each row's answer when it is finished, until `close`. If a row fails, its answer has the error.
 
-        Raises if the engine itself fails. Leaving early aborts the rows under way.
+        An exception means that the engine itself failed. Leaving the iterator early aborts the running rows.
         """
         for row, output in self._llm.work_off(self._take, lambda row, error: refusal(row.prompt or "", error)):
             self._num_running -= 1
@@ -83,10 +89,10 @@ class RowEngine:
 
 
 class Engines(ABC):
-    """Several engines, by number.
+    """Several engines, numbered from 0.
 
     Attributes:
-        facts: of those that are ready.
+        facts: the facts of the engines that are ready, by number.
     """
 
     def __init__(self, count: int) -> None:
@@ -95,17 +101,21 @@ class Engines(ABC):
 
     @abstractmethod
     def send(self, number: int, rows: list[Row]) -> None:
-        """Give rows to an engine that is ready."""
+        """Send rows to an engine that is ready."""
 
     @abstractmethod
     def receive(self) -> tuple[int, list[Answer] | None]:
-        """Wait for news of an engine: answers, none if it has become ready, None if it has died with all its rows.
+        """Wait until an engine has answers, becomes ready, or dies. Return its number and its answers.
 
-        Raises MinillmError if an engine cannot be started.
+        The answers are an empty list if it has become ready, and None if it has died with all its rows. Raises
+        MinillmError if an engine cannot be started.
         """
 
     def defaults(self) -> Mapping[str, Any]:
-        """Wait until an engine is ready; return the model's sampling defaults. Raises MinillmError if they only die."""
+        """Wait until an engine is ready, and return the model's sampling defaults.
+
+        Raises MinillmError if too many engines die while they load the model.
+        """
         deaths = 0
         while not self.facts:
             if self.receive()[1] is None and (deaths := deaths + 1) > _MOST_DEATHS:
@@ -113,10 +123,11 @@ class Engines(ABC):
         return next(iter(self.facts.values())).defaults
 
     def answers(self, rows: list[Row]) -> Iterator[Answer]:
-        """Yield each row's answer once, in the order in which they finish; rows of an engine that dies go to others.
+        """Yield each row's answer once, in the order in which rows finish. If an engine dies, others get its rows.
 
-        While many rows are left an engine gets many, at the end one at a time, so that all end together (guided
-        self-scheduling, Polychronopoulos and Kuck 1987). Raises MinillmError if an engine dies again and again.
+        While many rows are left, an engine gets many at a time. Near the end it gets one at a time, so that all engines
+        finish together (guided self-scheduling, Polychronopoulos and Kuck 1987). Raises MinillmError if an engine dies
+        again and again.
         """
         waiting = deque(rows)
         given: list[dict[int, Row]] = [{} for _ in range(self.count)]

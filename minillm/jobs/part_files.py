@@ -1,7 +1,7 @@
-"""An answer that is finished stays finished: a run that was stopped goes on where it ended.
+"""Store finished answers in a part file, so that a run that was stopped continues without computing them again.
 
 Answers are appended to a part file next to the output as they finish. At the end the part file becomes the output, in
-the order of the requests. Earlier versions wrote several part files at a time; all of them are read.
+the order of the requests. Earlier versions wrote several part files at a time; all of these are read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from minillm.text.safe import json_line, parse_json
 
 
 class PartFiles:
-    """The answers that are finished, each a JSON object with its ``index``.
+    """The finished answers of a run, each a JSON object with its request's ``index``.
 
     Args:
-        output: the file that they become; the part file is in the same directory.
-        job: identifies parts of the same requests.
+        output: the final file. The part file is in the same directory.
+        job: identifies the requests. A part file of other requests is rejected.
     """
 
     def __init__(self, output: Path, job: str) -> None:
@@ -42,11 +42,14 @@ class PartFiles:
             raise UsageError(f"cannot write {output}: its directory is not there, or cannot be written")
 
     def finished(self) -> dict[int, bytes]:
-        """Return the lines of successful requests by index. Raises UsageError if the parts belong to another job."""
+        """Return the lines of successful requests by index. Raises UsageError if a part file has another ``job``."""
         return {index: line for index, line in self._lines().items() if json.loads(line).get("error") is None}
 
     def failures(self, total: int) -> int | None:
-        """Return how many requests failed; None without an output. Raises UsageError if it belongs to another job."""
+        """Return how many of ``total`` requests failed according to the output; None if there is no output.
+
+        Raises UsageError if the output file holds anything else than the answers to these requests.
+        """
         try:
             with open_regular(self._output) as stream:
                 answers = [(line["job"], line["error"] is not None) for line in map(parse_json, stream)]
@@ -62,11 +65,11 @@ class PartFiles:
         raise UsageError(f"{self._output} holds something other than these answers; {way_out}")
 
     def open(self) -> None:
-        """Begin or continue the part file, and lock it against other processes.
+        """Create or continue the part file, and lock it against other processes.
 
         Raises:
-            MinillmError: another run is writing it.
-            UsageError: the file cannot be written.
+            MinillmError: another run is writing the part file.
+            UsageError: the part file cannot be written, or belongs to other requests.
         """
         path = self._output.with_name(f"{self._output.name}.part0")
         try:
@@ -84,22 +87,22 @@ class PartFiles:
             self.add({})
 
     def close(self) -> None:
-        """Unlock the part for other runs."""
+        """Close and unlock the part file."""
         if self._stream is not None:
             os.close(self._stream)
             self._stream = None
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write a finished request, which then survives this process. The first line belongs to no request."""
+        """Append an answer to the part file, where it survives this process. (The first line is a header.)"""
         assert self._stream is not None, "not open"
         data = json_line({**line, "job": self._job}).encode() + b"\n"
         while data:
             data = data[os.write(self._stream, data) :]
 
     def merge(self, indices: Collection[int]) -> int:
-        """Replace the parts by the output, in this order and atomically; return how many requests failed.
+        """Write the output in the order of ``indices``, atomically, and delete the part files.
 
-        Raises UsageError if some are missing.
+        Return how many requests failed. Raises UsageError if answers are missing.
         """
         lines = self._lines()
         if missing := len(indices) - len(lines):
@@ -123,7 +126,7 @@ class PartFiles:
         return sorted(path for path in beside if path.name.startswith(prefix) and path.name[len(prefix) :].isdecimal())
 
     def _lines(self) -> dict[int, bytes]:
-        """Return all complete lines. If a request failed and succeeded later, the later line counts."""
+        """Return all complete lines by index. If a request failed and succeeded later, the later line counts."""
         found: dict[int, bytes] = {}
         for path in self._parts():
             whole = _read(path).split(b"\n")[:-1]
@@ -144,7 +147,12 @@ class PartFiles:
 
 
 def _open_locked(path: Path) -> int:
-    """Open and lock a file for writing. Raises OSError; BlockingIOError if another process has locked it."""
+    """Open and lock a file for writing, and return its descriptor.
+
+    Raises:
+        BlockingIOError: another process has locked the file.
+        OSError: the file cannot be opened.
+    """
     while True:
         if path.exists():
             open_regular(path).close()
@@ -158,7 +166,7 @@ def _open_locked(path: Path) -> int:
             raise
         except OSError:
             return stream  # a file system without locks
-        os.close(stream)  # the other run has merged and deleted it
+        os.close(stream)  # another run has merged and deleted the file meanwhile
 
 
 def _read(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""The GPUs and cores of each of several engines on one machine."""
+"""Assign GPUs and cores to several engines on one machine."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,10 @@ _TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_W
 
 
 def place(number: int, count: int, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the beginning of a command that gives engine ``number`` of ``count`` its GPUs, or its part of the cores."""
+    """Yield the words of an ``env`` command that assigns engine ``number`` of ``count`` its GPUs or share of the cores.
+
+    The engine's own command follows these words. ``options``: the engine's options.
+    """
     device, size = options.get("device", "auto"), options.get("tensor_parallel_size", 1)
     if ":" in device:
         raise UsageError(f"device {device!r}: each replica uses a GPU of its own; give 'cuda'")

@@ -23,11 +23,11 @@ class Row:
     """One prompt or conversation.
 
     Attributes:
-        index: its place among all rows.
+        index: the row's position among all rows.
         prompt: text or token ids; None if there are ``messages``.
         params: fields of SamplingParams, or of BeamSearchParams if ``beam_width`` is one of them.
-        name: the caller's id for it.
-        where: it is in the input, for error messages.
+        name: the caller's id for the row.
+        where: the row's place in the input (file and line), for error messages.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Row:
     where: str = ""
 
     def sampling(self) -> Params:
-        """Return the row's parameters, checked; raises UsageError."""
+        """Validate and return the row's parameters. Raises UsageError."""
         try:
             return (BeamSearchParams if "beam_width" in self.params else SamplingParams)(**self.params)
         except UsageError as error:
@@ -47,12 +47,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Style:
-    """The treatment of prompts before they become token ids.
+    """Options for turning a row's text into a prompt.
 
     Attributes:
         chat: wrap each text as a user's message.
         system: the system prompt; implies ``chat``.
-        parse_special: control tokens that a raw prompt spells are control tokens.
+        parse_special: parse the spellings of control tokens in a raw prompt, such as ``<|im_end|>``, as these tokens.
     """
 
     chat: bool = False
@@ -60,7 +60,10 @@ class Style:
     parse_special: bool = False
 
     def request(self, row: Row, llm: LLM) -> tuple[Prompt, Params]:
-        """Return prompt and parameters; a conversation becomes token ids by the model's template. Raises UsageError."""
+        """Return a row's prompt and parameters. The model's chat template turns a conversation into token ids.
+
+        Raises UsageError for a wrong row.
+        """
         return self._prompt(row, llm), row.sampling()
 
     def _prompt(self, row: Row, llm: LLM) -> str | list[int]:
@@ -78,7 +81,10 @@ class Style:
 
 
 def as_json(row: Row, output: RequestOutput, tokenizer: Tokenizer | None) -> Answer:
-    """Return the fields of RequestOutput, the seed of samples, durations instead of clock readings, and token texts."""
+    """Return a row's answer as a JSON object: the fields of RequestOutput, completed for readers.
+
+    It adds the seed of samples and the texts of tokens, and gives durations in seconds instead of clock readings.
+    """
     result = asdict(output)
     if "beam_width" not in row.params:
         result["seed"] = row.params.get("seed")

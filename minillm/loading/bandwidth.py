@@ -1,7 +1,7 @@
 """The bandwidth of a device's memory: the best of several short measurements, kept in the cache directory.
 
-Other programs make a measurement slower, never faster. The best one is closest to the hardware, and a later one
-replaces it only if it is better. Reading the file does not import torch.
+Other programs can make a measurement slower, never faster. So the best measurement is closest to the hardware, and a
+later one replaces it only if it is better. Reading the file does not import torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 1 << 28  # more than a processor's cache holds
 _COUNT = 8  # measurements, each takes some hundredths of a second
 _SPREAD = 1.3  # ratio of the best rate to the median above which the machine is busy
-_TAKEN = 0.35  # of a core: if other programs use more, the machine is busy
+_TAKEN = 0.35  # cores: if other programs use more, the machine is busy
 _MOST_BYTES = 1 << 16  # of the file
 _PLAUSIBLE = (1e8, 1e14)  # bytes per second
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """``rate`` in bytes per second; ``is_busy``: other programs slowed the measurement down."""
+    """A memory bandwidth: ``rate`` in bytes per second. ``is_busy``: other programs slowed the measurement down."""
 
     rate: float
     is_busy: bool = False
@@ -49,7 +49,7 @@ def kept_rate(device: str) -> float | None:
 
 
 def kept_gpu_rate() -> float | None:
-    """Return the kept rate of the first NVIDIA card, by the name that its driver reports."""
+    """Return the stored rate of the first NVIDIA card in bytes per second, or None. Needs neither torch nor CUDA."""
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         names = (line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model:"))
         return kept_rate(next(names, ""))
@@ -57,7 +57,7 @@ def kept_gpu_rate() -> float | None:
 
 
 def known_rate(device: torch.device) -> float:
-    """Return the kept rate of a device in bytes per second; measure it if absent."""
+    """Return the stored rate of a device in bytes per second. Measure it if no rate is stored."""
     return kept_rate(_name(device)) or measure(device).rate
 
 
@@ -82,7 +82,9 @@ def measure(device: torch.device) -> Bandwidth:
 
 
 def best_of(device: str, once: Callable[[], float]) -> Bandwidth:
-    """Return the best of several measurements and of earlier ones, and keep it.
+    """Measure several times. Return the highest rate, including the one stored for this device by earlier runs.
+
+    Store the rate if it is a new maximum.
 
     Args:
         device: the name of the processor or card.
@@ -99,8 +101,9 @@ def best_of(device: str, once: Callable[[], float]) -> Bandwidth:
 
 
 def is_busy(rates: Sequence[float], rate: float, cores: float) -> bool:
-    """Return whether other programs used ``cores`` cores, or the median of the sorted ``rates`` is far below
-    ``rate``.
+    """Return whether other programs slowed a measurement down: they used ``cores`` cores, or ``rates`` are too low.
+
+    ``rates``: the measured rates, sorted. ``rate``: the best known rate.
     """
     return cores > _TAKEN or rate > _SPREAD * rates[len(rates) // 2]
 
@@ -112,7 +115,7 @@ def _name(device: torch.device) -> str:
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Return `threads.clocks`, with zero for busy cores if the system does not count them."""
+    """Return `threads.clocks`, with 0 as the busy time of the cores if the system does not count it."""
     from minillm.loading.threads import clocks  # not at the top: it imports torch
 
     try:

@@ -32,17 +32,17 @@ from minillm.runner.runner import Runner
 from minillm.speculation.drafter import MOST_SEQS, Drafter
 from minillm.system import compact_heap
 
-_HARDLY_PAYS = 0.5  # of the time of a token, for a draft token
+_HARDLY_PAYS = 0.5  # of the time of a token: a draft token that takes longer hardly saves time
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes that fit the memory."""
+    """The sizes with which an engine fits into memory."""
 
     num_blocks: int
     max_model_len: int
     num_host_blocks: int
-    num_tokens: int  # of a step
+    num_tokens: int  # maximum tokens of a step
 
 
 def load_weights(
@@ -54,9 +54,9 @@ def load_weights(
     draft: Draft | None = None,
     on_message: OnMessage = ignore_message,
 ) -> tuple[Llama, Budget]:
-    """Load the model, or this rank's part of it; return it and the budget before loading.
+    """Load the model, or this rank's part of it. Return it and the memory budget before loading.
 
-    ``draft`` reserves memory for a draft model.
+    ``draft``: a draft model to reserve memory for.
     """
     dtype, model_config = choose_dtype(config, device), description.config
     if device.type == "cuda":
@@ -86,7 +86,7 @@ def load_weights(
 
 
 def _choose_weights(model: Sized, budget: Budget, ranks: Ranks | None, on_message: OnMessage) -> Budget:
-    """Decide whether low-bit weights are dequantized, the same way on all ranks."""
+    """Decide, equally on all ranks, whether low-bit weights are dequantized. Return the budget with this choice."""
     dequantizes = model.decided(budget).config.weights == "expanded"
     if ranks is not None:
         dequantizes = bool(ranks.least(dequantizes))
@@ -163,9 +163,9 @@ def build_runner(
     on_message: OnMessage = ignore_message,
     since: Clocks | None = None,
 ) -> tuple[Runner, Limits]:
-    """Load the weights, or this rank's part of them, and a draft model's, choose tiles, and allocate the pools.
+    """Load the weights (or this rank's part) and a draft model's weights, choose tiles, and allocate the pools.
 
-    ``since``: earlier clocks, to find the cores that other programs use.
+    ``since``: earlier `threads.clocks`, to measure the cores that other programs have used since.
     """
     cores = free_cores(config, device, since)
     if cores is not None:
@@ -283,7 +283,7 @@ def _new_runner(model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks
 
 
 def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
-    """Compile and load the kernels of a first request in parallel: one by one they take most of a first start."""
+    """Compile and load the kernels of a first request in parallel. One by one, they take most of a first start."""
     runner = DeviceRunner(
         model, 1, config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=longest, graphs=False, sharing=None
     )

@@ -1,7 +1,7 @@
 """Compiled layers for a model on a CPU (`minillm.model.one_token`): loaded from the cache, or compiled now.
 
-A separate process compiles, so its memory, some hundred megabytes, is freed afterwards. The cache has one library file
-for each shape of a layer, kind of processor, and version of torch and of the layer's source.
+A separate process compiles, so that its memory of some hundred megabytes is freed afterwards. The cache has one library
+file for each combination of layer shape, kind of processor, torch version, and source of the layer.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def _checksum(path: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a library matches its checksum. A pipe or a link in its place is not opened."""
+    """Return whether a library exists and matches its checksum. Only regular files are opened, no pipes or links."""
     try:
         if not all(stat.S_ISREG(each.lstat().st_mode) for each in (path, _checksum(path))):
             return False
@@ -91,7 +91,7 @@ def _remove(path: Path) -> None:
 
 
 def _compile(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | None:
-    """Write a library to ``path``, in one process at a time. Return the problem, or None."""
+    """Compile a layer to the library ``path``, unless another process just has. Return the problem, or None."""
     if compiler() is None:
         return "no C++ compiler (g++) was found to compile the layers"
     try:

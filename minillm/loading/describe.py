@@ -27,7 +27,7 @@ _ROUNDED = {"q4_0": "int4", "q8_0": "int8"}  # quantizations of random weights, 
 
 @dataclass(frozen=True)
 class Description:
-    """A model before its weights are read."""
+    """A model before its weights are read. ``open_source`` opens them; ``served_by`` says where they come from."""
 
     name: str
     config: ModelConfig
@@ -88,7 +88,7 @@ class Draft:
     config: EngineConfig
 
     def beside(self, budget: Budget) -> Budget:
-        """Return the budget that remains for the main model."""
+        """Return ``budget`` with this draft model's memory reserved: the rest is for the main model."""
         layout = replace(budget, config=self.config).layout()
         return budget.beside(weights_in_memory(self.description.tensors, layout), shape_of(self.description.config))
 
@@ -103,7 +103,7 @@ def describe_draft(
     """Describe the draft model that ``config.speculate`` names, or return None.
 
     Raises:
-        MinillmError: there is no such model, or its tokens are not those of this one.
+        MinillmError: there is no such model, or it has other tokens than ``model``.
     """
     if config.draft is None:
         return None

@@ -57,8 +57,8 @@ def load_engine(
     """Load model ``name`` (None: the default model), and create an engine for it.
 
     With ``tensor_parallel_size`` N, this starts N - 1 more processes, which end with the engine. Under torchrun they
-    already exist. In processes other than rank 0 of a model this call never returns; it ends the process when rank 0
-    has finished.
+    already exist. On ranks other than 0 of a model this call never returns: it ends the process when rank 0 has
+    finished.
 
     Raises:
         MinillmError: the model cannot be found, downloaded or read, or does not fit into memory.
@@ -101,7 +101,7 @@ def best_form(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> str:
-    """Return the name of the quantization of a model that a chat takes: see `minillm.loading.fits.choose_form`."""
+    """Return the name of the quantized version that a chat takes of a model: see `minillm.loading.fits.choose_form`."""
 
     def budget() -> Budget:
         device = choose_device(config)
@@ -114,11 +114,12 @@ def best_form(
 
 
 def chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of EngineConfig for one person's chat, which speculates on a CPU with float32 weights.
+    """Return the options of EngineConfig for one person's chat. ``options`` override these choices.
 
-    On a GPU it keeps no 16-bit copy of low-bit weights, which hardly speeds up a single answer, and reserves memory for
-    fewer sequences: with 128,256 tokens each takes a megabyte. ``options`` override these choices. Low-bit matmuls
-    round several rows differently than one, so with them speculation would change sampled answers.
+    On a CPU with float32 weights the chat speculates. Low-bit matmuls round several rows differently than one row, so
+    with low-bit weights speculation would change sampled answers. On a GPU the chat keeps no 16-bit copy of low-bit
+    weights, which hardly speeds up a single answer. It also reserves memory for fewer sequences: with a vocabulary of
+    128,256 tokens, each sequence takes a megabyte.
     """
     config = EngineConfig(**options)
     device = choose_device(config)
@@ -138,7 +139,7 @@ def new_engine(
     guard: Callable[[], AbstractContextManager[None]],
     on_close: Callable[[], object],
 ) -> Engine:
-    """Create an engine from a runner."""
+    """Create an engine from a runner. ``guard`` and ``on_close``: see `Engine`."""
     model, tokenizer = runner.model, description.tokenizer
     if tokenizer is not None and config.chat_template is not None:
         tokenizer.use_template(config.chat_template)
@@ -179,7 +180,7 @@ def new_engine(
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `SamplingParams` set by a model's generation_config.json."""
+    """Return the fields of `SamplingParams` that a model's generation_config.json sets."""
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
     defaults = {names.get(name, name): value for name, value in generation.items()}
     if defaults.pop("do_sample", True) is False:
@@ -206,7 +207,7 @@ def methods_for(
 
 @dataclass(frozen=True)
 class Followers(StepObserver):
-    """The other ranks of a model, as observers of rank 0's runner: they run the same steps."""
+    """Observes rank 0's runner and sends every step to the other ranks of the model, which run the same steps."""
 
     leader: Leader
 
@@ -215,9 +216,9 @@ class Followers(StepObserver):
 
 
 def _tokens_in_a_stall(config: ModelConfig, device: torch.device) -> int:
-    """Estimate how many prompt tokens a GPU computes in `_STALL_SECONDS`, from the chip's data sheet.
+    """Estimate from the chip's data sheet how many prompt tokens a GPU computes in `_STALL_SECONDS`.
 
-    (Measurements would differ from start to start, and so would the chunks of prompts and the last bits of results.)
+    (A measurement would differ from start to start, and so would the chunks of prompts and the last bits of results.)
     """
     properties = torch.cuda.get_device_properties(device)
     # FLOPs of the tensor cores per multiprocessor and cycle, in half precision.

@@ -20,7 +20,7 @@ from minillm.weights.stored import StoredTensor
 
 
 def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], shard: Shard, budget: Budget) -> None:
-    """Raise CapacityError if a rank's part of a model, a step and a short context do not fit."""
+    """Raise CapacityError if a rank's part of a model does not fit into ``budget`` with a step and a short context."""
     whole, local = dict(parameter_shapes(model)), dict(parameter_shapes(shard.local(model)))
 
     def share(tensor: StoredTensor) -> float:
@@ -77,11 +77,11 @@ def choose_form(
     on_message: OnMessage = lambda message: None,
     bandwidth: Callable[[], float | None] = lambda: None,
 ) -> str:
-    """Choose the best fitting quantization of a named model, and download it if necessary. Return other names
-    unchanged.
+    """Choose the best quantization that fits of a model in weights.toml, download it if necessary, and return its name.
 
-    Downloaded quantizations come first. If a download fails, the next best one is tried. ``budget`` and ``bandwidth``,
-    in bytes per second, are called only if there is a choice; ``on_message`` reports it.
+    A name without several quantizations is returned unchanged. Downloaded quantizations are preferred. If a download
+    fails, the next best quantization is tried. ``budget`` and ``bandwidth`` (bytes per second) are called only if there
+    is a choice. ``on_message`` gets the choice.
 
     Raises:
         DownloadError: no fitting quantization could be downloaded.

@@ -1,9 +1,9 @@
 """Limit the memory for the stacks of a GPU's threads.
 
-The driver reserves local memory for every thread that can run, as much as the largest stack of any kernel so far, and
-at least 1,024 bytes: 277 MB of an H100's memory, and some 700 more after kernels that spill, as a few of the tuning
-candidates do. A kernel with a known stack size gets its memory at launch, whatever the limit (`cuCtxSetLimit`). NCCL's
-need is not known.
+The driver reserves local memory for every thread that can run: as much as the largest stack of any kernel so far, and
+at least 1,024 bytes. That is 277 MB of an H100's memory, and some 700 MB more after kernels that spill registers, as a
+few tuning candidates do. A kernel with a known stack size gets its memory at launch, even above the limit
+(`cuCtxSetLimit`). The stack sizes of NCCL's kernels are unknown.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ _SMALL = 128  # bytes
 
 
 def keep_small(device: torch.device, config: EngineConfig) -> None:
-    """Lower the limit on the GPU that this process will use, if it runs only minillm's and torch's kernels."""
+    """Lower the stack limit of the GPU that this process will use, unless several ranks (NCCL) use the model."""
     if device.type == "cuda" and config.tensor_parallel_size == 1 and Torchrun.from_environment() is None:
         # If anything fails here, loading fails the same way and reports it.
         with suppress(OSError, RuntimeError), torch.cuda.device(device):
@@ -29,7 +29,7 @@ def keep_small(device: torch.device, config: EngineConfig) -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Free the stack memory of kernels that will not run again; the limit stays the same."""
+    """Free the stack memory of kernels that will not run again. The limit stays the same."""
     with suppress(OSError), torch.cuda.device(device):
         before = ctypes.c_size_t()
         if not _driver().cuCtxGetLimit(ctypes.byref(before), _STACK_SIZE):
@@ -38,7 +38,7 @@ def give_back(device: torch.device) -> None:
 
 
 def _set_limit(size: int) -> None:
-    """Set the current context's limit; the driver waits for running kernels."""
+    """Set the stack limit of the current CUDA context, in bytes per thread. Waits for running kernels."""
     _driver().cuCtxSetLimit(_STACK_SIZE, ctypes.c_size_t(size))
 
 

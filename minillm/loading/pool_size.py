@@ -1,4 +1,4 @@
-"""Size the pool: how many blocks fit."""
+"""Measure memory, and compute how many blocks of K and V fit."""
 
 import sys
 
@@ -20,8 +20,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_memory(device: torch.device) -> tuple[int, int, int]:
-    """Return the bytes of a device's memory: free, total, and held by this process (on a GPU without the driver's
-    own).
+    """Return the free and total bytes of a device's memory, and the bytes that this process holds.
+
+    On a GPU the last figure is torch's memory, without CUDA's own.
     """
     if device.type == "cuda":
         return *torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
@@ -29,7 +30,7 @@ def device_memory(device: torch.device) -> tuple[int, int, int]:
 
 
 def budget_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Budget:
-    """Return the current memory of a device."""
+    """Return the budget of a device: its memory, as it is free now, and the options that divide it."""
     on_gpu = device.type == "cuda"
     total = torch.cuda.mem_get_info(device)[1] if on_gpu else system.memory()[1]
     return Budget(free_bytes(device), total, on_gpu, dtype.itemsize, config)
@@ -37,9 +38,11 @@ def budget_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) ->
 
 @torch.inference_mode()
 def activation_bytes(model: Llama, num_tokens: int, num_logits: int, longest: int) -> int:
-    """Measure the bytes of a step of at most ``num_tokens`` tokens, without weights and pool, by running one.
+    """Run a step of ``num_tokens`` tokens on a GPU, and return its peak memory in bytes without weights and pool.
 
-    ``longest`` is the longest sequence in tokens: an 8-bit cache is dequantized over the width of the block table.
+    Args:
+        num_logits: rows of logits.
+        longest: tokens of the longest sequence. An 8-bit cache is dequantized over the width of the block table.
     """
     device = model.device
     before = torch.cuda.memory_allocated(device)
@@ -58,7 +61,7 @@ def activation_bytes(model: Llama, num_tokens: int, num_logits: int, longest: in
         rope_lengths=[1] * num_tokens if model.rotary.dynamic else None,
     )
     logits = model.forward(batch, model.new_kv_cache(1, 16).zero_())
-    wide = logits.float()  # penalties and log-probabilities work on copies
+    wide = logits.float()  # penalties and log-probabilities need copies
     wide.log_softmax(-1).clone()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
@@ -79,14 +82,14 @@ def size_pool(
     """Size the pool by ``config`` and by the memory left once the weights are loaded.
 
     Args:
-        model: the part of it with K and V on ``device``.
+        model: the configuration of the model, or of this rank's part.
         element_size: bytes of a number in the pool.
-        reserved: bytes of the steps, without weights and pool.
-        ranks: processes that share the model: the one with the least memory decides for all.
-        beside: bytes of a token in a draft model's pool, which has as many blocks.
+        reserved: bytes that the steps need, without weights and pool.
+        ranks: processes that share the model. The process with the least memory decides for all.
+        beside: bytes per token of a draft model's pool, which has the same number of blocks.
 
     Returns:
-        The number of blocks, and the tokens of the longest sequence that they can hold.
+        The number of blocks, and the maximum length of a sequence in tokens.
 
     Raises:
         CapacityError: not one block fits, or the requested pool does not.

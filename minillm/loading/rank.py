@@ -1,4 +1,4 @@
-"""A rank other than the first: computes the steps that rank 0 sends, until rank 0 has finished.
+"""The process of a rank other than 0: it computes the steps that rank 0 sends, until rank 0 has finished.
 
 Rank 0 starts it as ``python -m minillm.loading.rank`` with its task as JSON on standard input, or torchrun starts it.
 """
@@ -33,7 +33,7 @@ def follow(
     """
     status = 0
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends ctrl-c to all; this one ends with rank 0
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends ctrl-c to all ranks; this one ends with rank 0
     try:
         with memory_errors():
             ranks = Ranks(store, rank, config.tensor_parallel_size, device)
@@ -45,14 +45,14 @@ def follow(
     except Exception as error:
         follower.fail(str(error) if isinstance(error, MinillmError) else f"{type(error).__name__}: {error}")
         status = 1
-    # Not sys.exit, which could wait for other ranks, on the device or in a thread of the process group.
+    # Not sys.exit: it could wait for other ranks, on the device or in a thread of the process group.
     sys.stderr.flush()
     os._exit(status)
 
 
 def main() -> None:
     task = json.loads(sys.stdin.read())
-    follower = connect(task, task["rank"])  # first, so that each end notices if the other dies
+    follower = connect(task, task["rank"])  # first, so that each side notices if the other dies
     config = EngineConfig(**task["config"])
     store = open_store(task["directory"])
     device = choose_device(config, task["rank"])

@@ -1,7 +1,7 @@
-"""Adapt the number of threads to the free cores, from the loading of the weights on.
+"""Adapt torch's number of threads to the cores that other programs leave free, during loading and steps.
 
-The threads of an op wait for each other at its end. If another program takes a core from one of them, all others spin
-until it is back, and every op becomes as slow as the scheduler's time slices. One thread fewer costs little.
+The threads of an op wait for each other at its end. If another program takes the core of one thread, all others spin
+until that thread continues, and every op becomes as slow as the scheduler's time slices. One thread fewer costs little.
 """
 
 import math
@@ -17,7 +17,7 @@ from minillm.runner.step import StepWork
 
 _EVERY = 0.25  # seconds between measurements
 _IDLE = 0.1  # seconds without a step, after which the measurement starts again
-_TOLERATED = 0.35  # of a core: other programs may take this much from the last thread
+_TOLERATED = 0.35  # cores: other programs may take this much from the last thread
 _STAT = Path("/proc/stat")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 Clocks = tuple[float, float, float]  # seconds: wall time, busy time of the cores, CPU time of this process
@@ -74,7 +74,7 @@ def clocks(read: Callable[[], float] | None = None) -> Clocks:
 
 
 def follows_free_cores() -> bool:
-    """Return whether minillm may set the number of threads: the system reports its load, and no variable sets it."""
+    """Return whether minillm may set the number of threads: Linux reports the load, and no variable sets the number."""
     return _STAT.exists() and not any(name in os.environ for name in _USERS_OWN)
 
 

@@ -1,7 +1,7 @@
 """Choose tile sizes of a loaded model's low-bit kernels on its GPU: built in, measured before, or measured now.
 
 Measured tiles are kept in one file for each kind of card and version of Triton. The file has a digest of the kernels
-that were measured; entries of other kernels are ignored, and so are tiles that are no longer candidates.
+that were measured. A file of other kernels is ignored, and so are tiles that are no longer candidates.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ Measure = Callable[[Mapping[Product, Sequence[LowBit]], torch.dtype, OnCount, On
 
 @dataclass(frozen=True)
 class TileFile:
-    """The tile file of a kind of card."""
+    """The file with the measured tiles of one kind of card."""
 
     card: str
     path: Path
@@ -56,7 +56,7 @@ class TileFile:
         return cls(card, cache_dir() / "tiles" / f"{name}.json", hashlib.sha256(sources.encode()).hexdigest())
 
     def read(self, on_message: OnMessage) -> Tiles:
-        """Read the measured tiles. Return nothing if the file is missing or damaged; the latter is reported."""
+        """Return the measured tiles, none if the file is missing, damaged or of other kernels. Damage is reported."""
         try:
             found = parse_json(read_bytes(self.path, _MOST_BYTES))
             if (found["card"], found["kernels"]) != (self.card, self.kernels):
@@ -72,7 +72,7 @@ class TileFile:
             return {}
 
     def add(self, tiles: Tiles, on_message: OnMessage) -> None:
-        """Merge these tiles into the file atomically; report if it cannot be written."""
+        """Merge ``tiles`` into the file atomically. Report it if the file cannot be written."""
         content = {"card": self.card, "kernels": self.kernels, "tiles": {**self.read(ignore_message), **tiles}}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class TileFile:
 
 
 def products_of(model: Llama) -> dict[Product, list[LowBit]]:
-    """Return the low-bit matrices of a model, or of a rank's part of it, by their matmuls."""
+    """Return the low-bit matrices of a model, or of a rank's part of it, grouped by kind of matmul (`Product`)."""
     found: dict[Product, list[LowBit]] = {}
     for weight, place in _weights(model):
         for part in weight.parts:
@@ -94,7 +94,7 @@ def products_of(model: Llama) -> dict[Product, list[LowBit]]:
 
 
 def set_tiles(model: Llama, tiles: Tiles) -> None:
-    """Set the tiles of every low-bit matrix of a model."""
+    """Set the tiles of every low-bit matrix of a model. A matmul without ``tiles`` uses the built-in ones."""
     for weight, place in _weights(model):
         names = [str(Product(part.layout, part.shape, place)) for part in weight.parts]
         pairs = zip(weight.parts, names, strict=True)
@@ -102,7 +102,7 @@ def set_tiles(model: Llama, tiles: Tiles) -> None:
 
 
 def _weights(model: Llama) -> Iterator[tuple[LinearWeight, Place]]:
-    """Yield every linear layer, with the place of its matmul."""
+    """Yield every linear layer with its `Place`: the operation that its matmul is fused with."""
     for layer in model.layers:
         yield layer.qkv, "norm"
         yield layer.gate_up, "gated" if len(layer.gate_up.parts) == 1 else "norm"  # two matrices: gating is separate
@@ -119,7 +119,7 @@ def measured(
     on_message: OnMessage,
     measure: Measure = low_bit_tuning.measure,
 ) -> Iterator[Timed]:
-    """Measure the tiles of these matmuls. Results are added to ``file`` at the end, also after ctrl-c."""
+    """Measure tiles for these matmuls, and yield the fastest of each. Results so far reach ``file`` even on ctrl-c."""
     found: dict[str, dict[int, Tile]] = {}
 
     def tell(label: str, unit: str) -> OnCount:
@@ -145,9 +145,9 @@ def choose_tiles(
     on_message: OnMessage = ignore_message,
     measure: Measure = low_bit_tuning.measure,
 ) -> None:
-    """Set the tiles from ``file``, and measure missing ones unless the built-in tiles are for this card.
+    """Set the tiles from ``file``. Measure missing tiles, unless the built-in ones were tuned for this card.
 
-    Of several ranks, the first measures alone. The others read its results, and measure only what is still missing.
+    With several ranks, rank 0 measures first. The others read its results, and measure only what is still missing.
     """
     products, dtype = products_of(model), model.dtype
     if not products:
@@ -172,7 +172,7 @@ def choose_tiles(
 
 
 def known(tiles: Tiles, products: Iterable[Product], dtype: torch.dtype) -> dict[str, dict[int, Tile]]:
-    """Return the tiles of the matmuls that have a valid one for every number of tokens."""
+    """Return the tiles of each matmul that has a valid tile for every bucket of token counts."""
 
     def is_whole(product: Product) -> bool:
         found = tiles.get(str(product), {})

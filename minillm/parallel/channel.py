@@ -1,8 +1,7 @@
-"""The connections from rank 0 to the others: they carry each step's work, and each end notices at once if the other
-dies.
+"""Connections from rank 0 to the other ranks. They carry each step's work, and show each side if the other side dies.
 
-Each rank has a plain TCP connection, which closes however the process dies; a collective would wait forever. A message
-is its length and its bytes. Steps get no reply: the other ranks send only the reason why they fail.
+Each rank has a plain TCP connection to rank 0. It closes no matter how a process dies, while a collective would wait
+forever. A message is its length and its bytes. Steps get no reply: the other ranks send only the reason of a failure.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ if TYPE_CHECKING:
     pass
 
 _LENGTH = struct.Struct("<I")
-_GRACE = 5.0  # seconds for a process that waits for a dead one to notice
+_GRACE = 5.0  # seconds that a process gets to end or to notice a dead one by itself
 
 
 class RankDied(MinillmError):
-    """One of the processes that share the model has died, and the model with it."""
+    """A process that shares the model has died, so the model cannot be used any more."""
 
 
 def set_up(connection: socket.socket) -> None:
-    """Send small messages without delay, and treat a disconnected host as dead within half a minute."""
+    """Configure a connection to send small messages without delay, and to close within 30 s if the host is lost."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # s, s, times, ms
     for name, value in {"TCP_NODELAY": 1, **limits}.items():
@@ -50,7 +49,7 @@ def send_message(connection: socket.socket, data: bytes) -> None:
 
 
 def receive_message(connection: socket.socket) -> bytes:
-    """Return the next message. Raises EOFError if the other end has closed the connection or died."""
+    """Return the next message. Raises EOFError if the other process has closed the connection or died."""
     return _receive(connection, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
 
 
@@ -69,12 +68,12 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 @dataclass
 class Lines:
-    """Rank 0's connections and their state."""
+    """Rank 0's connections to the other ranks, and their state."""
 
     connections: Mapping[int, socket.socket]  # by rank
     processes: Mapping[int, subprocess.Popen]  # by rank: processes started by rank 0
-    on_death: Callable[[], None]  # called in another thread when a rank has died: ends all waiting on the device
-    at_work: bool = False  # the main thread may be waiting for another rank
+    on_death: Callable[[], None]  # called in another thread when a rank has died: aborts all waits on the device
+    at_work: bool = False  # whether the main thread may be waiting for another rank
     failure: str | None = None
     ended: threading.Event = field(default_factory=threading.Event)  # set after a failure or `close`
 
@@ -84,7 +83,7 @@ class Lines:
             self.ended.set()
 
     def close(self) -> None:
-        """Release the other ranks, and kill processes that do not end by themselves."""
+        """Tell the other ranks to end, and kill their processes if they do not."""
         orderly = not self.ended.is_set()
         self.ended.set()
         for connection in self.connections.values():
@@ -103,7 +102,7 @@ class Lines:
 
 
 class Leader:
-    """Rank 0's end of the connections."""
+    """Rank 0's side of the connections."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
@@ -120,9 +119,9 @@ class Leader:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Guard code that may wait for another rank. If one dies, the block ends within seconds, or the process does.
+        """Guard a block of code that may wait for another rank. If a rank dies, the block or this process ends soon.
 
-        Raises RankDied if a rank has died, inside the block or before it.
+        Raises RankDied if a rank died before the block or during it.
         """
         lines = self._lines
         if lines.ended.is_set():
@@ -152,7 +151,7 @@ class Leader:
 
 
 def _watch(lines: Lines) -> None:
-    """Wait for a rank to die, and ensure that this process does not wait for it."""
+    """Wait until a rank dies or fails. Then abort waits on the device, and end this process if that does not help."""
     ranks = {connection: rank for rank, connection in lines.connections.items()}
     try:
         ready, _, _ = select.select(list(ranks), [], [])
@@ -173,7 +172,7 @@ def _watch(lines: Lines) -> None:
 
 
 def end_process(reason: str) -> NoReturn:
-    """Print the reason and end the process, from any thread, even while others are blocked."""
+    """Print the reason and end the process at once. Works from any thread, even while other threads are blocked."""
     sys.stderr.write(f"minillm: error: {reason}\n")
     sys.stderr.flush()
     os._exit(1)
@@ -188,7 +187,10 @@ def _exit_status(process: subprocess.Popen | None) -> str:
 
 
 class Follower:
-    """The end of any other rank. The process ends with rank 0; ``directory`` is then removed, if given."""
+    """Another rank's side of its connection to rank 0. If rank 0 ends, this process ends.
+
+    ``directory``, if not empty, is removed if rank 0 dies.
+    """
 
     def __init__(self, connection: socket.socket, directory: str = "") -> None:
         self._connection, self._directory = connection, directory

@@ -26,7 +26,7 @@ if torch.cuda.is_available():  # Triton is imported only if a GPU can run it
 # Longer than the slowest rank takes to load. `minillm.parallel.channel` notices within seconds if a rank dies.
 _TIMEOUT = timedelta(hours=6)
 _PATIENCE = 5.0  # seconds
-# Maximum bytes of each kind of sum, measured on H200s: above them the next kind is faster, and finally NCCL.
+# Maximum bytes of each kind of sum, measured on H200s. Above, the next kind is faster, and finally NCCL.
 _ONE_SHOT_OF_TWO = 2 << 20  # between two ranks
 _ONE_SHOT = 128 << 10  # between more
 _TWO_SHOTS = 2 << 20
@@ -34,10 +34,10 @@ _LAZY_ENABLE_PEER_ACCESS = 1  # CUDA's constant
 
 
 class Ranks:
-    """This process among the ``size`` processes that share a model. All make the same calls in the same order.
+    """The collectives of this process, rank ``rank`` of the ``size`` that share a model. All tensors are on ``device``.
 
-    It uses no global state of `torch.distributed`: a program may have its own group, or several models one after
-    another. All tensors are on ``device``.
+    All ranks must make the same calls in the same order. No global state of `torch.distributed` is used, so a program
+    may have its own process group, or several models one after another.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
@@ -50,11 +50,11 @@ class Ranks:
             self._sums = sums if self.least(int(sums is not None)) else None  # all ranks or none
 
     def keep_order(self) -> None:
-        """Add in the order of ranks from now on, for any size. All ranks must call it."""
+        """Let `all_reduce` add in the order of ranks from now on, for any tensor size. All ranks must call this."""
         self._in_order = True
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks, in place, bitwise the same on each."""
+        """Replace ``x`` by its sum over all ranks, bitwise the same on each rank, and return it."""
         if self._in_order:
             return self._all_reduce_in_order(x)
         exchange = None if self._sums is None else self._sums.exchange_for(x)
@@ -64,7 +64,10 @@ class Ranks:
         return x
 
     def _all_reduce_in_order(self, x: Tensor) -> Tensor:
-        """Add in the order of ranks: piece by piece with peer access, otherwise from all ranks' gathered parts."""
+        """Replace ``x`` by its sum in the order of ranks.
+
+        With peer access, pieces of ``x`` are added one after another; otherwise all ranks' tensors are gathered first.
+        """
         if not x.numel():
             return x
         if self._sums is None:
@@ -86,7 +89,7 @@ class Ranks:
         return gathered.view(self.size, *x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Return rank 0's ``x``, in place."""
+        """Replace ``x`` by rank 0's ``x``, and return it."""
         _run(self._group.broadcast, [x], BroadcastOptions())  # rank 0's is the default
         return x
 
@@ -106,10 +109,13 @@ class Ranks:
             self._group.abort()
 
     def close(self) -> None:
-        """Leave the group. No graph may still hold one of its collectives, and its threads must not outlive Python."""
+        """Leave the group before Python ends, since its threads must not outlive Python.
+
+        The caller has discarded all CUDA graphs that contain its collectives.
+        """
         if self.device.type == "cuda":
-            # Unlike NCCL's orderly shutdown, this does not wait for other ranks. The thread guards against it all the
-            # same.
+            # Unlike NCCL's orderly shutdown, this does not wait for other ranks. The thread limits the time in case it
+            # still blocks.
             ending = threading.Thread(target=self._end, daemon=True)
             ending.start()
             ending.join(_PATIENCE)
@@ -128,7 +134,10 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemoryError(RuntimeError):
-    """The driver cannot export or open memory: another host, no peer access, or another allocator."""
+    """The CUDA driver cannot share memory between these processes.
+
+    Reasons are different hosts, no peer access between the GPUs, or memory of another allocator.
+    """
 
 
 @functools.cache
@@ -152,7 +161,7 @@ def _call(function: str, *arguments: Any) -> None:
 
 
 def export_memory(tensor: Tensor) -> bytes:
-    """Return a handle by which another process of this host opens ``tensor``, which must outlive its use."""
+    """Return a handle with which another process on this host can open ``tensor``. Keep ``tensor`` while it is used."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), tensor.data_ptr())
     _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
@@ -161,10 +170,10 @@ def export_memory(tensor: Tensor) -> bytes:
 
 
 class PeerMemory:
-    """Another process's tensor, at ``address`` for kernels on the current device.
+    """Another process's tensor, mapped for kernels on the current device at ``address``.
 
-    `torch.distributed`'s symmetric memory does the same, but counts its exchanges per process: a process that creates
-    its second model does not find the ranks that were started for it. Three calls of the CUDA driver are enough here.
+    `torch.distributed`'s symmetric memory does the same, but counts its exchanges per process. So a process that
+    creates a second model would not find that model's ranks. Three calls of the CUDA driver are enough here.
     """
 
     def __init__(self, exported: bytes) -> None:
@@ -174,35 +183,35 @@ class PeerMemory:
         self.address = self._base + int.from_bytes(exported[:8], "little")
 
     def close(self) -> None:
-        """Unmap the memory; no kernel may use it any more."""
+        """Unmap the memory. No kernel may use it afterwards."""
         _driver().cuIpcCloseMemHandle(self._base)
 
 
 @dataclass(frozen=True)
 class PeerSums:
-    """`minillm.kernels.all_reduce` among these ranks, in one shot or in two."""
+    """The buffers of `minillm.kernels.all_reduce` among these ranks, for sums in one shot and in two."""
 
     exchanges: list[Exchange]  # fastest first; if none takes a tensor, NCCL adds it
-    stop: Tensor  # polled by waiting kernels in the model's stream
-    stream: torch.cuda.Stream  # to write to it
+    stop: Tensor  # waiting kernels in the model's stream poll it
+    stream: torch.cuda.Stream  # for writes to ``stop``
     inbox: Tensor
     peers: list[PeerMemory]  # the other ranks' inboxes
 
     @property
     def most_bytes(self) -> int:
-        """Maximum bytes of a tensor that can be added up."""
+        """Maximum bytes of a tensor that these buffers can add up."""
         return max(exchange.most_bytes for exchange in self.exchanges)
 
     def exchange_for(self, x: Tensor) -> Exchange | None:
         return next((exchange for exchange in self.exchanges if exchange.takes(x)), None)
 
     def end_waiting(self) -> None:
-        """Stop pending sums, without a result. May be called from any thread."""
+        """Stop pending sums, which then have no result. Any thread may call this."""
         with torch.cuda.device(self.stop.device), torch.cuda.stream(self.stream):
             self.stop.copy_(torch.ones(1, dtype=torch.int32).pin_memory(), non_blocking=True)
 
     def close(self) -> None:
-        """Release the other ranks' memory."""
+        """Unmap the other ranks' memory."""
         with contextlib.suppress(RuntimeError):  # a failure on the device was already reported
             torch.cuda.synchronize(self.stop.device)
         for peer in self.peers:
@@ -210,7 +219,7 @@ class PeerSums:
 
 
 def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> PeerSums | None:
-    """Set up peer sums; return None if the ranks have no peer access."""
+    """Exchange memory handles with the other ranks. Return None if any two ranks have no peer access."""
     in_one = (_ONE_SHOT_OF_TWO if size == 2 else _ONE_SHOT) // 4 // WORDS * WORDS
     in_two = 0 if size == 2 else _TWO_SHOTS // 4 // size // WORDS * WORDS  # words of a slice
     words_in_one = inbox_words(size, in_one)
@@ -241,8 +250,9 @@ def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> 
 
 
 def _run(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Run a collective on the current stream, so that a graph captures it as a kernel. The last argument is its
-    options.
+    """Run a collective on the current stream, so that a CUDA graph captures it like a kernel.
+
+    The last argument is the collective's options.
     """
     arguments[-1].asyncOp = False
     work = collective(*arguments)

@@ -1,6 +1,6 @@
 """Connect the processes that share a model: rank 0 starts the others, or `torchrun` has started all of them.
 
-If torchrun starts more processes than one model takes, every ``tensor_parallel_size`` successive ones share a model.
+If torchrun starts more processes than one model needs, each ``tensor_parallel_size`` successive ranks share a model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from minillm.parallel.collectives import Ranks
 
 LOCAL = "127.0.0.1"
-PATIENCE = timedelta(hours=6)  # to wait for a rank that is still downloading the model; a dead one is noticed
+PATIENCE = timedelta(hours=6)  # to wait for a rank that is still downloading the model; a dead rank is noticed earlier
 _TORCHRUN_SECONDS = 10.0  # for torchrun's store to answer: it exists before the processes that torchrun starts
 _RANK_SECONDS = 60.0  # for another rank's store, which starts at the same time
 _UNSET = "or unset TORCHELASTIC_RUN_ID"
@@ -43,7 +43,7 @@ _UNSET = "or unset TORCHELASTIC_RUN_ID"
 
 @dataclass(frozen=True)
 class Torchrun:
-    """This process among those started by `torchrun`."""
+    """The rank of this process among the processes that `torchrun` has started."""
 
     rank: int
     world_size: int
@@ -52,7 +52,7 @@ class Torchrun:
 
     @classmethod
     def from_environment(cls) -> Torchrun | None:
-        """Read the environment; return None without torchrun. Raises UsageError if it is not torchrun's."""
+        """Read torchrun's environment variables; return None without them. Raises UsageError if they are invalid."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
@@ -67,7 +67,7 @@ class Torchrun:
         return self
 
     def num_replicas(self, tensor_parallel_size: int) -> int:
-        """Return how many models the processes make. Raises UsageError if some processes would be left over."""
+        """Return how many models all processes form. Raises UsageError if some processes would be left over."""
         if self.world_size % tensor_parallel_size:
             wrong = f"{self.world_size} processes, not a multiple of tensor_parallel_size {tensor_parallel_size}"
             raise UsageError(f"torchrun has started {wrong}; start another number of them")
@@ -89,7 +89,11 @@ class Torchrun:
 
 
 def _knock(host: str, port: int, seconds: float) -> None:
-    """Raise OSError, OverflowError or UnicodeError unless ``host`` answers: torch itself would retry for `PATIENCE`."""
+    """Connect to ``host`` once, to fail early: torch itself would retry for `PATIENCE`.
+
+    Raises:
+        OSError, OverflowError, UnicodeError: the host does not answer within ``seconds``, or the address is invalid.
+    """
     until = time.monotonic() + seconds
     while True:
         try:
@@ -101,7 +105,11 @@ def _knock(host: str, port: int, seconds: float) -> None:
 
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
-    """Connect the ranks of ``model``, as rank 0. Raises RankDied if one ended before it was ready."""
+    """Connect the ranks of ``model`` as rank 0, starting them without torchrun.
+
+    Raises:
+        RankDied: a rank ended before it was ready.
+    """
     from torch.distributed import PrefixStore
 
     from minillm.parallel.collectives import Ranks
@@ -145,7 +153,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
 
 
 def open_store(directory: str) -> Store:
-    """Open the store of the ranks of one model in a directory that only their user can read."""
+    """Open the store through which the ranks of one model find each other. Only its user can read ``directory``."""
     from torch.distributed import FileStore
 
     store = FileStore(os.path.join(directory, "store"))
@@ -154,7 +162,11 @@ def open_store(directory: str) -> Store:
 
 
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
-    """Return the connection to rank 0, the model's store and this process's rank in it."""
+    """Connect this process, started by torchrun, to rank 0 of its model.
+
+    Returns:
+        The connection, the store for collectives, and this process's rank among the ranks of its model.
+    """
     from torch.distributed import PrefixStore
 
     rank = torchrun.rank % size
@@ -164,7 +176,7 @@ def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
 
 
 def connect(address: Mapping[str, str | int], rank: int) -> Follower:
-    """Connect to rank 0 at ``address``. If rank 0 dies, its ``directory`` is removed."""
+    """Connect to rank 0. ``address`` has its port, secret, and optionally a directory to remove if rank 0 dies."""
     connection = socket.create_connection((LOCAL, int(address["port"])), timeout=30)
     connection.settimeout(None)
     channel.set_up(connection)
@@ -173,7 +185,7 @@ def connect(address: Mapping[str, str | int], rank: int) -> Follower:
 
 
 def _accept(server: socket.socket, secret: str, connections: dict[int, socket.socket]) -> None:
-    """Accept one connection, if there is one, and drop it unless it knows the secret."""
+    """Accept a waiting connection, if any, and add it to ``connections``. Drop it unless it knows the secret."""
     try:
         connection, _ = server.accept()
     except TimeoutError:
@@ -191,7 +203,7 @@ def _accept(server: socket.socket, secret: str, connections: dict[int, socket.so
 
 
 def _start(task: Mapping[str, object]) -> subprocess.Popen:
-    """Start another rank: `minillm.loading.rank`, which reads its task from standard input."""
+    """Start the process of another rank: `minillm.loading.rank`, which reads ``task`` from standard input."""
     import torch
 
     process = subprocess.Popen(

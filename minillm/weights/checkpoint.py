@@ -46,9 +46,9 @@ def open_checkpoint(files: ModelFiles) -> SafetensorsCheckpoint | GGUFCheckpoint
 
 
 class SafetensorsCheckpoint:
-    """A directory of weights. Tensors are read from memory-mapped files, one at a time.
+    """A directory of safetensors. Tensors are read from memory-mapped files, one at a time.
 
-    Raises WeightsError if a file is missing, damaged, outside the directory, or of an unsupported kind.
+    Opening it raises WeightsError if a file is missing, damaged, outside the directory, or of an unsupported kind.
     """
 
     def __init__(self, directory: Path, dtypes: frozenset[str] = _DTYPES) -> None:
@@ -77,7 +77,7 @@ class SafetensorsCheckpoint:
         return str(self._views[name].get_dtype())
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """Read one tensor, or only the given rows and columns of it."""
+        """Read one tensor, or only some of its rows and columns."""
         try:
             view = self._views[name]
             if len(view.get_shape()) < 2:
@@ -138,10 +138,10 @@ class SafetensorsCheckpoint:
 
 
 class QuantizedCheckpoint(SafetensorsCheckpoint):
-    """A directory with quantized matrices, under the names of the unquantized ones.
+    """A directory with quantized matrices. They are read under the names that unquantized matrices would have.
 
-    A matrix is quantized if its packed tensors are present; their shapes determine the format. `tensor` dequantizes to
-    float32.
+    Each quantized matrix consists of several stored tensors, and their shapes determine its format. `tensor`
+    dequantizes it to float32.
     """
 
     def __init__(self, directory: Path, quantization: Quantization) -> None:
@@ -174,7 +174,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return in_fp8 if form.method == "fp8" else f"{form.method} {form.bits}-bit"
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """Read one tensor, or the given rows and columns of it, dequantized."""
+        """Read one tensor, or only some of its rows and columns. A quantized matrix is dequantized to float32."""
         if name not in self._stems:
             return super().tensor(name, rows, columns)
         if self._form(name)[0].method == "fp8":
@@ -185,7 +185,10 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return whole[rows or slice(None), columns or slice(None)].contiguous()
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """Return a quantized matrix, or rows and columns of it; None for other tensors, or if no kernel reads it."""
+        """Return a quantized matrix as it is stored, or some of its rows and columns.
+
+        None for other tensors, and for formats that no kernel reads.
+        """
         if name not in self._stems:
             return None
         form, shape = self._form(name)
@@ -198,7 +201,10 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return self._levels(name, device).low_bit(form.bits, taken, width)
 
     def _first(self, stem: str) -> str | None:
-        """Return the name of the tensor with a quantized matrix's levels, or None if the stem is not quantized."""
+        """Return the name of the tensor with a quantized matrix's levels, or None if the matrix is not quantized.
+
+        ``stem``: the name of the matrix without its last component.
+        """
         for part in ("qweight", "weight_packed", "weight"):
             name = f"{stem}.{part}"
             if part in self._parts[stem] and self._views[name].get_dtype() not in _DTYPES:
@@ -217,7 +223,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return self._forms[name]
 
     def _part(self, name: str, part: str) -> Tensor | None:
-        """Read a tensor of a packed matrix by the last component of its name."""
+        """Read one of the stored tensors of a quantized matrix, by the last component of its name. None if absent."""
         full = f"{self._stems[name]}.{part}"
         if full not in self._where:
             return None
@@ -241,7 +247,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             raise WeightsError(f"{shard}: {clean_line(name)}: {clean_line(str(error), 150)}") from None
 
     def _is_absent_bias(self, name: str) -> bool:
-        """Return whether it is an all-zero bias that GPTQ writes for layers without one."""
+        """Return whether a tensor is an all-zero bias, which GPTQ writes for layers that have no bias."""
         if not name.endswith("_proj.bias") or self.config.get("model_type") not in ("llama", "mistral"):
             return False
         asked = self.config.get("attention_bias") or self.config.get("mlp_bias")

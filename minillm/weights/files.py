@@ -1,6 +1,6 @@
-"""A model's files on this machine, and the record that marks them as complete.
+"""A model's files on this machine, and the record (``minillm.json``) that marks them as complete.
 
-Only a model with a record counts as downloaded. The record is written last and atomically: an interrupted download
+Only a model with a record counts as downloaded. The record is written last and atomically. An interrupted download
 leaves a ``.partial`` directory, which the next attempt resumes.
 """
 
@@ -51,12 +51,12 @@ def models_dir() -> Path:
 
 
 def _home(name: str, ending: str = "") -> Path:
-    """Return the path of a downloaded model. A repository name has a slash, and never two dashes in a row."""
+    """Return the directory of a downloaded model. ``org/name`` becomes ``org--name``: names never have two dashes."""
     return models_dir() / (name.replace("/", "--") + ending)
 
 
 def downloaded() -> list[ModelFiles]:
-    """Return all downloaded models, by name."""
+    """Return all downloaded models, sorted by name."""
     homes = [record.parent.name for record in sorted(models_dir().glob(f"*/{RECORD}"))]
     found = [find_downloaded(home.replace("--", "/")) for home in homes if not home.endswith(".partial")]
     return [files for files in found if files is not None]
@@ -79,7 +79,7 @@ def find_downloaded(name: str) -> ModelFiles | None:
 
 
 def verify(name: str, on_progress: OnProgress) -> None:
-    """Compare the sha256 of a downloaded model's files with the recorded ones. Raises WeightsError if any differs."""
+    """Compare the sha256 of a downloaded model's files with the recorded hashes. Raises WeightsError if any differs."""
     directory = _home(name)
     try:
         _, files = _read_record(directory)
@@ -100,7 +100,7 @@ def remove(name: str) -> int:
 
     Raises:
         UsageError: no model of this name is downloaded.
-        WeightsError: it is being downloaded, or cannot be deleted.
+        WeightsError: the model is being downloaded, or cannot be deleted.
     """
     home = _home(name)
     ours = re.compile(rf"{re.escape(home.name)}(\.partial|\.broken\d+)?")
@@ -122,7 +122,7 @@ def remove(name: str) -> int:
 
 
 def _model_path(directory: Path, files: list[FileRecord]) -> Path:
-    """Return the directory of a model, or its file if it is a single ``.gguf`` file."""
+    """Return the path to load a model from: its ``.gguf`` file if that is its only file, else its directory."""
     return directory / files[0].name if len(files) == 1 and files[0].name.endswith(".gguf") else directory
 
 
@@ -150,7 +150,7 @@ def sha256_of(path: Path, on_progress: OnProgress = ignore_progress) -> str:
 
 @contextmanager
 def downloading(name: str, on_message: OnMessage) -> Iterator[Path]:
-    """Yield a partial directory for model ``name``, locked for one process; it may hold files of an earlier attempt.
+    """Lock a model's ``.partial`` directory for this process, and yield it. It may hold files of an earlier attempt.
 
     Raises DownloadError if the cache directory is not writable.
     """
@@ -175,7 +175,7 @@ def downloading(name: str, on_message: OnMessage) -> Iterator[Path]:
 
 
 def place(name: str, partial: Path, source: str, files: list[FileRecord], extra: dict[str, str]) -> ModelFiles:
-    """Turn a complete partial directory into the downloaded model, atomically."""
+    """Turn a complete ``.partial`` directory into the downloaded model, atomically. ``extra`` goes into the record."""
     record = {"source": source, **extra, "files": [asdict(item) for item in files]}
     temporary = partial / f"{RECORD}.tmp"
     temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")

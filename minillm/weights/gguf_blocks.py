@@ -1,6 +1,7 @@
 """Convert blocks of GGUF's quantization types to the planes of `kernels.linear.low_bit.layouts`, on any device.
 
 Formats: ggml's ``ggml-common.h`` and ``ggml-quants.c``. The conversion is exact: it changes no scale and no level.
+In this file, a level is a weight's quantized integer, and ``raw`` are the bytes ``[out, blocks, bytes]`` of blocks.
 """
 
 from collections.abc import Callable
@@ -11,21 +12,21 @@ from torch import Tensor
 
 from minillm.kernels.linear.low_bit.layouts import AT_ONCE_ON_CPU, GROUP, SUPER, Layout, LowBit, pack_levels, pack_super
 
-_AT_ONCE = 1 << 24  # weights on a GPU, so that temporaries stay small next to the model
+_AT_ONCE = 1 << 24  # weights converted at a time on a GPU, so that temporaries stay small next to the model
 
 
 def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
-    """Return float16 numbers at byte ``at`` of each block, ``[out, blocks, count]``."""
+    """Return the ``count`` float16 numbers that start at byte ``at`` of each block: ``[out, blocks, count]``."""
     return raw[..., at : at + 2 * count].contiguous().view(torch.float16)
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """Return the levels of 16 bytes, ``[out, blocks, 32]``: the low nibbles, then the high ones."""
+    """Return the 32 levels in 16 bytes, the low nibbles of all bytes before the high ones: ``[out, blocks, 32]``."""
     return torch.cat((raw & 15, raw >> 4), -1)
 
 
 def _bits(raw: Tensor) -> Tensor:
-    """Return the 32 bits of 4 bytes, ``[out, blocks, 32]``."""
+    """Return the 32 bits in 4 bytes, lowest first: ``[out, blocks, 32]``."""
     return ((raw[..., None] >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(-2)
 
 
@@ -53,7 +54,7 @@ def _q8_0(raw: Tensor) -> Parts:
 
 
 def _super_scales(raw: Tensor) -> Tensor:
-    """Repack the 6-bit scales and minima of K-quants (ggml's ``get_scale_min_k4``) with both units."""
+    """Repack the 6-bit scales and minima of a K-quants block (ggml's ``get_scale_min_k4``), and their two units."""
     packed = raw[..., 4:16].int()
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, third & 15 | (first >> 6) << 4), -1)
@@ -63,8 +64,9 @@ def _super_scales(raw: Tensor) -> Tensor:
 
 
 def _pairs_of_groups(raw: Tensor) -> Tensor:
-    """Return the levels of 128 bytes, ``[out, blocks, 4, 2, 32]``: the low nibbles of 32 bytes are a group, then the
-    high.
+    """Return the 256 levels in 128 bytes: ``[out, blocks, 4, 2, 32]``.
+
+    Of each 32 bytes, the low nibbles are one group of levels, and the high nibbles the next.
     """
     runs = raw.unflatten(-1, (4, 1, GROUP))
     return torch.cat((runs & 15, runs >> 4), -2)
@@ -117,7 +119,7 @@ def is_low_bit(kind: Type) -> bool:
 
 
 def low_bit(raw: Tensor, kind: Type, width: int) -> LowBit:
-    """Convert rows ``raw [out, bytes]`` uint8 of ``width`` weights each to a matrix, slab by slab of rows."""
+    """Convert a matrix ``raw [out, bytes]`` uint8 of ``width`` weights per row, a limited number of rows at a time."""
     layout, take_apart = _TYPES[kind]
     size = SUPER if layout.scales in ("super", "bytes") else GROUP
     rows = max(1, (AT_ONCE_ON_CPU if raw.device.type == "cpu" else _AT_ONCE) // width)

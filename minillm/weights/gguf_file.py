@@ -1,4 +1,4 @@
-"""Checkpoints in GGUF files: dequantized to float32 by the gguf library, under Hugging Face's names."""
+"""Checkpoints in GGUF files, read under Hugging Face's tensor names. The gguf library dequantizes them to float32."""
 
 import math
 import re
@@ -57,7 +57,7 @@ _FOLLOWED = (
 
 
 class GGUFCheckpoint:
-    """A ``.gguf`` file of a Llama-family model. Raises WeightsError if it is damaged or not supported."""
+    """A ``.gguf`` file of a Llama-family model. Opening it raises WeightsError if it is damaged or not supported."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -85,16 +85,16 @@ class GGUFCheckpoint:
         return "F32" if name in self._zeros else GGMLQuantizationType(self._tensors[name].type).name
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """Read one tensor in float32, or the given rows and columns of it."""
+        """Read one tensor, or only some of its rows and columns, as float32."""
         if name in self._zeros:
             return torch.zeros(self._zeros[name])[rows or slice(None)]
         tensor = torch.from_numpy(self._in_order(name, self._dequantized(self._tensors[name])))
         return tensor[rows or slice(None)] if columns is None else tensor[rows or slice(None), columns]
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """Return a low-bit matrix as it is stored, or rows and columns of it.
+        """Return a low-bit matrix as it is stored, or some of its rows and columns.
 
-        Types without a kernel are widened to 8 bits. Return None for other tensors, or if the slice splits a block.
+        Types without a kernel are converted to 8 bits. None for other tensors, and if ``columns`` splits a block.
         """
         info = self._tensors.get(name)
         if info is None or len(info.shape) != 2:
@@ -114,7 +114,7 @@ class GGUFCheckpoint:
         return low_bit(there, kind, taken.stop - taken.start)
 
     def _in_order(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return rows in Hugging Face's order: GGUF files permute those of q and k."""
+        """Return a tensor's rows in Hugging Face's order: some GGUF files permute the rows of q and k."""
         projection = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
         if projection is None or not self._permuted:
             return values
@@ -124,7 +124,7 @@ class GGUFCheckpoint:
         return _unpermute(values, heads)
 
     def _unfused(self, info: TensorInfo) -> list[TensorInfo]:
-        """Split an ``attn_qkv`` tensor into q, k and v, which are stacked by rows; keep any other tensor."""
+        """Split an ``attn_qkv`` tensor by rows into q, k and v. Return any other tensor as it is."""
         if not re.fullmatch(r"blk\.\d+\.attn_qkv\.(weight|bias)", info.name):
             return [info]
         heads = self.config["num_attention_heads"], *2 * (self.config["num_key_value_heads"],)
@@ -141,7 +141,7 @@ class GGUFCheckpoint:
         return parts
 
     def _span(self, info: TensorInfo) -> slice:
-        """Return the range of a tensor's bytes, after checking its type and size."""
+        """Return the range of a tensor's bytes in the file, after checking its type and size."""
         where = f"{self._path}: tensor {clean_line(info.name)}"
         try:
             kind = GGMLQuantizationType(info.type)
@@ -179,7 +179,7 @@ class GGUFCheckpoint:
 
 
 def _whole_header(path: Path) -> Header:
-    """Read the header of a file that holds a whole model."""
+    """Read a file's header. Raises WeightsError if the file holds only a part of a split model."""
     named = re.search(r"-(\d{5})-of-(\d{5})\.gguf$", path.name)
     try:
         header = read_header(path)
@@ -206,7 +206,7 @@ def _hf_name(name: str) -> str:
 
 
 def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of the biases that the file omits although other projections have them: they are zero.
+    """Return the names and shapes of biases that are missing although other projections have one. They are zero.
 
     (Each bias is optional in llama.cpp: some models have them on q, k and v only.)
     """
@@ -222,7 +222,7 @@ def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> di
 
 
 def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of rows of q and k, which interleaves the two halves of each rotary pair."""
+    """Undo llama.cpp's order of the rows of q and k, in which the two dimensions of a rotary pair are adjacent."""
     rows, rest = values.shape[0], values.shape[1:]
     return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows, *rest)
 
@@ -246,7 +246,7 @@ def check_architecture(metadata: Values) -> str:
 
 
 def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str, Any]:
-    """Return the config.json that corresponds to the file's metadata."""
+    """Return the content of the config.json that corresponds to the file's metadata."""
     metadata = Values(str(path), header.metadata)
     architecture = check_architecture(metadata)
 
@@ -290,20 +290,22 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
 
 
 def _rope_scaling(metadata: Values, rope: str, frequency_factors: list[float] | None) -> dict[str, Any]:
-    """Return ``rope_scaling`` of a config.json, as llama.cpp reads the metadata; empty without scaling.
+    """Return the ``rope_scaling`` of a config.json, with the metadata's meaning in llama.cpp. Empty without scaling.
 
-    Unlike llama.cpp, which applies YaRN's betas only to other architectures, this applies them, as transformers does.
+    llama.cpp ignores YaRN's betas for these architectures. This function applies them, as transformers does. Every key
+    that changes angles is applied or rejected by name.
 
-    Keys begin with ``rope``. Every key that changes angles is applied or rejected by name. ``frequency_factors`` are
-    Llama 3's scaling, which GGUF stores as one divisor per pair of dimensions.
+    Args:
+        rope: the prefix of the metadata keys.
+        frequency_factors: Llama 3's scaling, which GGUF stores as one divisor per pair of dimensions.
     """
     prefix = f"{rope}scaling."
     kind = metadata.text(f"{prefix}type", "linear")  # files of 2023 omit it: there was no other type
     if kind not in _SCALING_TYPES:
         known = ", ".join(_SCALING_TYPES)
         raise WeightsError(f"{metadata.where}: rope scaling {shown(kind)} is not supported; supported: {known}")
-    # The neutral values of unsupported keys. Two keys are for other architectures. The third is the weight of YaRN's
-    # ramp; -1 means "not set".
+    # Unsupported keys are accepted with these values, which change nothing. The first two keys are for other
+    # architectures. The third is the weight of YaRN's ramp; -1 means "not set".
     ramp = 1.0 if kind == "yarn" else 0.0
     neutral = {"yarn_log_multiplier": (0.0,), "yarn_attn_factor": (1.0,), "yarn_ext_factor": (ramp, -1.0)}
     for key, value in metadata.values.items():

@@ -30,7 +30,7 @@ _MAX_ELEMENTS = 1 << 24  # of an array; the longest are vocabularies and their m
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its shape with the slowest dimension first, its ggml type number, and the offset of its bytes."""
+    """One tensor: shape (slowest dimension first), ggml type number, and byte offset of the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """Everything in a file except the tensors' data. Each tensor's ``offset`` counts from the start of the file."""
+    """The content of a file except the tensors' data. Each tensor's ``offset`` counts from the start of the file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -58,7 +58,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_start(path: Path) -> dict[str, Any]:
-    """Read the metadata that an incomplete file already has."""
+    """Return the metadata of an incomplete file, as far as it is downloaded."""
     with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _Reader(path, data).start()
 

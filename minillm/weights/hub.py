@@ -1,7 +1,7 @@
 """Download models from the Hugging Face hub.
 
-The hub client handles metadata, tokens and transfers. minillm writes the files itself, because the client drops partial
-files when it is interrupted. Files in the hub's own cache are linked instead of downloaded.
+The hub client handles metadata, access tokens and transfers. minillm writes the files itself, because the client drops
+partial files when it is interrupted. Files in the client's own cache are linked instead of downloaded.
 """
 
 import hashlib
@@ -47,10 +47,10 @@ class HubFile:
 
 
 def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
-    """Return whether a connection to the hub, or to the proxy in front of it, can be opened.
+    """Return whether a connection to the hub, or to the configured proxy, can be opened within ``seconds``.
 
-    Without a network the client itself retries for 24 seconds. Raises ValueError if the endpoint or the proxy is not an
-    address.
+    Without a network, the hub client itself would retry for 24 seconds. Raises ValueError if the endpoint or the proxy
+    is not an address.
     """
     url = urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)
@@ -74,7 +74,7 @@ def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
 
 
 def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple[list[FileRecord], str]:
-    """Download a model's files into ``partial``, resuming an earlier attempt; return them and their commit.
+    """Download a model's files into ``partial``, resuming an earlier attempt. Return their records and the commit.
 
     Raises:
         DownloadError: no network, no such repository, no permission, no space, or a wrong checksum.
@@ -120,7 +120,7 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
 
 
 def _listed(sibling: Any) -> HubFile:
-    """Return a file as listed by the hub. Raises ValueError if its size is invalid."""
+    """Return a file from the hub's list of files. Raises ValueError if its size is invalid."""
     if type(sibling.size) is not int or not 0 <= sibling.size < 1 << 50:
         raise ValueError(f"a size of {sibling.size}")
     return HubFile(sibling.rfilename, sibling.size, sibling.lfs.sha256 if sibling.lfs else None, sibling.blob_id)
@@ -144,7 +144,7 @@ def _others(source: HubSource, files: dict[str, HubFile]) -> str:
 
 
 def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
-    """Return the safetensors of a repository: the shards of the index, or the single file."""
+    """Return the names of a repository's safetensors files: the shards in the index, or the single file."""
     if _INDEX in files:
         try:
             shards = set(parse_json((partial / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
@@ -160,7 +160,7 @@ def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
 
 
 def _forget_other_commit(partial: Path, commit: str) -> None:
-    """Delete the partial files of another commit."""
+    """Delete partial files unless they belong to ``commit``, and note the commit."""
     note = partial / "commit"
     if not note.exists() or note.read_text() != commit:
         for path in partial.iterdir():
@@ -170,7 +170,7 @@ def _forget_other_commit(partial: Path, commit: str) -> None:
 
 
 def _fetch(source: HubSource, commit: str, file: HubFile, partial: Path, on_progress: OnProgress) -> FileRecord:
-    """Download one file and verify it."""
+    """Download one file and verify it, unless that is done."""
     target = partial / file.name
     if not target.exists():
         part = partial / f"{file.name}.part"
@@ -182,7 +182,7 @@ def _fetch(source: HubSource, commit: str, file: HubFile, partial: Path, on_prog
 
 
 def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Path) -> bool:
-    """Link a file from the hub client's cache; return False if it is not there or linking fails."""
+    """Link a file from the hub client's cache. Return False if the cache does not have it, or linking fails."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(source.hub, file.name, revision=commit)
@@ -260,7 +260,7 @@ def _transfer(source: HubSource, commit: str, file: HubFile, part: Path, on_prog
 
 
 def _check(file: HubFile, part: Path, on_progress: OnProgress) -> None:
-    """Compare with the hub's checksum, and delete a wrong part."""
+    """Compare a downloaded file with the hub's checksum. If it differs, delete the file and raise DownloadError."""
     if file.sha256 is not None:
         expected, found = file.sha256, sha256_of(part, on_progress)
     elif file.git_sha1 is not None:
@@ -275,7 +275,7 @@ def _check(file: HubFile, part: Path, on_progress: OnProgress) -> None:
 
 @contextmanager
 def _hub_errors(source: HubSource) -> Iterator[None]:
-    """Turn each error of the hub client into one line."""
+    """Turn each error of the hub client into a DownloadError of one line."""
     try:
         yield
     except (DownloadError, WeightsError):

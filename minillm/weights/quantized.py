@@ -1,8 +1,8 @@
-"""Quantized safetensors checkpoints: the settings in their config, read and validated once.
+"""Read and validate the quantization settings in the config.json of safetensors checkpoints.
 
 Formats: AutoGPTQ and GPTQModel (GPTQ), AutoAWQ (``gemm``), AutoRound, compressed-tensors, and plain FP8. The shapes and
-types of a matrix's tensors determine its format (`minillm.weights.packed`). One checkpoint may therefore mix bit
-widths, and lists of exceptions (``ignore``, ``modules_to_not_convert``) are not needed.
+types of a matrix's tensors determine its format (`minillm.weights.packed`). So one checkpoint may mix bit widths, and
+the config's lists of exceptions (``ignore``, ``modules_to_not_convert``) are not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BITS = (4, 8)
 class Quantized:
     """The storage format of one matrix.
 
-    ``zero_offset`` is added to the stored zeros. ``block`` is the rows and columns that share an FP8 scale.
+    ``zero_offset`` is added to the stored zeros. ``block``: (rows, columns) that share an FP8 scale.
     """
 
     method: Method
@@ -40,10 +40,10 @@ class Quantization:
     """The quantization settings in a checkpoint's config.
 
     Args:
-        method: its name in the config.
-        bits: the announced bit widths.
-        zero_offset: see `Quantized`; GPTQ's first format stores zeros minus one.
-        blocks: rows and columns that share an FP8 scale.
+        method: the quantization method's name in the config.
+        bits: the bit widths that the config announces.
+        zero_offset: see `Quantized`. It is 1 for GPTQ's first format, which stores zeros minus one.
+        blocks: (rows, columns) that share an FP8 scale, for each group of layers in the config.
     """
 
     method: str
@@ -53,7 +53,7 @@ class Quantization:
 
 
 def read_quantized(directory: Path) -> Quantization | None:
-    """Read ``quantization_config`` of a model's config.json, or GPTQ's older separate file; None if there is neither.
+    """Read ``quantization_config`` from a model's config.json, or GPTQ's older separate file. None without either.
 
     Raises WeightsError if the method, format or bit width is not supported.
     """
@@ -105,7 +105,7 @@ def _fp8(values: Values) -> Quantization:
 
 
 def _block(values: Values, key: str) -> tuple[tuple[int, int], ...]:
-    """Return the rows and columns of a block, if the key is present."""
+    """Return the (rows, columns) of a block under ``key`` in a tuple of one; empty without the key."""
     if not values.has(key):
         return ()
     rows, columns = values.numbers(key, 2)

@@ -1,4 +1,4 @@
-"""The sizes that determine a model's memory, without the rest of its configuration."""
+"""The dimensions of a model that determine its memory, without the rest of its configuration."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from minillm.forms import kv_row_bytes
 from minillm.text.reading import Values
 
-_MOST = 1 << 24  # of each: their products stay far from a float's limit
+_MOST = 1 << 24  # maximum of each dimension, so that products stay far from a float's limit
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes in elements, ``context`` in tokens. ``tied``: the head is the embedding."""
+    """Dimensions in elements, ``context`` in tokens. ``tied``: the output head is the embedding matrix."""
 
     layers: int
     hidden: int
@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def table(self) -> int:
-        """Number of weights of the embedding, and of a head."""
+        """Number of weights of the embedding. An untied head has as many."""
         return self.vocabulary * self.hidden
 
     @property
@@ -53,7 +53,7 @@ class Shape:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str, vocabulary: int, *, tied: bool) -> Shape:
-        """Read a GGUF file's metadata, of any architecture. Raises WeightsError if a size is missing or wrong."""
+        """Read the shape from a GGUF file's metadata, for any architecture. Raises WeightsError for a bad dimension."""
         values = Values(where, metadata)
         prefix = values.text("general.architecture", "llama")
 

@@ -21,9 +21,9 @@ from minillm.weights.shape import Shape
 _MAX_HEADER = 64 << 20  # bytes of JSON; a model of 400 billion parameters has 0.2 MB
 _INDEX = "model.safetensors.index.json"
 
-# Types of safetensors, with the bytes of a value.
+# Types of safetensors, with the bytes per value.
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-FP8_BLOCKS = "F8_E4M3 in blocks"  # each with a scale
+FP8_BLOCKS = "F8_E4M3 in blocks"  # FP8 with a scale per block
 FP8 = {"F8_E4M3": 1, "F8_E5M2": 1, FP8_BLOCKS: 1}
 # Types of GGUF by number: name, values of a block, bytes of a block (ggml.h). The gguf package has them as well, but
 # importing it is slow.
@@ -42,7 +42,7 @@ BLOCKS = {name: (block, size) for name, block, size in GGML_TYPES.values()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor under its name in the file, slowest dimension first; ``kind`` is its type: BF16, Q4_K, I32, …"""
+    """A tensor in a file: name, shape (slowest dimension first), and type ``kind``, such as BF16, Q4_K or I32."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class StoredTensor:
 
     @property
     def is_in_blocks(self) -> bool:
-        """Return whether it has one of GGUF's quantized types."""
+        """Return whether the tensor has one of GGUF's quantized types."""
         return self.kind in BLOCKS and self.kind not in PLAIN
 
     @property
@@ -83,7 +83,7 @@ def read_stored(path: Path) -> StoredModel:
     """Read the headers of a model's directory or ``.gguf`` file.
 
     Raises:
-        WeightsError: they are missing or damaged, or claim more data than the files hold.
+        WeightsError: headers are missing or damaged, or claim more data than the files hold.
     """
     if not path.is_dir():
         return _of_gguf(path)
@@ -111,7 +111,7 @@ def _of_gguf(path: Path) -> StoredModel:
 
 
 def _shards(directory: Path) -> list[Path]:
-    """Return the safetensors files to load: those of the index, else the single file, else all."""
+    """Return the safetensors files to load: the files in the index, else ``model.safetensors``, else all files."""
     if is_there(directory / _INDEX):
         weight_map = read_json(directory / _INDEX).get("weight_map")
         names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
@@ -126,7 +126,7 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _of_safetensors(path: Path) -> Iterator[StoredTensor]:
-    """Yield the tensors of one file: 8 bytes with the length of a JSON object, the object, the data."""
+    """Yield the tensors of one file from its header: 8 bytes with the length of a JSON object, then the object."""
     try:
         with open_regular(path) as stream:
             total = path.stat().st_size
