@@ -1,4 +1,4 @@
-"""The memory over time: the share of each kind of block, savings by paging and sharing, and cache hits."""
+"""The memory over time: the share of each kind of block, the savings by paging and sharing, and the cache hits."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -9,21 +9,21 @@ from minillm.ui.memory.line_view import LineView, Parts
 from minillm.ui.memory.pool import Memory, Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
 
-_SIDE_BY_SIDE = 76  # cells from which the two halves are side by side
-_LEAST_DRAWN = 16  # blocks in the chart
+_SIDE_BY_SIDE = 76  # minimum width in cells for two halves side by side
+_LEAST_DRAWN = 16  # minimum number of blocks that the chart's height stands for
 _ROOMY_HALF = 42
-_LEAST_CHART = 4  # lines
+_LEAST_CHART = 4  # minimum height of the chart in lines
 _CHART = (
     ("used", "o", "own"),
     ("shared", "s", "shared"),
     ("waste", "~", "waste"),
     ("cached", "c", "cached"),
     ("free", "·", "free"),
-)  # from below: component class, letter, meaning
+)  # kinds of blocks in the chart, from bottom to top: component class, letter, meaning
 
 
 class MemoryFigures(LineView):
-    """Shows two halves of figures, and a chart of the whole pool below if there is space."""
+    """Shows figures in two halves. If there is space, a chart of the whole pool is below them."""
 
     COMPONENT_CLASSES = {"label", "figure", "used", "shared", "cached", "free", "waste", "without"}  # noqa: RUF012
 
@@ -45,7 +45,7 @@ class MemoryFigures(LineView):
 
 
 def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
-    """Return all lines for a size of ``width`` and ``height`` cells."""
+    """Return all lines of the view for a size of ``width`` and ``height`` cells."""
     lines = _gauge(pool.use, width) if pool.use is not None else []
     if width >= _SIDE_BY_SIDE:
         half = (width - 4) // 2
@@ -64,7 +64,7 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _gauge(use: MemoryUse, width: int) -> list[Parts]:
-    """Return the device's memory as a bar, and in words: the model's part, the cache's, and other programs'."""
+    """Return the device's memory as a bar and in words: the parts of the model, of the cache, and of other programs."""
     others = max(0, use.total - use.free - use.weights - use.cache - use.rest)
     kinds = [
         ("weights", use.weights, "used", "█"),
@@ -86,7 +86,7 @@ def _gauge(use: MemoryUse, width: int) -> list[Parts]:
 
 
 def _wrapped(parts: Parts, width: int) -> list[Parts]:
-    """Return lines of at most ``width`` cells. Parts are not cut, and stay with their mark and name."""
+    """Break ``parts`` into lines of at most ``width`` cells. A figure stays on one line with its mark and name."""
     lines: list[Parts] = [[]]
     groups = [parts[:1], *(parts[i : i + 3] for i in range(1, len(parts), 3))]
     for group in groups:
@@ -97,7 +97,10 @@ def _wrapped(parts: Parts, width: int) -> list[Parts]:
 
 
 def _shares(pool: Pool, width: int) -> list[Parts]:
-    """Return lines with tokens and bytes of each kind of block now, and over time on one scale."""
+    """Return a line for each kind of block: tokens and bytes now, and a chart over time.
+
+    All charts have the same scale.
+    """
     slot_bytes = pool.block_bytes / pool.block_size
     history = list(pool.history) or [pool.figures]
     room = max(4, width - 28)
@@ -123,7 +126,7 @@ def _held(pool: Pool, figures: PoolFigures) -> int:
 
 
 def _savings(pool: Pool, width: int) -> list[Parts]:
-    """Return the memory that the sequences take, and would take without sharing or paging."""
+    """Return lines with the memory that the sequences take, and would take without sharing or without paging."""
     slot_bytes = pool.block_bytes / pool.block_size
     on_device = sum(1 for table in pool.tables.values() if table.state != "swapped")
     without, label = ("without", 15) if width >= _ROOMY_HALF else ("no", 10)
@@ -142,7 +145,7 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
 
 
 def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
-    """Return the counts since the start. ``spread``: use more lines."""
+    """Return lines with the number of events since the start. ``spread``: use more lines."""
     counts = pool.counts
     looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
@@ -172,9 +175,9 @@ def _named(name: str, number: int) -> Parts:
 
 
 def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
-    """Return a chart of the pool over time: a column per moment, divided among the kinds, each shown by its letter.
+    """Return a chart of the pool over time. Each column is one moment; each kind of block has a letter.
 
-    If the pool is nearly empty, only its lower part is drawn, enlarged.
+    If the pool is nearly empty, only the lower part of the chart is drawn, enlarged.
     """
     history = list(pool.history)[-width:] or [pool.figures]
     most = max(pool.num_blocks - figures.free_blocks for figures in history)
@@ -200,9 +203,9 @@ def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _column(pool: Pool, figures: PoolFigures, height: int, top: int) -> Sequence[int]:
-    """Return the kind of each cell, from below, for a column that stands for ``top`` blocks.
+    """Return the kind of block in each of ``height`` cells of a chart's column, from bottom to top.
 
-    Used blocks get a cell, however few they are.
+    The column stands for ``top`` blocks. If any blocks are in use, at least one cell shows them.
     """
     held, size_ = _held(pool, figures), pool.block_size
     waste = max(0, held * size_ - figures.used_slots) / size_

@@ -1,4 +1,4 @@
-"""Many lines about the memory, each made when it is visible: no widget per line, no list of hidden lines."""
+"""Base class of views with many lines. A line is computed only when it is visible, and is not a widget."""
 
 from dataclasses import dataclass
 
@@ -14,25 +14,28 @@ from minillm.ui.memory.pool import Memory
 from minillm.ui.textual_internals import SteadyScrollView
 
 Parts = list[tuple[str, str]]
-"""A line: texts with their component classes. " cursor" after the class adds the style of the cursor."""
+"""A line: texts, each with its component class. " cursor" after the class adds the style of the cursor."""
 
 
 @dataclass
 class BlockChosen(Message):
-    """The reader selected a block, or none. It is in host memory if ``table`` is set."""
+    """The user selected a block, or no block any more.
+
+    If ``table`` is set, it is a block of this table in host memory.
+    """
 
     block: int | None
     table: TableView | None = None
 
 
 class FactsChanged(Message):
-    """A key changed how a list is shown, so the lines of facts around it must be redrawn."""
+    """A key has changed how a list is shown, so the texts above and below it must be redrawn."""
 
 
 class LineView(SteadyScrollView, can_focus=True):
-    """Lines drawn by a subclass in `line`.
+    """A scrolling view of lines. A subclass implements `line`.
 
-    With ``follows``, the last line stays visible unless the reader has scrolled up.
+    With ``follows``, the last line stays visible unless the user has scrolled up.
     """
 
     follows = False
@@ -43,26 +46,26 @@ class LineView(SteadyScrollView, can_focus=True):
         self._at_end = True
         self._base: Style | None = None
         self._styles: dict[str, Style] = {}  # by component class
-        self._drawn: dict[int, Parts] = {}  # by line of the screen
+        self._drawn: dict[int, Parts] = {}  # the drawn texts by line of the screen
 
     def begin_anew(self) -> None:
-        """Reset the view for another pool, or none."""
+        """Reset the view, because the pool was replaced or removed."""
         self.set_lines(0)
 
     def catch_up(self) -> None:
-        """Show the current state of the memory."""
+        """Show the current state of the memory. A subclass implements this."""
         raise NotImplementedError
 
     def line(self, row: int, width: int) -> Parts:
-        """Return the texts of line ``row``. Text beyond ``width`` cells is cut."""
+        """Return the texts of line ``row``. Text beyond ``width`` cells is cut off. A subclass implements this."""
         raise NotImplementedError
 
     def headline(self, width: int, height: int) -> Content:
-        """Return the facts above the lines, for a size in cells."""
+        """Return the text above the lines, for a size in cells."""
         return Content("")
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
-        """Set the number of lines to ``num_lines``, after the first ``dropped`` ones were removed."""
+        """Set the number of lines. ``dropped``: the number of lines that were removed at the beginning."""
         size = Size(0, num_lines)
         if size != self.virtual_size:
             if self.has_scrollbar_for(num_lines):
@@ -79,7 +82,7 @@ class LineView(SteadyScrollView, can_focus=True):
         self.refresh_changed()
 
     def refresh_changed(self) -> None:
-        """Draw the visible lines that differ from the screen. Making a line costs far less than drawing it."""
+        """Redraw the visible lines that have changed. Computing a line costs far less than drawing it."""
         width, height = self.scrollable_content_region.width, self.size.height
         changed = [y for y in range(height) if self._line_at(y, width) != self._drawn.get(y)]
         if len(changed) > height // 2:
@@ -88,7 +91,7 @@ class LineView(SteadyScrollView, can_focus=True):
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
     def show_line(self, row: int, *, centred: bool = False) -> None:
-        """Scroll a line into view, to the middle or as little as possible."""
+        """Scroll a line into view: to the middle if ``centred``, else as little as possible."""
         top, height = self.scroll_offset.y, self.size.height
         if height and not top <= row < top + height:
             nearest = row if row < top else row - height + 1
@@ -108,7 +111,7 @@ class LineView(SteadyScrollView, can_focus=True):
         self._styles.clear()
 
     def _style(self, name: str) -> Style:
-        """Return the style of a component class. Textual's own cache takes several times as long."""
+        """Return the style of a component class. Textual's own cache is several times slower."""
         style = self._styles.get(name)
         if style is None:
             kind, _, cursor = name.partition(" ")
@@ -122,7 +125,7 @@ class LineView(SteadyScrollView, can_focus=True):
         width = self.scrollable_content_region.width
         parts = self._drawn[y] = self._line_at(y, width)
         if self._base is None:
-            self._base = self.rich_style  # a Textual property that walks the tree at each call
+            self._base = self.rich_style  # a Textual property that walks up the widget tree at each call
         segments = [Segment(text, self._style(name)) for text, name in parts]
         return Strip(segments).adjust_cell_length(width, self._base)
 

@@ -1,4 +1,4 @@
-"""Logs of cache events and engine steps, one per line, newest last."""
+"""Logs of cache events and of engine steps, one per line, the newest last."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
@@ -23,7 +23,7 @@ KINDS = {
     "e": ("evict",),
     "s": ("swap_out", "swap_in"),
     "p": ("preempt",),
-}  # by the key that shows and hides them
+}  # kinds of events, by the key that shows and hides them
 _KIND_NAMES = {kind for kinds in KINDS.values() for kind in kinds}
 _TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in"}
 _SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in"}
@@ -38,22 +38,25 @@ _WORDS = {
     "preempt": ("{name} is preempted and frees {number}: {where}", "{name} waits: {number}"),
     "swap_out": ("{name} swaps out {number} to the CPU: {where}", "{name}, {number}"),
     "swap_in": ("{name} swaps in {number} from the CPU: {where}", "{name}, {number}"),
-}  # for a wide log, and for a narrow one
+}  # an event's text, for a wide log and for a narrow one
 _MOST_LINES = 10_000
-_SPARE = 1_000  # lines above the limit before all of them are removed at once
+_SPARE = 1_000  # lines beyond the limit after which they are removed, all at once
 _MOST_SPANS = 3
-_ROOMY = 70  # cells below which the short wording is used
+_ROOMY = 70  # minimum width in cells for the long wording
 _MOST_NAMES = 20_000
-_NEAR = 16  # events
+_NEAR = 16  # number of events to search for the allocation of dropped draft tokens
 STEP_HEADING = "  step prefill decode     ms "
-_WINDOW = 5.0  # seconds of work that the rates average over
-_COMPARED = 60  # steps; the longest of them fills its bar
+_WINDOW = 5.0  # seconds of engine steps over which rates are averaged
+_COMPARED = 60  # last steps to compare; the longest of them has the longest bar
 _LEAST_BAR = 2
 _LONGEST_BAR = 40
 
 
 class EventLog(LineView):
-    """Shows the newest event unless the reader has scrolled up. Space pauses it; a kind's letter hides that kind."""
+    """Shows cache events. Space pauses the log; the letter of a kind hides that kind.
+
+    The newest event stays visible unless the user has scrolled up.
+    """
 
     COMPONENT_CLASSES = {*_KIND_NAMES, "time", "text"}  # noqa: RUF012
 
@@ -63,9 +66,9 @@ class EventLog(LineView):
         super().__init__(memory)
         self.paused = False
         self.hidden: set[str] = set()  # keys of `KINDS`
-        self._last: LogEntry | None = None  # the newest one seen
+        self._last: LogEntry | None = None  # the newest event taken from the pool's log
         self._entries: list[LogEntry] = []
-        self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; outlives the sequence
+        self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; kept after the end
 
     def begin_anew(self) -> None:
         self._last, self._entries = None, []
@@ -73,7 +76,7 @@ class EventLog(LineView):
         super().begin_anew()
 
     def learn_owners(self) -> None:
-        """Remember the owners of sequences, because later events may name sequences that are gone by then."""
+        """Store the owners of sequences, because later events may be about sequences that have ended by then."""
         for table in self.memory.tables:
             if table.owner:
                 self._owners[table.seq_id] = (table.owner, table.index)
@@ -92,7 +95,10 @@ class EventLog(LineView):
             self.set_lines(len(self._entries), dropped)
 
     def _add(self, entry: LogEntry, wanted: set[str]) -> None:
-        """List an event. If wrong draft tokens allocated blocks that were freed at once, list neither event."""
+        """Add an event to the list, if its kind is shown.
+
+        If wrong draft tokens allocated blocks that were freed at once, neither of the two events is listed.
+        """
         if entry.kind == "cut":
             for at in range(len(self._entries) - 1, max(-1, len(self._entries) - 1 - _NEAR), -1):
                 taken = self._entries[at]
@@ -132,7 +138,7 @@ class EventLog(LineView):
         self.post_message(FactsChanged())
 
     def _filter(self) -> None:
-        """Filter the events seen so far again. A paused log stays paused."""
+        """Filter the events again after the hidden kinds changed. A paused log stays paused."""
         if self.memory.pool is not None:
             wanted, log = self._wanted(), list(self.memory.pool.log)
             looked_at = log[: len(log) - len(self._fresh())]
@@ -170,7 +176,7 @@ class EventLog(LineView):
         return text
 
     def legend(self, width: int, height: int) -> Content:
-        """Return the letters of the kinds: ● shown, ○ hidden."""
+        """Return the letter of each kind of event: ● is shown, ○ is hidden."""
         items = [
             Content.styled(f"{'○' if key in self.hidden else '●'}{key} {kinds[0].split('_')[0]}", "$dim")
             for key, kinds in KINDS.items()
@@ -180,7 +186,7 @@ class EventLog(LineView):
 
 
 def event_words(entry: LogEntry, name_of: Callable[[int, str], str], *, short: bool = False) -> str:
-    """Return an event in words. ``name_of`` names a sequence by its id, or else by its owner."""
+    """Return the text of an event. ``name_of`` returns a sequence's name, from its id and its owner."""
     words = {
         "name": name_of(entry.seq_id, entry.owner),
         "parent": "another" if entry.parent_id is None else name_of(entry.parent_id, ""),
@@ -195,9 +201,10 @@ def event_words(entry: LogEntry, name_of: Callable[[int, str], str], *, short: b
 
 
 class StepList(LineView):
-    """Lists steps: number, prefilled tokens (and chunks), decodes, milliseconds, split into ▒ host and █ device.
+    """Lists engine steps. Columns: number, prefilled tokens (and chunks), decodes, milliseconds, and a bar of the time.
 
-    ``!`` counts preempted groups, ``↓`` and ``↑`` count blocks swapped out and in.
+    The bar is split into ▒ host and █ device. After it, ``!`` is followed by the number of preempted groups, ``↓`` and
+    ``↑`` by the blocks swapped out and in.
     """
 
     COMPONENT_CLASSES = {"number", "prefill", "decode", "time", "host", "device", "trouble"}  # noqa: RUF012
@@ -206,7 +213,7 @@ class StepList(LineView):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
-        self._first = 0  # number of the first step listed
+        self._first = 0  # number of the first step in the list
 
     def catch_up(self) -> None:
         first = self._steps[0].number if self._steps else 0
@@ -235,11 +242,14 @@ class StepList(LineView):
         ]
 
     def _longest(self) -> float:
-        """Return the seconds of the longest recent step. All bars use this scale, so that a slow step stands out."""
+        """Return the seconds of the longest recent step.
+
+        It is the scale of all bars, so that a slow step stands out.
+        """
         return max((step.seconds for step in islice(reversed(self._steps), _COMPARED)), default=0.0)
 
     def headline(self, width: int, height: int) -> Content:
-        """Return the rates over the last seconds of work, on one line of ``width`` cells or on two."""
+        """Return the rates over the last seconds of work, in one line of ``width`` cells if they fit, else in two."""
         steps: list[StepReport] = []
         seconds = 0.0
         for step in reversed(self._steps):
@@ -259,7 +269,10 @@ class StepList(LineView):
 
 
 def split_bar(step: StepReport, width: int, longest: float) -> tuple[str, str]:
-    """Return a step's time as a bar in two parts, host and device. ``longest`` seconds fill the width."""
+    """Return a step's time as a bar of two parts: host and device.
+
+    A step of ``longest`` seconds fills ``width`` cells.
+    """
     if step.seconds <= 0:
         return "", ""
     length = max(1, round(width * min(1.0, step.seconds / longest)))

@@ -1,4 +1,4 @@
-"""The memory panel: six live views of the cache, one of them visible."""
+"""The memory panel: six live views of the cache. One of them is visible."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ from minillm.ui.memory.tables import HEADING, BlockTableView
 from minillm.ui.numbers import duration, plural
 
 _VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
-_SETTLED = 0.08  # seconds that the cursor must stay on a block before its facts are requested
+_SETTLED = 0.08  # seconds from the selection of a block to the request for its details
 
 
 class MemoryView(Vertical):
-    """A view of the memory in a box, empty until `fill`."""
+    """A view of the memory in a box. It has no widgets until `fill` is called."""
 
     def __init__(self, name: str, title: str, parts: Callable[[], list[Widget]], keys: str = "") -> None:
         super().__init__(id=f"view-{name}", classes="view box")
@@ -40,7 +40,7 @@ class MemoryView(Vertical):
         self._parts = parts
 
     async def fill(self) -> None:
-        """Create the widgets. This is delayed for views that the first screen does not show."""
+        """Create the view's widgets. For views that the first screen does not show, this happens later."""
         await self.mount_all(self._parts())
 
     def begin_anew(self) -> None:
@@ -61,7 +61,7 @@ class MemoryView(Vertical):
 
 
 class PoolView(MemoryView):
-    """Shows every block as a map, with the current block table or the selected block next to it."""
+    """Shows every block as a map. Next to it are the current block table, and details of the selected block."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__("pool", "", list)
@@ -77,7 +77,7 @@ class PoolView(MemoryView):
         yield _box("block", "block", self._block_facts)
 
     def blocks_changed(self, blocks: Iterable[int]) -> None:
-        """Redraw only the rows of these blocks, because nothing else changed."""
+        """Redraw only the rows with these blocks. The other rows have not changed."""
         self._map.blocks_changed(blocks)
         self._table.catch_up()
         self.update_facts()
@@ -102,7 +102,7 @@ def _line(name: str, text: str) -> Drawn:
 
 
 def _legend(text: str) -> Drawn:
-    """Return a legend for the foot of a view."""
+    """Return a legend for the bottom of a view."""
     return Drawn(lambda width, height: Content(text), classes="legend")
 
 
@@ -111,7 +111,10 @@ def _block_facts(name: str, memory: Memory) -> Drawn:
 
 
 def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
-    """Return the views by name. ``log`` exists from the start, because it must learn names."""
+    """Return all views by name.
+
+    ``log`` is created earlier than the other widgets, because it must learn owners from the start.
+    """
 
     def headed(name: str, lines: LineView, *others: Widget) -> list[Widget]:
         return [Drawn(lines.headline, id=f"{name}-facts"), *others, lines]
@@ -148,7 +151,7 @@ def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
 
 
 def block_facts(memory: Memory) -> Content:
-    """Return the facts of the selected block: state, fill, owners, place in the prefix cache, age, and its tokens."""
+    """Return details of the selected block: state, filled slots, owners, node in the prefix cache, age, and tokens."""
     block, pool, facts = memory.block, memory.pool, memory.facts
     if block is None or pool is None:
         return Content("")
@@ -177,7 +180,7 @@ def block_facts(memory: Memory) -> Content:
 
 
 def token_text(tokens: list[str]) -> Content:
-    """Return tokens as text, with a thin rule after each and symbols for invisible characters."""
+    """Return tokens as text, with a thin line after each token, and symbols for invisible characters."""
     rule = ("│", "$frame")
     return Content.assemble(*(part for token in tokens for part in (clean(token).translate(_VISIBLE), rule)))
 
@@ -187,13 +190,13 @@ def _fact(name: str, text: str) -> Content:
 
 
 class MemoryPanel(Vertical):
-    """The memory panel. Only the visible view is kept up to date; the others catch up when opened."""
+    """The panel with all views. Only the visible view is kept up to date. Another view is updated when it is opened."""
 
     view: reactive[str] = reactive("strands", init=False)
 
     @dataclass
     class Dragged(Message):
-        """The mouse drags the left edge to column ``x`` of the screen."""
+        """The left edge was dragged with the mouse to column ``x`` of the screen."""
 
         x: int
 
@@ -202,10 +205,11 @@ class MemoryPanel(Vertical):
         self._memory = Memory()
         self._log = EventLog(self._memory)
         self._views = memory_views(self._memory, self._log)
-        # Views that the first screen does not show. The pool view is made at once, because its parts need their layout.
+        # Views to fill later, because the first screen does not show them. The pool view is filled at once, because its
+        # parts need their layout.
         self._empty = [name for name in self._views if name not in ("pool", "strands")]
         self._stale: set[str] = set()
-        self._changed: set[int] = set()  # blocks that changed since they were drawn
+        self._changed: set[int] = set()  # blocks that changed since the views last showed them
         self._inspect_timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
@@ -218,7 +222,7 @@ class MemoryPanel(Vertical):
         self.call_after_refresh(self._fill_views)
 
     async def _fill_views(self) -> None:
-        """Create the views that the first screen does not show. They would delay it by a tenth."""
+        """Create the widgets of the other views. Doing so earlier would delay the first screen by a tenth."""
         for name in self._empty:
             await self._views[name].fill()
         self._empty = []
@@ -226,7 +230,7 @@ class MemoryPanel(Vertical):
 
     def show_pool(self, pool: Pool | None) -> None:
         self._memory.pool = pool
-        self._changed.clear()  # of the previous pool, which may have had more blocks
+        self._changed.clear()  # they belong to the previous pool, which may have had more blocks
         self._choose(None)
         for view in self._views.values():
             view.begin_anew()
@@ -234,7 +238,7 @@ class MemoryPanel(Vertical):
         self._catch_up()
 
     def take(self, event: CacheChanged | Stepped | MemoryUse) -> None:
-        """Apply an event of the engine. `show_news` shows it."""
+        """Apply an event of the engine to the data. `show_news` then draws the change."""
         pool = self._memory.pool
         if pool is None:
             return
@@ -255,7 +259,10 @@ class MemoryPanel(Vertical):
     ) -> None:
         """Show the changes since the last call.
 
-        ``current``: the request with the tables that come first. ``origin`` and ``num_beams``: see `Memory`.
+        Args:
+            names, scores: see `Names` and `Scores`.
+            current: the request with the tables to show first: that of the last answer.
+            origin, num_beams: see `Memory`.
         """
         memory, blocks = self._memory, self._changed
         if memory.pool is None:
@@ -274,7 +281,7 @@ class MemoryPanel(Vertical):
             self._catch_up()
 
     def show_facts(self, facts: BlockFacts) -> None:
-        """Show the reply to `Inspect`, unless another block is selected by now."""
+        """Show the engine's answer to `Inspect`. It is ignored if another block is selected by now."""
         self._memory.facts = facts
         self._update_block()
 

@@ -1,4 +1,7 @@
-"""The engine's block pool as the app knows it: block states follow from the tables that the engine sends."""
+"""The engine's block pool as the app knows it.
+
+The states of blocks are derived from the block tables that the engine sends.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogE
 from minillm.text.safe import clean_line
 from minillm.ui.numbers import count, plural
 
-_MOST_LOGGED = 10_000  # events in the log
+_MOST_LOGGED = 10_000  # maximum number of events in the log
 _MOST_STEPS = 1_000
 _LONGEST_NAME = 60  # characters
 _MOST_LEFT = 16
 _MOST_PAST = 32
-_HISTORY = 600  # samples of the figures: a minute at ten a second
+_HISTORY = 600  # number of past figures: a minute of ten per second
 
 
-COPIED = "❐"  # mark of a copy on write; DejaVu Sans Mono has it
-NUM_COLORS = 8  # of candidates: in their cards, in their strands, and in the strip of the whole pool
-FREE, CACHED, PINNED, OWNED = range(4)  # a block's look in the strip; from OWNED on, by its owner's color
+COPIED = "❐"  # mark of a copy on write; the font DejaVu Sans Mono has this character
+NUM_COLORS = 8  # number of colors for candidates, used in cards, strands, and the strip of the whole pool
+FREE, CACHED, PINNED, OWNED = range(4)  # looks of a block in the strip; OWNED + n: owned, in color n of `NUM_COLORS`
 SHARED = OWNED + NUM_COLORS
 
 
 class BlockState(Enum):
-    """The state of a block by its holders. The value is its letter on the map."""
+    """The state of a block. The value is its letter on the map."""
 
     FREE = "·"
     OWNED = "o"
@@ -44,19 +47,19 @@ class BlockState(Enum):
 
 @dataclass
 class PoolFigures:
-    """The pool at one moment, in blocks unless the name says otherwise."""
+    """Figures of the pool at one moment. They are in blocks unless the name says otherwise."""
 
-    free_blocks: int = 0  # without cached ones
+    free_blocks: int = 0  # not counting cached blocks
     cached_blocks: int = 0
     shared_blocks: int = 0
     pinned_blocks: int = 0
-    logical_blocks: int = 0  # entries of all tables: the blocks needed without sharing
-    used_slots: int = 0  # slots of used blocks that hold a token
+    logical_blocks: int = 0  # entries of all block tables: the number of blocks needed without sharing
+    used_slots: int = 0  # slots that contain a token, in blocks that tables use
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy on write, and when it was reported."""
+    """A copy on write: the copied block, and the time at which the copy was reported."""
 
     source: int
     moment: float
@@ -64,7 +67,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Hit:
-    """The number of a prompt's tokens that were cached, and when this was reported."""
+    """A prefix cache hit: the cached tokens of a prompt, all its tokens, and the time at which it was reported."""
 
     num_found: int
     num_tokens: int
@@ -73,7 +76,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Left:
-    """A table that is gone, when this was reported, and the first words of its blocks that were freed."""
+    """A table that no longer exists, the time at which this was reported, and the texts of the blocks that it freed."""
 
     table: TableView
     words: list[str]
@@ -82,7 +85,7 @@ class Left:
 
 @dataclass
 class Past:
-    """The beginning of a table that is gone, as far as its blocks still hold its tokens."""
+    """The beginning of a table that no longer exists, up to the first block that has lost its tokens."""
 
     blocks: list[int]
     num_tokens: int
@@ -98,7 +101,7 @@ class Pool:
     num_host_blocks: int = 0
     max_model_len: int = 0  # slots that a cache without paging would reserve per sequence
     ref_counts: array[int] = field(init=False)
-    filled: array[int] = field(init=False)  # slots of each block that hold a token
+    filled: array[int] = field(init=False)  # number of slots with a token, by block
     tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, in order of arrival
     figures: PoolFigures = field(init=False)
     counts: CacheCounts = field(default_factory=CacheCounts)
@@ -106,24 +109,24 @@ class Pool:
     num_logged: int = 0  # all events, including those not sent
     history: deque[PoolFigures] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
-    words: dict[int, str] = field(default_factory=dict)  # first words of each block; not cleaned
-    copies: dict[int, Copy] = field(default_factory=dict)  # by the new block
+    words: dict[int, str] = field(default_factory=dict)  # text at the beginning of each block; not cleaned
+    copies: dict[int, Copy] = field(default_factory=dict)  # by the block that contains the copy
     hits: dict[int, Hit] = field(default_factory=dict)  # by seq_id
     left: deque[Left] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
     past: dict[tuple[str, int], Past] = field(default_factory=dict)  # by owner and completion
-    use: MemoryUse | None = None  # of the device
+    use: MemoryUse | None = None  # memory use of the device
 
     def __post_init__(self) -> None:
         self.ref_counts = array("l", bytes(array("l").itemsize * self.num_blocks))
         self.filled = array("l", self.ref_counts)
         self.figures = PoolFigures(free_blocks=self.num_blocks)
         self._states = [BlockState.FREE] * self.num_blocks
-        self.looks = bytearray(self.num_blocks)  # `FREE` to `SHARED`
+        self.looks = bytearray(self.num_blocks)  # look of each block, from `FREE` to `SHARED`
         self._cached: set[int] = set()
-        self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> the block's number in that table
+        self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> index of the block in that table
 
     def apply(self, event: CacheChanged) -> list[int]:
-        """Apply a change. Return the blocks that look different now."""
+        """Apply the changes that the engine reports. Return the blocks with a different state."""
         self._cached.difference_update(event.uncached)
         self._cached.update(event.cached)
         touched, now = {*event.cached, *event.uncached}, time.monotonic()
@@ -158,7 +161,7 @@ class Pool:
         return changed
 
     def _shorten_past(self, lost: set[int], *, incomplete: bool) -> None:
-        """Cut past tables at the first block that lost their tokens. ``incomplete``: any block may have."""
+        """Cut past tables at their first block in ``lost``. ``incomplete``: any block may have lost its tokens."""
         if incomplete:
             self.past.clear()
         for past in self.past.values():
@@ -168,7 +171,7 @@ class Pool:
             del self.past[next(iter(self.past))]
 
     def _note_left(self, gone: Iterable[TableView], changes: Iterable[TableView], now: float) -> None:
-        """Record the tables that are gone, except those with a sequence that continues in a new table."""
+        """Record the tables that no longer exist, except tables of a sequence that continues in a new table."""
         go_on = {(change.owner, change.index) for change in changes if change.owner}
         noted: set[int] = set()
         for table in gone:
@@ -181,7 +184,7 @@ class Pool:
                 self.left.append(Left(table, [self.words.get(block, "") for block in freed], now))
 
     def _take_table(self, change: TableView) -> Iterable[int]:
-        """Replace a table. Return the blocks that may look different."""
+        """Replace a table by its new version. Return the blocks with a possibly different state."""
         before = self.tables.get(change.seq_id)
         kept = [] if before is None else before.blocks[: change.keep]
         table = self.tables[change.seq_id] = structs.replace(change, blocks=kept + change.blocks, keep=0)
@@ -190,12 +193,12 @@ class Pool:
             return touched
         for number in range(change.keep, len(table.blocks)):
             self._holders.setdefault(table.blocks[number], {})[table.seq_id] = number
-        # Kept blocks after the common tokens of both may be filled differently.
+        # Kept blocks after the common tokens of both versions may be filled differently.
         same = min(before.num_tokens, table.num_tokens) if before is not None and before.state == table.state else 0
         return [*touched, *table.blocks[min(change.keep, same // self.block_size) :]]
 
     def _let_go(self, table: TableView | None, keep: int = 0) -> list[int]:
-        """Remove a table from the holders of its blocks, except the first ``keep``. Return the other blocks."""
+        """Remove a table from the users of its blocks, except of the first ``keep`` blocks. Return the other blocks."""
         if table is None or table.state == "swapped":
             return []
         for block in table.blocks[keep:]:
@@ -206,7 +209,7 @@ class Pool:
         return table.blocks[keep:]
 
     def _settle(self, block: int, figures: PoolFigures) -> bool:
-        """Update a block's state and the figures. Return False if nothing changed."""
+        """Compute a block's state again, and update ``figures``. Return False if the state is the same."""
         holders, state, filled, look = self._holders.get(block, {}), BlockState.FREE, 0, FREE
         if holders:
             state, look = (BlockState.SHARED, SHARED) if len(holders) > 1 else (BlockState.OWNED, OWNED)
@@ -241,54 +244,57 @@ class Pool:
         return self._states[block]
 
     def holders(self, block: int) -> list[tuple[TableView, int]]:
-        """Return the tables that hold a device block, each with the block's number in it."""
+        """Return the tables that use a device block, each with the block's index in it."""
         return [(self.tables[seq_id], number) for seq_id, number in self._holders.get(block, {}).items()]
 
     @property
     def used_blocks(self) -> int:
-        """Return the number of blocks held by tables."""
+        """Return the number of blocks that tables use."""
         return self.num_blocks - self.figures.free_blocks - self.figures.cached_blocks
 
     @property
     def wasted_slots(self) -> int:
-        """Return the number of slots of used blocks that hold no token."""
+        """Return the number of slots without a token in blocks that tables use."""
         return self.used_blocks * self.block_size - self.figures.used_slots
 
     @property
     def sharing_ratio(self) -> float:
-        """Return logical over physical blocks, 1 if nothing is shared."""
+        """Return the number of logical blocks per used physical block. It is 1 if nothing is shared."""
         return self.figures.logical_blocks / self.used_blocks if self.used_blocks else 1.0
 
     def tables_of(self, owner: str) -> list[TableView]:
-        """Return the tables of one request, ordered by completion."""
+        """Return the tables of one request, in the order of its completions."""
         return sorted((table for table in self.tables.values() if table.owner == owner), key=lambda table: table.index)
 
     def filled_slots(self, table: TableView, index: int) -> int:
-        """Return how many slots of the table's logical block ``index`` hold one of its tokens."""
+        """Return the number of slots that contain a token of ``table``, in its logical block ``index``."""
         return max(0, min(self.block_size, table.num_tokens - index * self.block_size))
 
 
 Names = Callable[[str, int], str]
-"""(the request that owns a sequence, the number of the completion) -> "turn 2", "turn 2 · 3", "system prompt"."""
+"""(request that owns a sequence, index of the completion) -> name: "turn 2", "turn 2 · 3", "system prompt"."""
 
 
 Scores = Callable[[str, int], float | None]
-"""(likewise) -> the score of a beam, None for any other sequence."""
+"""(request that owns a sequence, index of the completion) -> score of a beam; None for other sequences."""
 
 
 @dataclass
 class Memory:
-    """The data of the views. ``current`` is the request of the last answer. Its tables come first."""
+    """The data that all views share.
+
+    ``current`` is the request of the last answer. Its tables are shown first.
+    """
 
     pool: Pool | None = None
     names: Names = lambda owner, index: f"{owner} · {index + 1}"
     scores: Scores = lambda owner, index: None
     current: str | None = None
-    num_beams: int = 0  # of the current answer, after its search ended
-    origin: tuple[str, int] | None = None  # the sequence that computed the current answer, if its name differs
-    block: int | None = None
-    on_host: TableView | None = None  # the table that holds ``block`` in host memory; None: it is a device block
-    facts: BlockFacts | None = None  # the engine's latest reply
+    num_beams: int = 0  # number of beams of the current answer, once its search has ended
+    origin: tuple[str, int] | None = None  # owner and completion that computed the current answer, if others
+    block: int | None = None  # the selected block
+    on_host: TableView | None = None  # the table with ``block`` in host memory; None: it is a device block
+    facts: BlockFacts | None = None  # the engine's latest answer to `Inspect`
 
     @property
     def current_tables(self) -> list[TableView]:
@@ -296,13 +302,16 @@ class Memory:
 
     @property
     def tables(self) -> list[TableView]:
-        """Return all tables, those of the current request first."""
+        """Return all tables. The tables of the current request are first."""
         current = self.current_tables
         others = self.pool.tables.values() if self.pool is not None else ()
         return [*current, *(table for table in others if self.current is None or table.owner != self.current)]
 
     def lost_words(self) -> str:
-        """Return how much of the current answer is cached if no table holds it, empty if one does."""
+        """Return a text about how much of the current answer is still cached, if no table contains the answer.
+
+        Else return "".
+        """
         if self.pool is None or self.current is None or self.current_tables:
             return ""
         past = self.pool.past.get(self.origin or (self.current, 0))
@@ -315,13 +324,13 @@ class Memory:
         return f"{name}: {still}, the rest would be read again"
 
     def lost_lines(self, width: int) -> list[str]:
-        """Return `lost_words` in lines of about ``width`` cells."""
+        """Return `lost_words`, broken into lines of about ``width`` cells."""
         return wrap(self.lost_words(), max(20, width))
 
     def name(self, owner: str, index: int) -> str:
-        """Return a sequence's name for display: one line, safe for a terminal."""
+        """Return a sequence's name for display, on one line and safe for a terminal."""
         return clean_line(self.names(owner, index), _LONGEST_NAME)
 
     def table_name(self, table: TableView) -> str:
-        """Return the display name of a table. The engine's own tables go by their number."""
+        """Return a table's name for display. A table of the engine itself is named by its sequence's number."""
         return self.name(table.owner, table.index) if table.owner else f"sequence {table.seq_id}"

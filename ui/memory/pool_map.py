@@ -1,4 +1,4 @@
-"""A map of the block pool with a cell per block. Only changed lines are redrawn."""
+"""A map of the block pool with a cell for each block. Only changed lines are redrawn."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from minillm.ui.memory.line_view import BlockChosen, FactsChanged, LineView, Par
 from minillm.ui.memory.pool import FREE, NUM_COLORS, BlockState, Memory, Pool
 from minillm.ui.numbers import count, plural
 
-_GROUP = 8  # blocks between two gaps
+_GROUP = 8  # number of cells between two gaps
 _RISING = "▁▂▃▄▅▆▇"  # fill levels of an owned block
-_GROWING = "▏▎▍▌▋▊▉"  # fill levels of a shared block, in another shape for use without color
+_GROWING = "▏▎▍▌▋▊▉"  # fill levels of a shared block; the shape differs, for use without color
 _CLASSES = {state: state.name.lower() for state in BlockState}
 _LEGEND = (
     ("·", "free", "free"),
@@ -30,21 +30,21 @@ _LEGEND = (
     ("p", "pinned", "pinned"),
     ("▃", "part-owned", "partly filled"),
     ("▍", "part-shared", "shared"),
-)  # mark, component class, meaning
+)  # mark of a block, component class, meaning
 _SEQUENCE_CLASSES = tuple(f"sequence-{number}" for number in range(NUM_COLORS))
 _COMPONENT_CLASSES = {*_CLASSES.values(), *_SEQUENCE_CLASSES, "part-owned", "part-shared", "swapped"}
 
 
 class Looks:
-    """The mark of every block of a pool, and its component class, which sets its color."""
+    """The mark and the component class of every block. The component class sets the color."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.host: dict[int, TableView] = {}  # host block -> the table that waits there
+        self.host: dict[int, TableView] = {}  # host block -> the swapped table that uses it
         self._by_state = [("", "")] * pool.num_blocks
-        self._letters: dict[int, int] = {}  # seq_id -> the number of its letter, for the sequence's lifetime
-        self._colors: dict[int, int] = {}  # number of the letter -> number of its color
-        self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + its sequence's letter, 0 without a sequence
+        self._letters: dict[int, int] = {}  # seq_id -> number of its letter, as long as the sequence lives
+        self._colors: dict[int, int] = {}  # number of a letter -> number of its color
+        self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + index of its sequence's letter; 0: no sequence
 
     def find_all(self, *, by_sequence: bool) -> None:
         for block in range(self.pool.num_blocks):
@@ -76,7 +76,10 @@ class Looks:
         self.host = {block: table for table in swapped for block in table.blocks if block in room}
 
     def follow_sequences(self) -> bytearray:
-        """Find the sequence of each block. Return the previous result. A sequence keeps its letter for its lifetime."""
+        """Update the sequence of each block, and return the previous result.
+
+        A sequence keeps its letter as long as it lives.
+        """
         pool, before = self.pool, self._sequence_of
         for seq_id in self._letters.keys() - pool.tables.keys():
             del self._letters[seq_id]
@@ -97,11 +100,14 @@ class Looks:
         return before
 
     def changed_hands(self, before: bytearray, first: int, end: int) -> bool:
-        """Return whether a block from ``first`` to ``end`` changed its sequence. Its state may look the same."""
+        """Return whether any block from ``first`` to ``end - 1`` belongs to another sequence than ``before``.
+
+        Such a block may have the same state as before.
+        """
         return before[first:end] != self._sequence_of[first:end]
 
     def cells(self, first: int, end: int, *, on_host: bool, by_sequence: bool) -> list[tuple[str, str]]:
-        """Return marks and classes of the device's or the host's blocks from ``first`` to ``end``."""
+        """Return mark and component class of the blocks from ``first`` to ``end - 1``, on the device or the host."""
         if on_host:
             return [self._host_look(self.host.get(block), by_sequence) for block in range(first, end)]
         if by_sequence:
@@ -139,18 +145,24 @@ class Looks:
 
 @dataclass(frozen=True)
 class Grid:
-    """The place of each block's cell. The host's rows come after the device's and a heading, and count from 0."""
+    """The position of each block's cell.
+
+    Rows of host memory follow the device's rows and a heading. Its blocks count from 0.
+    """
 
     num_blocks: int
     per_row: int
-    label_width: int  # cells before the first block, including the space
+    label_width: int  # cells before a row's first block, including a space
 
     @property
     def num_rows(self) -> int:
         return -(-self.num_blocks // self.per_row)
 
     def block_at(self, x: int, row: int) -> tuple[int, bool] | None:
-        """Return the block of a cell, which may not exist, and whether it is in host memory; None for a gap."""
+        """Return the block at a cell, and whether it is in host memory.
+
+        The block may be beyond the last one. None: a gap.
+        """
         group, cell = divmod(x - self.label_width, _GROUP + 1)
         column = group * _GROUP + cell
         if cell == _GROUP or not 0 <= column < self.per_row:
@@ -160,10 +172,12 @@ class Grid:
 
 
 class PoolMap(LineView):
-    """Shows rows of blocks, each after the number of its first block. Rows of host memory come last, if it is in use.
+    """Shows rows of blocks.
 
-    A free block is a dot, a full one its letter on its color, or the number of its sharers. A partly filled block is a
-    bar in its color. Colored by sequence, a block shows its sequence's letter.
+    Each row begins with the number of its first block. Rows of host memory are last, if it is in use.
+
+    A free block is a dot. A full block shows a letter, or the number of sequences that share it. A partly filled block
+    is a bar. Colored by sequence, a block shows the letter of its sequence.
     """
 
     COMPONENT_CLASSES = {*_COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012
@@ -178,10 +192,10 @@ class PoolMap(LineView):
         self._grid = Grid(0, _GROUP, 0)
         self.by_sequence = False
         self._cursor = 0
-        self._hovered: tuple[int, bool] | None = None  # a block, and whether it is in host memory
-        self._is_empty = bytearray()  # by row of the device: whether all its blocks are free
-        self._rows: list[int] = []  # by line: the grid's row, or minus the number of folded empty rows
-        self._lines: dict[int, int] = {}  # by visible row: its line
+        self._hovered: tuple[int, bool] | None = None  # the block under the mouse, and whether it is in host memory
+        self._is_empty = bytearray()  # by device row: whether all its blocks are free
+        self._rows: list[int] = []  # by line: the grid's row, or minus the number of folded rows
+        self._lines: dict[int, int] = {}  # by visible row of the grid: the line that shows it
 
     def begin_anew(self) -> None:
         self._looks = None if self.memory.pool is None else Looks(self.memory.pool)
@@ -190,7 +204,7 @@ class PoolMap(LineView):
         self.scroll_home(animate=False)
 
     def blocks_changed(self, blocks: Iterable[int]) -> None:
-        """Redraw the rows of these blocks. If no used one is visible, scroll to the last one."""
+        """Redraw the rows of these blocks. If none of the used ones among them is visible, scroll to the last one."""
         looks, per_row = self._looks, self._grid.per_row
         if looks is None:
             return
@@ -215,7 +229,7 @@ class PoolMap(LineView):
             seen = [row for row in self._rows[top:bottom] if 0 <= row < self._grid.num_rows]
             rows |= {r for r in seen if looks.changed_hands(before, r * per_row, (r + 1) * per_row)}
         self._redraw(rows)
-        # Do not scroll for a reader who has moved into the map.
+        # Do not scroll while the user has the focus or the mouse in the map.
         in_view = any(top <= self._lines.get(row, -1) < bottom for row in used)
         if used and not in_view and not self.has_focus and self._hovered is None:
             self._show_row(used[-1], centred=True)
@@ -242,7 +256,7 @@ class PoolMap(LineView):
         top, height, width = self.scroll_offset.y, self.size.height, self.size.width
         seen = [line - top for row in rows if 0 <= (line := self._lines.get(row, -1)) - top < height]
         if len(seen) > height // 2:
-            self.refresh()  # each region costs more than a line
+            self.refresh()  # many regions would cost more than all lines
         elif seen:
             self.refresh(*(Region(0, y, width, 1) for y in seen))
 
@@ -309,7 +323,7 @@ class PoolMap(LineView):
             self._tell_chosen()
 
     def _tell_chosen(self) -> None:
-        """Report the selected block: the one at the mouse, else the one at the cursor."""
+        """Report the selected block: the block under the mouse, else the block at the cursor."""
         chosen = self._hovered or ((self._cursor, False) if self.has_focus else None)
         if chosen is None or not chosen[1]:
             self.post_message(BlockChosen(None if chosen is None else chosen[0]))
@@ -337,9 +351,9 @@ class PoolMap(LineView):
         self._fold()
 
     def _fold(self) -> None:
-        """Choose the visible rows. If not all fit, adjacent empty rows become one line.
+        """Choose the rows to show. If not all rows fit, several adjacent rows of free blocks become one line.
 
-        With the keyboard focus here, all rows are shown, so that every block can be reached.
+        While the map has the focus, all rows are shown, so that the cursor can reach every block.
         """
         host = self._looks.host if self._looks is not None else {}
         host_rows = 1 + -(-(max(host) + 1) // self._grid.per_row) if host else 0  # including the heading
@@ -371,7 +385,7 @@ class PoolMap(LineView):
             cells[self._cursor - first] = mark, f"{kind} cursor"
         for gap in reversed(range(_GROUP, len(cells), _GROUP)):
             cells.insert(gap, (" ", "free"))
-        # Adjacent cells that look alike share a segment: a row of 128 cells needs only a handful.
+        # Adjacent cells of the same class share a segment, so that a row of 128 cells has only a few segments.
         runs = [("".join(mark for mark, _ in run), kind) for kind, run in groupby(cells, key=itemgetter(1))]
         return [(f"{first:>{grid.label_width - 1}} ", "label"), *runs]
 

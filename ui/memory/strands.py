@@ -1,4 +1,7 @@
-"""The strands: each sequence's text in its blocks. Shared text is shown once and parts where the tables do."""
+"""The strands: the text of each sequence in its blocks.
+
+Shared text is shown once, and forks where the block tables differ.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,13 @@ from minillm.ui.memory.tree import (
 )
 from minillm.ui.numbers import bar, count, plural
 
-# Seconds that a copy on write is highlighted, that an ended sequence is named, and that its words take to dissolve.
+# Seconds for which a copy on write is highlighted, an ended sequence is named, and its words are shown.
 _TORN, _LEFT, _WORDS = 3.0, 5.0, 2.5
-_WHOLE = 1.0  # seconds before they begin to dissolve
-_LATE = 4.0  # seconds after which an event is too old to show; drawing may wait for 3
-_FRAME = 0.5  # seconds between checks of temporary lines
-_ALL = -1  # stands for all beams of a search
-_MOST_FADING, _MOST_WORDS = 4, 6  # ended sequences with blocks that are drawn, and blocks of each
+_WHOLE = 1.0  # seconds before the words of an ended sequence begin to dissolve
+_LATE = 4.0  # seconds after which an event is too old to be shown; drawing may be delayed by 3
+_FRAME = 0.5  # seconds between two updates of temporary lines
+_ALL = -1  # index that stands for all beams of a search
+_MOST_FADING, _MOST_WORDS = 4, 6  # number of ended sequences with words, and of blocks for each
 _GUIDE = (
     ("The model keeps text in memory in blocks. Here each line is a block, with its first words.", "name"),
     ("│ a block of one answer, in its color", "strand-0"),
@@ -45,21 +48,24 @@ _GUIDE = (
     (f"{COPIED} copied on write: an answer had to write to a block that others share", "name"),
     ("✕ an answer that is gone; its blocks are freed", "fact"),
     ("/tour shows it in a minute.", "name"),
-)  # shown while no block is held
+)  # shown while no block is in use
 LEGEND = f"×3: shared by three · own: not shared · {COPIED} copied on write"
 
 
 @dataclass(frozen=True)
 class Fading:
-    """A line about an ended sequence: its name and freed memory, or one of its blocks."""
+    """A temporary line about an ended sequence: its name and freed memory, or the words of one of its blocks."""
 
     left: Left
     name: str
-    words: str | None = None  # of a block
+    words: str | None = None  # the words of a block; None: this is the line with the name
 
 
 def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
-    """Return the ended sequences once per name, with all beams of a search in one, because they change quickly."""
+    """Return each ended sequence once. All beams of a search become one, because they come and go quickly.
+
+    ``searches`` returns whether an owner is a beam search.
+    """
     found: dict[tuple[str, int, int], Left] = {}
     for left in gone:
         table = left.table
@@ -72,9 +78,11 @@ def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
 
 
 class Strands(LineView):
-    """Shows a line per block with its first words: thick if sequences share it, else in its candidate's color.
+    """Shows a line for each block with its first words.
 
-    A strand parts where the tables do. A copy on write is highlighted for a moment.
+    It is thick if sequences share the block, else in its candidate's color.
+
+    A strand forks where the block tables differ. A copy on write is highlighted for a moment.
     """
 
     COMPONENT_CLASSES = {  # noqa: RUF012
@@ -86,11 +94,11 @@ class Strands(LineView):
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self._lines: list[StrandLine | Fading | tuple[str, str]] = []
-        self._shown: str | None = None  # the request with the strands last scrolled to
-        self._most = 0  # maximum blocks drawn of a run
-        self._fades = False  # a timer runs for temporary lines
-        self._since: dict[tuple[str, int], float] = {}  # when each temporary line was first shown
-        self._names: dict[int, str] = {}  # by seq_id: names of sequences before they ended
+        self._shown: str | None = None  # the request that was last scrolled into view
+        self._most = 0  # maximum number of lines for the blocks of one tree node
+        self._fades = False  # a timer for temporary lines is running
+        self._since: dict[tuple[str, int], float] = {}  # time at which each temporary line was first shown
+        self._names: dict[int, str] = {}  # by seq_id: names of sequences, stored before they end
 
     def begin_anew(self) -> None:
         self._since.clear()
@@ -119,9 +127,11 @@ class Strands(LineView):
         self._follow_branch()
 
     def _age(self, what: tuple[str, int], heard: float) -> float:
-        """Return the seconds that a temporary line was shown, counted from its first drawing.
+        """Return the seconds since a temporary line was first drawn.
 
-        With a model that computes on the same cores, that may be long after the event was reported.
+        ``heard`` is the time at which its event was reported.
+
+        If the model computes on the same cores, the first drawing may be long after that.
         """
         now = monotonic()
         return now - self._since.setdefault(what, now if now - heard < _LATE else heard)
@@ -137,7 +147,7 @@ class Strands(LineView):
         return copy is not None and self._is_new(("copy", block), copy.moment, _TORN)
 
     def _lost(self, width: int) -> list[tuple[str, str]]:
-        """Return lines about the visible answer if it has no strand, or about candidates without one."""
+        """Return lines about the visible answer if it has no strand, and about its candidates without a strand."""
         lines = [(line, "name") for line in self.memory.lost_lines(width)]
         held = {table.index for table in self.memory.current_tables}
         owner, num_beams = self.memory.current, self.memory.num_beams if held else 0
@@ -145,7 +155,7 @@ class Strands(LineView):
         return lines + [(f"{name}  ended early: holds no blocks", "fact") for name in without]
 
     def _fading(self, gone: Sequence[Left], room: int) -> list[Fading]:
-        """Return as many lines about ended sequences as fit: their names, and the words of a few."""
+        """Return lines about ended sequences, at most ``room``: their names, and the words of some of their blocks."""
         all_gone = summed(gone, lambda owner: self.memory.scores(owner, 0) is not None)[:room]
         lines, room = list[Fading](), room - len(all_gone)
         for number, left in enumerate(all_gone):
@@ -161,9 +171,9 @@ class Strands(LineView):
         return lines
 
     def _follow_branch(self) -> None:
-        """Scroll to the current answer's strands once, when it becomes current; later the reader may scroll elsewhere.
+        """When an answer becomes the current one, scroll to its strands, once. Later the user may scroll elsewhere.
 
-        Their beginning has priority: the shared trunk, or else the latest fork.
+        If they do not fit, their beginning has priority: the shared root, or else the last fork.
         """
         if (current := self.memory.current) == self._shown:
             return
@@ -270,14 +280,17 @@ def _headline(text: str, facts: str, width: int) -> Content:
 
 
 def dissolved(text: str, part: float) -> str:
-    """Return the text with about this fraction of its characters blank, always at the same places."""
+    """Return ``text`` with about the fraction ``part`` of its characters blank.
+
+    The places depend only on the position.
+    """
     return "".join(
         " " * cell_len(each) if (number * 61 + 17) % 97 < 97 * part else each for number, each in enumerate(text)
     )
 
 
 def in_order(tables: Iterable[TableView]) -> list[TableView]:
-    """Return the tables grouped by request, the answers of each by number."""
+    """Return the tables grouped by request. Within a request they are ordered by completion."""
     tables, first = list(tables), dict[str | int, int]()
     for number, table in enumerate(tables):
         first.setdefault(table.owner or table.seq_id, number)
@@ -285,7 +298,7 @@ def in_order(tables: Iterable[TableView]) -> list[TableView]:
 
 
 def _guide(width: int, height: int) -> list[tuple[str, str]]:
-    """Explain the strands in lines of at most ``width`` cells, with blank lines between them if they fit."""
+    """Return lines of at most ``width`` cells that explain the strands, with blank lines between them if they fit."""
     lines: list[tuple[str, str]] = []
     for text, kind in _GUIDE:
         indent = "" if text[1] != " " else "  "
@@ -298,7 +311,7 @@ def _color(table: TableView) -> str:
 
 
 def _cut(text: str, room: int) -> str:
-    """Return the text cut to at most ``room`` cells."""
+    """Return ``text``, cut to at most ``room`` cells."""
     if cell_len(text) <= room:
         return text
     while cell_len(text) > room - 1:

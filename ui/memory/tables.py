@@ -1,4 +1,4 @@
-"""Block tables: as a list for one sequence, or as several lists."""
+"""Block tables: the table of one sequence, or a list of several."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ HEADING = "  logical  physical   filled    ×"
 
 
 class BlockTableView(LineView):
-    """Shows one table or several. The bracket on the left joins blocks that are adjacent in the pool.
+    """Shows the block table of one sequence or of several.
 
-    With several, each table has a heading, and shared blocks name their sharers. If the visible answer has no table,
-    the first lines say how much of it is cached.
+    The bracket on the left joins blocks that are adjacent in the pool.
+
+    With several tables, each has a heading, and a shared block lists the other sequences that share it. If the visible
+    answer has no table, the first lines say how much of it is cached.
     """
 
     COMPONENT_CLASSES = {"run", "index", "block", "owned", "shared", "swapped", "header", "cursor"}  # noqa: RUF012
@@ -39,9 +41,9 @@ class BlockTableView(LineView):
         self._headers = headers
         self.follows = not headers  # a single table grows at its end
         self._tables: list[TableView] = []
-        self._lost: list[str] = []  # the first lines
-        self._starts: list[int] = [0]  # the line of each table's heading or first block, then the number of lines
-        self._cursor = (-1, 0)  # seq_id, line within its table
+        self._lost: list[str] = []  # the first lines, if the visible answer has no table
+        self._starts: list[int] = [0]  # line of each table's heading or first block, then the number of lines
+        self._cursor = (-1, 0)  # seq_id of a table, and the line within this table
         self._tells_tokens = False
 
     def catch_up(self) -> None:
@@ -64,7 +66,7 @@ class BlockTableView(LineView):
         self._move_to(self._cursor_line() + lines)
 
     def action_jump(self, tables: int) -> None:
-        """Go to the heading of an adjacent table."""
+        """Go to the heading of the next (``tables`` 1) or previous (-1) table."""
         line = self._cursor_line()
         if self._tables and line < self._starts[-1]:
             number = bisect_right(self._starts, line) - 1
@@ -144,7 +146,7 @@ class BlockTableView(LineView):
         swapped = table.state == "swapped"
         holders = [] if swapped else pool.holders(block)
         fill = "swapped" if swapped else "shared" if len(holders) > 1 else "owned"
-        # "index → block", so that it is clear without the heading.
+        # Write "index → block", which is clear without the heading.
         parts = [
             (f"{_bracket(table.blocks, index)} ", "run"),
             (f"{index:>{4 if self._headers else 5}} → ", "index"),
@@ -160,7 +162,10 @@ class BlockTableView(LineView):
         return parts
 
     def _listed(self, table: TableView, others: Sequence[TableView]) -> str:
-        """Return the names of other tables, siblings first: one name per request, and how many more it has."""
+        """Return the names of other tables, those of the same request first.
+
+        Each request is named once, followed by the number of its further tables.
+        """
         by_owner: dict[str, list[TableView]] = {table.owner: []}
         for other in others:
             by_owner.setdefault(other.owner or f"sequence {other.seq_id}", []).append(other)
@@ -190,14 +195,17 @@ class BlockTableView(LineView):
 
 
 def _bracket(blocks: Sequence[int], index: int) -> str:
-    """Return ``╶`` for a block alone, ``┌ │ └`` along a run."""
+    """Return ``╶`` for a block without adjacent ones, else ``┌``, ``│`` or ``└``, by its position in the run."""
     above = index > 0 and blocks[index - 1] + 1 == blocks[index]
     below = index + 1 < len(blocks) and blocks[index] + 1 == blocks[index + 1]
     return ("╶", "┌", "└", "│")[2 * above + below]
 
 
 def runs_line(blocks: Sequence[int], width: int) -> str:
-    """Return all runs in one line: ``0–3 → 12–15, 4 → 90``. Runs that do not fit are counted."""
+    """Return the runs of adjacent blocks in one line: ``0–3 → 12–15, 4 → 90``.
+
+    Runs that do not fit are only counted.
+    """
     parts = [f"{span(start, length)} → {span(block, length)}" for start, block, length in contiguous_runs(blocks)]
     line = ""
     for number, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""The tree of block tables, with shared blocks once, above the private ones of each sequence; and its lines."""
+"""The tree of block tables, and the lines that draw it. Shared blocks appear once, above each sequence's own blocks."""
 
 from __future__ import annotations
 
@@ -8,41 +8,44 @@ from dataclasses import dataclass, field
 from minillm.cache.runs import common_length
 from minillm.service.messages import TableView
 
-FOLD, HEAD = -1, -2  # lines that are no block
+FOLD, HEAD = -1, -2  # values of `StrandLine.place` for lines that are not a block
 
-# The tree is a radix tree over physical block ids. Forks share blocks from the first one on, so a block is either
-# shared along an edge or private to a leaf. Tables part where a block was copied on write.
+# The tree is a radix tree over physical block ids. Forked sequences share their first blocks. So a block either is
+# shared and belongs to an inner node, or belongs to one leaf. Tables diverge where a block was copied on write.
 
 
 @dataclass
 class BlockNode:
-    """A run of logical blocks that the same sequences hold.
+    """A node of the tree: consecutive logical blocks that the same sequences use.
 
-    ``blocks`` are the physical ids of the logical blocks from ``start`` on. ``ends`` are the tables without a block
-    after them: several if a fork has not been written to.
+    Attributes:
+        start: index of the first logical block.
+        blocks: the physical ids of the blocks from ``start`` on.
+        ends: the tables that end with this node. There are several if a fork has not been written to.
     """
 
     start: int
     blocks: list[int]
-    num_tables: int  # tables that pass through or end here
-    first: int  # the number of the earliest of them among all tables
+    num_tables: int  # number of tables that pass through this node or end with it
+    first: int  # the index of the first of these tables among all tables
     ends: list[TableView] = field(default_factory=list)
     children: list[BlockNode] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class TreeLine:
-    """A line of the drawn tree: a node, or a table that ends at a shared node (without ``node``)."""
+    """A line of the drawn tree: a node, or a table that ends at a shared node. In that case, ``node`` is None."""
 
-    rails: str  # drawn before it: "│  ├─ "
+    rails: str  # the characters to the left of it: "│  ├─ "
     node: BlockNode | None
-    table: TableView | None  # the table, if this is a leaf
+    table: TableView | None  # the table of a leaf; None: the node is shared
 
 
 def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
-    """Return the trees of all tables that hold a block, ordered by their first tables.
+    """Return the trees of all tables that have blocks, in the order of their first tables.
 
-    Block ids in host memory are not those of the device, so swapped tables are leaves of their own.
+    A block id in host memory means another block than on the device. So each swapped table is a tree with a single
+    leaf.
     """
     order = {table.seq_id: number for number, table in enumerate(tables)}
     # After sorting, the tables of each node are adjacent, and all share the common blocks of the first and the last.
@@ -74,7 +77,7 @@ def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
 
 
 def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
-    """Return the trees as lines, parents before children."""
+    """Return the lines that draw the trees, parents before children."""
     lines: list[TreeLine] = []
     waiting: list[tuple[str, str, BlockNode | TableView]] = [("", "", root) for root in reversed(roots)]
     while waiting:
@@ -95,14 +98,17 @@ def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
 
 @dataclass(frozen=True)
 class StrandLine:
-    """A line of the view: a tree line's heading, one of its blocks (``place`` in the node), or a fold of several."""
+    """A line of the strands view: a tree line's heading, one of its blocks, or a fold that stands for several blocks.
+
+    ``place`` is the index of the block in the node, `HEAD` or `FOLD`.
+    """
 
     tree: TreeLine
     place: int
 
 
 def strand_lines(lines: Sequence[TreeLine], most: int = 6) -> list[StrandLine]:
-    """Return each line of the tree with its blocks after it. Of many blocks, only the first and last ``most``."""
+    """Return each line of the tree, followed by the lines of its blocks. Of many blocks, only ``most`` get lines."""
     found = []
     for line in lines:
         found.append(StrandLine(line, HEAD))
@@ -111,7 +117,7 @@ def strand_lines(lines: Sequence[TreeLine], most: int = 6) -> list[StrandLine]:
 
 
 def most_that_fit(lines: Sequence[TreeLine], height: int) -> int:
-    """Return the largest ``most`` with which all `strand_lines` fit in ``height`` lines, 0 if none does."""
+    """Return the largest ``most`` for which `strand_lines` returns at most ``height`` lines; 0 if there is none."""
     sizes = [num_drawn(line) for line in lines]
     low, high = 0, max(sizes, default=0)
     while low < high:
@@ -124,13 +130,16 @@ def most_that_fit(lines: Sequence[TreeLine], height: int) -> int:
 
 
 def num_drawn(line: TreeLine) -> int:
-    """Return the number of blocks drawn below a line's heading. Swapped blocks have no words."""
+    """Return the number of blocks that are drawn below a line's heading. Swapped blocks are not drawn."""
     swapped = line.table is not None and line.table.state == "swapped"
     return 0 if line.node is None or swapped else len(line.node.blocks)
 
 
 def few(places: list[int], most: int) -> list[int]:
-    """Return the first and last of many places, ``most`` in total, with a fold between them."""
+    """Return ``places``.
+
+    If they are many, return the first and last of them, ``most`` in total, with `FOLD` between.
+    """
     if not most or len(places) <= most + 1:
         return places if most else []
     first = max(1, most // 3)
@@ -138,7 +147,7 @@ def few(places: list[int], most: int) -> list[int]:
 
 
 def root_and_fork(lines: Sequence[StrandLine], row: int) -> tuple[int, int]:
-    """Return the rows of the root of the tree that contains line ``row``, and of the node where its strand forks."""
+    """Return two rows: of the root of the tree that contains line ``row``, and of the node where its strand forks."""
     rails = len(lines[row].tree.rails)
     fork = row
     while fork and (lines[fork].place != HEAD or (rails and len(lines[fork].tree.rails) >= rails)):
