@@ -1,7 +1,6 @@
 """The bytes that a model's weights take in memory, and that each token reads, from the types of the stored tensors.
 
-The engine keeps low-bit matrices as they are stored. Only this module defines which types it keeps, and their bits per
-weight.
+The engine keeps low-bit matrices as they are stored. Only this module defines their bits per weight.
 """
 
 import re
@@ -10,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from minillm.forms import Held
 from minillm.weights.shape import Shape
-from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, StoredTensor
+from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, LOW_BIT, StoredTensor
 
-KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 _IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
 _WIDENED_BITS = 8.5  # other low-bit types of GGUF become int8 in groups of 32 with a scale
 _IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, 6 in the file
@@ -179,7 +177,7 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
     if tensor.is_in_blocks:
         if not layout.keeps_low_bit:
             return tensor.count * layout.element_size
-        if tensor.kind not in KEPT:
+        if tensor.kind not in LOW_BIT:
             return tensor.count * _WIDENED_BITS / 8
         if tensor.kind == "IQ4_XS":
             return tensor.count * _IQ4_XS_BITS / 8

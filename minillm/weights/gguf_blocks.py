@@ -113,11 +113,6 @@ _TYPES: dict[Type, tuple[Layout, Callable[[Tensor], Parts]]] = {
 }
 
 
-def is_low_bit(kind: Type) -> bool:
-    """Return whether matrices of this type stay quantized."""
-    return kind in _TYPES
-
-
 def low_bit(raw: Tensor, kind: Type, width: int) -> LowBit:
     """Convert a matrix ``raw [out, bytes]`` uint8 of ``width`` weights per row, a limited number of rows at a time."""
     layout, take_apart = _TYPES[kind]

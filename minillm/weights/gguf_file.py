@@ -19,8 +19,9 @@ from minillm.kernels.linear.low_bit.layouts import GROUP, in_eight_bits
 from minillm.text.gguf_tokens import end_ids, special_ids
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
-from minillm.weights.gguf_blocks import is_low_bit, low_bit
+from minillm.weights.gguf_blocks import low_bit
 from minillm.weights.gguf_header import Header, TensorInfo, read_header
+from minillm.weights.stored import LOW_BIT
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -101,7 +102,7 @@ class GGUFCheckpoint:
             return None
         kind, (num_rows, width) = GGMLQuantizationType(info.type), info.shape
         block, size = GGML_QUANT_SIZES[kind]
-        if not is_low_bit(kind):
+        if kind.name not in LOW_BIT:
             return in_eight_bits(self.tensor(name, rows, columns).to(device)) if block >= GROUP else None
         taken = columns or slice(0, width)
         if taken.start % block or taken.stop % block:

@@ -38,6 +38,8 @@ GGML_TYPES = {
     39: ("MXFP4", 32, 17),
 }  # fmt: skip
 BLOCKS = {name: (block, size) for name, block, size in GGML_TYPES.values()}
+LOW_BIT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+"""GGUF types that stay as they are stored. `minillm.weights.gguf_blocks` converts them; others become int8."""
 
 
 @dataclass(frozen=True)

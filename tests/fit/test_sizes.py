@@ -17,7 +17,7 @@ from lib.gguf_files import gguf_model, write_gguf
 from lib.models import hf_model, needs_products_of_8_bits
 from minillm.errors import WeightsError
 from minillm.fit.forms import quantized, sized, sized_entry
-from minillm.fit.weights import KEPT, Layout, expected_tensors, weights_in_memory
+from minillm.fit.weights import Layout, expected_tensors, weights_in_memory
 from minillm.forms import Held
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -25,7 +25,7 @@ from minillm.model.loader import load_llama
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.files import ModelFiles
 from minillm.weights.manifest import load_manifest
-from minillm.weights.stored import BLOCKS, GGML_TYPES, StoredTensor, read_stored
+from minillm.weights.stored import BLOCKS, GGML_TYPES, LOW_BIT, StoredTensor, read_stored
 
 GPU, CPU = Layout(2), Layout(4, packs=True)
 
@@ -141,7 +141,7 @@ def test_the_types_are_those_of_the_library() -> None:
 def test_low_bit_matrices_stay_as_they_are_stored(kind: str, bits: float) -> None:
     tensor = StoredTensor("blk.0.ffn_up.weight", (512, 1024), kind)
     assert weights_in_memory([tensor], GPU).memory == 512 * 1024 * bits / 8
-    if kind in KEPT and kind != "IQ4_XS":  # its scales take more bits than in the file
+    if kind in LOW_BIT and kind != "IQ4_XS":  # its scales take more bits than in the file
         assert weights_in_memory([tensor], CPU).memory == tensor.num_bytes
         assert BLOCKS[kind][1] * 8 / BLOCKS[kind][0] == bits
     assert weights_in_memory([StoredTensor("blk.0.attn_norm.weight", (64,), "F32")], GPU).memory == 128

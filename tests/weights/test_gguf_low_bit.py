@@ -22,8 +22,9 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
 from minillm.model.settle import settle
-from minillm.weights.gguf_blocks import is_low_bit, low_bit
+from minillm.weights.gguf_blocks import low_bit
 from minillm.weights.gguf_file import GGUFCheckpoint
+from minillm.weights.stored import LOW_BIT
 
 CPU = torch.device("cpu")
 TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
@@ -49,7 +50,7 @@ def random_blocks(kind: Type, rows: int, width: int, *, special: bool = False) -
 @pytest.mark.parametrize("name", TYPES)
 def test_blocks_are_the_numbers_that_the_library_makes_of_them(name: str, special: bool) -> None:
     kind = Type[name]
-    assert is_low_bit(kind)
+    assert name in LOW_BIT
     for rows, width in ((5, 256), (33, 1280)):
         raw = random_blocks(kind, rows, width, special=special)
         with np.errstate(all="ignore"):
@@ -179,4 +180,4 @@ def test_a_file_of_mixed_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_types_that_are_unpacked() -> None:
-    assert not any(is_low_bit(kind) for kind in (Type.F32, Type.F16, Type.BF16, Type.Q2_K, Type.Q3_K, Type.TQ1_0))
+    assert not set(LOW_BIT) & {"F32", "F16", "BF16", "Q2_K", "Q3_K", "TQ1_0"}
