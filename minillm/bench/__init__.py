@@ -1,1 +1,1 @@
-"""Run the workloads of ``minillm bench``. Each file begins with its protocol."""
+"""Run the workloads of ``minillm bench``. The docstring at the head of each file describes its protocol."""

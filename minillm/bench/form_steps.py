@@ -1,4 +1,4 @@
-"""Measure the CPU's part of steps of sequences with a JSON schema, without the device's work."""
+"""Measure the CPU's part of steps of sequences that follow a JSON schema. No device computes anything."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _WARM_UP, _STEPS = 60, 150  # lexers build their states first
 
 
 class _Drawn:
-    """Draw random tokens that the masks allow. The time to choose them belongs to no part."""
+    """Replace the tokens that a device draws: draw random tokens that the grammar masks allow.
+
+    The time to choose them is in no part: see `parts_of_steps`.
+    """
 
     may_run_ahead, may_compute_ahead = False, True
 
@@ -46,7 +49,7 @@ class _Drawn:
 
 
 class _Device:
-    """Replace a runner on a GPU: keep its bookkeeping of device state, and compute nothing."""
+    """Replace a runner on a GPU: do its bookkeeping of device state, and compute nothing."""
 
     def __init__(self, num_seqs: int, vocab: int) -> None:
         self._vocab = vocab
@@ -72,13 +75,13 @@ class _Device:
         return _Drawn(masks, self._rng)
 
     def move(self, schedule: Schedule) -> None:
-        """Move no block."""
+        """Do nothing: no blocks have to be moved."""
 
 
 def form_steps(num_seqs: int, vocab: int, tokenizer: Tokenizer | None = None) -> dict[str, float]:
-    """Return the median seconds of each part of a step of ``num_seqs`` sequences with the schema of ``bench forms``.
+    """Return the median seconds of each part of a step of ``num_seqs`` sequences that follow `SCHEMA`.
 
-    Without a tokenizer, tokens stand for random text.
+    The keys are `PARTS`, without the wait for the device. Without a tokenizer, tokens stand for random text.
     """
     scheduler = Scheduler(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True)), num_seqs, 8192)
     requests = Requests(scheduler, tokenizer, vocab, 4096, frozenset([2]))

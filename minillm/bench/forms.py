@@ -1,4 +1,4 @@
-"""``forms``: compare answers that follow a JSON schema with as many unconstrained tokens, alternating.
+"""``forms``: compare answers that follow a JSON schema with unconstrained answers of as many tokens, alternating.
 
 A model with random weights has no tokenizer, so its tokens stand for random text. Its answers are as random as the
 schema allows; the work is the same as for other models.
@@ -53,7 +53,7 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class HostPart:
-    """Hold a part of the CPU time: mean milliseconds per step over one more run of each kind."""
+    """One part of the CPU time: mean milliseconds per step, over one more run of each kind."""
 
     part: str = shown("CPU time per step, ms", width=32)
     free: float = shown("free", ".3f", 1e3)
@@ -63,7 +63,7 @@ class HostPart:
 
 @dataclass(frozen=True)
 class FormsResult:
-    """Hold medians over the pairs of runs."""
+    """The result for one batch size: medians over the pairs of runs."""
 
     batch_size: int = shown("requests at a time", ",")
     num_tokens: int = shown("tokens", ",")
@@ -76,7 +76,10 @@ class FormsResult:
 
 
 def measure(subject: Subject, options: Options) -> dict[str, FormsResult]:
-    """Run answers with a schema, then as many unconstrained tokens. Raises UsageError if an answer fails."""
+    """Measure answers with a schema and as many unconstrained tokens, for each batch size.
+
+    Raises UsageError if an answer fails.
+    """
     llm = subject.llm
     requests, vocab = llm.engine.requests, llm.engine.runner.model.config.vocab_size
     if llm.engine.tokenizer is None:
@@ -122,7 +125,7 @@ def _measure(llm: LLM, batch_size: int, options: Options) -> FormsResult:
 
 
 def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
-    """Return the parts of the CPU time per step in a run of each kind."""
+    """Return the parts of the CPU time per step, for one run of each kind."""
     found: list[dict[str, float]] = []
     with parts_of_steps(type(llm.engine.runner)) as seconds:
         for requests in kinds:
@@ -136,9 +139,9 @@ def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
 
 
 def random_vocabulary(size: int, end_ids: Collection[int] = ()) -> Vocabulary:
-    """Return tokens of one to nine printable characters, including all single ones.
+    """Return a vocabulary of ``size`` random tokens of one to nine printable characters, including all single ones.
 
-    Most are words, and half of those begin with a space. ``end_ids`` stand for no text.
+    Most are words, and half of those begin with a space. Tokens in ``end_ids`` have no text.
     """
     rng = random.Random(0)
     letters, signs = "abcdefghijklmnopqrstuvwxyz", ' ,.:;"{}[]()0123456789'

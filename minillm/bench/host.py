@@ -34,17 +34,17 @@ _VOCAB, _STEPS = 49152, 200
 
 @dataclass(frozen=True)
 class HostResult:
-    """Hold the median microseconds per step."""
+    """One measured kind of work: its median microseconds per step."""
 
     what: str = shown("", width=52)
     microseconds: float = shown("us per step", ".0f")
 
 
 class _Runner:
-    """Replace a runner and its drawn tokens, without a device."""
+    """Replace a runner and the tokens that it draws, without a device."""
 
     may_run_ahead = may_compute_ahead = False
-    tokens: list[int]  # of the next step, invented before it is timed
+    tokens: list[int]  # the next step's tokens, chosen before the step is timed
 
     def draw(self, logits: object, draws: list[Chunk]) -> _Runner:
         return self
@@ -54,7 +54,7 @@ class _Runner:
 
 
 def measure(options: NoOptions) -> Iterator[HostResult]:
-    """Yield all figures, with their parts."""
+    """Measure all kinds of steps. Yield the result of each, followed by those of its parts if it has any."""
     for times in (_decode_step(256), _beam_step(32, 4), _followed_step(32, 4), _followed_step(8, 4)):
         for what, seconds in times.items():
             yield HostResult(what, 1e6 * statistics.median(seconds))
@@ -69,7 +69,7 @@ def measure(options: NoOptions) -> Iterator[HostResult]:
 
 
 def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> Engine:
-    """Make an engine with requests for prompts of 50 to 300 tokens."""
+    """Return an engine with ``num_requests`` requests for random prompts of 50 to 300 tokens."""
     scheduler = Scheduler(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True)), num_seqs, 8192)
     requests = Requests(scheduler, None, _VOCAB, 4096, frozenset([2]))
     engine = Engine(runner, requests, methods_for(requests, runner))
@@ -80,7 +80,10 @@ def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> En
 
 
 def _scheduled(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
-    """Schedule a step and mark it as computed. Return the seconds, and the chunks that reach their end."""
+    """Schedule a step and mark it as computed.
+
+    Returns: the seconds that both took; the schedule; its chunks that need logits.
+    """
     began = time.perf_counter()
     schedule = engine.scheduler.schedule()
     engine.cache.take_copies()
@@ -146,10 +149,10 @@ def _beam_step(num_groups: int, width: int) -> dict[str, list[float]]:
 
 
 class _Searches:
-    """Replace a device that runs beam searches: invent continuations of every beam."""
+    """Replace a device that runs beam searches: return made-up continuations of every beam."""
 
     may_run_ahead = True
-    found: list[list[tuple[float, int, int]]]  # of the next step, invented before it is timed
+    found: list[list[tuple[float, int, int]]]  # the next step's continuations, chosen before the step is timed
 
     def __init__(self, num_beams: int) -> None:
         shape = AttentionShape(32, 8, 128, 2, 132)
@@ -168,7 +171,10 @@ class _Searches:
 
 
 def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
-    """Measure beam steps on the device: scheduler, cache, changes of device state, and the bookkeeping."""
+    """Measure the CPU's part of beam steps that run on the device.
+
+    It consists of the scheduler, the cache, the changes of device state, and the bookkeeping.
+    """
     params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
     rng, device = random.Random(1), _Searches(num_groups * width)
     engine = _engine(None, num_groups * width, num_groups, params)
@@ -204,7 +210,7 @@ def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
 
 
 def _first_steps(prompts: list[Chunk], width: int) -> None:
-    """Expand the one beam of each prompt to ``width`` beams, as the CPU does."""
+    """Expand the single beam of each prompt to ``width`` beams on the CPU."""
     for chunk in prompts:
         step = beam_step(chunk.group, {chunk.sequence.seq_id: chunk.row})
         best = [Candidate(-1.0 - i, 0, 3 + i) for i in range(2 * width)]

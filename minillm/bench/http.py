@@ -42,7 +42,10 @@ class HttpOptions(ScaleOptions):
 
 @dataclass(frozen=True)
 class HttpResult:
-    """Hold medians over the runs. Both engines have the same configuration; the idle one costs nothing."""
+    """The result of the comparison: medians over the runs.
+
+    Both engines have the same configuration. The engine that waits for its turn uses no CPU time.
+    """
 
     num_streams: int = shown("streams at a time", ",")
     num_requests: int = shown("requests", ",")
@@ -55,7 +58,10 @@ class HttpResult:
 
 
 def measure(subject: Subject, options: HttpOptions) -> HttpResult:
-    """Run the requests of `throughput`, then single ones, on both sides alternately."""
+    """Run the requests of `throughput`, then single requests, alternately in this process and through HTTP.
+
+    Raises MinillmError if the server does not start, or its answers are incomplete.
+    """
     llm = subject.llm
     requests = throughput(
         random.Random(2),
@@ -90,14 +96,14 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
 
 
 def _alone(llm: LLM, request: Request) -> float:
-    """Return the seconds to the first token of a request to the engine in this process."""
+    """Compute one request with the engine in this process. Return the seconds to its first token."""
     time.sleep(_PAUSE)
     return times_of(drive(llm.engine, [request])[1][0])[0]
 
 
 @contextmanager
 def _server(model: str, config: EngineConfig) -> Iterator[tuple[str, int]]:
-    """Run a server with the same model and configuration; yield its host and port."""
+    """Run `minillm serve` with the same model and configuration. Yield its host and port."""
     default = EngineConfig()
     values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
     changed = {name: value for name, value in values.items() if value != getattr(default, name)}
@@ -123,7 +129,10 @@ def _server(model: str, config: EngineConfig) -> Iterator[tuple[str, int]]:
 
 
 async def _streams(host: str, port: int, requests: Sequence[Request], num_streams: int, salt: str) -> int:
-    """Send all requests over ``num_streams`` connections, each after the previous one. Return their tokens."""
+    """Send all requests over ``num_streams`` connections, each request after the answer to the previous one.
+
+    Return the number of generated tokens. ``salt`` keeps the requests from using another run's prefix cache.
+    """
     left = iter(requests)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request) -> int:
@@ -144,9 +153,10 @@ async def _streams(host: str, port: int, requests: Sequence[Request], num_stream
 
 
 def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, float]]:
-    """Return the seconds to the first token of each request, in total and in the engine, over one kept connection.
+    """Send requests one after another over one connection.
 
-    The client only waits for its socket, so almost none of the time is its own.
+    Return two times in seconds for each request: to the first token at the client, and to the first token in the
+    engine. The client only waits for its socket, so almost none of the time is its own.
     """
     seconds = []
     with socket.create_connection((host, port)) as connection:
@@ -163,7 +173,7 @@ def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) ->
 
 
 def _message(request: Request, salt: str) -> bytes:
-    """Return a request for a stream, with head and body."""
+    """Return an HTTP request for a streamed answer, with head and body. ``salt`` is its cache salt."""
     prompt, params = request
     assert isinstance(params, SamplingParams)
     body = {"prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}
@@ -174,7 +184,7 @@ def _message(request: Request, salt: str) -> bytes:
 
 
 class _Stream:
-    """Read an answer, as a client does.
+    """Parse a streamed answer like a client.
 
     Attributes:
         first_time: `time.perf_counter` at the first token; 0 before.
@@ -185,7 +195,7 @@ class _Stream:
         self._head, self._tail = b"", b""
 
     def take(self, piece: bytes) -> None:
-        """Take the next piece. Raises MinillmError if the answer has ended early."""
+        """Parse the next piece of the answer. Raises MinillmError if the answer has ended early."""
         if not piece:
             raise MinillmError(f"the server's answer has no end: {self._tail[-200:]!r}")
         if not self.first_time:
@@ -200,7 +210,7 @@ class _Stream:
 
     @property
     def engine_seconds(self) -> float:
-        """Return the engine's seconds to the first token."""
+        """Return the seconds from the request to the first token, as measured by the engine."""
         return float(self._found(rb"(?i)server-timing: engine;dur=([\d.]+)", self._head)) * 1e-3
 
     @property

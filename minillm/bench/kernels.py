@@ -20,7 +20,8 @@ from minillm.kernels.timing import copies_for_cold_l2, graph_microseconds
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 
-_SEQS, _HEADS, _POINTS = 32, (32, 32, 128), 4  # of chunk-attention; measured points per generation
+# For chunk-attention: sequences, (query heads, kv heads, head dimension), measured points per generation.
+_SEQS, _HEADS, _POINTS = 32, (32, 32, 128), 4
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class KernelResult:
     bytes: int = shown("MB", ".1f", 1e-6, width=7)
     flops: int = shown("GFLOP", ".1f", 1e-9, width=7)
     bound: str = shown("limit", width=7)  # "memory" or "compute"
-    fraction: float = shown("of it", ".0%", width=5)  # of the copy bandwidth or the matmul rate
+    fraction: float = shown("of it", ".0%", width=5)  # fraction of the copy bandwidth or of the matmul rate
     # relative error norm against float64; None if results cannot be compared
     error: float | None = shown("error", ".1e", width=8)
 
 
 def measure(options: KernelOptions) -> dict[str, Any]:
-    """Measure the GPU's limits, then every op or one. Raises MinillmError without a GPU."""
+    """Measure the GPU's limits, then every op, or only `KernelOptions.op`. Raises MinillmError without a GPU."""
     if options.op is not None and options.op not in OPS:
         raise UsageError(f"unknown op {options.op!r}; known: {', '.join(OPS)}")
     if not torch.cuda.is_available():
@@ -64,7 +65,7 @@ def _measure(op: str, case: Case, limits: Limits) -> KernelResult:
 
 @dataclass(frozen=True)
 class ChunkAttentionResult:
-    """Hold mean microseconds of decode attention over a generation."""
+    """Mean microseconds of decode attention over a generation, for one prompt length."""
 
     prompt: int = shown("prompt", "d")  # tokens, the same for all sequences
     completion: int = shown("completion", "d")  # tokens that each sequence generates
@@ -82,7 +83,10 @@ class ChunkAttentionResult:
 
 
 def chunks(options: NoOptions) -> Iterator[ChunkAttentionResult]:
-    """Measure the ChunkAttention paper's table (Ye et al. 2024, section 4.1). Raises MinillmError without a GPU."""
+    """Measure the table in section 4.1 of the ChunkAttention paper (Ye et al. 2024).
+
+    Raises MinillmError without a GPU.
+    """
     if not torch.cuda.is_available():
         raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
     for prompt, completion in product((1024, 2048, 4096), (512, 2048)):
@@ -110,7 +114,7 @@ class MatvecOptions(NoOptions):
 
 @dataclass(frozen=True)
 class MatvecResult:
-    """Hold one weight's shape, with times in microseconds and a cold L2 cache."""
+    """Times of the matmul with one weight, in microseconds with a cold L2 cache."""
 
     op: str = shown("op")
     features: int = shown("features", "d")
@@ -119,13 +123,13 @@ class MatvecResult:
     cublas: float = shown("cuBLAS us", ".1f")  # without the norm, gate or addition that our kernel fuses
     ours: float = shown("ours us", ".1f")
     tile: tuple[int, int, int] = shown("tile", "d", width=12)  # (rows, columns, warps)
-    recorded: tuple[int, int, int] | None = shown("recorded", "d", width=12)  # in `TILES`
+    recorded: tuple[int, int, int] | None = shown("recorded", "d", width=12)  # the tile in `matvec.TILES`
 
 
 def tiles(options: MatvecOptions) -> Iterator[MatvecResult]:
-    """Measure each of the five matmuls of a model, or of a rank's shard, over all sensible tile sizes.
+    """Measure all sensible tile sizes for each of the five matmuls of a model, or of one rank's shard.
 
-    Raises UsageError without a GPU, or if our kernel does not take this number of tokens.
+    Raises UsageError without a GPU, or if the matrix-vector kernel does not support this number of tokens.
     """
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")

@@ -43,7 +43,7 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Hold medians over the runs; rates are tokens per second over all sequences."""
+    """The result of one program: medians over the runs. Rates are tokens per second over all sequences."""
 
     name: str = shown("", width=32)
     batch_size: int = shown("sequences", "d")
@@ -53,12 +53,15 @@ class LatencyResult:
     overall_rate: float = shown("all tok/s", ".1f")  # all tokens over all time
     floor_rate: float = shown("floor tok/s", ".1f")
     fraction_of_floor: float = shown("of floor", ".0%")
-    idle_share: float | None = shown("GPU idle", ".1%", default=None)  # between decode steps
+    idle_share: float | None = shown("GPU idle", ".1%", default=None)  # share of time between decode steps
     peak_kv_tokens: int | None = None
 
 
 def measure(subject: Subject, options: Options) -> list[LatencyResult]:
-    """Measure the model and the peer on the same prompts, on a quiet machine and optionally on a busy one."""
+    """Measure the model, and the peer if there is one, on the same prompts.
+
+    Runs alternate on the machine as it is, and optionally next to busy processes.
+    """
     llm, model = subject.llm, subject.llm.engine.runner.model
     generator = torch.Generator().manual_seed(0)
     size = (options.batch_size, options.input_len)
@@ -86,7 +89,7 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Run ``count`` busy processes inside the ``with``. They end with it, and with this process."""
+    """Run ``count`` processes inside the ``with``; each keeps a core busy. They also end if this process ends."""
     command = [sys.executable, "-I", "-S", "-c", _LOOP, str(os.getpid())]
     processes: list[subprocess.Popen[bytes]] = []
     try:

@@ -1,4 +1,4 @@
-"""``memory``: measure what paging and sharing save, by replays on the block accounting alone."""
+"""``memory``: measure the memory that paging and sharing save, by replaying requests on the block manager alone."""
 
 import math
 import random
@@ -25,12 +25,12 @@ from minillm.runner.step import ChunkWork, StepWork
 
 LONGEST = 2048
 _BATCH, _STEPS = 48, 1500
-_BLOCK_SIZE = 16  # of replays with sharing
+_BLOCK_SIZE = 16  # tokens per block in replays with sharing
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Define a log-normal distribution of prompt and output lengths by their means.
+    """A log-normal distribution of prompt and output lengths, defined by their means in tokens.
 
     The means are from Kwon et al. 2023, figure 11. The paper gives no variance, so sigma is an assumption.
     """
@@ -41,7 +41,7 @@ class Lengths:
     sigma: float
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Return (prompt tokens, output tokens), each at least 1, together at most `LONGEST`."""
+        """Return random (prompt tokens, output tokens). Each is at least 1, their sum at most `LONGEST`."""
         places = [math.log(mean) - self.sigma**2 / 2 for mean in (self.prompt_mean, self.output_mean)]
         prompt, output = (max(1, round(rng.lognormvariate(place, self.sigma))) for place in places)
         prompt = min(prompt, LONGEST - 1)
@@ -54,7 +54,7 @@ SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99, 1.1)
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """Hold one line; ``value`` is the fraction of slots wasted or blocks saved."""
+    """The result of one replay: ``value`` is the fraction of slots that are wasted, or of blocks that are saved."""
 
     table: str = shown("", width=18)
     lengths: str = shown("lengths", width=14)
@@ -64,7 +64,7 @@ class MemoryResult:
 
 @dataclass(frozen=True)
 class SwapResult:
-    """Hold milliseconds for a sequence of ``num_tokens`` tokens, with blocks scattered over the pool."""
+    """Times in milliseconds for a sequence of ``num_tokens`` tokens, with its blocks scattered over the pool."""
 
     block_size: int = shown("block size", "d")
     num_tokens: int = shown("tokens", "d")
@@ -83,7 +83,9 @@ class Options(NoOptions):
 
 
 def measure(options: Options) -> dict[str, Iterator[Any]]:
-    """Run the replays, and swaps on the device. Raises UsageError if the model's context is too short."""
+    """Run the replays, and swap a sequence on the device. Raises UsageError if ``num_tokens`` exceeds the model's
+    context.
+    """
     longest = SHAPES[options.shape].max_position_embeddings
     if options.num_tokens > longest:
         raise UsageError(f"num_tokens must be at most {longest}, not {options.num_tokens}: {options.shape} has no more")
@@ -111,7 +113,7 @@ def _replays(options: Options) -> Iterator[MemoryResult]:
 
 
 def _swaps(options: Options) -> Iterator[SwapResult]:
-    """Compare swapping a sequence out and in with recomputing it (one prefill at block size 16)."""
+    """Measure the time to swap a sequence out and in with each block size, and to recompute it (one prefill)."""
     llm = LLM(
         options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device,
         kv_cache_dtype=options.kv_cache_dtype,
@@ -130,13 +132,13 @@ def _swaps(options: Options) -> Iterator[SwapResult]:
         num_blocks = -(-num_tokens // block_size)
         pool = Runner(model, 4 * num_blocks, block_size, num_host_blocks=num_blocks).host_pool
         back = list(enumerate(torch.randperm(4 * num_blocks)[:num_blocks].tolist()))
-        # The first call, which does not count, allocates the CPU's pool.
+        # The first call is not timed. It allocates the pool in CPU memory.
         swap_out = milliseconds(pool.save, [(block, host) for host, block in back])
         yield SwapResult(block_size, num_tokens, swap_out, milliseconds(pool.restore, back), recompute)
 
 
 def paged_waste(lengths: Lengths, block_size: int) -> float:
-    """Return the fraction of allocated slots without a token, while sequences of all ages run together."""
+    """Return the fraction of allocated token slots that are empty, while a batch of sequences of all ages runs."""
     rng = random.Random(1)
     manager = BlockManager(_BATCH * -(-LONGEST // block_size), block_size)
     running: list[tuple[BlockTable, int]] = []
@@ -169,7 +171,12 @@ RESERVATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> float:
-    """Return the same for memory reserved when a request begins, without fragmentation between reservations."""
+    """Return the fraction of reserved token slots that are empty, if each request gets contiguous memory when it
+    begins.
+
+    ``reserve`` returns the tokens to reserve for a prompt and output length. Fragmentation between reservations is not
+    counted.
+    """
     rng = random.Random(1)
     filled = reserved = 0
     for _ in range(20_000):
@@ -181,14 +188,14 @@ def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> fl
 
 
 def saved(replay: Iterable[BlockManager]) -> float:
-    """Return the fraction of blocks that sharing saves over a replay, relative to separate sequences."""
+    """Return the fraction of blocks that sharing saves over a replay, compared with sequences that share nothing."""
     counts = [(stats.used_blocks, stats.logical_blocks) for stats in map(pool_stats, replay)]
     used, logical = map(sum, zip(*counts, strict=True))
     return 1 - used / logical
 
 
 def samples(lengths: Lengths, n: int) -> Iterator[BlockManager]:
-    """Replay ``n`` samples per prompt, for many prompts."""
+    """Replay requests for ``n`` samples each, one after another. Yield the block manager every eight steps."""
     rng = random.Random(2)
     for _ in range(150):
         prompt, output = lengths.draw(rng)
@@ -205,9 +212,10 @@ def samples(lengths: Lengths, n: int) -> Iterator[BlockManager]:
 
 
 def beams(lengths: Lengths, width: int) -> Iterator[BlockManager]:
-    """Replay beam searches with simulated continuations, one after the other.
+    """Replay beam searches with simulated continuations, one after another. Yield the block manager every eight steps.
 
-    Each beam's next tokens follow a Zipf distribution with exponent 1.5 and Gumbel noise of scale 0.5.
+    The log-probabilities of each beam's next tokens follow a Zipf distribution with exponent 1.5, with Gumbel noise of
+    scale 0.5.
     """
     rng = random.Random(3)
     ranks = [-1.5 * math.log(rank) for rank in range(1, 2 * width + 1)]
@@ -250,7 +258,7 @@ INSTRUCTIONS = (
 
 
 def _model_beams(llm: LLM, lengths: Lengths, width: int) -> Iterator[BlockManager]:
-    """Replay `beams` with a model: real beam searches over real text, one at a time."""
+    """Replay beam searches like `beams`, but with a model: real searches over real text, one at a time."""
     engine, rng = llm.engine, random.Random(3)
     text = llm.tokenizer.encode(INSTRUCTIONS)
     for number in range(24):
@@ -268,7 +276,10 @@ def _model_beams(llm: LLM, lengths: Lengths, width: int) -> Iterator[BlockManage
 
 
 def shared_prefix(lengths: Lengths, prefix: int, batch: int) -> Iterator[BlockManager]:
-    """Replay a batch of requests with a common cached prefix."""
+    """Replay a batch of requests that share a cached prefix of ``prefix`` tokens.
+
+    Yield the block manager at its end.
+    """
     rng = random.Random(4)
     manager = BlockManager((batch + 1) * -(-(LONGEST + prefix) // _BLOCK_SIZE), _BLOCK_SIZE, prefix_caching=True)
     shared = [rng.randrange(1 << 16) for _ in range(prefix)]

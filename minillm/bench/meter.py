@@ -26,7 +26,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median wall-clock seconds of ``run`` and its work on the device, after one call to warm up."""
+    """Return the median wall-clock time of ``run`` in seconds, including its work on the device.
+
+    One call to warm up is not counted.
+    """
     times = []
     for _ in range(repeats + 1):
         synchronize(device)
@@ -38,7 +41,9 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
 
 
 def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
-    """Return the median bytes per second of reads (CPU), or of reads plus writes in a copy (GPU)."""
+    """Return the median memory bandwidth in bytes per second: of reads on a CPU, of reads plus writes of a copy on a
+    GPU.
+    """
     data = torch.randn(size // 4, device=device)
     if device.type != "cuda":
         return size / seconds_of(data.sum, device, 7)
@@ -48,15 +53,15 @@ def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold the measured best rates of the machine."""
+    """The best rates that were measured on this machine."""
 
     copy_bandwidth: float = shown("copy, TB/s", ".2f", 1e-12)  # bytes per second, see `read_bandwidth`
-    # FLOPs per second of a large bfloat16 product; infinite where it was not measured (on a CPU the bytes decide)
+    # FLOPs per second of a large bfloat16 matmul; infinite if not measured (on a CPU, memory bandwidth is the limit)
     matmul_rate: float = shown("bfloat16 matmuls, TFLOP/s", ".0f", 1e-12, default=math.inf)
 
     @classmethod
     def measure(cls, device: torch.device, size: int = 1 << 29) -> Limits:
-        """Measure copies of ``size`` bytes, and on a GPU matmuls."""
+        """Measure copies of ``size`` bytes, and on a GPU also large matmuls."""
         bandwidth = read_bandwidth(device, size)
         if device.type != "cuda":
             return cls(bandwidth)
@@ -66,14 +71,17 @@ class Limits:
 
 @dataclass
 class Meter(StepObserver):
-    """Sum figures over the steps of a run."""
+    """An observer of an engine's steps.
+
+    It computes the floor, a lower bound of their time, and other figures of a run.
+    """
 
     engine: Engine
     limits: Limits
-    floor: float = 0.0  # seconds
-    idle_share: float | None = None  # of the time between the first and the last of successive decode steps
-    peak_blocks: int = 0
-    # The begin and the end of each decode step on the device's clock; an empty list for other steps.
+    floor: float = 0.0  # seconds that all steps would take at the machine's limits
+    idle_share: float | None = None  # share of time in which the GPU is idle between successive decode steps
+    peak_blocks: int = 0  # maximum blocks in use
+    # For each step: events at the begin and at the end of a decode step on the GPU's clock; empty for other steps.
     _marks: list[list[torch.cuda.Event]] = field(default_factory=list)
 
     @property
@@ -81,7 +89,11 @@ class Meter(StepObserver):
         return self.peak_blocks * self.engine.cache.block_size
 
     def begin(self, work: StepWork) -> None:
-        """Add a step: it reads the weights and each used block of rank 0 once, or is limited by its matmuls."""
+        """Add a step to the floor.
+
+        At best, the step reads the weights once and, if it decodes, every used block once; or its matmuls take longer.
+        Both are counted for rank 0.
+        """
         model, cache = self.engine.runner.model, self.engine.cache
         config, bytes_read = model.local, model.weight_bytes
         if work.decode is not None or work.num_decodes:
@@ -93,12 +105,12 @@ class Meter(StepObserver):
             self._marks.append([now()] if work.decode is not None and not work.chunks else [])
 
     def end(self) -> None:
-        """Mark the end of a decode step's work. The last call for a step counts."""
+        """Record the end of a decode step's work. If this is called again for the same step, the last call counts."""
         if self._marks and self._marks[-1]:
             self._marks[-1][1:] = [now()]
 
     def conclude(self) -> None:
-        """Compute the gaps between the end of one decode step and the start of the next, by the device's clock."""
+        """Compute `idle_share` from the gaps between the end of a decode step and the start of the next one."""
         if self._marks:
             torch.cuda.synchronize()
         pairs = [(before, after) for before, after in pairwise(self._marks) if before and after]
@@ -109,7 +121,10 @@ class Meter(StepObserver):
 
 @contextmanager
 def metered(engine: Engine, limits: Limits) -> Iterator[Meter]:
-    """Measure every step that ``engine`` takes inside the ``with``."""
+    """Measure every step of ``engine`` inside the ``with``.
+
+    The yielded meter has its final figures after the ``with``.
+    """
     meter = Meter(engine, limits)
     engine.figures.reset_peaks()
     engine.runner.observers.append(meter)

@@ -1,4 +1,4 @@
-"""Define the cases of ``kernels``: how to run and check each op on a shape, with its bytes and FLOPs."""
+"""The cases of ``minillm bench kernels``: how to run and check each op on a shape, with its bytes and FLOPs."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,22 +32,23 @@ _HEADS: tuple[Heads, ...] = ((32, 8, 128), (32, 8, 64), (32, 32, 128))
 
 @dataclass(frozen=True)
 class Case:
-    """Hold one op of `minillm.kernels` on one shape."""
+    """One op of `minillm.kernels` on one shape, with its inputs."""
 
     op: str
     shape: str
-    inputs: list[tuple[Any, ...]]  # copies; launches rotate through them
-    bytes: int
-    flops: int = 0
-    launches: int = 24
-    # takes a launch of the first inputs, returns its relative error; by default that of the whole result
+    inputs: list[tuple[Any, ...]]  # copies of the arguments; launches use them in turn
+    bytes: int  # bytes that a launch reads and writes
+    flops: int = 0  # floating-point operations of a launch
+    launches: int = 24  # launches to time
+    # Takes a function that launches the op on the first inputs. Returns its relative error. By default `error` compares
+    # the whole result.
     check: Callable[[Callable[[], Any]], float] | None = None
 
     def launch(self, i: int = 0) -> Any:
         return getattr(kernels, self.op)(*self.inputs[i % len(self.inputs)])
 
     def error(self) -> float:
-        """Return the relative error of a launch against `minillm.kernels.reference` in float64."""
+        """Return the relative error of one launch, compared with `minillm.kernels.reference` in float64."""
         if self.check is not None:
             return self.check(self.launch)
         double = (each.double() if isinstance(each, Tensor) else each for each in self.inputs[0])
@@ -55,12 +56,12 @@ class Case:
 
 
 def random(*shape: int) -> Tensor:
-    """Return normal random numbers on the GPU."""
+    """Return normally distributed random numbers on the GPU, in bfloat16."""
     return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
 def _cache(num_blocks: int, block_size: int, kv_heads: int, dim: int, in_8_bits: bool) -> LayerCache:
-    """Return random K and V of a layer."""
+    """Return a layer's cache with random K and V."""
     shape = (num_blocks, block_size, kv_heads, dim)
     if not in_8_bits:
         return LayerCache(random(*shape), random(*shape))
@@ -74,7 +75,7 @@ def _kv_bytes(tokens: int, kv_heads: int, dim: int, in_8_bits: bool) -> int:
 
 
 def _double(pages: Pages) -> Pages:
-    """Convert to float64, for the reference."""
+    """Convert K and V, or the scales of an 8-bit cache, to float64 for the reference."""
     if pages.k_scales is None or pages.v_scales is None:
         return pages._replace(k=pages.k.double(), v=pages.v.double())
     return pages._replace(k_scales=pages.k_scales.double(), v_scales=pages.v_scales.double())
@@ -161,7 +162,10 @@ def prefix_attention(
     planned_tail: int | None = None,
     costs: Costs = FREE,
 ) -> Case:
-    """Make ``seqs`` sequences of ``prefix`` shared and ``tail`` own tokens, planned for ``planned_tail`` own ones."""
+    """Return the case of ``seqs`` sequences that share ``prefix`` tokens and have ``tail`` own tokens each.
+
+    The plan is made for ``planned_tail`` own tokens, by default ``tail``.
+    """
     heads, kv_heads, dim = shape
     shared, own = prefix // _BLOCK_SIZE, -(-tail // _BLOCK_SIZE)
     blocks = shared + seqs * own
@@ -264,20 +268,21 @@ def _top_log_probabilities(rows: int, vocab: int, count: int) -> Case:
     return Case("top_log_probabilities", f"{rows} x {vocab}, best {count}", inputs, rows * vocab * 4, check=check)
 
 
-_FORMS = (False, True)  # of the cache: as q, and in 8 bits
-# Sequences, then tokens of the context, of a shared and an own part, or of a chunk and before it.
+_FORMS = (False, True)  # whether the cache is in 8 bits
+# The sizes of attention begin with the number of sequences. Then follow tokens: of the context; of the shared and of
+# each own part; of a chunk and of the context before it.
 _PAGED = tuple(
     (seqs, context, _BLOCK_SIZE, True)
     for seqs, context in (
         (1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (64, 1024), (64, 4096), (256, 1024),
     )
 )  # fmt: skip
-_PAGED_APART = ((64, 4096, 1), (64, 4096, 256), (64, 4096, 16, False))  # block size, whether shuffled
+_PAGED_APART = ((64, 4096, 1), (64, 4096, 256), (64, 4096, 16, False))  # then the block size, whether shuffled
 _PREFIX = ((32, 1024, 64), (32, 2048, 64), (32, 4096, 64), (256, 1024, 128), (256, 2048, 128), (256, 8192, 128))
 _PREFILL = ((1, 8192, 0), (1, 2048, 0), (1, 2048, 6144), (16, 512, 0), (32, 64, 2048))
 
 
-# By the op's name: a function that makes a case, and the arguments of each.
+# Name of an op -> a function that returns a case, and the arguments for each case.
 OPS: dict[str, tuple[Callable[..., Case], Iterable[tuple[Any, ...]]]] = {
     "rms_norm": (_rms_norm, ((1, 4096), (64, 4096), (8192, 4096))),
     "silu_mul": (_silu_mul, ((1, 14336), (64, 14336), (8192, 4096))),

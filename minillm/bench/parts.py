@@ -1,4 +1,4 @@
-"""Measure the CPU time of an engine's steps by part; a part excludes the parts nested in it."""
+"""Measure the CPU time of an engine's steps by part. The time of a part excludes other parts that are called in it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ PARTS: tuple[str, ...] = (*dict.fromkeys(part for _, _, part in _METHODS), *(par
 
 @contextmanager
 def parts_of_steps(runner: type = Runner, drawn: type = Drawn) -> Iterator[dict[str, float]]:
-    """Time all steps of this process; yield a dictionary of seconds for each of `PARTS`. Clear it to restart.
+    """Time all steps of this process inside the ``with``.
+
+    Yield a dictionary with the seconds of each of `PARTS` so far. Clear it to start again.
 
     Args:
         runner: the class of the runner.
-        drawn: the class of its drawn tokens; time in its `wait` belongs to no part.
+        drawn: the class of the tokens that the runner draws. Time in its `wait` counts as `WAIT`.
     """
     places = [*_METHODS, *((runner, name, part) for name, part in _OF_RUNNER), (drawn, "wait", WAIT)]
     seconds: dict[str, float] = defaultdict(float)
-    within: list[float] = []  # for each running call, the seconds of nested parts
+    within: list[float] = []  # for each running call, the seconds of parts called in it
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

@@ -1,7 +1,8 @@
-"""Measure other programs in the same process, for ``minillm bench latency --peer``.
+"""Measure other programs in this process, for ``minillm bench latency --peer``.
 
-A peer is a function of the subject and its prompts. It returns the peer's name, and a function that generates a number
-of tokens for each prompt and returns the time. It raises UsageError if the peer cannot run.
+A peer is a function of the subject and the prompts. It returns a function and the peer's name. That function takes a
+number of tokens, generates as many for each prompt, and returns a `Timing`. The peer raises UsageError if it cannot
+run.
 """
 
 import time
@@ -13,14 +14,14 @@ import torch
 from minillm.bench.table import Subject
 from minillm.errors import UsageError
 
-Timing = tuple[float, float]  # seconds of one run, from the requests to the first tokens and to the end
-_SAME_NAMES = (  # in our configuration and in transformers'
+Timing = tuple[float, float]  # seconds of one run: from its start to the first tokens, and to the end
+_SAME_NAMES = (  # settings with the same name in our configuration and in that of transformers
     "vocab_size", "hidden_size", "head_dim", "intermediate_size", "max_position_embeddings", "tie_word_embeddings",
 )  # fmt: skip
 
 
 def _transformers(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """Generate with transformers, with random weights of the subject's dimensions."""
+    """Return a peer that generates with transformers, with random weights of the subject's dimensions."""
     try:
         import transformers
     except ImportError:
@@ -47,7 +48,10 @@ def _transformers(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[
 
 
 def _llama_cpp(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """Run llama.cpp with the same GGUF file, kind of device and number of threads. It draws no tokens."""
+    """Return a peer that runs llama.cpp with the same GGUF file, kind of device and number of threads.
+
+    It only computes logits; it does not draw tokens.
+    """
     try:
         import llama_cpp
     except ImportError:

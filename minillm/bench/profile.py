@@ -1,4 +1,4 @@
-"""``profile``: measure the time of one decode step on a GPU by kernel, with torch's profiler."""
+"""``profile``: measure the time of one decode step on a GPU, kernel by kernel, with torch's profiler."""
 
 import random
 import re
@@ -14,7 +14,8 @@ from minillm.errors import UsageError
 from minillm.params import MAX_TOKENS, SamplingParams
 
 _STEPS = 8
-_LINEAR = ("matvec", "gemm", "nvjet", "cutlass", "splitK", "cublas")  # in the names of kernels, as the next
+# Substrings that tell from a kernel's name that it computes a linear layer, or attention.
+_LINEAR = ("matvec", "gemm", "nvjet", "cutlass", "splitK", "cublas")
 _ATTENTION = ("paged_attention", "merge_splits")
 
 
@@ -26,7 +27,7 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class KernelShare:
-    """Hold one kernel's part of a decode step. ``bytes`` is None where the benchmark does not count them."""
+    """One kernel's part of a decode step. ``bytes`` is None where the benchmark does not count them."""
 
     kernel: str = shown("kernel", width=48)
     launches: float = shown("launches", ".1f")  # per step

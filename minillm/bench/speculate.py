@@ -3,14 +3,14 @@
 Prompts use the model's chat template, if it has one. The long texts are in the public domain. A chat has three turns;
 its later prompts contain the answers generated without speculation. All methods alternate in one process: without
 speculation, by n-gram lookup, and with ``--speculate MODEL`` by a draft model. Times cover the tokens after the first.
-Chat answers are sampled and repeat themselves more or less, so each chat runs with several seeds.
+Chat answers are sampled, and some repeat themselves more than others, so each chat runs with several seeds.
 
-A model with random weights repeats nothing, and its quantized copy (``--shape llama-8b --speculate llama-8b:q4_0``)
-disagrees with it, because its top tokens are almost equally likely. But the higher the temperature, the more a token
-depends on the noise that both models share. So at some temperature the copy's acceptance rate is that of a real draft
-model. The cost of a draft token does not depend on its value, so speeds are reported with their acceptance rates.
-Finally, if the head is a separate matrix, it is overwritten so that the model counts: token t + 1 follows token t. The
-model then repeats a prompt exactly, at the cost of its dimensions.
+A model with random weights does not repeat anything. Its quantized copy (``--shape llama-8b --speculate
+llama-8b:q4_0``) is a poor draft model, because the model's top tokens are almost equally likely. But the higher the
+temperature, the more a token depends on the noise that both models share. At some temperature, the copy's acceptance
+rate is therefore that of a real draft model. The cost of a draft token does not depend on its value, so speeds are
+reported with their acceptance rates. Finally, if the head is a separate matrix, it is overwritten so that the model
+counts: token t + 1 follows token t. The model then repeats a prompt exactly, at the cost of a model of its dimensions.
 """
 
 import statistics
@@ -83,7 +83,7 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     ),
     "nothing": ("Write one word after the other, each a new one.",),
 }
-_SEEDS = 3  # of a chat
+_SEEDS = 3  # seeds per chat
 _FOLLOW_UPS = {"second turn": "Tell me more about that.", "third turn": "Sum up what you have told me."}
 _TURNS = "chat", *_FOLLOW_UPS
 _RANDOM_IDS = tuple(range(1000, 3000, 7))
@@ -93,11 +93,15 @@ _FIRST, _LENGTH = 5000, 200  # first token and number of tokens of a counted tex
 
 
 def _counted(kept: int, lost: int) -> tuple[int, ...]:
-    """Return a text that repeats: ``kept`` counted tokens, then one foreign token instead of ``lost`` counted ones."""
+    """Return a text of ascending token ids: runs of ``kept`` tokens, each followed by a gap of ``lost`` tokens.
+
+    One foreign token fills the gap. A model that counts (`let_count`) repeats the text, except for the foreign tokens.
+    The last token makes it start again.
+    """
     text: list[int] = []
     for first in range(_FIRST, _FIRST + _LENGTH, kept + lost):
         text += [*range(first, first + kept), *([first + 20_000] if lost else [])]
-    return *text, _FIRST - 1  # counting restarts after it
+    return *text, _FIRST - 1  # its successor is the first token
 
 
 COUNTED: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -105,7 +109,7 @@ COUNTED: dict[str, tuple[tuple[int, ...], ...]] = {
     "counted edit": (_counted(39, 1),),
     "counted names": (_counted(12, 3),),
 }
-_SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
+_SAMPLING: dict[str, dict[str, Any]] = {  # sampling parameters by kind of text; kinds that are not listed are greedy
     # The parameters of the chat app.
     **{turn: {"temperature": 0.7, "top_p": 0.95, "logprobs": 5} for turn in _TURNS},
     "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is unpredictable
@@ -122,9 +126,9 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class SpeculationResult:
-    """Hold median seconds per token after the first, and draft tokens of all runs.
+    """The result for one kind of text and one method: median seconds per token after the first.
 
-    ``same``: speculation did not change the tokens.
+    Draft tokens are counted over all runs. ``same``: speculation did not change the tokens.
     """
 
     name: str = shown("")
@@ -168,7 +172,7 @@ def _with_later_turns(
 
 
 def _together(turns: list[SpeculationResult]) -> SpeculationResult:
-    """Combine a chat's turns into one result, weighted by their tokens."""
+    """Combine the results of all turns of the chats into one, weighted by their tokens."""
     num_tokens = sum(each.num_tokens for each in turns)
     plain, guessing = (sum(each.num_tokens * getattr(each, way) for each in turns) for way in ("plain", "guessing"))
     num_steps = sum(each.num_tokens / each.tokens_per_step for each in turns if each.tokens_per_step)
@@ -188,9 +192,10 @@ def _together(turns: list[SpeculationResult]) -> SpeculationResult:
 
 @torch.inference_mode()
 def let_count(model: Llama) -> bool:
-    """Overwrite the embedding and the head so that token t + 1 follows t. Return False if they share a matrix.
+    """Overwrite the embedding and the head so that token t + 1 follows token t.
 
-    The embedding becomes so large that the layers do not matter; the head is the embedding shifted by one row.
+    The embedding becomes so large that the layers do not matter; the head is the embedding shifted by one row. Return
+    False, and change nothing, if the two share a matrix or are low-bit.
     """
     embedding, head = model.embedding, model.head.weight
     if not isinstance(embedding, Tensor) or head.shape != embedding.shape or head.data_ptr() == embedding.data_ptr():
@@ -258,7 +263,10 @@ def _measure(
 
 
 def _later_turns(llm: LLM, tokenizer: Tokenizer, options: Options) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the later prompts of each chat and seed, with the chat before them."""
+    """Generate the answers of all chats without speculation, for each seed. Return the prompts of the later turns.
+
+    A prompt contains the chat before it. The keys are the names of the turns.
+    """
     engine = llm.engine
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS["chat"] for _ in range(_SEEDS)]
     params = [SamplingParams(max_tokens=options.output_len, seed=i, **_SAMPLING["chat"]) for i in range(_SEEDS)]

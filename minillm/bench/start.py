@@ -1,4 +1,4 @@
-"""``start``: measure the seconds from a fresh process to its first answer."""
+"""``start``: measure the seconds from the start of a process to its first answer."""
 
 import json
 import os
@@ -33,7 +33,9 @@ print(json.dumps([after - before for before, after in zip(moments, moments[1:])]
 
 @dataclass(frozen=True)
 class StartResult:
-    """Hold the seconds of one process to import torch, load the model, and generate the first token and seven more."""
+    """The seconds in which one process imports torch, loads the model, generates the first token, and generates seven
+    more.
+    """
 
     process: str = shown("process")  # "first" or "later"
     imports: float = shown("imports s", ".2f")
@@ -52,7 +54,9 @@ class Options(NoOptions):
 
 
 def measure(options: Options) -> Iterator[StartResult]:
-    """Start a first process without compiled kernels, then later ones. Raises MinillmError if one fails."""
+    """Start one process without compiled kernels, then later ones that find them compiled. Raises MinillmError if one
+    fails.
+    """
     model = json.dumps({**weights(options.shape, options.model), "device": options.device})
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "TRITON_CACHE_DIR": directory}

@@ -1,10 +1,10 @@
 """List the workloads of ``minillm bench``, declare their options, and print their results. Imports no torch.
 
-A workload is a function of a dataclass of declared parameters (`minillm.checks`). If they are `ModelOptions`, its first
-argument is a `Subject`. It returns a result, or None if this process has none.
+A workload is a function of its options: a dataclass of declared parameters (`minillm.checks`). If that dataclass is a
+`ModelOptions`, the function's first argument is a `Subject`. It returns a result, or None if this process has none.
 
-A result is a dataclass, an iterable of dataclasses of one class, or a dictionary of these. `shown` describes how a
-field is printed, `computed` how a property is. JSON has all fields and no properties.
+A result is a dataclass, an iterable of dataclasses of one class, or a dictionary of these. `shown` declares how a field
+is printed, `computed` how a property is printed. JSON has all fields and no properties.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minillm.model.shapes import SHAPES
 if TYPE_CHECKING:
     from minillm.llm import LLM
 
-# By name: the file and its function, and the line in --help.
+# Name of a workload -> its file and function, and its line in --help.
 WORKLOADS = {
     "latency": ("latency.measure", "measure how fast a few sequences decode together"),
     "speculate": (
@@ -52,7 +52,7 @@ WORKLOADS = {
 
 
 def workload(name: str) -> tuple[Callable[..., Any], type[NoOptions]]:
-    """Return the function that measures a workload, and the class of its options."""
+    """Return the function that measures the workload ``name``, and the class of its options."""
     file, function = WORKLOADS[name][0].split(".")
     measure = getattr(importlib.import_module(f"minillm.bench.{file}"), function)
     return measure, get_type_hints(measure)["options"]
@@ -60,7 +60,7 @@ def workload(name: str) -> tuple[Callable[..., Any], type[NoOptions]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """Hold the measured model, its name, and the workload's name."""
+    """The model to measure, its name, and the name of the workload."""
 
     llm: LLM
     name: str
@@ -76,7 +76,10 @@ class Subject:
 
 
 def weights(shape: str | None, model: str | None) -> dict[str, str]:
-    """Return the parameters of `LLM` for ``--shape`` or ``--model``; without both, for the smallest shape."""
+    """Return the arguments of `LLM` for the options ``--shape`` and ``--model``; without both, for the smallest shape.
+
+    Raises UsageError if both are given.
+    """
     if shape and model:
         raise UsageError("give either --shape (random weights) or --model (real ones), not both")
     name, separator, form = (shape or "smollm2-135m").partition(":")
@@ -84,12 +87,12 @@ def weights(shape: str | None, model: str | None) -> dict[str, str]:
 
 
 def word(default: str | None, help: str, *, metavar: str = "NAME") -> Any:
-    """Declare an option that its user checks."""
+    """Declare an option with any text as its value. The workload checks it."""
     return custom(default, lambda name, value: value, metavar=metavar, help=help)
 
 
 def shape(default: str | None, help: str) -> Any:
-    """Declare an option that names a model's dimensions."""
+    """Declare an option that names a model's dimensions: a name in `SHAPES`, with ``:FORM`` if quantized."""
 
     def check(option: str, value: Any) -> Any:
         known, (name, separator, form) = tuple(SHAPES), (value or "").partition(":")
@@ -103,7 +106,7 @@ def shape(default: str | None, help: str) -> Any:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Hold a workload's options; here, none."""
+    """The base class of all options. A workload without options uses it as it is."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -111,7 +114,7 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class ModelOptions(NoOptions):
-    """Hold the option that all workloads with a model share: ``--shape`` replaces ``--model``."""
+    """The options that all workloads with a model share. ``--shape`` replaces ``--model``."""
 
     shape: str | None = shape(
         None,
@@ -127,15 +130,18 @@ class ScaleOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class Column:
-    """Describe how one figure of a result is printed."""
+    """The title and the format of one printed figure of a result."""
 
     title: str
-    spec: str = ""  # its format; without one it is text, aligned to the left in a table
+    spec: str = ""  # format of the number; if empty, the figure is text, aligned to the left in a table
     scale: float | None = None  # factor of the number: 1e3 prints seconds as milliseconds
-    width: int = 9  # least number of characters in a table
+    width: int = 9  # minimum characters in a table
 
     def text(self, value: Any) -> str:
-        """Return the formatted value: the parts of a tuple or list separately, nothing for None."""
+        """Return the formatted value.
+
+        Elements of a tuple or list are formatted one by one; None gives an empty text.
+        """
         if isinstance(value, tuple | list):
             return " / ".join(map(self.text, value))
         scaled = value if self.scale is None or value is None else value * self.scale
@@ -148,12 +154,12 @@ class Column:
 
 
 def shown(title: str, spec: str = "", scale: float | None = None, *, width: int = 9, default: Any = MISSING) -> Any:
-    """Declare a printed field, as a `Column`."""
+    """Declare a field of a result that is printed as a `Column` with these settings."""
     return field(default=default, metadata={"column": Column(title, spec, scale, width)})
 
 
 def computed(title: str, spec: str) -> Callable[[Callable[[Any], Any]], property]:
-    """Turn a method into a printed property, as a `Column`."""
+    """Return a decorator that turns a method of a result into a property, printed as a `Column` with these settings."""
 
     def decorate(method: Callable[[Any], Any]) -> property:
         method.column = Column(title, spec)  # type: ignore[attr-defined]
@@ -163,7 +169,7 @@ def computed(title: str, spec: str) -> Callable[[Callable[[Any], Any]], property
 
 
 def figures(result: Any) -> Iterator[tuple[Column, str]]:
-    """Yield every column of a result, with its text."""
+    """Yield the columns of a result, each with its formatted value."""
     columns = [(each.name, each.metadata.get("column")) for each in fields(result)]
     methods = ((name, getattr(member, "fget", None)) for name, member in vars(type(result)).items())
     columns += [(name, getattr(method, "column", None)) for name, method in methods]
@@ -173,7 +179,10 @@ def figures(result: Any) -> Iterator[tuple[Column, str]]:
 
 
 def show(result: Any, heading: str = "") -> None:
-    """Print a result: a dataclass as lines, several as rows of a table as they arrive, a dictionary part by part."""
+    """Print a result under ``heading``.
+
+    A dataclass is printed as lines, several dataclasses as rows of a table as they arrive, a dictionary entry by entry.
+    """
     if heading:
         print(heading, flush=True)
     if isinstance(result, Mapping):
@@ -198,7 +207,7 @@ def _show_line(cells: Iterable[str]) -> None:
 
 
 def plain(result: Any) -> Any:
-    """Return a result as plain data for `json.dumps`."""
+    """Convert a result to plain data for `json.dumps`."""
     if isinstance(result, Mapping):
         return {name: plain(part) for name, part in result.items()}
     return asdict(result) if is_dataclass(result) else [asdict(row) for row in result]  # type: ignore[arg-type]

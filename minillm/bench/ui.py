@@ -1,4 +1,4 @@
-"""``ui``: measure the real app with the real engine."""
+"""``ui``: measure the chat app with a real engine: first paint, keys, drawing, and how much it slows generation."""
 
 import asyncio
 import os
@@ -29,15 +29,16 @@ from minillm.ui.settings import Settings
 from minillm.weights.manifest import default_model
 
 NUM_BLOCKS = 20_000
-FRAMES, _SECONDS = 10, 6.0  # of drawing: frames per second, and seconds
+FRAMES, _SECONDS = 10, 6.0  # frames per second, and seconds, in which drawing is measured
 _KEYS = 40
-_TURNS = 500  # of the long conversation
+_TURNS = 500  # turns of the long conversation
 _OPENINGS = 5
-_CYCLES, _CYCLES_EACH = 20, 4  # in each the app is paused once; of one answer, because its context grows
-_WATCHED, _HELD = 6.0, 3.0  # seconds
+# The app is paused once per cycle. One answer has only a few cycles, because its context grows.
+_CYCLES, _CYCLES_EACH = 20, 4
+_WATCHED, _HELD = 6.0, 3.0  # seconds per cycle in which the app draws, and in which it is paused
 _CATCH_UP = 1.0  # seconds, not counted, in which the app catches up with drawing
 _QUESTION = "Tell me a long story about a lighthouse."
-_LAST = "lighthouse-keepers"  # only in the last answer
+_LAST = "lighthouse-keepers"  # a word that is only in the last answer
 _ANSWER = """\
 The **lamp** is lit an hour before dusk; `wick` and glass are cleaned first.
 
@@ -57,7 +58,7 @@ _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": 6000, "ignore_eos": True
 
 @dataclass(frozen=True)
 class UiFigures:
-    """Hold the results, in seconds unless the name has a unit."""
+    """The results of the workload, in seconds unless the name has a unit."""
 
     first_paint: float = shown("ms to the first paint", ".0f", 1e3)
     key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
@@ -67,7 +68,7 @@ class UiFigures:
     drawing_share: float = shown(f"{NUM_BLOCKS:,} blocks, {FRAMES} Hz: of a core", ".1%")
     tokens_per_second_watched: float = shown("tok/s, watched", ".1f")
     tokens_per_second_held: float = shown("tok/s while the app is held", ".1f")
-    # of each cycle, as a fraction of the speed while the app is paused
+    # For each cycle: how much slower generation is, as a fraction of its speed while the app is paused.
     slowdowns: tuple[float, ...] = shown("slow-down of each cycle", ".1%")
     slowdown: float = shown("their mean", ".1%")
 
@@ -87,7 +88,10 @@ async def _app(engine: Mapping[str, object]) -> AsyncIterator[Pilot[None]]:
 
 
 async def _until(terminal: int, text: str, typed: str = "") -> float:
-    """Type, wait until the terminal has shown ``text`` since the last call, and return the seconds."""
+    """Type ``typed`` into the terminal, and wait until it shows ``text``. Return the seconds from the first key.
+
+    Output that earlier calls have read does not count. Raises MinillmError after 120 seconds.
+    """
     began, shown = time.monotonic(), b""
     os.write(terminal, typed.encode())
     while text.encode() not in shown:
@@ -102,9 +106,9 @@ async def _until(terminal: int, text: str, typed: str = "") -> float:
 
 @asynccontextmanager
 async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[int, int]]:
-    """Run `minillm chat` in a process; yield its pseudo-terminal and its process id.
+    """Run `minillm chat` in a process. Yield its pseudo-terminal and its process id.
 
-    ``saved``: a conversation that it can open.
+    ``saved`` is a conversation that the app can open.
     """
     import pty
 
@@ -115,7 +119,7 @@ async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[in
         environment |= {"MINILLM_DATA": directory, "MINILLM_CONFIG": directory}
         if saved is not None:
             SessionStore(Path(directory) / "conversations").save(saved)
-        # As for users: compiling our own modules at each start would be a sixth of the time to the first paint.
+        # Users have compiled modules. Compiling ours at each start would be a sixth of the time to the first paint.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "minillm.cli.main", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
@@ -131,7 +135,7 @@ async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[in
 
 
 async def _first_paint() -> float:
-    """Return the seconds from the start of a process until the footer, the last line, is drawn."""
+    """Return the seconds from the start of the app's process until it has drawn its last line, the footer."""
     began = time.monotonic()
     async with _terminal() as (terminal, _):
         await _until(terminal, "Help")
@@ -139,7 +143,7 @@ async def _first_paint() -> float:
 
 
 async def _keys() -> list[float]:
-    """Return the seconds from each key until the screen shows it, while an answer is generated."""
+    """Return for each key the seconds from pressing it until the screen shows it, while an answer is generated."""
     async with _terminal() as (terminal, _):
         await _until(terminal, "ready in")
         await _until(terminal, "tok/s", typed=f"{_QUESTION}\r")
@@ -160,9 +164,9 @@ def _long_conversation() -> Conversation:
 
 
 async def _opening() -> tuple[float, float]:
-    """Return the seconds to open a long conversation from the list, until its end is on the screen.
+    """Open a long conversation from the list.
 
-    Also return the app's memory in MB after it has drawn everything.
+    Returns: the seconds until its end is on the screen; the app's memory in MB after it has drawn everything.
     """
     async with _terminal(_long_conversation()) as (terminal, process):
         await _until(terminal, "ready in")
@@ -201,10 +205,10 @@ async def _drawing() -> float:
 
 
 async def _cycles() -> list[tuple[float, float]]:
-    """Return the tokens per second of an answer in a pool of `NUM_BLOCKS`, while the app draws and while it is paused.
+    """Return two speeds in tokens per second for each cycle: while the app draws, and while it is paused.
 
-    The machine's speed drifts by more than the difference, so the figure of a drawing app is the mean of the intervals
-    just before and just after the pause.
+    An answer is generated in a pool of `NUM_BLOCKS` blocks. The machine's speed drifts by more than the difference, so
+    the speed of a drawing app is the mean of the intervals just before and just after the pause.
     """
     # Without speculation: steps are counted, and one with draft tokens yields more tokens and takes longer.
     engine = {"num_blocks": NUM_BLOCKS, "block_size": 1, "device": "cpu", "speculate": "off"}
@@ -213,7 +217,7 @@ async def _cycles() -> list[tuple[float, float]]:
         chat.talk.prompt.text = _QUESTION
         await pilot.press("enter")
         await asyncio.sleep(_CATCH_UP)
-        ended: dict[int, float] = {}  # the end of each step, by its number
+        ended: dict[int, float] = {}  # number of a step -> the time of its end
         turns: list[tuple[float, float, float]] = []  # the start of drawing, and the start and end of the pause
         while not chat.talk.conversation.num_answers and len(turns) <= _CYCLES_EACH:
             await asyncio.sleep(_CATCH_UP)
@@ -236,14 +240,17 @@ async def _cycles() -> list[tuple[float, float]]:
 
 
 def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
-    """Return the steps per second from ``begin`` to ``end``; ``ended`` may lack some steps."""
+    """Return the steps per second from ``begin`` to ``end``.
+
+    ``ended`` has the time of each step's end, by its number. Some steps may be missing.
+    """
     numbers = sorted(ended)
     first, last = np.interp((begin, end), [ended[number] for number in numbers], numbers)
     return float(last - first) / (end - begin)
 
 
 def measure(options: NoOptions) -> UiFigures:
-    """Measure everything; takes about five minutes on a CPU."""
+    """Measure everything. This takes about five minutes on a CPU."""
     paints = [asyncio.run(_first_paint()) for _ in range(6)][1:]  # the first run compiles the modules
     keys = sorted(asyncio.run(_keys()))
     openings = [asyncio.run(_opening()) for _ in range(_OPENINGS)]

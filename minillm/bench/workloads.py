@@ -1,6 +1,6 @@
-"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``, ``share``: run workloads on the engine.
+"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``: run workloads on the engine.
 
-Protocol: see docs/performance.md. The prefix cache starts empty, except for the prefix that ``prefix`` warms.
+docs/performance.md describes the protocol. The prefix cache starts empty, except for the prefix that ``prefix`` warms.
 """
 
 import random
@@ -21,32 +21,32 @@ from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 
 Request = tuple[list[int], Params]
-MakeRequests = Callable[[random.Random, int, float], list[Request]]  # of a vocabulary's size and a scale
+MakeRequests = Callable[[random.Random, int, float], list[Request]]  # arguments: generator, vocabulary size, scale
 
 
 @dataclass(frozen=True)
 class WorkloadResult:
-    """Hold one measured run: times in seconds, medians over the requests."""
+    """The result of one measured run. Times are in seconds, medians over the requests."""
 
     workload: str
     name: str
     num_requests: int = shown("requests", ",")
-    output_tokens: int = shown("output tokens", ",")  # in a beam search, of the best beam only
+    output_tokens: int = shown("output tokens", ",")  # in a beam search, tokens of the best beam only
     seconds: float = shown("seconds", ".2f")
     rate: float = shown("output tokens per second", ",.0f")
     time_to_first_token: float = shown("ms to the first token, median", ",.0f", 1e3)
     time_per_output_token: float = shown("ms per output token, median", ".2f", 1e3)
-    floor_seconds: float = shown("seconds of the floor", ".2f", default=0.0)  # of bytes and FLOPs at the limits
+    floor_seconds: float = shown("seconds of the floor", ".2f", default=0.0)  # see `Meter.floor`
     fraction_of_floor: float = shown("of it reached", ".0%", default=0.0)
     idle_share: float | None = shown("GPU idle between decode steps", ".1%", default=None)
     peak_kv_tokens: int = shown("peak KV use, token slots", ",", default=0)
     peak_kv_share: float = shown("peak KV use, of the pool", ".0%", default=0.0)
-    # ``stall`` only: between two tokens of a sequence that decodes
+    # For ``stall`` only: the longest time between two tokens of a decoding sequence.
     longest_wait: float | None = shown("ms of the longest wait", ".1f", 1e3, default=None)
 
 
 def measure(subject: Subject, options: ScaleOptions) -> WorkloadResult:
-    """Run one of `REQUESTS`, or ``stall``, twice, and measure the second run."""
+    """Run ``stall`` or a workload of `REQUESTS` twice. Return the result of the second run."""
     llm, engine = subject.llm, subject.llm.engine
     run = _stall if subject.workload == "stall" else _at_once
     llm.reset_prefix_cache()
@@ -71,7 +71,10 @@ def throughput(rng: random.Random, vocab: int, scale: float, count: int = 256) -
 
 
 def _alike(count: int, length: int, params: Params, *, shared: int = 0) -> MakeRequests:
-    """Make ``count`` requests for 128 tokens each: ``shared`` common tokens, and ``length`` tokens of their own."""
+    """Return a function that makes ``count`` similar requests for 128 tokens each.
+
+    A prompt has ``shared`` tokens that all requests share, and ``length`` own ones.
+    """
 
     def make(rng: random.Random, vocab: int, scale: float) -> list[Request]:
         prefix = _prompt(random.Random(1), vocab, _scaled(shared, scale)) if shared else []  # as in the warm-up
@@ -98,9 +101,10 @@ def _scaled(length: int, scale: float) -> int:
 
 
 def times_of(output: RequestOutput) -> tuple[float, float, float]:
-    """Return a finished request's seconds to the first token, per later token of its longest completion, and in total.
+    """Return three times of a finished request in seconds.
 
-    Raises UsageError if the request failed.
+    Returns: from arrival to the first token; per later token of its longest completion; from arrival to the end. Raises
+    UsageError if the request failed.
     """
     if output.error is not None:
         raise UsageError(f"a request of the workload failed: {output.error}")
@@ -113,7 +117,10 @@ def times_of(output: RequestOutput) -> tuple[float, float, float]:
 def drive(
     engine: Engine, requests: list[Request], arrivals: list[float] | None = None
 ) -> tuple[float, list[RequestOutput]]:
-    """Compute requests that arrive at once or at ``arrivals``, in seconds. Return the seconds and the outputs."""
+    """Compute all requests. They arrive at once, or each after its number of seconds in ``arrivals``.
+
+    Return the total seconds and the outputs.
+    """
     device = engine.runner.model.device
     synchronize(device)
     began, began_clock = time.perf_counter(), time.monotonic()
@@ -142,7 +149,10 @@ def _at_once(subject: Subject, rng: random.Random, scale: float) -> WorkloadResu
 
 
 def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult:
-    """Add a long prompt while sequences decode. The result has the time to its first token."""
+    """Add a long prompt while 16 sequences decode.
+
+    The result has the time to the first token of the long prompt.
+    """
     engine, vocab = subject.llm.engine, subject.llm.engine.runner.model.config.vocab_size
     params = SamplingParams(temperature=0, max_tokens=max(40, int(200 * scale)), ignore_eos=True)
     began = time.perf_counter()
@@ -186,7 +196,7 @@ class ServeOptions(ScaleOptions):
 
 @dataclass(frozen=True)
 class ServeResult:
-    """Hold seconds as (median, 90th, 99th percentile)."""
+    """The result of ``serve``. Times are in seconds, as (median, 90th percentile, 99th percentile)."""
 
     rate: float = shown("requests per second, offered", "g")
     num_requests: int = shown("requests", ",")
@@ -194,12 +204,12 @@ class ServeResult:
     output_rate: float = shown("tokens per second", ",.0f")
     time_to_first_token: tuple[float, float, float] = shown("ms to first token, p50/p90/p99", ".1f", 1e3)
     time_per_output_token: tuple[float, float, float] = shown("ms per output token", ".1f", 1e3)
-    # from arrival to end, over the tokens (Orca, Yu et al. 2022)
+    # Time from arrival to end, divided by the number of tokens (Orca, Yu et al. 2022).
     normalised_latency: tuple[float, float, float] = shown("ms of normalized latency", ".1f", 1e3)
 
 
 def serve(subject: Subject, options: ServeOptions) -> ServeResult:
-    """Warm up with a few requests at once, then add requests between steps at the given rate."""
+    """Warm up with a few requests at once. Then add requests at the given rate, between steps, and measure them."""
     _serve(subject.llm, 1e6, min(32, options.num_requests), options.scale)
     return _serve(subject.llm, options.rate, options.num_requests, options.scale)
 
