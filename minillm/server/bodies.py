@@ -28,6 +28,7 @@ _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -273,7 +274,7 @@ class ChatBody(_Generation):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None

@@ -10,7 +10,7 @@ from minillm.engine.driver import Driver
 from minillm.errors import MinillmError
 from minillm.server import messages
 from minillm.server.engine_requests import EngineRequests
-from minillm.server.prepare import prepare, prompt_ids
+from minillm.server.prepare import prepare, prompt_ids, with_thoughts
 from minillm.server.sessions import Sessions
 from minillm.server.sharing import SharedThreads
 
@@ -122,7 +122,7 @@ class CallReader:
         if isinstance(call, messages.Detokenize):
             return tokenizer.decode(call.token_ids)
         if isinstance(call.prompt, messages.Conversation):
-            ids = prompt_ids(self._driver, call.prompt)
+            ids, _ = with_thoughts(self._driver, prompt_ids(self._driver, call.prompt), is_bare=call.is_bare)
         else:
             ids = self._driver.token_ids(
                 call.prompt, add_special_tokens=call.add_special_tokens, parse_special=call.parse_special

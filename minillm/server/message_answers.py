@@ -16,6 +16,7 @@ from minillm.server.parts import ArgumentsPart, CallPart, Part, Reader, TextPart
 from minillm.text.safe import parse_strict_json
 
 _KINDS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
+_NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequences"}  # of fields
 
 
 @dataclass
@@ -170,12 +171,15 @@ def _usage(usage: Usage) -> Json:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.completion,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
     }
 
 
 def message_error(error: Json, status: int = 0) -> Json:
     """Return an error in Anthropic's format, given it in OpenAI's. Without ``status`` its type decides."""
     message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
+    for ours, theirs in _NAMES.items():
+        message = message.replace(ours, theirs) if message.startswith((f"{ours}:", f"{ours} ")) else message
     if code == CONTEXT_LENGTH:  # clients look for these words, to shorten the conversation
         message = f"prompt is too long: {message}"
     kind = _KINDS.get(status, "api_error" if kind == "server_error" else kind)

@@ -13,11 +13,20 @@ from starlette.responses import Response
 
 from minillm.checks import shown
 from minillm.server import messages
-from minillm.server.bodies import BadField, ChatBody, ResponseFormat, SchemaFormat, StructuredOutputs, read_body
+from minillm.server.bodies import (
+    BadField,
+    ChatBody,
+    Effort,
+    ResponseFormat,
+    SchemaFormat,
+    StructuredOutputs,
+    read_body,
+)
 from minillm.server.completion_routes import ChatCall, chat_call, generating
 from minillm.server.generating import Generating
 from minillm.server.message_answers import MessageForm, MessageFrame
 from minillm.server.service import Service, json_response
+from minillm.text.reasoning import CLOSE
 
 # Types of content blocks that a message may have, by role.
 _BLOCKS = {
@@ -50,7 +59,7 @@ class JsonFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # a hint; has no effect
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # limits adaptive thoughts
     format: JsonFormat | None = None
 
 
@@ -85,18 +94,20 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int = 0
     structured_outputs: StructuredOutputs | None = None
 
-    def chat(self, *, has_switch: bool) -> ChatBody:
+    def chat(self, *, can_think: bool) -> ChatBody:
         """Return the chat that this asks for. Raises BadField.
 
         Args:
-            has_switch: the chat template supports ``enable_thinking``.
+            can_think: the chat template has thoughts, so ``reasoning_effort`` has an effect.
         """
         conversation, choice = self._conversation(), self.tool_choice
         last = conversation[-1] if conversation else {}
         if "tool_calls" in last:
             raise BadField("messages: the last message has calls; add a message with their tool_result", "messages")
         form = self.output_config.format if self.output_config is not None else None
-        options = {"enable_thinking": self.thinking.type != "disabled"} if self.thinking and has_switch else None
+        if self.thinking is not None and self.thinking.type == "enabled" and self.thinking.budget_tokens is None:
+            raise BadField("thinking: budget_tokens is missing; give a limit, or the type adaptive", "thinking")
+        budget = self.thinking.budget_tokens if self.thinking is not None and self.thinking.type == "enabled" else None
         return ChatBody(
             model=self.model,
             messages=conversation,
@@ -110,13 +121,23 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             tools=[_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools or ())] or None,
             tool_choice=None if choice is None else _choice(choice),
             parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
-            chat_template_kwargs=options,
+            reasoning_effort=self._effort() if can_think else None,
+            max_reasoning_tokens=budget,
             response_format=None if form is None else ResponseFormat("json_schema", SchemaFormat(form.schema)),
             seed=self.seed,
             cache_salt=self.cache_salt,
             priority=self.priority,
             structured_outputs=self.structured_outputs,
         )
+
+    def _effort(self) -> Effort | None:
+        """Return the ``reasoning_effort`` of the chat, None for the chat template's own."""
+        if self.thinking is None:
+            return None
+        if self.thinking.type == "disabled":
+            return "none"
+        effort = (self.output_config.effort if self.output_config is not None else None) or "high"
+        return "xhigh" if effort == "max" else effort
 
     def _conversation(self) -> list[dict[str, Any]]:
         """Return the messages of the chat. Neighbors with the same role become one."""
@@ -211,7 +232,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
 def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatBody, ChatCall]:
     """Return the body, the same as a chat's, and the engine's call for it. Raises BadField."""
     body = read_body(MessagesBody, request.state.body)
-    chat = body.chat(has_switch=service.facts.facts.has_thinking_switch)
+    chat = body.chat(can_think=service.facts.facts.has_thinking_switch or CLOSE in service.facts.chat_template)
     chat.check()
     service.check_model(chat.model)
     return body, chat, chat_call(service, request.state.tenant, name, chat)
@@ -227,6 +248,8 @@ async def create_message(service: Service, request: Request) -> Generating:
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    prompt: Any = _read(service, request, "")[2].call.prompt
-    found = await service.engine.ask(partial(messages.Tokenize, tenant=request.state.tenant, prompt=prompt))
+    call = _read(service, request, "")[2].call
+    assert isinstance(call.prompt, messages.Conversation)
+    make = partial(messages.Tokenize, tenant=call.tenant, prompt=call.prompt, is_bare=call.is_bare)
+    found = await service.engine.ask(make)
     return json_response({"input_tokens": len(found["tokens"])})

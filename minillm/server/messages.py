@@ -73,6 +73,11 @@ class Complete(Call):
     schemas: dict[str, Any] = {}  # of arguments, by tool name; the grammar does not have their rules yet
     thinks: bool = False  # the grammar allows thoughts before the answer
 
+    @property
+    def is_bare(self) -> bool:
+        """Return whether the answer has no thoughts: the grammar allows none, and does not wait for their end."""
+        return "grammar" in self.params and not self.thinks and self.params.get("max_reasoning_tokens") is None
+
 
 class Abort(Call):
     request_id: str
@@ -84,6 +89,7 @@ class Tokenize(Call):
     prompt: str | Conversation
     add_special_tokens: bool = True
     parse_special: bool = False
+    is_bare: bool = False  # as in `Complete`, for a conversation
 
 
 class Detokenize(Call):

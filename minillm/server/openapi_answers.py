@@ -131,6 +131,7 @@ ANSWERS: dict[tuple[str, str], dict[str, Json]] = {
                 cache_creation_input_tokens=_COUNT,
                 cache_read_input_tokens=_COUNT,
                 output_tokens=_COUNT,
+                output_tokens_details=_record(thinking_tokens=_COUNT),
             ),
         ),
         "text/event-stream": {},

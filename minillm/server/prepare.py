@@ -42,12 +42,16 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
         continuation = driver.tokenizer.encode(call.prompt, add_special_tokens=False, continues=True)
     opened = False
     if isinstance(call.prompt, Conversation):
-        opened = is_opened(driver.tokenizer.decode, token_ids)
-        is_bare = "grammar" in call.params and not call.thinks and params.max_reasoning_tokens is None
-        if opened and is_bare:  # the grammar allows no thoughts, and is not kept for the answer after them
-            token_ids = token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids)
-            opened = False
+        token_ids, opened = with_thoughts(driver, token_ids, is_bare=call.is_bare)
     return Prepared(call, token_ids, params, opened, continuation)
+
+
+def with_thoughts(driver: Driver, token_ids: list[int], *, is_bare: bool) -> tuple[list[int], bool]:
+    """Return a conversation's token ids, with its thoughts closed if the answer has none, and whether they are open."""
+    opened = is_opened(driver.tokenizer.decode, token_ids)
+    if opened and is_bare:
+        return token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids), False
+    return token_ids, opened
 
 
 def _params(call: Complete) -> Params:

@@ -307,6 +307,9 @@ def test_fields_of_anthropics_own_service_are_taken(server: Server, more: dict[s
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: there is no tool 'x'"),
         ({"mcp_servers": []}, "mcp_servers"),
         ({"container": "c"}, "container"),
+        ({"thinking": {"type": "enabled"}}, "thinking: budget_tokens is missing"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -9}}, "thinking.budget_tokens must be from 0"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": "many"}, "max_tokens"),
     ],
@@ -385,32 +388,53 @@ def test_both_headers_have_the_key_and_one_is_enough(server: Server) -> None:
 def test_what_is_not_seen_above_has_the_format_as_well() -> None:
     assert MessageFrame.ping == b'event: ping\ndata: {"type":"ping"}\n\n'
     openai = {"error": {"message": "it broke", "type": "server_error", "param": None, "code": None}}
-    for status, kind in ((500, "api_error"), (503, "overloaded_error")):
+    for status, kind in ((0, "api_error"), (500, "api_error"), (503, "overloaded_error")):
         assert message_error(openai, status) == {"type": "error", "error": {"type": kind, "message": "it broke"}}
 
 
 @pytest.fixture(scope="module")
 def thinking(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anthropic]:
-    """A client of a model with a switch for thoughts."""
+    """A client of a model with thoughts and a switch for them."""
     directory = shutil.copytree(tiny, tmp_path_factory.mktemp("models") / "tiny")
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": THINKING}))
     (directory / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
     with served(directory, "--num-blocks", "256") as running:
         yield anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0)
 
 
-def test_thinking_is_switched(thinking: anthropic.Anthropic) -> None:
-    ways: Any = {"disabled": {}, "adaptive": {}, "enabled": {"budget_tokens": 1024}}
-    for name, more in ways.items():
-        kind, how = "text" if name == "disabled" else "thinking", {"type": name, **more}
-        fields: Any = {"thinking": how, "max_tokens": 12}
-        message = create(thinking, **fields)
-        assert [each.type for each in message.content] == [kind]
-        assert content_of(streamed(thinking, **fields)[0])[0][kind]
-        counting: Any = {"model": "tiny", "messages": USER, "thinking": how}
-        counted = thinking.messages.count_tokens(**counting).input_tokens
+@pytest.mark.parametrize(
+    ("fields", "thoughts", "kinds"),
+    [
+        ({}, 90, ["thinking"]),
+        ({"thinking": {"type": "adaptive"}}, 90, ["thinking"]),
+        ({"thinking": {"type": "disabled"}}, 0, ["text"]),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}}, 0, ["text"]),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, 5, ["thinking", "text"]),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, 0, ["text"]),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "clock"}}, 0, ["tool_use"]),
+    ],
+    ids=str,
+)
+def test_thoughts_have_a_switch_and_a_limit(
+    thinking: anthropic.Anthropic, fields: Any, thoughts: int, kinds: list[str]
+) -> None:
+    for message in (create(thinking, max_tokens=90, **fields), streamed(thinking, max_tokens=90, **fields)[0]):
+        assert [each.type for each in message.content] == kinds
+        assert message.usage.output_tokens_details.thinking_tokens == thoughts
+        if kinds == ["thinking", "text"]:
+            assert message.content[0].thinking.endswith("I will answer now.")
+        counted = thinking.messages.count_tokens(model="tiny", messages=USER, **fields).input_tokens
         assert counted == message.usage.input_tokens + message.usage.cache_read_input_tokens
+
+
+def test_effort_limits_adaptive_thoughts(thinking: anthropic.Anthropic) -> None:
+    low: Any = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}
+    message = create(thinking, max_tokens=700, **low)
+    assert message.usage.output_tokens_details.thinking_tokens <= 512
+    assert [each.type for each in message.content] == ["thinking", "text"]
 
 
 SMALL = st.none() | st.booleans() | st.integers(-9, 99) | st.floats(0, 2) | st.text(max_size=9)
