@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used: ``minillm --help`` must not wait for torch."""
+    """Import a public name when it is first used, so that ``minillm --help`` need not wait for torch."""
     for home, names in _HOMES.items():
         if name in names:
             import importlib
@@ -52,5 +52,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for Tab in Python and in notebooks."""
+    """Return the public names, for completion in Python and in notebooks."""
     return [*__all__, "__version__"]

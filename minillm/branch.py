@@ -1,7 +1,7 @@
-"""Branches: fork / append / free for callers. Tree search, best-of-n, agents and roll-outs are made of these.
+"""Branches: fork / append / free for callers. Use them to build tree search, best-of-n, agents and roll-outs.
 
-A branch is a text under way whose K and V stay in the cache. Nothing is computed before it is needed, and many branches
-go on together in one batch (`sample`, `next_logprobs`).
+A branch is a growing text that keeps its K and V in the cache. Nothing is computed before it is needed, and many
+branches continue together in one batch (`sample`, `next_logprobs`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from minillm.sequence import Sequence
 
 
 class Branch:
-    """Made by `LLM.branch` and `fork`. Free it, or use it in a ``with`` statement; blocks of a forgotten branch are
-    freed when the pool needs them.
+    """A growing text with its K and V in the cache. `LLM.branch` and `fork` create branches.
+
+    Free a branch, or use it in a ``with`` statement. The blocks of a branch that is never freed are evicted when the
+    pool needs them.
     """
 
     def __init__(self, driver: Driver, token_ids: list[int], sequence: Sequence | None = None) -> None:
         self._driver = driver
-        self.token_ids = token_ids  # all of them, the prompt's too
-        self.sequence = sequence  # the idle sequence that holds the blocks of its beginning
+        self.token_ids = token_ids  # prompt included
+        self.sequence = sequence  # the idle sequence with the blocks computed so far
         self.freed = False
 
     def fork(self) -> Branch:
-        """Return another branch at this point. It shares every block; partly filled ones are copied on write."""
+        """Return a new branch with the same tokens. It shares every block; a partly filled block is copied on write."""
         self.check()
         sequence = None if self.sequence is None else held.fork_idle(self._driver, self.sequence)
         return Branch(self._driver, list(self.token_ids), sequence)
@@ -39,7 +41,7 @@ class Branch:
         """Append the caller's text or token ids.
 
         Raises:
-            UsageError: ids beyond the vocabulary, or more than the context holds; the branch stays as it was.
+            UsageError: an id is outside the vocabulary, or the context is too short. The branch is unchanged.
         """
         self.check()
         longer = self.token_ids + self._driver.token_ids(text, after=self.token_ids)
@@ -48,15 +50,15 @@ class Branch:
         return self
 
     def sample(self, params: SamplingParams | None = None) -> CompletionOutput:
-        """Append a completion by the model, without its end-of-sequence token. For several at once: `LLM.sample`."""
+        """Append and return the model's completion, without an end token. `LLM.sample` does several in one batch."""
         return sample(self._driver, [self], [params or SamplingParams()])[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:
-        """Return the most probable next tokens, best first, as (token id, log-probability); nothing is appended."""
+        """Return the most probable next tokens, best first, as (token id, log-probability). Append nothing."""
         return next_logprobs(self._driver, [self], count)[0]
 
     def rollback(self, num_tokens: int) -> Self:
-        """Remove the last tokens; raise UsageError if none would be left."""
+        """Remove the last ``num_tokens`` tokens. Raises UsageError if no token would be left."""
         self.check()
         if not 0 <= num_tokens < len(self.token_ids):
             raise UsageError(f"cannot roll back {num_tokens} of {len(self.token_ids)} tokens: one must be left")
@@ -69,7 +71,7 @@ class Branch:
         return self
 
     def free(self) -> None:
-        """Free the blocks. A freed branch cannot be used; freeing it again does nothing."""
+        """Free the branch's blocks. A freed branch cannot be used; freeing it again does nothing."""
         if not self.freed and self.sequence is not None:
             held.release(self._driver, self.sequence)
         self.freed, self.sequence = True, None
@@ -80,7 +82,7 @@ class Branch:
         return self._driver.tokenizer.decode(self.token_ids)
 
     def check(self) -> None:
-        """Raise UsageError if it has been freed."""
+        """Raise UsageError if the branch has been freed."""
         if self.freed:
             raise UsageError("this branch has been freed; fork before you free")
 
@@ -95,7 +97,7 @@ class Branch:
 
 
 def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[SamplingParams]) -> list[CompletionOutput]:
-    """Continue several branches in one batch; each grows by its completion."""
+    """Continue several branches in one batch: append a completion to each, and return the completions."""
     if any(each.n != 1 for each in params):
         raise UsageError("a branch goes on with one completion: SamplingParams with n=1; fork it to have several")
     if any(each.prompt_logprobs is not None for each in params):
@@ -106,14 +108,14 @@ def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[Samp
         completion = output.outputs[0]
         end = completion.token_ids[-1:] if completion.finish_reason == "stop" else []
         if end and (end[0] in eos_token_ids or end[0] == completion.stop_reason):
-            sequence.token_ids.pop()  # it was never computed: its place is free
+            sequence.token_ids.pop()  # the end token, which was never computed and takes no slot
         branch.sequence, branch.token_ids = sequence, list(sequence.token_ids)
         completions.append(completion)
     return completions
 
 
 def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> list[list[tuple[int, float]]]:
-    """Return the ``count`` most probable next tokens of each branch, in one batch; nothing is appended."""
+    """Return the ``count`` most probable next tokens of each branch, computed in one batch. Append nothing."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
     result = []
     for branch, (sequence, output) in zip(branches, _go_on(driver, branches, [params] * len(branches)), strict=True):

@@ -1,9 +1,10 @@
-"""Parameters that are declared once, as fields of a dataclass, with default, range and help:
+"""Declare parameters once, as fields of a dataclass, with default, range and help:
 
     temperature: float = number(1.0, 0, 1e6, help="0 is greedy")
 
-From it come the check (`check_fields`), the docstring and the refusal of other keywords (`documented`), the option on
-the command line (`minillm.cli.options`), the key in config.toml and the line in the chat's dialog.
+All of these use the declaration: the check (`check_fields`), the docstring and the error for unknown keywords
+(`documented`), the command-line option (`minillm.cli.options`), the key in config.toml and the line in the chat's
+dialog.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,35 +17,39 @@ from minillm.errors import UsageError, nearest
 
 T = TypeVar("T")
 _KEY = "parameter"
-_BEYOND_REASON = 1 << 40  # an upper bound that no error needs to name
+_BEYOND_REASON = 1 << 40  # error messages do not name upper bounds of this size or more
 _LONGEST_SHOWN = 60  # characters of a wrong value that an error repeats
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A declared parameter."""
+    """The declaration of one parameter."""
 
-    check: Callable[[str, Any], Any]  # takes the name and a value, returns the value in its one form, raises UsageError
-    parse: Callable[[str], Any]  # makes a value of the text of a command-line option or of a dialog
-    help: str  # for people, without the default
+    check: Callable[[str, Any], Any]  # (name, value) -> the normalized value; raises UsageError for a wrong value
+    parse: Callable[[str], Any]  # converts text from the command line or a dialog to a value
+    help: str  # without the default
     metavar: str
-    choices: tuple[str, ...] = ()  # all values, where they can be listed
-    repeats: bool = False  # the command-line option may be given several times; its values make a list
+    choices: tuple[str, ...] = ()  # all valid values, if they can be listed
+    repeats: bool = False  # the command-line option may be given several times, which gives a list
     on_command_line: bool = True  # False for parameters that only callers from Python set
 
 
 def declared(cls: type) -> Iterator[tuple[str, Any, Parameter]]:
-    """(name, default, declaration) of every declared parameter of a dataclass, in their order."""
+    """Yield (name, default, declaration) of every declared parameter of a dataclass, in order."""
     for each in fields(cls):
         if _KEY in each.metadata:
             yield each.name, each.default, each.metadata[_KEY]
 
 
 def check_fields(params: object) -> None:
-    """Bring every declared field into its one form, in ``__post_init__`` of a frozen dataclass; raise UsageError."""
+    """Validate and normalize every declared field. Call it in ``__post_init__`` of a frozen dataclass.
+
+    Raises:
+        UsageError: a value is wrong.
+    """
     for name, default, check in _checks(type(params)):  # type: ignore[arg-type]
         value = getattr(params, name)
-        if value is not default:  # that is in its form
+        if value is not default:  # the default is already normalized
             object.__setattr__(params, name, check(name, value))
 
 
@@ -54,7 +59,10 @@ def _checks(cls: type) -> tuple[tuple[str, Any, Callable[[str, Any], Any]], ...]
 
 
 def check_names(values: Collection[str], known: Collection[str], what: str) -> None:
-    """Raise UsageError if one of ``values`` is not ``known``; the message names the nearest one."""
+    """Raise UsageError if one of ``values`` is not in ``known``. The message suggests the most similar known name.
+
+    ``what``: what the values are, for the message.
+    """
     unknown = next((name for name in values if name not in known), None)
     if unknown is not None:
         close = nearest(str(unknown), known)
@@ -63,7 +71,7 @@ def check_names(values: Collection[str], known: Collection[str], what: str) -> N
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Add the parameters to the docstring of ``cls``; its constructor raises UsageError for an unknown keyword."""
+    """Add the parameters to the docstring of ``cls``, and let its constructor raise UsageError for unknown keywords."""
     lines = [f"    {name} ({shown(default)}): {parameter.help}." for name, default, parameter in declared(cls)]
     title = "    Parameters, with their defaults:\n\n"
     cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", title + "\n".join(lines), ""])
@@ -82,7 +90,7 @@ def documented(cls: type[T]) -> type[T]:
 
 
 def integer(default: int | None, low: int, high: int, *, help: str, metavar: str = "N", cli: bool = True) -> Any:
-    """Declare a whole number from ``low`` to ``high``; None is a value where it is the default."""
+    """Declare an integer from ``low`` to ``high``. If the default is None, None is also valid."""
 
     def check(name: str, value: Any) -> int | None:
         return None if value is None and default is None else check_integer(name, value, low, high)
@@ -91,7 +99,7 @@ def integer(default: int | None, low: int, high: int, *, help: str, metavar: str
 
 
 def number(default: float, low: float, high: float, *, help: str, above: bool = False) -> Any:
-    """Declare a number from ``low`` to ``high``; ``above`` excludes ``low``."""
+    """Declare a number from ``low`` to ``high``. With ``above``, ``low`` itself is not valid."""
 
     def check(name: str, value: Any) -> float:
         return check_number(name, value, low, high, above=above)
@@ -100,7 +108,7 @@ def number(default: float, low: float, high: float, *, help: str, above: bool = 
 
 
 def flag(default: bool, *, help: str) -> Any:
-    """Declare a switch."""
+    """Declare a parameter that is true or false."""
 
     def check(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -113,7 +121,10 @@ def flag(default: bool, *, help: str) -> Any:
 def choice(
     default: str | None, choices: tuple[str, ...], *, help: str, metavar: str = "", aliases: Mapping[str, str] = {}
 ) -> Any:
-    """Declare one of several words, or None if that is the default; ``aliases`` maps other spellings to them."""
+    """Declare a parameter that is one of ``choices``. If the default is None, None is also valid.
+
+    ``aliases`` maps other spellings to choices.
+    """
 
     def check(name: str, value: Any) -> str | None:
         if value is None and default is None:
@@ -137,12 +148,12 @@ def custom(
     repeats: bool = False,
     cli: bool = True,
 ) -> Any:
-    """Declare a parameter with a check of its own."""
+    """Declare a parameter with its own ``check``; the arguments are those of `Parameter`."""
     return field(default=default, metadata={_KEY: Parameter(check, parse, help, metavar, choices, repeats, cli)})
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> int:
-    """Return ``value`` as an int from ``low`` to ``high``, numpy's integers too; raise UsageError otherwise."""
+    """Return ``value`` as an int. Raises UsageError unless it is an integer (also numpy's) from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise UsageError(f"{name} must be a whole number, not {shown(value)}")
     if not low <= int(value) <= high:
@@ -152,7 +163,10 @@ def check_integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def check_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """Return ``value``, a number from ``low`` (excluded with ``above``) to ``high``; raise UsageError otherwise."""
+    """Return ``value`` as an int or float. Raises UsageError unless it is a number from ``low`` to ``high``.
+
+    With ``above``, ``low`` itself is wrong.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageError(f"{name} must be a number, not {shown(value)}")
     plain = value if isinstance(value, int | float) else float(value)
@@ -163,9 +177,9 @@ def check_number(name: str, value: Any, low: float, high: float, *, above: bool 
 
 
 def shown(value: Any) -> str:
-    """``value`` for an error message: its repr, cut where it is long."""
+    """Return ``value`` for an error message: its repr, shortened if it is long."""
     try:
         text = repr(value)
-    except Exception:  # an int of more digits than Python prints; a stranger's class
+    except Exception:  # an int of more digits than Python prints, or a class with a broken repr
         return f"{type(value).__name__} too long to show"
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"

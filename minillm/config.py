@@ -1,4 +1,4 @@
-"""Declare the options of the engine, and check them once."""
+"""The options of the engine, declared and checked."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ def _speculate(name: str, value: Any) -> str:
 
 
 def _chat_template(name: str, value: Any) -> str | None:
-    """Return the text of a template given as text or as a file."""
+    """Return the text of a chat template, which is given as text or as a file name."""
     if value is None:
         return None
     if not isinstance(value, str) or not value:
@@ -166,11 +166,11 @@ class EngineConfig:
 
     @property
     def draft(self) -> str | None:
-        """Return the draft model's name from ``speculate``; None for other methods."""
+        """Return the draft model that ``speculate`` names, or None if it names none (off, lookup)."""
         return None if self.speculate in ("off", "lookup") else self.speculate
 
     def kv_element_size(self, element_size: int) -> int:
-        """Return the bytes per number in the KV cache if one of dtype takes ``element_size``: see `kv_row_bytes`."""
+        """Return the bytes per number in the KV cache: 1 in 8 bits, else ``element_size``, the bytes of ``dtype``."""
         return 1 if self.kv_cache_dtype == "int8" else element_size
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Errors that a user can cause or repair, each raised where the cause is known and printed once, at the edge.
+"""Errors that a user can cause or fix. Code that knows the cause raises them; commands and servers print them once.
 
-Anything that is not a `MinillmError` is a defect of ours.
+Any other exception is a bug in minillm.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
-# How torch's allocators say it, CUDA itself, its libraries, and NCCL.
+# The messages of torch's allocators, CUDA, its libraries and NCCL when memory runs out.
 _OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|CUDA\]?:? (driver error: |error: )?out of memory"
     r"|CUDA_ERROR_OUT_OF_MEMORY|CU(BLAS|SPARSE|SOLVER|DNN)_STATUS_ALLOC_FAILED|Cuda failure \d* ?'out of memory'"
@@ -18,19 +18,19 @@ _OUT_OF_MEMORY = re.compile(
 
 
 class MinillmError(Exception):
-    """A failure with a message for the user: one line, cause and fix."""
+    """A failure with a message for the user: one line that names cause and fix."""
 
     exit_code = 1  # of the process
 
 
 class UsageError(MinillmError):
-    """A request makes no sense as it stands: an unknown flag, model or parameter value."""
+    """A usage error: an unknown option or model, or a wrong parameter value."""
 
     exit_code = 2
 
 
 class ContextLengthError(UsageError):
-    """A prompt is longer than the context."""
+    """A prompt is too long for the context."""
 
 
 class WeightsError(MinillmError):
@@ -38,16 +38,16 @@ class WeightsError(MinillmError):
 
 
 class DownloadError(MinillmError):
-    """A model could not be fetched: network, authorisation, checksum or disk space."""
+    """A model could not be downloaded because of the network, authorization, a checksum or disk space."""
 
 
 class CapacityError(MinillmError):
-    """Something does not fit: a model into memory, or a request into the pool of blocks."""
+    """A model does not fit into memory, or a request does not fit into the pool of blocks."""
 
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise CapacityError where Python, torch or CUDA says that memory has run out; also as a decorator."""
+    """Turn out-of-memory errors of Python, torch and CUDA into CapacityError. Also works as a decorator."""
     try:
         yield
     except Exception as error:
@@ -63,7 +63,10 @@ def memory_errors() -> Iterator[None]:
 
 
 def as_known(error: Exception) -> MinillmError:
-    """Return the error of a request that an exception ends: a defect's is a line with its type, text and place."""
+    """Return an exception that ended a request as a MinillmError with a message of one line.
+
+    For a bug, the message has the exception's type, text and source line.
+    """
     try:
         with memory_errors():
             raise error
@@ -76,9 +79,9 @@ def as_known(error: Exception) -> MinillmError:
 
 
 def nearest(word: str, words: Iterable[str], alike: float = 0.5) -> str:
-    """Return which of ``words`` was probably meant by one that is not among them; empty where none is near.
+    """Return the one of ``words`` that is most similar to ``word``, for a suggestion; empty if none is similar.
 
-    ``alike``: the least likeness, from 0 to 1.
+    ``alike``: the minimum similarity, from 0 to 1.
     """
     close = difflib.get_close_matches(word, list(words), 1, alike)
     return close[0] if close else ""

@@ -31,17 +31,17 @@ def refusal(prompt: Prompt, error: MinillmError) -> RequestOutput:
 
 
 class LLM:
-    """A language model. All methods may be called from any thread; one of them computes at a time.
+    """A language model. All methods may be called from any thread; one thread computes at a time.
 
     Args:
         model: a name from ``weights.toml``, optionally with a quantization (``"llama-3.1-8b:q4_k_m"``), a Hugging Face
-            repository, a directory with config.json and safetensors, or a ``.gguf`` file; default: the default model.
-        on_progress, on_message: called during download and loading; by default a bar is shown on terminals and in
+            repository, a directory with config.json and safetensors, or a ``.gguf`` file. None: the default model.
+        on_progress, on_message: called during download and loading. By default a bar is shown on terminals and in
             notebooks.
-        options: see `minillm.config.EngineConfig`; an unknown option is an error.
+        options: the options of `minillm.config.EngineConfig`.
 
     Raises:
-        MinillmError: the model cannot be found, downloaded, read or held in memory.
+        MinillmError: an option is wrong, or the model cannot be found, downloaded, read or held in memory.
     """
 
     def __init__(
@@ -61,11 +61,14 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises UsageError if it has none, as with ``load_format="dummy"``."""
+        """The model's tokenizer. Raises UsageError if the model has none, as some with ``load_format="dummy"``."""
         return self._driver.tokenizer
 
     def close(self) -> None:
-        """End the model's other processes, which otherwise end with this object; it cannot generate afterwards."""
+        """End the processes of the model's other ranks. This object cannot generate afterwards.
+
+        Without this call they end when this object is deleted.
+        """
         with self._driver.locked() as engine:
             engine.close()
 
@@ -89,16 +92,16 @@ class LLM:
         sampling_params: SomeParams = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many, batched; return one output per prompt, in order.
+        """Complete one prompt or many in a batch. Return one output per prompt, in order.
+
+        If a request fails while it runs, only its output has ``error`` set; the others are complete.
 
         Args:
             prompts: text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of any of these.
                 Text that spells the model's chat format or control tokens is ordinary text; see `token_ids`.
-            params: one set for all prompts, or one for each; by default those of `default_params`. ``sampling_params``
-                is vLLM's name for it.
-            use_tqdm: show a progress bar; by default on terminals and in notebooks, for more than one prompt.
-
-        A request that fails while it runs fails alone: its output has ``error`` set.
+            params: one set of parameters for all prompts, or a list with one for each prompt. By default,
+                `default_params`. ``sampling_params`` is vLLM's name for this argument.
+            use_tqdm: show a progress bar. By default, on terminals and in notebooks if there are several prompts.
 
         Raises:
             MinillmError: a prompt or parameter is invalid; nothing has been generated.
@@ -114,10 +117,11 @@ class LLM:
     def as_completed(
         self, prompts: Prompts, params: SomeParams = None, *, raise_errors: bool = False
     ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """Complete prompts like `generate`; yield (index of the prompt, output) as they finish.
+        """Complete prompts like `generate`. Yield (index of the prompt, output) as prompts finish.
 
-        A rejected prompt fails alone: its output has ``error`` set. With ``raise_errors`` it raises instead, before
-        anything is generated. Leaving the iterator early, or ctrl-c, aborts everything that is still running.
+        The output of a rejected prompt has ``error`` set, and the others are complete. With ``raise_errors``, a
+        rejected prompt raises instead, before anything is generated. Leaving the iterator early, or ctrl-c, aborts
+        everything that is still running.
         """
         found = prompt_list(prompts)
         each = zip(range(len(found)), found, params_list(params, len(found), self.default_params), strict=True)
@@ -136,12 +140,12 @@ class LLM:
         take: Callable[[int], Iterable[tuple[Key, Callable[[], tuple[Prompt, Params]]]] | None],
         refuse: Callable[[Key, MinillmError], RequestOutput],
     ) -> Generator[tuple[Key, RequestOutput], None, None]:
-        """Complete prompts that are supplied piece by piece; yield (key, output) as they finish.
+        """Complete prompts that are supplied piece by piece. Yield (key, output) as prompts finish.
 
         Args:
-            take: called with the number of sequences that could start. Returns the next prompts, any number of them,
-                each as a key and a function that returns prompt and parameters. An empty result ends the input, and
-                None means that no prompt is ready. It may wait if all earlier prompts are done.
+            take: called with the number of sequences that could start. Returns any number of (key, function that
+                returns prompt and parameters) pairs. No pairs end the input; None means that no prompt is ready yet. It
+                may block if all earlier prompts are done.
             refuse: returns the output of a rejected prompt.
         """
 
@@ -156,9 +160,9 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: Params | None = None, *, request_id: str = ""
     ) -> Generator[Delta, None, None]:
-        """Complete one prompt, yielding the additions of each step. Leaving the iterator early aborts the request.
+        """Complete one prompt, and yield the additions of each step. Leaving the iterator early aborts the request.
 
-        Only the outputs of `generate` have log-probabilities. Raises MinillmError if the request fails.
+        Deltas have no log-probabilities; use `generate` for these. Raises MinillmError if the request fails.
         """
         [params] = params_list(params, 1, self.default_params)
         jobs = iter([[(0, partial(_request, self._driver, prompt, params, streamed=True, request_id=request_id))]])
@@ -169,7 +173,7 @@ class LLM:
                 raise MinillmError(result.error)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its output keeps what it has generated, with ``finish_reason`` "abort"."""
+        """End a running request. Its output keeps the tokens so far, with ``finish_reason`` "abort"."""
         self.engine.abort(request_id)
 
     # Methods that are functions of other modules.
@@ -180,10 +184,10 @@ class LLM:
     branch, sample, next_logprobs = verbs.branch, verbs.sample, verbs.next_logprobs
 
     def token_ids(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
-        """Return a prompt's ids, with special tokens added to text.
+        """Return a prompt's token ids. Special tokens, such as a begin-of-sequence token, are added to text.
 
-        Control tokens spelled in a text are ordinary text, so that no user can forge the chat format. For text that
-        you trust, ``parse_special`` changes that.
+        Control tokens that a text spells are ordinary text, so that no user can forge the chat format. For text that
+        you trust, ``parse_special`` turns them into control tokens.
         """
         return self._driver.token_ids(prompt, parse_special=parse_special)
 

@@ -8,7 +8,7 @@ _LEAST_LOGPROB = -9999.0
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability as JSON can express it: -infinity becomes -9999."""
+    """Return a log-probability as a finite number for JSON: -infinity becomes -9999."""
     return max(_LEAST_LOGPROB, logprob)
 
 
@@ -23,14 +23,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class PromptTokenLogprobs(TokenLogprobs):
-    """A prompt's token as the model saw it come; its ``rank`` among all tokens is 1 where none was more probable."""
+    """The score of a prompt's token. ``rank`` is its rank among all tokens, 1 for the most probable token."""
 
     rank: int = 1
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. ``text`` is empty where the model has no tokenizer (dummy weights)."""
+    """One completion. ``text`` is empty if the model has no tokenizer (dummy weights)."""
 
     index: int
     text: str
@@ -38,14 +38,14 @@ class CompletionOutput:
     cumulative_logprob: float | None
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
-    stop_reason: str | int | None = None  # the stop string or stop token that ended it
-    score: float | None = None  # of a beam: its log-probability over its length to the power of length_penalty
-    reasoning_tokens: int = 0  # between the tags around the model's reasoning, forced ones excluded
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    score: float | None = None  # for beams: log-probability / length ** length_penalty
+    reasoning_tokens: int = 0  # tokens between the tags around the model's reasoning, forced tokens excluded
 
 
 @dataclass
 class RequestMetrics:
-    """Moments on the `time.monotonic` clock, in seconds; None while they lie ahead."""
+    """Times of a request on the `time.monotonic` clock, in seconds. None until they are reached."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -69,14 +69,14 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
-    error: str | None = None  # why it was refused; its outputs are empty then
+    error: str | None = None  # why the request was rejected or failed
     prompt_logprobs: list[PromptTokenLogprobs | None] | None = (
         None  # by token; None for the first, before which is none
     )
 
     @property
     def text(self) -> str:
-        """The text of the first completion; empty where there is none."""
+        """The text of the first completion; empty if there is no completion."""
         return self.outputs[0].text if self.outputs else ""
 
     def __repr__(self) -> str:
@@ -88,9 +88,9 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Delta:
-    """The additions of one step to one completion; ``text`` never holds half a character nor part of a stop string.
+    """The additions of one step to one completion. ``text`` never ends within a character or a stop string.
 
-    In a beam search it is the best beam so far, whole; ``replaces`` is True, for the best one may have changed.
+    In a beam search, ``replaces`` is True: the delta is the whole best beam so far, since the best beam may change.
     """
 
     request_id: str
@@ -104,7 +104,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The work of one step, and where its time went. Swaps are counted in blocks."""
+    """The work of one step, and the time it took. Swaps are counted in blocks."""
 
     number: int
     num_prefills: int  # chunks of prompts
@@ -114,5 +114,5 @@ class StepReport:
     num_swapped_out: int
     num_swapped_in: int
     seconds: float
-    device_seconds: float  # giving the device its work and waiting for it; the rest is the host's own
-    ended: float  # on the clock of `time.monotonic`
+    device_seconds: float  # launching work on the device and waiting for it; the rest is CPU work
+    ended: float  # time of `time.monotonic`

@@ -1,4 +1,4 @@
-"""Declare the parameters of a request, and check them once."""
+"""The parameters of a request, declared and checked."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def _bad_words(name: str, words: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _logit_bias(name: str, bias: Any) -> dict[int, float] | None:
-    """Check a bias and clamp its values to -100 … 100; keys may be strings, as in JSON."""
+    """Check a logit bias, and clamp its values to -100 … 100. Keys may be strings, as in JSON."""
     if bias is None:
         return None
     if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
@@ -263,7 +263,7 @@ class BeamSearchParams(_Params):
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request's parameters, completed with a model's ``defaults``.
 
-    A default of ``min_tokens`` or ``max_tokens`` is changed or dropped if it contradicts the request's other one.
+    If the default of ``min_tokens`` or ``max_tokens`` contradicts a given value of the other, it is lowered or dropped.
     """
     values = {**defaults, **given}
     most, least = values.get("max_tokens"), values.get("min_tokens")
@@ -279,7 +279,10 @@ Params = SamplingParams | BeamSearchParams
 
 
 def params_list(params: Params | Sequence[Params] | None, count: int, default: Callable[[], Params]) -> list[Params]:
-    """Return one set of parameters for each of ``count`` prompts; raise UsageError where there are more or fewer."""
+    """Return a list with the parameters of each of ``count`` prompts.
+
+    ``params``: one set for all prompts, or one for each; None takes ``default``. Raises UsageError for another number.
+    """
     if params is None:
         return [default()] * count
     if isinstance(params, Params):

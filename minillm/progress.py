@@ -11,7 +11,7 @@ from minillm.text.safe import clean_line
 
 @dataclass(frozen=True)
 class Progress:
-    """``done`` of ``total`` units; ``total`` is None where it is not known."""
+    """Progress of one operation: ``done`` of ``total`` units are done. ``total`` is None if it is unknown."""
 
     label: str
     done: int
@@ -24,15 +24,15 @@ OnMessage = Callable[[str], None]
 
 
 def ignore_progress(progress: Progress) -> None:
-    """Do nothing with it."""
+    """Do nothing. The default ``on_progress``."""
 
 
 def ignore_message(message: str) -> None:
-    """Do nothing with it."""
+    """Do nothing. The default ``on_message``."""
 
 
 def size(num_bytes: float) -> str:
-    """``154 MiB``: the unit that leaves few digits, as memory is counted; one decimal where a digit stands alone."""
+    """Return a size in words, such as ``154 MiB`` or ``1.5 MiB``, in units of 1,024 up to GiB."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1023.5:
             return f"{num_bytes:.{1 if num_bytes < 9.95 and unit != 'B' else 0}f} {unit}"
@@ -41,20 +41,20 @@ def size(num_bytes: float) -> str:
 
 
 def rate(tokens_per_second: float | None) -> str:
-    """Return ``84`` or ``3.1``; a dash where the rate is unknown."""
+    """Return a rate as text, such as ``84`` or ``3.1``; a dash if the rate is unknown."""
     if tokens_per_second is None:
         return "-"
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 9.95 else f"{tokens_per_second:.1f}"
 
 
 def say(message: str) -> None:
-    """Write a message about the work on stderr, without running into a bar."""
+    """Write a message to stderr without breaking a progress bar."""
     _tqdm().write(f"minillm: {clean_line(message, 1000)}", file=sys.stderr)
 
 
 @contextmanager
 def loading_bar(on_progress: OnProgress | None = None, *, enabled: bool | None = None) -> Iterator[OnProgress]:
-    """Show a model's download and loading; yields the function to call with each `Progress`.
+    """Show the progress of a model's download and loading. Yield the function to call with each `Progress`.
 
     Args:
         on_progress: called instead of showing a bar.
@@ -85,7 +85,10 @@ def loading_bar(on_progress: OnProgress | None = None, *, enabled: bool | None =
 
 
 class GenerationBar:
-    """Prompts done out of all, and tokens per second; None for ``enabled``: on terminals and in notebooks."""
+    """A progress bar with the number of finished prompts and tokens per second.
+
+    ``enabled`` None shows it on terminals and in notebooks. A single prompt has no bar.
+    """
 
     def __init__(self, total: int, *, enabled: bool | None = None) -> None:
         self._tokens = 0
@@ -99,7 +102,7 @@ class GenerationBar:
             self._bar.close()
 
     def print(self, text: str) -> None:
-        """Print a line on stdout, without running into the bar where both are on one terminal."""
+        """Print a line to stdout without breaking the bar, in case both are on one terminal."""
         if self._bar is not None:
             self._bar.clear()
         sys.stdout.write(text + "\n")
@@ -108,7 +111,7 @@ class GenerationBar:
             self._bar.refresh()
 
     def advance(self, num_tokens: int) -> None:
-        """Count one more prompt, with ``num_tokens`` generated."""
+        """Count one more finished prompt, with ``num_tokens`` generated tokens."""
         self._tokens += num_tokens
         if self._bar is not None:
             if elapsed := self._bar.format_dict["elapsed"]:
@@ -126,7 +129,7 @@ def _in_notebook() -> bool:
 
 
 def _tqdm() -> Any:
-    """tqdm, which takes a while to import."""
+    """Return the tqdm class. Imported here because the import takes a while."""
     if _in_notebook():
         from tqdm.auto import tqdm
     else:

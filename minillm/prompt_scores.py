@@ -1,4 +1,4 @@
-"""The log-probabilities that a request wants of its prompt's tokens."""
+"""The scores (log-probabilities) of a prompt's tokens that a request asks for."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from minillm.outputs import PromptTokenLogprobs
 
 @dataclass(slots=True)
 class PromptScores:
-    """The log-probabilities of a prompt's tokens, as they become known."""
+    """The log-probabilities of a prompt's tokens, filled in as steps compute them."""
 
-    num_top: int  # most probable tokens that are wanted in addition to each
-    next: int  # the first token without a log-probability, computed or under way
-    tokens: list[PromptTokenLogprobs | None]  # of the whole prompt
+    num_top: int  # number of most probable tokens to list with each token
+    next: int  # index of the first token to score that no launched step has scored
+    tokens: list[PromptTokenLogprobs | None]  # one for each token of the prompt
 
     def positions(self, first: int, end: int) -> range:
-        """Return the positions from ``first`` to ``end`` that need logits: each predicts the token after it."""
+        """Return the positions in ``first … end - 1`` that need logits. Each predicts the token after it."""
         return range(max(first, self.next - 1), min(end, len(self.tokens) - 1))
 
     def shareable(self, token_ids: list[int]) -> list[int]:
-        """Return the beginning of ``token_ids`` that may come from the cache: scored tokens must be computed."""
+        """Return the first tokens that may come from the cache. Tokens to score must be computed instead."""
         return token_ids[: self.next] if self.next < len(self.tokens) else token_ids

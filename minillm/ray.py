@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 _OF_BEAMS = {each.name for each in fields(BeamSearchParams)}
 _TRIES = 4  # to start a cluster
-_ROWS_PER_CALL = 8  # of an engine: a call of Ray's costs about a millisecond
+_ROWS_PER_CALL = 8  # rows sent to an engine at a time: a Ray call costs about a millisecond
 
 
 class _Engine:
-    """An engine that several coroutines ask. If it fails, its process ends, and Ray or `RayEngines` starts another."""
+    """An engine for several coroutines. If it fails, its process ends, and Ray or `RayEngines` starts another one."""
 
     def __init__(self, task: Task) -> None:
         self.llm = LLM(task.model, on_progress=lambda progress: None, **task.engine)
@@ -49,7 +49,7 @@ class _Engine:
         threading.Thread(target=self._work, daemon=True).start()
 
     async def answer(self, row: Row) -> Answer:
-        """Answer a row, in one batch with those of other calls."""
+        """Answer a row, batched with the rows of other calls."""
         number = next(self._numbers)  # rows of several calls may have one index
         self._waiting[number] = row.index, asyncio.get_running_loop().create_future()
         self._engine.submit(replace(row, index=number, name=row.name or f"request-{row.index}"))
@@ -67,28 +67,28 @@ class _Engine:
 
 
 class _Actor:
-    """An engine of `RayEngines`."""
+    """The Ray actor that runs one engine of `RayEngines`."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
 
     async def load(self) -> Facts:
-        """Load the model. Raises MinillmError, which an exception of the constructor would hide."""
+        """Load the model. (If the constructor loaded it, Ray would hide the MinillmError of a failure.)"""
         self._engine = _Engine(self._task)
         return Facts.of(self._engine.llm)
 
     async def answer(self, rows: list[Row]) -> list[Answer]:
-        """Answer rows, in their order."""
+        """Return the answers of rows, in the rows' order."""
         return await asyncio.gather(*map(self._engine.answer, rows))
 
 
 class Generate:
-    """A class for `ray.data.Dataset.map_batches`: an actor with one model; rows of all its batches run together.
+    """A class for `ray.data.Dataset.map_batches`. Each actor has one model, and rows of all its batches run together.
 
-    Rows have "prompt" (text or token ids) or "messages" (a list of ``{"role": …, "content": …}``), and optionally
-    "params": a dictionary, or its JSON, that overrides the constructor's. Other columns pass through. New columns:
-    "text" (of the first completion, the best of beams), "outputs" (JSON of all completions), "num_tokens",
-    "finish_reason", and "error", which is empty unless the row failed. A row that fails fails alone.
+    Rows have "prompt" (text or token ids) or "messages" (a list of ``{"role": …, "content": …}``). The optional
+    "params" is a dictionary, or its JSON, that overrides the constructor's ``params``. Other columns pass through. New
+    columns are "text" (of the first completion, which is the best beam), "outputs" (JSON of all completions),
+    "num_tokens", "finish_reason" and "error". If a row fails, only its "error" is not empty.
 
     Args:
         model: see `minillm.llm.LLM`.
@@ -115,7 +115,7 @@ class Generate:
         self._engine = _Engine(Task(model, engine, Style(chat, system, parse_special)))
 
     async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, np.ndarray]]:
-        """Answer a batch of columns."""
+        """Answer a batch of rows, given as columns. Yield the batch with the new columns."""
         import numpy as np
 
         count = len(next(iter(batch.values()), ()))
@@ -154,20 +154,20 @@ class Generate:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a column without numpy's types."""
+    """Return a column's value as plain Python values instead of numpy's types."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 class RayEngines(Engines):
-    """Engines in actors of a Ray cluster. One that dies, with its actor or node, is replaced.
+    """Engines in actors of a Ray cluster. If an actor or its node dies, another actor replaces it.
 
     Args:
-        address: "local" starts a cluster on this machine for this process; "auto", "HOST:PORT" and "ray://HOST:PORT"
-            are running ones.
-        actor: the class of the engines.
+        address: "local" starts a cluster on this machine for this process. "auto", "HOST:PORT" and "ray://HOST:PORT"
+            connect to a running cluster.
+        actor: the class of the actors.
 
     Raises:
-        UsageError: the cluster cannot be reached, or has not the GPUs or cores that the engines need.
+        UsageError: the cluster cannot be reached, or has fewer GPUs or cores than the engines need.
     """
 
     def __init__(self, task: Task, count: int, address: str, actor: type = _Actor) -> None:
@@ -213,7 +213,7 @@ class RayEngines(Engines):
         return actor
 
     def _replace(self, number: int, error: Exception) -> None:
-        """Start another engine instead of one that has died."""
+        """Start another engine in place of an engine that has died with ``error``."""
         self._calls = {call: each for call, each in self._calls.items() if each != number}
         why = "" if number in self.facts else f" while loading ({str(error).strip().splitlines()[-1][:200]})"
         say(f"engine {number} has died{why}; another takes its rows")
@@ -222,7 +222,7 @@ class RayEngines(Engines):
 
 
 def connect(address: str) -> None:
-    """Connect to a cluster, or start one. Raises UsageError."""
+    """Connect to a cluster, or start one if ``address`` is "local". Raises UsageError if that fails."""
     options = {"include_dashboard": False} if address == "local" else {}
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -236,7 +236,7 @@ def connect(address: str) -> None:
 
 
 def _needs(engine: Mapping[str, Any], count: int) -> dict[str, float]:
-    """Return the GPUs and cores of each engine. Raises UsageError where the cluster has too few."""
+    """Return the GPUs and cores of each engine, as options of a Ray actor. Raises UsageError if there are too few."""
     there = ray.cluster_resources()
     size = int(engine.get("tensor_parallel_size", 1))
     on_gpus = engine.get("device", "auto") != "cpu" and there.get("GPU", 0) > 0

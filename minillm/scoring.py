@@ -1,4 +1,4 @@
-"""Log-probabilities of given texts: scores of prompts and of continuations, and perplexity."""
+"""Log-probabilities of given texts: scores of prompts or continuations, and perplexity."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from minillm.verbs import Host
 
 @dataclass(frozen=True)
 class Score:
-    """The tokens of a text that are scored, in their order; of a text without a continuation, all but the first."""
+    """The scored tokens of a text, in order: the continuation's tokens, or without one all tokens but the first."""
 
     token_ids: list[int]  # of the whole text
     tokens: list[PromptTokenLogprobs]
@@ -28,12 +28,12 @@ class Score:
 
     @property
     def total(self) -> float:
-        """The log-probability of all scored tokens together."""
+        """The log-probability of all scored tokens together: the sum of ``logprobs``."""
         return math.fsum(self.logprobs)
 
     @property
     def perplexity(self) -> float:
-        """``exp`` of the mean of the scored tokens' negative log-probabilities; NaN where there is none."""
+        """``exp`` of the mean negative log-probability of the scored tokens; NaN if no token is scored."""
         return _exp(-self.total / len(self.tokens)) if self.tokens else math.nan
 
     def __repr__(self) -> str:
@@ -47,19 +47,19 @@ def score(
     *,
     top: int = 0,
 ) -> list[Score]:
-    """Score prompts, or continuations of them, in one batch; nothing is generated.
+    """Score prompts, or continuations of prompts, in one batch. Nothing is generated.
 
-    A prompt is computed whole. Before a continuation, what the prefix cache has of the prompt is not computed
-    again, so that any number of them share its blocks. Text becomes token ids piece by piece: a continuation is
-    scored as the tokens that it is made of alone, and usually begins with a space.
+    Without continuations, every token of a prompt is computed. With continuations, cached blocks of the prompt are
+    reused, so any number of continuations share them. Prompt and continuation are tokenized separately. A continuation
+    usually begins with a space.
 
     Args:
         prompts: see `minillm.llm.LLM.generate`.
-        continuations: as many as prompts, or any number of them for one prompt. Their tokens alone are scored.
-        top: beside each token, so many of the most probable ones, up to 64.
+        continuations: one for each prompt, or any number for a single prompt. Only their tokens are scored.
+        top: list this many of the most probable tokens with each scored token, up to 64.
 
     Raises:
-        MinillmError: a text is empty, too long or holds ids beyond the vocabulary; nothing has been scored then.
+        MinillmError: a text is empty, too long or has ids outside the vocabulary. Nothing is scored then.
     """
     top, found = check_integer("top", top, 0, MAX_LOGPROBS), prompt_list(prompts)
     params = SamplingParams(max_tokens=0, prompt_logprobs=top)
@@ -78,17 +78,17 @@ def score(
 def perplexity(llm: Host, text: Prompt, *, stride: int | None = None) -> float:
     """Return ``exp`` of the mean negative log-probability of all tokens of a text but the first.
 
-    A text longer than the context is read through a window of ``max_model_len`` tokens that moves on by ``stride``
-    tokens. Every token is scored once, in the first window that reaches it, behind at least
-    ``max_model_len - stride`` tokens (in the first window, behind all that there are). A smaller stride costs more
-    windows and gives a lower, truer figure. What a tokenizer puts in front of a text stands in the first window.
+    A text longer than the context is scored in windows of ``max_model_len`` tokens, each ``stride`` tokens after the
+    previous one. Every token is scored once, in the first window that contains it. So, except in the first window, at
+    least ``max_model_len - stride`` tokens precede it. A smaller stride takes more windows and gives a lower, more
+    accurate result. Special tokens at the start of the text are only in the first window.
 
     Args:
         text: text or token ids, of any length.
         stride: from 1 to ``max_model_len - 1``; by default half of ``max_model_len``.
 
     Raises:
-        UsageError: fewer than two tokens, ids beyond the vocabulary, or a wrong stride.
+        UsageError: the text has fewer than two tokens or ids outside the vocabulary, or the stride is wrong.
     """
     window = llm._driver.engine.max_model_len
     stride = max(1, window // 2) if stride is None else stride
@@ -118,7 +118,7 @@ def _pairs(
 
 
 def _windows(count: int, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, first scored token, end) of each window over ``count`` tokens; token 0 is not scored."""
+    """Yield (first token, first scored token, end) of each window over ``count`` tokens. Token 0 is never scored."""
     first, scored = 0, 1
     while scored < count:
         end = min(first + size, count)
@@ -127,7 +127,7 @@ def _windows(count: int, size: int, stride: int) -> Iterator[tuple[int, int, int
 
 
 def _outputs(driver: Driver, requests: Sequence[Request]) -> list[RequestOutput]:
-    """Run requests; each must end without an error."""
+    """Run requests and return their outputs in order. Raises MinillmError if a request is rejected or fails."""
     jobs = iter([[(number, lambda each=each: each) for number, each in enumerate(requests)]])
 
     def named(number: int, error: str) -> str:

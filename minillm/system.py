@@ -1,4 +1,4 @@
-"""The system below: our directories, its memory and processor, and its ctrl-c."""
+"""The operating system: directories, memory, processor, child processes, and ctrl-c."""
 
 import ctypes
 import os
@@ -15,31 +15,31 @@ from types import FrameType
 from minillm.errors import UsageError
 
 _MAX_PATH = 4096  # bytes
-_TRIM, _MMAP = -1, -3  # glibc's names for thresholds: of memory at the heap's end that stays, and of pieces outside it
+_TRIM, _MMAP = -1, -3  # glibc's M_TRIM_THRESHOLD (free memory kept at the heap's end) and M_MMAP_THRESHOLD
 
 # --- directories ------------------------------------------------------------------------------------------------------
 
 
 def cache_dir() -> Path:
-    """Downloaded models: ``$MINILLM_CACHE``, or the user's cache directory. May not exist yet."""
+    """Return the directory of downloads: ``$MINILLM_CACHE``, or the user's cache directory. It may not exist yet."""
     return _directory("cache", "MINILLM_CACHE")
 
 
 def config_dir() -> Path:
-    """The configuration file: ``$MINILLM_CONFIG``, or the user's configuration directory."""
+    """Return the directory of config.toml: ``$MINILLM_CONFIG``, or the user's configuration directory."""
     return _directory("config", "MINILLM_CONFIG")
 
 
 def data_dir() -> Path:
-    """Conversations: ``$MINILLM_DATA``, or the user's data directory."""
+    """Return the directory of conversations: ``$MINILLM_DATA``, or the user's data directory."""
     return _directory("data", "MINILLM_DATA")
 
 
 def expanded(path: str, where: str) -> Path:
-    """A path in which ~ is a home directory. ``where``: its origin, for the error.
+    """Return a path with ``~`` replaced by the home directory. ``where``: the origin of ``path``, for the error.
 
     Raises:
-        UsageError: it is no path, or there is no such home.
+        UsageError: the path is invalid, or its user has no home directory.
     """
     try:
         if "\0" in path or len(os.fsencode(path)) > _MAX_PATH:
@@ -67,7 +67,7 @@ def _directory(kind: str, variable: str) -> Path:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of memory that can be taken now, and in all: of the machine, or of this process's container."""
+    """Return the available and the total bytes of memory, of the machine or of this process's container."""
     total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -80,18 +80,18 @@ def memory() -> tuple[int, int]:
 
 
 def resident_bytes(process: int | None = None) -> int:
-    """Memory that a process has now, this one or that of a number; 0 where the system does not say."""
+    """Return the bytes of memory that a process has now; 0 if unknown. ``process``: its id, by default this process."""
     statm = Path(f"/proc/{process or 'self'}/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def processor() -> str:
-    """The processor's name, as far as the system knows it."""
+    """Return the processor's name, or its architecture if the system does not know the name."""
     return _cpuinfo().get("model name", "").strip() or platform.processor() or platform.machine()
 
 
 def processor_features() -> str:
-    """The sets of instructions that the processor has, as far as the system knows them."""
+    """Return the processor's instruction set extensions, separated by spaces; empty if they are unknown."""
     fields = _cpuinfo()
     return (fields.get("flags") or fields.get("Features") or "").strip()
 
@@ -103,7 +103,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Return the lines ``name: value`` of a file."""
+    """Return the values of a file's ``name: value`` lines, by name. The last line of a name counts."""
     pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
     return {name.strip(): value for name, value in pairs}
 
@@ -112,16 +112,16 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment for one that imports minillm from where this one did.
+    """Return the environment for a child process that must import minillm from the same place as this process.
 
-    The user's PYTHONPATH comes after.
+    That place comes first in PYTHONPATH, before the user's own entries.
     """
     places = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
 def exit_status(code: int) -> str:
-    """Return the words for a process's exit code, or for the signal that ended it: " with exit code 1"."""
+    """Describe how a process ended, such as " with exit code 1" or " of signal 9"."""
     return f" of signal {-code}" if code < 0 else f" with exit code {code}"
 
 
@@ -130,10 +130,10 @@ def exit_status(code: int) -> str:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold KeyboardInterrupt back until the block ends: a half-done step would corrupt the accounting.
+    """Defer KeyboardInterrupt until the block ends, because an interrupted step would corrupt the bookkeeping.
 
-    A second ctrl-c inside the block is not held back. Does nothing outside the main thread, and where SIGINT is handled
-    otherwise.
+    A second ctrl-c inside the block is not deferred. Does nothing outside the main thread, or if the program has its
+    own handler of SIGINT.
     """
     default = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
@@ -157,12 +157,13 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def no_interrupt_lost() -> Iterator[None]:
-    """Let ctrl-c end the block where Python drops it or takes it for another error; also as a decorator.
+    """Let ctrl-c end the block even where Python would lose it. Also works as a decorator.
 
-    The signal may come while a destructor runs, or a callback of a weak reference, as imports have many. Python reports
-    an exception of those as one that it ignores, and goes on: the signal is sent again. Or it comes while Python words
-    an ImportError, as imports raise many that their modules expect; then a TypeError takes its place (CPython's
-    ``PyErr_SetImportError`` without a message, in 3.11 to 3.13 at least).
+    Python loses a KeyboardInterrupt in two cases, which are common during imports:
+
+    - It is raised in a destructor or a weak reference callback. Python ignores exceptions there: SIGINT is sent again.
+    - It is raised while Python builds an ImportError. Then a TypeError takes its place (CPython's
+      ``PyErr_SetImportError`` without a message, in 3.11 to 3.13 at least), which is turned back.
     """
     report = sys.unraisablehook
 
@@ -187,12 +188,12 @@ def no_interrupt_lost() -> Iterator[None]:
 
 @contextmanager
 def compact_heap() -> Iterator[Callable[[], object]]:
-    """Return freed memory to the system meanwhile, where the C library is glibc; yield a function that does it at once.
+    """Return freed memory to the system during the block, if the C library is glibc. Yield a function that does it now.
 
-    Its heap keeps the holes between pieces that stay: 130 to 180 MB of them where a model of 135 million weights is
-    packed. Pieces below a megabyte are used again: those that the system gives are filled with zeros first, page by
-    page, which takes longer than to compute them. Afterwards the thresholds are those to which they grow by themselves
-    (`man mallopt`).
+    Otherwise glibc's heap keeps the gaps between live allocations: 130 to 180 MB when a model of 135 million weights is
+    packed. Allocations below a megabyte still come from the heap. Fresh memory from the system would have to be zeroed
+    page by page, which takes longer than computing on it. After the block, the thresholds have the maximum values to
+    which glibc would raise them by itself (`man mallopt`).
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
@@ -209,9 +210,9 @@ def compact_heap() -> Iterator[Callable[[], object]]:
 
 
 def import_torch() -> None:
-    """Import torch with ctrl-c held back: a KeyboardInterrupt inside its C++ initialisers would abort the process.
+    """Import torch with ctrl-c deferred: a KeyboardInterrupt inside its C++ initializers would abort the process.
 
-    Raises UsageError where torch rejects its own environment variables.
+    Raises UsageError if torch rejects its own environment variables.
     """
     try:
         with deferred_interrupt():

@@ -1,4 +1,4 @@
-"""The user's settings for all commands, where flags say nothing: ``config.toml`` in the configuration directory.
+"""The user's settings for all commands, which flags override: ``config.toml`` in the configuration directory.
 
 model = "smollm2-360m"
 system = "You are brief."    # of the chat
@@ -46,12 +46,12 @@ _MAX_BYTES = 1 << 20
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
 _ENGINE = {name for name, _, _ in declared(EngineConfig)}
-_SHARED = (_SAMPLING & _SEARCH) - {"n"}  # the parameters that a search takes over from sampling
+_SHARED = (_SAMPLING & _SEARCH) - {"n"}  # the sampling parameters that also apply to beam search
 
 
 @dataclass(frozen=True)
 class UserConfig:
-    """The file's settings; empty where it says nothing."""
+    """The settings in the file. Settings that the file does not have are empty."""
 
     model: str = ""
     system: str = ""
@@ -75,16 +75,16 @@ class UserConfig:
         BeamSearchParams(**self.beams)
 
     def choose_model(self, flag: str | None) -> str:
-        """The model of the first that names one: the flag, ``MINILLM_MODEL``, this file, weights.toml."""
+        """Return the first model named by: the flag, ``MINILLM_MODEL``, this file, the default in weights.toml."""
         return flag or os.environ.get("MINILLM_MODEL") or self.model or default_model()
 
     def request_values(self, given: Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """The parameters of a request: those of BeamSearchParams where one is ``beam_width``, else of SamplingParams.
+        """Return a request's parameters: of BeamSearchParams if ``beam_width`` is among them, else of SamplingParams.
 
         Args:
-            given: the caller's own. A name that belongs to one of the two alone decides between them; without such a
-                name this file does.
-            defaults: the model's own, which this file goes before.
+            given: the caller's parameters. A parameter that only sampling or only beam search has decides between the
+                two. Without such a parameter this file decides.
+            defaults: the model's own defaults, which this file overrides.
         """
         values = with_defaults({**self.sampling, **given}, defaults)
         search, sample = set(given) & (_SEARCH - _SAMPLING), set(given) & (_SAMPLING - _SEARCH)
@@ -95,10 +95,10 @@ class UserConfig:
 
 
 def read_config(file: str | None = None) -> UserConfig:
-    """Read ``file``; the user's own, which need not exist, where it is None.
+    """Read the settings in ``file``. None: the user's own config.toml, which need not exist.
 
     Raises:
-        UsageError: it is no TOML, or says something that is unknown or out of range; the message names the file.
+        UsageError: the file is missing or not TOML, or has an unknown setting or a wrong value. The message names it.
     """
     path = config_dir() / "config.toml" if file is None else expanded(file, "--config")
     try:
@@ -116,7 +116,7 @@ def read_config(file: str | None = None) -> UserConfig:
 
 
 def _check_settings(values: Mapping[str, Any]) -> None:
-    """Raise UsageError for an unknown setting; the message names the table where it, or one like it, belongs."""
+    """Raise UsageError for an unknown setting. The message names the table of the same or the most similar setting."""
     own = {each.name for each in fields(UserConfig)}
     tables = {"engine": _ENGINE, "beams": _SEARCH, "sampling": _SAMPLING}
     where = {name: f"{name} below [{table}]" for table, names in tables.items() for name in sorted(names)}

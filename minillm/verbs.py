@@ -25,7 +25,7 @@ SomeParams = Params | Sequence[Params] | None
 
 
 class Host(Protocol):
-    """An LLM, as far as these functions use it."""
+    """The part of the LLM class that these functions use."""
 
     name: str
     _driver: Driver
@@ -35,7 +35,7 @@ class Host(Protocol):
         """See `LLM.tokenizer`."""
 
     def default_params(self) -> SamplingParams:
-        """Return the sampling parameters of a call that gives none."""
+        """Return the sampling parameters for calls without parameters."""
 
     def generate(
         self, prompts: Prompts, params: SomeParams = None, *, use_tqdm: bool | None = None
@@ -48,19 +48,19 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class PinnedPrefix:
-    """A prefix that `LLM.pin` keeps, for `LLM.unpin`."""
+    """The result of `LLM.pin`: a pinned prefix, to pass to `LLM.unpin`."""
 
     token_ids: list[int]
     sequence: TokenSequence = field(repr=False)
 
 
 def beam_search(llm: Host, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
-    """Run `generate` by beam search: each output's completions are its best beams, the best first."""
+    """Run `generate` with beam search. The completions of each output are its best beams, best first."""
     return llm.generate(prompts, params or BeamSearchParams())
 
 
 def describe(llm: Host) -> str:
-    """Return the model's name, source, size and device, and the size of its pool, in a line."""
+    """Return a line with the model's name, source, size and device, and the size of its pool."""
     engine = llm._driver.engine
     model, cache = engine.runner.model, engine.cache
     where = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
@@ -80,11 +80,11 @@ def chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> list[RequestOutput]:
-    """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, by the model's template.
+    """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, with the model's chat template.
 
     Args:
         messages: see `minillm.text.chat_template.plain_messages`.
-        chat_template: a Jinja template in place of the model's own.
+        chat_template: a Jinja template to use instead of the model's own.
         add_generation_prompt, continue_final_message: see `minillm.text.chat_template.ChatTemplate.render`.
     """
     several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list | tuple)
@@ -100,7 +100,7 @@ def chat(
 
 
 def astream(llm: Host, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
-    """Run `stream` for asyncio: any number of them are computed in one batch. Leaving it early aborts the request."""
+    """Run `stream` for asyncio. Several streams run in one batch. Leaving a stream early aborts its request."""
     return in_threads(llm.stream(prompt, params))
 
 
@@ -113,19 +113,19 @@ def get_tokenizer(llm: Host) -> Tokenizer:
 
 
 def cache_stats(llm: Host) -> CacheStats:
-    """Return token-true memory figures of the pool, now."""
+    """Return the pool's present memory use, and totals since the start."""
     with llm._driver.locked() as engine:
         return engine.figures.cache_stats()
 
 
 def reset_prefix_cache(llm: Host) -> None:
-    """Forget every cached prefix; running requests are not disturbed."""
+    """Remove every cached prefix. Running requests are not affected."""
     with llm._driver.locked() as engine:
         engine.cache.reset_prefix_cache()
 
 
 def explain_miss(llm: Host, prompt: Prompt, *, salt: str | None = None) -> PrefixReport:
-    """Return how many tokens of a prompt the prefix cache holds, and which token differs first."""
+    """Return how many tokens of a prompt the prefix cache holds, and the first token that differs from cached ones."""
     token_ids = llm._driver.token_ids(prompt)
     with llm._driver.locked() as engine:
         report = explain_cache_miss(engine.cache, token_ids, engine.requests.salt_for(len(token_ids), salt))
@@ -136,9 +136,9 @@ def explain_miss(llm: Host, prompt: Prompt, *, salt: str | None = None) -> Prefi
 
 
 def pin(llm: Host, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
-    """Compute a prefix, such as a system prompt, and keep its blocks under any load until it is unpinned.
+    """Compute a prefix, such as a system prompt, and never evict its blocks until it is unpinned.
 
-    Raises CapacityError if more than half of the pool would be pinned.
+    Raises CapacityError if more than half of the pool would be pinned, or a running or waiting request would not fit.
     """
     [(sequence, _)] = held.hold(llm._driver, [held.prefix_request(llm._driver.token_ids(prompt), salt)])
     held.pin(llm._driver, sequence)
@@ -146,7 +146,7 @@ def pin(llm: Host, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
 
 
 def unpin(llm: Host, prefix: PinnedPrefix) -> None:
-    """Unpin a prefix; it stays in the prefix cache until its blocks are needed. Twice does nothing."""
+    """Unpin a prefix. It stays in the prefix cache until its blocks are needed. Unpinning it again does nothing."""
     held.unpin(llm._driver, prefix.sequence)
 
 
@@ -163,7 +163,10 @@ def branch(llm: Host, prompt: Prompt) -> Branch:
 def sample(
     llm: Host, branches_: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
 ) -> list[CompletionOutput]:
-    """Continue several branches in one batch; ``params`` are one set for all or one for each, with ``n`` 1."""
+    """Continue several branches in one batch. Return the completions.
+
+    ``params``: one set for all branches, or one for each, with ``n`` 1.
+    """
     each = [p for p in params_list(params, len(branches_), llm.default_params) if isinstance(p, SamplingParams)]
     if len(each) != len(branches_):
         raise UsageError("a branch goes on with SamplingParams, not by beam search")
@@ -171,5 +174,8 @@ def sample(
 
 
 def next_logprobs(llm: Host, branches_: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:
-    """Return the ``count`` most probable next tokens of each branch, in one batch; the branches stay as they are."""
+    """Return the ``count`` most probable next tokens of each branch, computed in one batch. Append nothing.
+
+    Tokens are (token id, log-probability) pairs, best first.
+    """
     return branches.next_logprobs(llm._driver, branches_, count)
