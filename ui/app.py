@@ -193,7 +193,7 @@ class ChatApp(EngineApp):
         except MinillmError as error:
             self.unsaved = error
         with contextlib.suppress(MinillmError):
-            self.chat.talk.store.keep_draft(self.chat.talk.unsent)
+            self.chat.talk.store.keep_draft(self.chat.talk.waiting.unsent)
 
     def leave(self, code: int) -> None:
         """Exit with this code. If the screen is not complete yet, wait for that first."""

@@ -200,7 +200,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             pass
         elif talk.search.close():
             talk.prompt.focus()
-        elif talk.take_back():
+        elif talk.waiting.take_back():
             pass
         elif talk.run is not None:
             talk.run.stop()

@@ -23,13 +23,13 @@ from minillm.ui.chat.search import SearchBar
 from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
 from minillm.ui.chat.slash import CommandTable, is_command
 from minillm.ui.chat.transcript import Transcript
+from minillm.ui.chat.waiting import WaitingQuestions
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, EngineEvent, EngineState
 from minillm.ui.memory.pool import Pool
-from minillm.ui.numbers import count, plural
+from minillm.ui.numbers import count
 
 _SAVE_INTERVAL = 2.0  # seconds between saves while an answer grows
-_FAR = 3  # if more lines than this are below the screen, the prompt's border says so
 _LINES_AHEAD = 6  # lines that a growing paragraph reserves if the model computes on the same cores
 _GRACE = 2.0  # maximum seconds between two presses of a key that quits
 LONG_ANSWER = 10.0  # seconds after which a finished answer rings the bell
@@ -65,7 +65,7 @@ class ChatPane(Vertical):
         self.compaction: Compaction | None = None
         self.engine = EngineState()  # as last received by this widget
         self.pool: Pool | None = None
-        self._waiting: list[str] = []  # questions to ask once the answer has ended or the model is loaded
+        self.waiting = WaitingQuestions(PromptInput(commands, Popup()), Transcript())
         self.is_paced = False  # the engine is slowed down so that people can watch; then drawing does not slow it down
         self.num_waiting = 0  # number of queued commands of keys
         self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
@@ -74,23 +74,21 @@ class ChatPane(Vertical):
         self._choice: Choice | None = None  # the last candidate accepted
         self._pinned_system = ""
         self._report_every = 0.0  # interval of the last `Report` sent to the engine, in seconds
-        self._last_prompt: PromptInput | None = None  # the same as `prompt`, but valid to the end
         self._end_asked_at = -_GRACE
 
     def compose(self) -> ComposeResult:
-        yield (transcript := Transcript())
-        yield SearchBar(transcript)
+        yield self.waiting.transcript
+        yield SearchBar(self.waiting.transcript)
         yield LoadingBar()
-        self._last_prompt = PromptInput(self.commands, popup := Popup())
-        yield self._last_prompt
-        yield popup
+        yield self.waiting.prompt
+        yield self.waiting.prompt.popup
         yield StatusBar()
 
     def on_mount(self) -> None:
         self.prompt.focus()
         self.watch(self.app, "settings", self._pin_system)
         for each in ("scroll_y", "virtual_size", "container_size"):
-            self.watch(self.transcript, each, self._say_what_comes, init=False)
+            self.watch(self.transcript, each, self.waiting.show, init=False)
 
     def watch_editing(self, turn: Turn | None) -> None:
         self.prompt.border_title = "" if turn is None else "editing · Enter asks as a branch · Esc cancels"
@@ -114,7 +112,7 @@ class ChatPane(Vertical):
             self._pin_system()
             await self._ask_waiting()
         elif state.phase != "loading":
-            self.take_back()
+            self.waiting.take_back()
         self.refresh_status()
 
     async def on_engine_event(self, message: EngineEvent) -> None:
@@ -169,7 +167,7 @@ class ChatPane(Vertical):
             self.prompt.put_back(message.text)
             return
         if self.run is not None or self.compaction is not None or self.engine.phase == "loading":
-            self.ask_later(text)
+            self.waiting.put(text)
         elif not self.can_ask():
             self.prompt.put_back(message.text)
         else:
@@ -181,39 +179,13 @@ class ChatPane(Vertical):
         self.conversation.ask(question, instead_of=editing)
         await self.request_answer()
 
-    def _set_waiting(self, questions: list[str]) -> None:
-        self._waiting = questions
-        self._say_what_comes()
-
-    def _say_what_comes(self, *_: object) -> None:
-        """Show the number of queued questions in the prompt's border.
-
-        Without any, show whether there is more text below.
-        """
-        at = max(0, self.transcript.scroll_offset.y)  # negative if the text is shorter than the screen
-        far = self.transcript.max_scroll_y - at > _FAR
-        words = f"{plural(len(self._waiting), 'question')} queued · Esc to take back"
-        self.prompt.border_subtitle = words if self._waiting else "more below ↓ Ctrl+End" if far else ""
-
-    def ask_later(self, text: str) -> None:
-        """Queue a question or a command until the answer has ended or the model is loaded."""
-        self._set_waiting([*self._waiting, text])
-
     async def _ask_waiting(self) -> None:
         """Ask the first queued question, if there is one."""
-        if self._waiting:
-            question, *others = self._waiting
-            self._set_waiting(others)
+        if (question := self.waiting.next()) is not None:
             if is_command(question):
                 await self.run_command(self.commands.parse(question)[0].name)
             else:
                 await self._ask(question)
-
-    @property
-    def unsent(self) -> str:
-        """Return the queued questions and the text in the prompt, but not a text that was sent before."""
-        draft = "" if self._last_prompt is None else self._last_prompt.draft
-        return "\n\n".join(filter(None, [*self._waiting, draft]))
 
     @property
     def unfinished(self) -> str:
@@ -223,7 +195,7 @@ class ChatPane(Vertical):
         """
         if self.run is not None or self.compaction is not None:
             return "an answer is being generated"
-        return "your text is not sent" if self.unsent else ""
+        return "your text is not sent" if self.waiting.unsent else ""
 
     def is_asked_twice_to_end(self, key: str, reason: str = "") -> bool:
         """Return whether a key that quits was pressed twice within `_GRACE` seconds.
@@ -243,14 +215,6 @@ class ChatPane(Vertical):
         if draft := self.store.take_draft():
             self.prompt.remember(draft)
             await self.transcript.add_note("press ↑ to bring back your unsent text")
-
-    def take_back(self) -> bool:
-        """Move the queued questions back into the prompt. Return False if there are none."""
-        questions = self._waiting
-        self._set_waiting([])
-        for question in reversed(questions):
-            self.prompt.put_back(question)
-        return bool(questions)
 
     async def on_command_asked(self, message: CommandAsked) -> None:
         await self.run_command(message.name, message.argument)
@@ -346,7 +310,7 @@ class ChatPane(Vertical):
             await self.transcript.add_note(ending.error, "error")
         if ending.reason in ("stop", "length") and not run.answer.candidates:
             await self._ask_waiting()
-        elif self.take_back() and run.answer.candidates:
+        elif self.waiting.take_back() and run.answer.candidates:
             self.notify("choose an answer first, or press Enter to take the first one and ask")
 
     async def _warn_if_full(self, answer: Answer) -> None:
@@ -431,7 +395,7 @@ class ChatPane(Vertical):
         """Show another conversation. The engine frees the blocks of the old one."""
         self.send(Forget(self.conversation.conversation_id))
         self.run = self.editing = self._choice = self.compaction = None
-        self._set_waiting([])
+        self.waiting.clear()
         self._warned_full = False
         self.search.close()
         self.conversation = conversation

@@ -329,7 +329,7 @@ async def tour(talk: ChatPane, _: str) -> None:
 
     _check_idle(talk)
     if talk.engine.phase == "loading":
-        talk.ask_later("/tour")
+        talk.waiting.put("/tour")
     elif talk.can_ask():
         if getattr(talk.screen, "memory_view", "") != "strands":
             await talk.run_action("screen.view('strands')")

@@ -66,7 +66,7 @@ class PromptInput(SteadyTextArea):
 
     def __init__(self, commands: CommandTable, popup: Popup) -> None:
         super().__init__(compact=True, highlight_cursor_line=False, placeholder="Ask something")
-        self._commands, self._popup = commands, popup
+        self._commands, self.popup = commands, popup
         self._files: list[str] | None = None  # files to offer after an @; reset when the prompt is empty
         self._held: dict[str, str] = {}  # mark in the text -> the pasted text or file that it stands for
         self._history: list[str] = []  # sent texts, the latest last
@@ -130,15 +130,15 @@ class PromptInput(SteadyTextArea):
         """Show the completions of the text, unless the text was brought back from the history."""
         if not self.text:
             self._files = None
-        self._popup.show([] if self._recalled is not None else self.completions(), self.region)
+        self.popup.show([] if self._recalled is not None else self.completions(), self.region)
 
     def close_popup(self) -> bool:
         """Hide the completions until more is typed. Return False if none were shown."""
-        return self._popup.close()
+        return self.popup.close()
 
     def _complete(self, key: str) -> bool:
         """Use the selected completion. Return False if there is none, or if Enter should send the text."""
-        chosen = self._popup.chosen_of(self.completions())
+        chosen = self.popup.chosen_of(self.completions())
         if chosen is None or self._recalled is not None:
             return False
         start, end = chosen.start, self.cursor_location if chosen.start != (0, 0) else self.document.end
@@ -147,7 +147,7 @@ class PromptInput(SteadyTextArea):
             return False
         self.replace(chosen.text, start, end, maintain_selection_offset=False)
         self.move_cursor((start[0], start[1] + len(chosen.text)))
-        self._popup.close()
+        self.popup.close()
         return not (key == "enter" and chosen.sends)
 
     def remember(self, text: str) -> None:
@@ -255,12 +255,12 @@ class PromptInput(SteadyTextArea):
             return True
         if picked:
             self._accept(picked)
-        if self._popup.display and event.key in ("up", "down"):
-            self._popup.move(-1 if event.key == "up" else 1)
+        if self.popup.display and event.key in ("up", "down"):
+            self.popup.move(-1 if event.key == "up" else 1)
         elif event.key in ("tab", "enter") and self._complete(event.key):
             pass
         elif event.key == "enter":
-            self._popup.close()
+            self.popup.close()
             if self.full_text.strip():
                 self.post_message(
                     self.Submitted(self.take().rstrip().lstrip("\n"))

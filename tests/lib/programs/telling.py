@@ -35,7 +35,7 @@ def state(app: ChatApp) -> list[str]:
         f"engine: {app.engine_state.phase}, heard by the talk as {talk.engine.phase}; {app.engine_state.error}",
         f"answer: {run and run.answer.request_id}, {'is stopping' if run and run.is_stopping else 'goes on'}; "
         f"summing up: {talk.compaction is not None}; last: {leaf and leaf.answer.finish_reason}",
-        f"questions that wait: {talk._waiting}; commands that wait: {talk.num_waiting}",
+        f"questions that wait: {talk.waiting._texts}; commands that wait: {talk.num_waiting}",
         *filter(None, map(_place, asyncio.all_tasks())),
     ]
 

@@ -1,0 +1,54 @@
+"""Questions and commands that wait until the answer has ended, or the model is loaded."""
+
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.transcript import Transcript
+from minillm.ui.numbers import plural
+
+_FAR = 3  # if more lines than this are below the screen, the line below the prompt says so
+
+
+class WaitingQuestions:
+    """A queue of texts. The line below the prompt shows its length.
+
+    It keeps both widgets: `unsent` is also read when they are gone from the screen.
+    """
+
+    def __init__(self, prompt: PromptInput, transcript: Transcript) -> None:
+        self.prompt, self.transcript = prompt, transcript
+        self._texts: list[str] = []
+
+    def put(self, text: str) -> None:
+        """Queue a text."""
+        self._texts.append(text)
+        self.show()
+
+    def next(self) -> str | None:
+        """Remove and return the first text. Return None if none waits."""
+        text = self._texts.pop(0) if self._texts else None
+        self.show()
+        return text
+
+    def clear(self) -> list[str]:
+        """Remove and return all texts."""
+        texts, self._texts = self._texts, []
+        self.show()
+        return texts
+
+    def take_back(self) -> bool:
+        """Put the texts back into the prompt. Return False if there are none."""
+        texts = self.clear()
+        for text in reversed(texts):
+            self.prompt.put_back(text)
+        return bool(texts)
+
+    @property
+    def unsent(self) -> str:
+        """Return the texts, and the text in the prompt unless it was sent before."""
+        return "\n\n".join(filter(None, [*self._texts, self.prompt.draft]))
+
+    def show(self, *_: object) -> None:
+        """Show below the prompt how many texts wait, else whether there is more text below the screen."""
+        at = max(0, self.transcript.scroll_offset.y)  # negative if the text is shorter than the screen
+        far = self.transcript.max_scroll_y - at > _FAR
+        words = f"{plural(len(self._texts), 'question')} queued · Esc to take back"
+        self.prompt.border_subtitle = words if self._texts else "more below ↓ Ctrl+End" if far else ""
