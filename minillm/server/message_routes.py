@@ -12,22 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minillm.checks import shown
-from minillm.server import messages
-from minillm.server.bodies import (
-    BadField,
-    ChatBody,
-    Effort,
-    ResponseFormat,
-    SchemaFormat,
-    StructuredOutputs,
-    read_body,
-)
+from minillm.server import bodies, messages
+from minillm.server.bodies import BadField, ChatBody
 from minillm.server.completion_routes import ChatCall, chat_call, generating
 from minillm.server.generating import Generating
 from minillm.server.message_answers import MessageForm, MessageFrame
 from minillm.server.service import Service, json_response
 from minillm.text.reasoning import CLOSE
 
+# Fields of the same name and meaning in the body of a chat.
+_SAME = (
+    *("model", "max_tokens", "stream", "temperature", "top_p", "top_k"),
+    *("seed", "cache_salt", "priority", "structured_outputs"),
+)
 # Types of content blocks that a message may have, by role.
 _BLOCKS = {
     "system": ("text",),
@@ -35,6 +32,8 @@ _BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 _BILLING = "x-anthropic-billing-header:"  # Claude Code begins its system prompt with a line that changes every time
+
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +51,14 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     budget_tokens: int | None = None  # with the type enabled
     display: Literal["summarized", "omitted"] | None = None  # omitted: thinking blocks have no text
 
+    def limits(self, effort: Effort | None) -> tuple[bodies.Effort | None, int | None]:
+        """Return the ``reasoning_effort`` and the ``max_reasoning_tokens`` of a chat. Raises BadField."""
+        if self.type == "disabled":
+            return "none", None
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise BadField("thinking: budget_tokens is missing; give a limit, or the type adaptive", "thinking")
+        return "xhigh" if effort == "max" else effort or "high", self.budget_tokens if self.type == "enabled" else None
+
 
 class JsonFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["json_schema"]
@@ -59,7 +66,7 @@ class JsonFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # limits adaptive thoughts
+    effort: Effort | None = None  # limits adaptive thoughts
     format: JsonFormat | None = None
 
 
@@ -92,7 +99,7 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: int | None = None
     cache_salt: str | None = None
     priority: int = 0
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: bodies.StructuredOutputs | None = None
 
     def chat(self, *, can_think: bool) -> ChatBody:
         """Return the chat that this asks for. Raises BadField.
@@ -104,40 +111,21 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         last = conversation[-1] if conversation else {}
         if "tool_calls" in last:
             raise BadField("messages: the last message has calls; add a message with their tool_result", "messages")
-        form = self.output_config.format if self.output_config is not None else None
-        if self.thinking is not None and self.thinking.type == "enabled" and self.thinking.budget_tokens is None:
-            raise BadField("thinking: budget_tokens is missing; give a limit, or the type adaptive", "thinking")
-        budget = self.thinking.budget_tokens if self.thinking is not None and self.thinking.type == "enabled" else None
+        config = self.output_config or OutputConfig()
+        schema = None if config.format is None else bodies.SchemaFormat(config.format.schema)
+        effort, budget = (None, None) if self.thinking is None else self.thinking.limits(config.effort)
         return ChatBody(
-            model=self.model,
+            **{name: getattr(self, name) for name in _SAME},
             messages=conversation,
             continue_final_message=last.get("role") == "assistant",
-            max_tokens=self.max_tokens,
             stop=self.stop_sequences or None,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
             tools=[_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools or ())] or None,
             tool_choice=None if choice is None else _choice(choice),
             parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
-            reasoning_effort=self._effort() if can_think else None,
+            reasoning_effort=effort if can_think else None,
             max_reasoning_tokens=budget,
-            response_format=None if form is None else ResponseFormat("json_schema", SchemaFormat(form.schema)),
-            seed=self.seed,
-            cache_salt=self.cache_salt,
-            priority=self.priority,
-            structured_outputs=self.structured_outputs,
+            response_format=None if schema is None else bodies.ResponseFormat("json_schema", schema),
         )
-
-    def _effort(self) -> Effort | None:
-        """Return the ``reasoning_effort`` of the chat, None for the chat template's own."""
-        if self.thinking is None:
-            return None
-        if self.thinking.type == "disabled":
-            return "none"
-        effort = (self.output_config.effort if self.output_config is not None else None) or "high"
-        return "xhigh" if effort == "max" else effort
 
     def _conversation(self) -> list[dict[str, Any]]:
         """Return the messages of the chat. Neighbors with the same role become one."""
@@ -186,7 +174,7 @@ def _add(found: list[dict[str, Any]], role: str, block: Mapping[str, Any], where
     message = found[-1]
     if kind == "text":
         text = _text(block, "text", where)
-        if text.startswith(_BILLING):
+        if role == "system" and text.startswith(_BILLING):
             text = text.partition("\n")[2]
         message["content"] += [text] if text else []
     elif kind == "thinking":
@@ -231,7 +219,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
 
 def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatBody, ChatCall]:
     """Return the body, the same as a chat's, and the engine's call for it. Raises BadField."""
-    body = read_body(MessagesBody, request.state.body)
+    body = bodies.read_body(MessagesBody, request.state.body)
     chat = body.chat(can_think=service.facts.facts.has_thinking_switch or CLOSE in service.facts.chat_template)
     chat.check()
     service.check_model(chat.model)
