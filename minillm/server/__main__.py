@@ -1,6 +1,6 @@
-"""Engine process of the server: read calls from stdin, write events to stdout, run steps in between.
+"""The server's engine process: reads calls from stdin, writes events to stdout, and runs engine steps in between.
 
-Run as ``python -m minillm.server``. The process ends when stdin closes, so it never outlives the HTTP process.
+Run it as ``python -m minillm.server``. The process ends when stdin closes, so it never outlives the HTTP process.
 """
 
 import os
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
-    """Load the model and serve calls until stdin ends."""
+    """Load the model. Then carry out calls and run engine steps until stdin ends."""
     began = time.monotonic()
     from minillm.config import EngineConfig
     from minillm.engine.driver import Driver

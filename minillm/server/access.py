@@ -1,10 +1,10 @@
-"""Access control: an ASGI layer in front of all routes. Closed by default.
+"""Access control: an ASGI layer in front of all routes. Access is closed by default.
 
-- Host must be one of this server's names, so that no web page can reach it by DNS rebinding.
+- The Host header must be one of this server's names, so that no web page can reach it by DNS rebinding.
 - If there are keys, every route but /health and /version needs one. Keys are compared in constant time. The tenant is
-  the owner of the verified key, or the client's address if there are no keys.
-- Other origins may not read answers unless they are listed.
-- Bodies are limited in size and time. The total of one tenant's large bodies in transit is limited as well.
+  the owner of the verified key. Without keys, it is the client's address.
+- Web pages of other origins may not read responses unless the origin is listed.
+- Bodies are limited in size and time. The total size of one tenant's large bodies in transit is limited as well.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ _OPEN = ("/health", "/version")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _SINGLE = ("host", "authorization", "x-api-key", "content-type", "origin", "content-length", "transfer-encoding")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
-_MOST_OF_BODIES = 16 << 20  # bytes of one tenant's large bodies in transit
+_MOST_OF_BODIES = 16 << 20  # maximum bytes of one tenant's large bodies in transit
 
 
 @dataclass(frozen=True)
 class AccessRules:
-    """Attributes:
-    keys: name by key; if empty, every client is allowed.
-    hosts: names and addresses allowed in the Host header, without port; if empty, any.
-    origins: origins of web pages that may read answers.
-    max_body: largest body in bytes.
-    body_seconds: seconds a body may take to arrive.
+    """The rules that requests must follow.
+
+    Attributes:
+        keys: the owner's name by API key; if empty, every client is allowed.
+        hosts: names and addresses allowed in the Host header, without port; if empty, any.
+        origins: origins of web pages that may read responses.
+        max_body: maximum size of a body in bytes.
+        body_seconds: maximum seconds for a body to arrive.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -49,7 +51,10 @@ class AccessRules:
     body_seconds: float = 60.0
 
     def tenant_of(self, given: str) -> str | None:
-        """Return the name of the key's owner, None for an unknown key. Takes equally long for every key."""
+        """Return the name of the owner of key ``given``; None for an unknown key.
+
+        This takes equally long for every key.
+        """
         found = None
         for key, name in self.keys.items():
             if hmac.compare_digest(_digest(key), _digest(given)):
@@ -62,7 +67,10 @@ def _digest(key: str) -> bytes:
 
 
 class BodyMemory:
-    """Memory for bodies that arrive in several pieces. Each tenant has ``most`` bytes; further bodies of its wait."""
+    """Memory for bodies that arrive in several pieces.
+
+    Each tenant has ``most`` bytes. If they are in use, its bodies wait.
+    """
 
     def __init__(self, most: int = _MOST_OF_BODIES) -> None:
         self._most = most
@@ -71,7 +79,7 @@ class BodyMemory:
 
     @asynccontextmanager
     async def take(self, tenant: str, size: int) -> AsyncIterator[None]:
-        """Wait for ``size`` bytes and free them at exit."""
+        """Wait until ``tenant`` may use ``size`` bytes. Free them when the context closes."""
         size = min(size, self._most)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append((size, turn))
@@ -85,7 +93,7 @@ class BodyMemory:
             self._admit(tenant)
 
     def _admit(self, tenant: str) -> None:
-        """Admit the oldest bodies that fit."""
+        """Admit the oldest waiting bodies of ``tenant``, as long as they fit."""
         waiting = self._waiting.get(tenant, deque())
         while waiting and (waiting[0][1].done() or self._used[tenant] + waiting[0][0] <= self._most):
             size, turn = waiting.popleft()
@@ -100,7 +108,10 @@ class BodyMemory:
 
 @dataclass(frozen=True)
 class Access:
-    """Admits requests that follow the rules. ``scope["state"]`` gets their ``tenant`` and complete ``body``."""
+    """An ASGI application that passes on the requests that follow the rules. It rejects all others.
+
+    ``scope["state"]`` gets the request's ``tenant`` and complete ``body``.
+    """
 
     app: ASGIApp
     rules: AccessRules
@@ -138,7 +149,10 @@ class Access:
         await self.app(scope, receive, counted)
 
     def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> str | None:
-        """Return the owner of the key, None without a known one; the client's address if there are no keys."""
+        """Return the owner of the request's key; None without a known key.
+
+        If the server has no keys, return the client's address.
+        """
         if not self.rules.keys:
             return (scope.get("client") or ("",))[0]
         kind, _, given = headers.get("authorization", "").partition(" ")
@@ -162,7 +176,7 @@ class Access:
         return 401, "this server requires an API key: send Authorization: Bearer KEY"
 
     async def _read(self, headers: Mapping[str, str], receive: Receive, tenant: str) -> bytes | tuple[int, str]:
-        """Return the body, or status and message of a rejection."""
+        """Return the request's body. If it is rejected, return the status and the message of the response."""
         limit, length = self.rules.max_body, headers.get("content-length", "")
         size = int(length) if length.isdecimal() and len(length) < 20 else limit
         if size > limit:
@@ -197,7 +211,7 @@ class Access:
         )
 
     def _counted(self, scope: Scope, origin: str, send: Send) -> Send:
-        """Wrap ``send`` to count the response and to name the origin that may read it."""
+        """Wrap ``send`` to count the response, and to add the CORS headers if ``origin`` may read it."""
         allowed = [
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-expose-headers", b"retry-after, server-timing"),
@@ -215,7 +229,7 @@ class Access:
         return counted
 
     async def _preflight(self, send: Send, wanted: str) -> None:
-        """Allow an origin all headers that it asks for: OpenAI's clients send a dozen of their own."""
+        """Allow an origin all headers that it asks for. OpenAI's clients send a dozen of their own."""
         headers = [
             (b"access-control-allow-methods", b"GET, POST, DELETE"),
             (b"access-control-allow-headers", (wanted or "authorization, content-type").encode("latin-1")),
@@ -227,6 +241,6 @@ class Access:
 
 
 def _hostname(host: str) -> str:
-    """Return the name in a Host header without its port; empty for anything else."""
+    """Return the name in a Host header, without its port. Empty if the header is invalid."""
     found = _HOST.fullmatch(host)
     return (found[1] or found[2]).lower().rstrip(".") if found else ""

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format, as data for JSON."""
+"""Responses in OpenAI's format, as data for JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Usage:
-    """Token usage of one request, over all its prompts."""
+    """The token usage of one request, over all its prompts."""
 
     prompt: int = 0
     completion: int = 0
@@ -25,7 +25,7 @@ class Usage:
     reasoning: int = 0
 
     def add(self, ended: Ended, num_tokens: int) -> None:
-        """Count a finished answer."""
+        """Add a finished answer with ``num_tokens`` generated tokens."""
         self.prompt += ended.num_prompt_tokens
         self.cached += ended.num_cached_tokens
         self.completion += num_tokens
@@ -43,7 +43,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Frame:
-    """The fields that all chunks of one response share."""
+    """The fields that all chunks of one response share, and the encoding of the chunks.
+
+    See `minillm.server.generating.Framing`.
+    """
 
     ping: ClassVar[bytes] = b": alive\n\n"
     id: str
@@ -52,11 +55,14 @@ class Frame:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
-        """Return a complete response. ``prompt`` holds the fields about the prompt."""
+        """Return a complete response. ``prompt`` contains the fields about the prompt."""
         return {**self._head(self.kind), "choices": choices, "usage": usage.json(), **prompt}
 
     def chunk(self, choices: list[Json], usage: Usage | None = None, *, has_usage: bool = False) -> Json:
-        """Return a chunk of a stream. With ``has_usage`` all chunks have the field ``usage``, null before the last."""
+        """Return a chunk of a stream.
+
+        ``has_usage``: all chunks have the field ``usage``, which is null before the last chunk.
+        """
         kind = f"{self.kind}.chunk" if self.kind.startswith("chat") else self.kind
         tail = {"usage": None if usage is None else usage.json()} if has_usage or usage is not None else {}
         return {**self._head(kind), "choices": choices, **tail}
@@ -84,13 +90,13 @@ class Frame:
 
 
 def event(value: Json, name: str = "") -> bytes:
-    """Return a server-sent event, with a ``name`` if it has one."""
+    """Return a server-sent event with ``value`` as its data. ``name``: the event's name, if it has one."""
     head = f"event: {name}\ndata: ".encode() if name else b"data: "
     return head + msgspec.json.encode(value) + b"\n\n"
 
 
 def extras(each: Completion) -> Json:
-    """Return the fields of a choice that OpenAI does not have, as far as they are set."""
+    """Return the set fields of a completion that OpenAI's format does not have."""
     found: Json = {}
     if each.stop_reason is not None:
         found["stop_reason"] = each.stop_reason
@@ -100,7 +106,7 @@ def extras(each: Completion) -> Json:
 
 
 def chat_logprobs(tokens: Sequence[Token]) -> Json:
-    """Return log-probabilities in the format of chat completions."""
+    """Return log-probabilities in the format of OpenAI's chat completions."""
     return {"content": [{**_entry(t.text, t.raw, t.logprob), "top_logprobs": _top(t)} for t in tokens], "refusal": None}
 
 
@@ -113,7 +119,7 @@ def _entry(text: str, raw: bytes, logprob: float | None) -> Json:
 
 
 def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
-    """Return log-probabilities in the format of completions. ``offset``: characters before the first token."""
+    """Return log-probabilities in the format of OpenAI's completions. ``offset``: characters before the first token."""
     texts, offsets = [], []
     for token in tokens:
         texts.append(token.text)
@@ -128,14 +134,20 @@ def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
 
 
 def _by_text(token: Token) -> dict[str, float] | None:
-    """Return the most probable tokens at a token's position, and the token itself; None for a prompt's first token."""
+    """Return log-probabilities by text, for the most probable tokens at a position and the token itself.
+
+    Return None for a prompt's first token, which has no log-probability.
+    """
     if token.logprob is None:
         return None
     return {**{text: value for text, _, value in token.top}, token.text: token.logprob}
 
 
 def prompt_entry(token: Token) -> Json | None:
-    """Return a prompt token's entry in ``prompt_logprobs``: itself and the most probable tokens; None for the first."""
+    """Return a prompt token's entry in ``prompt_logprobs``: the token and the most probable tokens at its position.
+
+    Return None for the first token, which has no log-probability.
+    """
     if token.logprob is None:
         return None
     best = [{"token": text, "logprob": value} for text, _, value in token.top]

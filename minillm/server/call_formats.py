@@ -1,7 +1,8 @@
 """Parse tool calls in complete pieces of text: JSON, Python and XML. `minillm.server.tool_calls` finds the pieces.
 
-``tools`` maps the name of each tool that may be called to the schema of its parameters. A call is a name and its
-arguments, an object as JSON. A piece of text yields calls only if all of them are valid calls of known tools.
+``tools`` maps the name of each tool that may be called to the schema of its parameters. A call is a pair: the tool's
+name, and its arguments as the JSON text of an object. A piece of text yields calls only if all calls in it are valid
+calls of known tools.
 """
 
 from __future__ import annotations
@@ -20,21 +21,27 @@ Tools = Mapping[str, Mapping[str, Any]]
 Calls = list[tuple[str, str]]
 _CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
-_NAMES = {"true": True, "false": False, "null": None}  # of JSON, as names in Python
-_WORDS = {"True": True, "False": False, "None": None}  # of Python, in XML
+_NAMES = {"true": True, "false": False, "null": None}  # constants of JSON that a model writes in Python syntax
+_WORDS = {"True": True, "False": False, "None": None}  # constants of Python that a model writes in XML
 
 
 @dataclass
 class Scanner:
-    """Finds the bracket that closes a piece of JSON or Python, in text that arrives in pieces."""
+    """Finds the bracket that closes a piece of JSON or Python, in text that arrives in pieces.
+
+    ``quotes`` are the characters that begin a string.
+    """
 
     quotes: str = '"'
     _depth: int = 0
-    _quote: str = ""  # the open quote, empty outside strings
+    _quote: str = ""  # the quotation mark that began the current string; empty outside strings
     _escaped: bool = False
 
     def feed(self, text: str) -> int | None:
-        """Return the number of characters of this piece up to the end, None if the end is not in it."""
+        """Add text.
+
+        Return the number of its characters up to the closing bracket, or None if the bracket is not in it.
+        """
         for position, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -54,10 +61,11 @@ class Scanner:
 
 
 def json_calls(text: str, tools: Tools, *, bare: bool = False) -> Calls:
-    """Return the calls in JSON text: one object or a list of objects.
+    """Return the calls in JSON text: an object, or a list of objects. Return an empty list if any is not a valid call.
 
     Args:
-        bare: only its keys tell a call from an answer in JSON, so a call must have arguments and no unknown keys.
+        bare: no tag marks the text as a call, so an answer in JSON looks alike. A call must then have arguments, and no
+            unknown keys.
     """
     try:
         value = parse_strict_json(text)
@@ -85,7 +93,10 @@ def _json_call(value: Any, tools: Tools, bare: bool) -> tuple[str, str] | None:
 
 
 def named_call(name: Any, arguments: str, tools: Tools) -> tuple[str, str] | None:
-    """Return the call of ``name`` with arguments as JSON, or empty; None if it is no valid call."""
+    """Return the call of tool ``name`` with ``arguments`` as JSON text, which may be empty.
+
+    None if the call is not valid.
+    """
     try:
         return _call(name, parse_strict_json(arguments) if arguments.strip() else {}, tools)
     except ValueError:
@@ -102,7 +113,10 @@ def _call(name: Any, arguments: Any, tools: Tools) -> tuple[str, str] | None:
 
 
 def python_calls(text: str, tools: Tools) -> Calls:
-    """Return the calls in a list in the format of Llama 3.2 and 4: ``[get_weather(town="Bern", days=2)]``."""
+    """Return the calls in a list in the format of Llama 3.2 and 4: ``[get_weather(town="Bern", days=2)]``.
+
+    Return an empty list if any is not a valid call.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about escapes
@@ -123,7 +137,7 @@ def _python_call(node: ast.expr, tools: Tools) -> tuple[str, str] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal that JSON also has. Raises ValueError for anything else."""
+    """Return the value of a Python literal that JSON can express. Raises ValueError for anything else."""
     match node:
         case ast.Constant(str() | bool() | int() | float() | None as value):
             return value
@@ -145,9 +159,10 @@ def _key(node: ast.expr | None) -> str:
 
 
 def xml_call(name: str, body: str, tools: Tools) -> tuple[str, str] | None:
-    """Return the call with parameters in the format of Qwen3-Coder: ``<parameter=town>Bern</parameter>`` for each.
+    """Return the call in Qwen3-Coder's format: ``body`` has ``<parameter=town>Bern</parameter>`` for each parameter.
 
-    A value is text if the tool's schema says so or has no entry for it. Otherwise it is parsed as JSON if possible.
+    A value is text if the tool's schema says so or does not describe it. Otherwise it is parsed as JSON if possible.
+    Return None if the call is not valid.
     """
     if _PARAMETER.sub("", body).strip():
         return None

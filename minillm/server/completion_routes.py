@@ -1,4 +1,4 @@
-"""The HTTP routes that generate text."""
+"""The HTTP routes that generate text in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from minillm.server.tool_choice import call_form, call_formats, choice_of
 
 @dataclass(frozen=True)
 class ChatCall:
-    """The engine's call for a chat.
+    """The engine's call for a chat request.
 
     Attributes:
-        reader: makes a reader of an answer, given whether the answer begins in thoughts.
-        grammar_field: the field that the grammar comes from, for errors; empty if there is none.
+        reader: creates a reader of an answer's text. Its argument is whether the answer begins inside the reasoning.
+        grammar_field: the request's field with the grammar, for error messages; empty if there is none.
     """
 
     call: messages.Complete
@@ -34,7 +34,7 @@ class ChatCall:
 
 
 def chat_call(service: Service, tenant: str, name: str, body: ChatBody) -> ChatCall:
-    """Return the call for a chat with the request id ``name``. Raises BadField."""
+    """Return the engine's call for a chat request. ``name`` is the request's id. Raises BadField."""
     choice = choice_of(body)
     template, has_switch = service.facts.chat_template, service.facts.facts.has_thinking_switch
     options = template_options(body, template, has_switch=has_switch)
@@ -116,7 +116,7 @@ def generating(
     form: Form,
     grammar_field: str = "",
 ) -> Generating:
-    """Return the response that generates answers to ``calls``."""
+    """Return the response that generates the answers to ``calls``."""
     asked = Asked(
         tenant, calls, frame, form, bool(body.stream), body.has_usage, body.counts, grammar_field, body.priority
     )

@@ -1,4 +1,4 @@
-"""asyncio client of the engine process, for the HTTP process."""
+"""The HTTP process's asyncio client of the engine process."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from minillm.server import messages
 from minillm.service import messages as chat
 from minillm.system import child_environment
 
-# -P: a module in the current directory must not shadow one of the standard library.
+# -P: a module in the current directory must not replace one of the standard library.
 COMMAND = (sys.executable, "-P", "-m", "minillm.server")
 _KEY_VARIABLE = "MINILLM_API_KEY"
 _PING_SECONDS = 2.0
-_SILENT_SECONDS = 10.0  # without an answer, before a process is reported as not responding
-_STEP_SECONDS = 120.0  # before a step is considered hung; a long step takes some seconds on a slow CPU
+_SILENT_SECONDS = 10.0  # a process without an answer for this long is reported as not responding
+_STEP_SECONDS = 120.0  # a step that takes this long is considered hung; on a slow CPU, a step takes some seconds
 
 
 class EngineDied(MinillmError):
-    """The engine process has ended, or does not respond."""
+    """The engine process has ended or does not respond."""
 
 
 @dataclass(eq=False)
 class Answer:
-    """A running answer: texts as they arrive, and its end."""
+    """A running answer: its text as far as it has arrived, and its end."""
 
     request_id: str
-    texts: list[messages.Text] = field(default_factory=list)  # not taken yet
+    texts: list[messages.Text] = field(default_factory=list)  # texts that `take` has not returned yet
     began: messages.Began | None = None
     ended: messages.Ended | messages.Refused | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # set when there is a text, or the end
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # set when a text or the end has arrived
 
     def take(self) -> list[messages.Text]:
-        """Return the texts since the last call, joined for each completion."""
+        """Return the texts that arrived since the last call. Texts of the same completion are joined."""
         texts, self.texts = self.texts, []
         if len(texts) < 2:
             return texts
@@ -55,9 +55,9 @@ class Answer:
 
 
 class EventProtocol(asyncio.Protocol):
-    """Splits the bytes of a pipe into events, and passes each on at once.
+    """Splits the bytes from a pipe into events, and passes each event to ``take`` at once.
 
-    An asyncio stream and a task that reads it would cost another loop iteration between a token and its client.
+    An asyncio stream with a task that reads it would cost another loop iteration between a token and its client.
 
     Attributes:
         over: done when the pipe has ended.
@@ -72,7 +72,7 @@ class EventProtocol(asyncio.Protocol):
         self._data += data
         while len(self._data) >= 4 and len(self._data) >= (end := 4 + int.from_bytes(self._data[:4], "little")):
             body = bytes(self._data[4:end])
-            del self._data[:end]  # before the event is handled, so that one that fails is not read again
+            del self._data[:end]  # before the event is handled: an event that fails must not be read again
             self._take(messages.decode_event(body))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,19 +82,19 @@ class EventProtocol(asyncio.Protocol):
 
 @dataclass
 class EngineProcess:
-    """The engine process, and everything that waits for it. Created by `start`."""
+    """A running engine process, and everything that waits for its events. Create it with `start`."""
 
     process: asyncio.subprocess.Process
-    told: Callable[[chat.Event], object] = lambda event: None  # gets the progress of loading
+    told: Callable[[chat.Event], object] = lambda event: None  # called with the progress of loading
     ready: asyncio.Future[messages.Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answers: dict[str, Answer] = field(default_factory=dict)
     figures: messages.Figures | None = None
-    listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # of watchers and sessions, by name
-    answered: dict[str, Callable[[str], object]] = field(default_factory=dict)  # called at the end of answers
+    listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # by the name of a watcher or session
+    answered: dict[str, Callable[[str], object]] = field(default_factory=dict)  # by session; called when an answer ends
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: MinillmError | None = None
-    silent_seconds: float = 0.0  # since the process should have answered a `Ping`
-    step_seconds: float = 0.0  # of the current step, at the last `Ping`
+    silent_seconds: float = 0.0  # seconds for which a `Ping` has not been answered
+    step_seconds: float = 0.0  # seconds that the current step had taken at the last `Ping`
     _results: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -106,7 +106,10 @@ class EngineProcess:
         told: Callable[[chat.Event], object] = lambda event: None,
         command: Sequence[str] = COMMAND,
     ) -> EngineProcess:
-        """Start the process. ``ready`` is done when the model is loaded. Its stderr is this process's stderr."""
+        """Start the process.
+
+        ``ready`` is done when the model is loaded. The process writes to the same stderr as this one.
+        """
         environment = child_environment()
         environment.pop(_KEY_VARIABLE, None)  # the engine needs no key
         ours, its = os.pipe()
@@ -127,14 +130,14 @@ class EngineProcess:
         return engine
 
     def send(self, call: messages.Call) -> None:
-        """Send a call. Drop it if the process has ended. Raises UsageError for a value that cannot be encoded."""
+        """Send a call. It is lost if the process has ended. Raises UsageError for a value that cannot be encoded."""
         assert self.process.stdin is not None
         if not self.process.stdin.is_closing():
             self.process.stdin.write(messages.encode(call))
 
     @property
     def trouble(self) -> str:
-        """Return the reason why the engine takes no requests, empty if it does."""
+        """Return why the engine accepts no requests; empty if it accepts them."""
         if self.ended.is_set():
             return str(self.failure or "the engine has ended")
         if self.silent_seconds >= _SILENT_SECONDS:
@@ -144,11 +147,11 @@ class EngineProcess:
         return ""
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Start a request. ``news`` is set whenever a part of its answer arrives.
+        """Start a request and return its answer. ``news`` is set whenever a part of the answer arrives.
 
         Raises:
-            EngineDied: the engine takes no requests.
-            UsageError: as `send`.
+            EngineDied: the engine accepts no requests.
+            UsageError: a value cannot be encoded.
         """
         self._check()
         self.send(call)
@@ -156,15 +159,15 @@ class EngineProcess:
         return answer
 
     def leave(self, answer: Answer) -> None:
-        """Forget an answer. Abort its request if it has not ended."""
+        """Drop an answer. If its request has not ended, abort it."""
         if self.answers.pop(answer.request_id, None) is not None and answer.ended is None:
             self.send(messages.Abort(answer.request_id))
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
-        """Return the result of a call. ``make`` gets the call's id.
+        """Send a call and return its result. ``make`` creates the call from the call's id.
 
         Raises:
-            EngineDied: the engine takes no requests.
+            EngineDied: the engine accepts no requests.
             UsageError: the engine rejects the call.
         """
         self._check()
@@ -190,7 +193,7 @@ class EngineProcess:
             self._results.pop(call_id, None)
 
     async def stop(self) -> None:
-        """Stop the process."""
+        """Stop the process: close its stdin, and kill it if it does not end soon."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -202,7 +205,7 @@ class EngineProcess:
         await self.ended.wait()
 
     async def _watch(self, events: EventProtocol) -> None:
-        """Report the end of the process to everything that waits for it."""
+        """Wait for the end of the process. Then report it to everything that waits for the process."""
         await events.over
         code = await self.process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
@@ -216,9 +219,10 @@ class EngineProcess:
                 future.set_exception(EngineDied(str(self.failure)))
 
     async def _ping(self) -> None:
-        """Track how long the process has not answered, and how long its current step takes.
+        """Track for how long the process has not answered, and for how long its current step has run.
 
-        Waits are counted instead of read from a clock: if this server itself was suspended, the engine is not to blame.
+        The waits are counted instead of read from a clock. If this server itself was suspended, a clock would blame the
+        engine.
         """
         with contextlib.suppress(EngineDied):
             while True:

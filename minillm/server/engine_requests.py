@@ -1,4 +1,4 @@
-"""Requests from the HTTP process on one engine, in the engine thread."""
+"""The HTTP process's requests on one engine. This module runs in the engine thread."""
 
 import sys
 import time
@@ -21,9 +21,9 @@ from minillm.server.prepare import Prepared, token_of
 from minillm.service.cache_view import CacheView, Owner
 from minillm.service.messages import TableState
 
-_MOST_REMEMBERED = 2_000  # latest answers that can be forked
+_MOST_REMEMBERED = 2_000  # number of ended answers that can be forked, the latest ones
 _MOST_REMEMBERED_TOKENS = 1_000_000
-_MOST_KEPT = 256  # answers with blocks that stay
+_MOST_KEPT = 256  # number of ended answers with blocks that stay in the pool
 _FIGURES_INTERVAL = 0.5  # seconds
 _PICTURE_INTERVAL = 0.1
 
@@ -34,31 +34,31 @@ class Live:
 
     prepared: Prepared
     group: SequenceGroup
-    token_ids: list[int]  # of the prompt
-    has_begun: bool = False  # `Began` is sent, or not needed
+    token_ids: list[int]  # the prompt's ids
+    has_begun: bool = False  # `Began` was sent or is not needed
     wants_ids: bool = False
-    is_plain: bool = False  # only text is streamed: for a large batch this saves 0.1 ms per step
-    is_timed: bool = False  # a text with the time to first token was sent
+    is_plain: bool = False  # only text is streamed; this case is faster, by 0.1 ms per step of a large batch
+    is_timed: bool = False  # the time to first token was sent with a text
 
 
 @dataclass(slots=True)
 class Remembered:
-    """An answer that has ended and can be forked."""
+    """An ended answer that can be forked."""
 
     tenant: str
     prompt_ids: list[int]
     output_ids: list[list[int]]  # by completion
     salt: str | None
-    sequences: list[Sequence]  # with blocks that stay
+    sequences: list[Sequence]  # idle sequences with blocks that stay in the pool
 
 
 @dataclass
 class EngineRequests:
-    """Runs an engine for many clients. All methods are called in one thread.
+    """Runs an engine for many clients. All methods must be called in one thread.
 
     Attributes:
         send: sends an event to the HTTP process.
-        others: owners of sequences of other requests, by seq_id.
+        others: returns the owners of sequences of other requests, by seq_id. Its argument is a reader: see `owners`.
     """
 
     driver: Driver
@@ -66,15 +66,15 @@ class EngineRequests:
     others: Callable[[str | None], dict[int, Owner]] = lambda reader: {}
     live: dict[str, Live] = field(default_factory=dict)
     remembered: OrderedDict[str, Remembered] = field(default_factory=OrderedDict)
-    watchers: dict[str, tuple[CacheView, str | None]] = field(default_factory=dict)  # with their readers
+    watchers: dict[str, tuple[CacheView, str | None]] = field(default_factory=dict)  # view and reader of each watcher
 
     def __post_init__(self) -> None:
         self.engine = self.driver.engine
         self.prefixes = Prefixes(self.driver, self.send)
-        self.preparing: set[str] = set()  # requests not added yet; other threads add to it
-        self._gone: set[str] = set()  # requests of ``preparing`` that were aborted
+        self.preparing: set[str] = set()  # requests that are being prepared; other threads add to this set
+        self._gone: set[str] = set()  # requests that were aborted while they were prepared
         self._num_remembered_tokens = 0
-        self._step_at = 0.0  # when the current step started; 0 between steps
+        self._step_at = 0.0  # start time of the current step; 0 between steps
         self._figures_at = self._picture_at = 0.0
         self._num_prefilled = self._num_decoded = 0
         self._last_figures: messages.Figures | None = None
@@ -83,7 +83,7 @@ class EngineRequests:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def add(self, prepared: Prepared) -> None:
-        """Queue a request. Report an error if it is rejected."""
+        """Queue a prepared request in the engine. If it is rejected, report the error."""
         call = prepared.call
         if not self._arrives(call.request_id):
             return
@@ -123,7 +123,13 @@ class EngineRequests:
             self.send(messages.Refused(request_id, "internal error; see the server's log", "internal"))
 
     def _forked(self, call: messages.Complete) -> tuple[list[int], Sequence | None, str | None]:
-        """Return the tokens before a fork, a sequence that holds some of their blocks, and their prefix cache salt."""
+        """Return the data of the fork that ``call`` asks for. Raises UsageError if there is no such answer.
+
+        Returns:
+            - the tokens before the fork;
+            - a sequence in the pool that begins with them, or None;
+            - the salt of their blocks in the prefix cache.
+        """
         fork = call.fork
         assert fork is not None
         answer = self.remembered.get(fork.request_id)
@@ -143,20 +149,20 @@ class EngineRequests:
         return before, parent, answer.salt if call.salt is None else call.salt
 
     def abort(self, request_id: str) -> None:
-        """End a request in any state. Nobody waits for it any more."""
+        """End a request in any state, because nobody waits for it any more."""
         if request_id in self.live:
             self.engine.abort(request_id)
         elif request_id in self.preparing:
             self._gone.add(request_id)
 
     def refuse(self, request_id: str, error: MinillmError) -> None:
-        """Report a request that could not be prepared."""
+        """Report the error of a request that could not be prepared."""
         if self._arrives(request_id):
             with self._refusing(request_id):
                 raise error
 
     def _arrives(self, request_id: str) -> bool:
-        """Record that a request was prepared. Return False if it was aborted before."""
+        """Record that the preparation of a request has ended. Return False if the request was aborted before."""
         self.preparing.discard(request_id)
         gone = request_id in self._gone
         self._gone.discard(request_id)
@@ -166,12 +172,15 @@ class EngineRequests:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds that the current step has taken, 0 between steps. Any thread may call this."""
+        """Return for how long the current step has run, in seconds; 0 between steps. Any thread may call this."""
         began = self._step_at
         return time.monotonic() - began if began else 0.0
 
     def step(self) -> tuple[list[Delta], list[RequestOutput]]:
-        """Run one step and send its results. Return the results of other requests."""
+        """Run one engine step and send its results.
+
+        Return the results of requests that do not belong to HTTP clients.
+        """
         engine = self.engine
         self._step_at = time.monotonic()
         try:
@@ -218,7 +227,7 @@ class EngineRequests:
         return strange, outputs
 
     def _begin(self, live: Live) -> None:
-        """Send the prompt's data, if it is wanted and not sent yet."""
+        """Send the data about the prompt, unless it was sent before or is not needed."""
         if live.has_begun:
             return
         live.has_begun = True
@@ -304,7 +313,7 @@ class EngineRequests:
     # --- the pool -----------------------------------------------------------------------------------------------------
 
     def owners(self, reader: str | None = None) -> dict[int, Owner]:
-        """Return the owner of every sequence, by seq_id. With ``reader``, only that tenant's text may be shown."""
+        """Return the owner of every sequence, by seq_id. With ``reader``, only this tenant's text may be shown."""
         found = self.others(reader)
 
         def add(name: str, tenant: str, state: TableState, sequences: list[Sequence]) -> None:
@@ -320,12 +329,15 @@ class EngineRequests:
         return found
 
     def watch(self, watcher: str, reader: str | None) -> None:
-        """Send a watcher the changes in the pool, starting with its full state."""
+        """Start sending cache changes to ``watcher``. The first message has the pool's full state.
+
+        With ``reader``, only that tenant's text is included.
+        """
         self.watchers[watcher] = (CacheView(self.engine, shows_all_words=reader is None), reader)
         self._show(watcher)
 
     def unwatch(self, watcher: str) -> None:
-        """Stop sending changes to a watcher."""
+        """Stop sending cache changes to ``watcher``."""
         if (watched := self.watchers.pop(watcher, None)) is not None:
             watched[0].close()
 
@@ -336,7 +348,7 @@ class EngineRequests:
             self.send(messages.Picture(watcher, changed))
 
     def read_cache(self, call: messages.ReadCache) -> None:
-        """Send the current figures and block tables."""
+        """Send the current figures of the cache, and all block tables."""
         view = CacheView(self.engine)
         changed = view.changes(self.owners())
         view.close()
@@ -349,7 +361,7 @@ class EngineRequests:
         self.send(messages.Result(call.call_id, {"figures": figures, "tables": rows, "cached_blocks": cached}))
 
     def report(self, *, now: bool = False) -> None:
-        """Send figures and pool changes unless the last ones are too recent."""
+        """Send figures and cache changes, unless the last ones are too recent. ``now``: send them in any case."""
         moment = time.monotonic()
         if now or moment - self._picture_at >= _PICTURE_INTERVAL:
             self._picture_at = moment

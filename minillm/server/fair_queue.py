@@ -1,4 +1,7 @@
-"""A bounded, fair queue in front of the engine. No tenant starves."""
+"""A bounded, fair queue in front of the engine. No tenant starves.
+
+A seat is the right to run one sequence in the engine. A request needs a seat for each of its sequences.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from typing import Any
 
 from minillm.server.sharing import leaves_some
 
-_PATIENCE = 10.0  # seconds of waiting that count as much as one step of priority, or one seat of the tenant
-_TIMES = 7  # a tenant may have this many times the seats that stay free
+_PATIENCE = 10.0  # seconds of waiting that count as much as one step of priority or one seat of the tenant
+_TIMES = 7  # a tenant may have up to this many times the number of seats that stay free
 
 
 class Full(Exception):
@@ -25,7 +28,7 @@ class Full(Exception):
 
 
 def num_seats(params: Mapping[str, Any]) -> Any:
-    """Return how many sequences a prompt's sampling parameters ask for. The values are not checked."""
+    """Return the number of sequences that sampling parameters ask for. The values are not checked."""
     return params.get("beam_width") or params.get("n") or 1
 
 
@@ -36,19 +39,19 @@ class Place:
     tenant: str
     count: int
     priority: int
-    since: float  # when it was queued, and later when it got its seats
+    since: float  # time at which it was queued; later, time at which it got its seats
     turn: asyncio.Future[None]
     is_free: bool = False  # the seats were freed
 
 
 @dataclass
 class FairQueue:
-    """Admits at most ``total`` sequences to the engine. At most ``most_waiting`` requests wait.
+    """Admits sequences to the engine, at most ``total`` at a time. At most ``most_waiting`` requests wait.
 
-    If several tenants share the seats, none gets all seats or the whole queue: some stay free for others. The tenant
-    with the fewest seats is served next; among its requests, the one with the lowest ``priority``, then the oldest.
-    Waiting outweighs both in time, so every request is served. A request that is next but does not fit yet is not
-    overtaken.
+    If several tenants share the seats, none gets all seats or fills the whole queue: some stay free for others. The
+    tenant with the fewest seats is served next. Among its requests, the lowest ``priority`` is first, then the oldest
+    request. With time, waiting outweighs both, so every request is served. If the next request does not fit yet, no
+    other request overtakes it.
     """
 
     total: int
@@ -56,14 +59,14 @@ class FairQueue:
     taken: Counter[str] = field(default_factory=Counter)
     waiting: list[Place] = field(default_factory=list)
     shared: bool = False
-    _mean_seconds: float = 1.0  # that a request takes
+    _mean_seconds: float = 1.0  # moving average of the seconds that a request takes
 
     @property
     def num_taken(self) -> int:
         return self.taken.total()
 
     def check_space(self, tenant: str) -> None:
-        """Raise Full if one more request of this tenant must be rejected."""
+        """Raise Full if the queue has no space for another request of this tenant."""
         free = self.most_waiting - len(self.waiting)
         own = sum(each.tenant == tenant for each in self.waiting) if self.shared else 0
         if free <= 0 or not leaves_some(own, 1, free):
@@ -71,7 +74,7 @@ class FairQueue:
 
     @asynccontextmanager
     async def take(self, tenant: str, count: int, priority: int = 0) -> AsyncIterator[None]:
-        """Wait for ``count`` seats and free them at exit. Raises Full."""
+        """Wait for ``count`` seats. Free them when the context closes. Raises Full if the queue has no space."""
         self.check_space(tenant)
         place = await self.wait(tenant, count, priority)
         try:
@@ -80,7 +83,7 @@ class FairQueue:
             self.release(place)
 
     async def wait(self, tenant: str, count: int, priority: int = 0) -> Place:
-        """Wait for ``count`` seats, however long the queue is. The caller must free them."""
+        """Wait for ``count`` seats, however long the queue is. The caller must free them with `release`."""
         turn = asyncio.get_running_loop().create_future()
         place = Place(tenant, min(count, self.total), priority, time.monotonic(), turn)
         self.waiting.append(place)
@@ -98,7 +101,7 @@ class FairQueue:
         return place
 
     def release(self, place: Place) -> None:
-        """Free the seats of a place, once."""
+        """Free the seats of a place. Further calls do nothing."""
         if place.is_free:
             return
         place.is_free = True
@@ -113,7 +116,7 @@ class FairQueue:
         return max(1, min(60, round(self._mean_seconds * len(self.waiting) / max(1, self.total))))
 
     def _call(self) -> None:
-        """Admit the requests that are next and fit."""
+        """Admit the next requests, as long as they fit."""
         while self.waiting:
             now = time.monotonic()
             able = [each for each in self.waiting if self._leaves_some(each)] if self.shared else self.waiting

@@ -1,4 +1,4 @@
-"""The formats of completions: chat messages and plain text."""
+"""The formats of completions in a response: chat messages and plain text. See `minillm.server.generating.Form`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from minillm.server.parts import ArgumentsPart, CallPart, Part, Reader, TextPart
 
 @dataclass
 class ChatForm:
-    """Formats answers as assistant messages. ``reader`` makes a reader, given whether the answer begins in thoughts."""
+    """Formats answers as assistant messages.
+
+    ``reader`` creates a reader of an answer's text. Its argument is whether the answer begins inside the reasoning.
+    """
 
     has_logprobs: bool
     reader: Callable[[bool], Reader]
     prompt_logprobs: bool = False
-    _readers: dict[int, Reader] = field(default_factory=dict)  # of streams, by completion
+    _readers: dict[int, Reader] = field(default_factory=dict)  # readers of a stream's completions, by index
     _calling: set[int] = field(default_factory=set)  # completions that have called a tool
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
@@ -66,7 +69,7 @@ class ChatForm:
 
 
 def _message(parts: list[Part]) -> Json:
-    """Return the message that the parts form together."""
+    """Return the complete message that ``parts`` form together."""
     said = "".join(part.text for part in parts if isinstance(part, TextPart))
     message: Json = {"role": "assistant", "content": said, "refusal": None}
     if thought := "".join(part.text for part in parts if isinstance(part, ThoughtPart)):
@@ -81,7 +84,7 @@ def _message(parts: list[Part]) -> Json:
 
 
 def _delta(part: Part) -> Json:
-    """Return the change to a message that a part makes."""
+    """Return the change of a message by ``part``, for a chunk of a stream."""
     match part:
         case TextPart(text):
             return {"content": text}
@@ -98,19 +101,19 @@ def _call(name: str, function: str) -> Json:
 
 
 def _reason(reason: str | None, has_called: bool) -> str | None:
-    """Return why an answer ended: "tool_calls" if it called tools and was not cut short."""
+    """Return the finish reason. It is "tool_calls" if the answer called tools and was not cut short."""
     return "tool_calls" if has_called and reason == "stop" else reason
 
 
 @dataclass
 class TextForm:
-    """Formats answers as texts, preceded by their prompts if requested."""
+    """Formats answers as plain texts, preceded by their prompts if requested."""
 
-    n: int  # answers per prompt; answers to the next prompt have the following numbers
+    n: int  # answers per prompt; the answers to all prompts are numbered consecutively
     echo: bool
     has_logprobs: bool
     prompt_logprobs: bool = False
-    _offsets: dict[tuple[int, int], int] = field(default_factory=dict)  # of the next tokens of streams
+    _offsets: dict[tuple[int, int], int] = field(default_factory=dict)  # characters so far, by prompt and completion
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
         began = answer.began
@@ -130,14 +133,14 @@ class TextForm:
         return [with_ids(found, text)]
 
     def _logprobs(self, number: int, index: int, tokens: list[Token]) -> Json:
-        """Return the log-probabilities of a stream's next tokens."""
+        """Return the log-probabilities of a stream's next ``tokens``."""
         offset = self._offsets.get((number, index), 0)
         self._offsets[number, index] = offset + sum(len(token.text) for token in tokens)
         return text_logprobs(tokens, offset)
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         best = completions
-        if len(completions) > self.n:  # best_of: the most probable ones, by token
+        if len(completions) > self.n:  # best_of: choose those with the highest mean log-probability
             best = sorted(completions, key=lambda each: -(each.cumulative_logprob or 0.0) / max(1, each.num_tokens))
         choices = []
         for index, each in enumerate(best[: self.n]):
@@ -162,7 +165,7 @@ class TextForm:
 
 
 def with_ids(choice: Json, of: Text | Completion) -> Json:
-    """Return the choice, with its token ids if they were requested."""
+    """Return a choice with its token ids, if they were requested."""
     return {**choice, "token_ids": of.token_ids} if of.token_ids else choice
 
 

@@ -1,4 +1,4 @@
-"""A generated response: one JSON object, or server-sent events. Generation ends when the client disconnects."""
+"""Send a generated response: one JSON object, or server-sent events. If the client disconnects, generation ends."""
 
 from __future__ import annotations
 
@@ -23,56 +23,58 @@ from minillm.server.replicas import Engine
 
 CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
 _TICK = 0.001  # seconds
-_HEAD_SECONDS = 0.2  # from the engine accepting the request until a stream's head is sent
-_MOST_HEAD_SECONDS = 0.9  # until the head is sent regardless; a later error is an event instead of a status
-_SILENT_SECONDS = 10.0  # until a comment keeps a silent stream alive; proxies close connections after 60 s
+# A stream's head is sent after _HEAD_SECONDS if the engine has accepted the request by then. Otherwise it is sent once
+# the engine has, or after _MOST_HEAD_SECONDS. From then on, an error is an event instead of a status.
+_HEAD_SECONDS = 0.2
+_MOST_HEAD_SECONDS = 0.9
+_SILENT_SECONDS = 10.0  # after this long without an event, a ping is sent; proxies close connections after 60 s
 _TYPE_JSON = (b"content-type", b"application/json")
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Framing(Protocol):
-    """Encodes the responses and events of one protocol. `minillm.server.answers.Frame` is that of chat completions."""
+    """Encodes responses and events of one protocol, as `minillm.server.answers.Frame` does for OpenAI's completions."""
 
     ping: ClassVar[bytes]  # sent on a stream that has nothing to send
 
     def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
-        """Return a complete response. ``prompt`` holds the fields about the prompt."""
+        """Return a complete response. ``prompt`` contains the fields about the prompt."""
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
         """Return the events to send as soon as the engine has accepted all prompts."""
 
     def chunks(self, choices: list[Json], usage: Usage | None, prompt: Json, *, has_usage: bool) -> bytes:
-        """Return the events of a stream's choices. ``prompt`` holds the fields that the first event gets."""
+        """Return the events for some choices of a stream. ``prompt`` contains fields for the first event."""
 
     def closing(self, usage: Usage, *, has_usage: bool) -> bytes:
-        """Return the last events of a stream."""
+        """Return the last events of a stream that has succeeded."""
 
     def error(self, error: Json) -> Json:
-        """Return an error in OpenAI's format in this protocol's format."""
+        """Convert an error from OpenAI's format to this protocol's format."""
 
     def failed(self, error: Json) -> bytes:
-        """Return the last event of a stream that fails with an error, which is in OpenAI's format."""
+        """Return the last event of a stream that has failed. ``error`` is in OpenAI's format."""
 
 
 class Form(Protocol):
-    """Formats the completions of a request."""
+    """Formats the completions of a request as choices. ``number`` is the index of the prompt."""
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
-        """Return the choice that precedes a stream's texts, or None."""
+        """Return the choice to send before a completion's first text, or None."""
 
     def pieces(self, number: int, text: Text) -> list[Json]:
-        """Return the choices for chunks of a stream, none if there is nothing to send yet."""
+        """Return the choices for a text of a stream. There are none if nothing can be sent yet."""
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
-        """Return the choices of a prompt's answer."""
+        """Return the choices of a prompt's completions, once they have ended."""
 
     def prompt(self, answers: Sequence[Answer]) -> Json:
-        """Return the fields about the prompt that the whole response gets."""
+        """Return the fields about the prompt for the whole response."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A parsed request: its calls, one per prompt, and the format of its answers."""
+    """A parsed request: its calls, one per prompt, and the format of the response."""
 
     tenant: str
     calls: Sequence[Complete]
@@ -81,17 +83,20 @@ class Asked:
     streamed: bool
     has_usage: bool = False  # the stream ends with the token usage
     counts: bool = False  # each chunk of the stream has the token usage so far
-    grammar_field: str = ""  # the field that the grammar came from, for errors
+    grammar_field: str = ""  # the request's field with the grammar, for error messages
     priority: int = 0
 
     @property
     def num_sequences(self) -> int:
-        """Return how many sequences run at a time if memory allows."""
+        """Return the number of sequences that run at a time if memory allows."""
         return sum(num_seats(call.params) for call in self.calls)
 
 
 class Failed(Exception):
-    """A request that ends with an error."""
+    """Ends a request with an error response.
+
+    ``field`` is the request's invalid field, ``code`` is OpenAI's error code.
+    """
 
     def __init__(
         self,
@@ -109,7 +114,7 @@ class Failed(Exception):
 
 
 def error_json(status: int, message: str, field: str = "", code: str | None = None) -> Json:
-    """Return an error in OpenAI's format. Without ``code`` it gets the usual code for ``status``."""
+    """Return an error in OpenAI's format. Without ``code``, it gets the code that is usual for ``status``."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
@@ -118,31 +123,31 @@ def error_json(status: int, message: str, field: str = "", code: str | None = No
 
 @dataclass
 class Generating:
-    """An ASGI response that generates its content."""
+    """An ASGI response that generates its content while it is sent."""
 
     asked: Asked
     engine: Engine
     queue: FairQueue
     metrics: Metrics
-    send_seconds: float  # a client may take to read what was sent
+    send_seconds: float  # maximum seconds for a client to read a message
     usage: Usage = field(default_factory=Usage)
-    _started: bool = False  # the head is sent
-    _heading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held to send it
+    _started: bool = False  # the head of the response was sent
+    _heading: asyncio.Lock = field(default_factory=asyncio.Lock)  # protects sending the head
     _accepted: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine has checked all prompts
-    _sent: float = 0.0  # when the last message was sent
-    _sending: float = math.inf  # when the message was sent that the client has not taken yet
+    _sent: float = 0.0  # time at which the client had taken the last message
+    _sending: float = math.inf  # start time of sending the current message; infinity between messages
     _is_left: bool = False  # the client disconnected or stopped reading
     _is_over: bool = False
     _looking: asyncio.TimerHandle | None = None
     _keeping: asyncio.Task[None] | None = None
     _beginning: asyncio.Task[None] | None = None  # starts the prompts after the first
-    _places: dict[str, Place] = field(default_factory=dict)  # held, by the call's request
+    _places: dict[str, Place] = field(default_factory=dict)  # seats of running calls, by request
     _gone: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.current_task()
         assert work is not None
-        # Watching the client starts when this first waits. By then the request is on its way.
+        # `_watch` runs when this task first waits. By then the request has been sent to the engine or queued.
         send = self._noted(send)
         watching = asyncio.get_running_loop().call_soon(self._watch, work, receive, send)
         try:
@@ -158,7 +163,10 @@ class Generating:
                     each.cancel()
 
     def _watch(self, work: asyncio.Task[Any], receive: Receive, send: Send) -> None:
-        """Watch for a client that disconnects or stops reading."""
+        """Start watching the client, to cancel ``work`` if it disconnects or stops reading.
+
+        Start pings for a stream.
+        """
         self._look(work)
         if self.asked.streamed:
             self._keeping = asyncio.create_task(self._keep_alive(send))
@@ -166,21 +174,21 @@ class Generating:
         self._gone.add_done_callback(lambda gone: self._leave(work))
 
     def _leave(self, work: asyncio.Task[Any]) -> None:
-        """Stop, because nobody reads the response any more."""
+        """Cancel ``work``, because nobody reads the response any more."""
         if not self._is_over and not self._is_left:
             self._is_left = True
             work.cancel()
 
     def _look(self, work: asyncio.Task[Any]) -> None:
-        """Check at intervals whether the client stopped reading."""
+        """Cancel ``work`` if the client has stopped reading. Otherwise check again later."""
         left = min(0.0, self._sending - time.monotonic()) + self.send_seconds
-        if left < _TICK:  # too short to wait for: a rounding error
+        if left < _TICK:  # a shorter wait would be a rounding error
             self._leave(work)
         else:
             self._looking = asyncio.get_running_loop().call_later(left, self._look, work)
 
     def _noted(self, send: Send) -> Send:
-        """Wrap ``send`` to record the time, because a client may delay reading only for ``send_seconds``."""
+        """Wrap ``send`` to record when sending begins and ends. A client may delay it only for ``send_seconds``."""
 
         async def noted(message: Any) -> None:
             self._sending = time.monotonic()
@@ -190,7 +198,7 @@ class Generating:
         return noted
 
     async def _keep_alive(self, send: Send) -> None:
-        """Send a stream's head soon, and a ping whenever nothing was sent for a while."""
+        """Send the head of a stream soon. Then send a ping whenever nothing was sent for a while."""
         await asyncio.sleep(_HEAD_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MOST_HEAD_SECONDS - _HEAD_SECONDS):
@@ -247,14 +255,14 @@ class Generating:
                 self.queue.release(place)
 
     async def _begin(self, number: int, answers: list[Answer], news: asyncio.Event) -> None:
-        """Send a prompt to the engine once there are seats for it."""
+        """Wait for seats in the queue, then send prompt ``number`` to the engine."""
         call, asked = self.asked.calls[number], self.asked
         place = await self.queue.wait(asked.tenant, num_seats(call.params), asked.priority)
         self._places[call.request_id] = place
         answers[number] = self.engine.complete(call, news)
 
     async def _begin_others(self, answers: list[Answer], news: asyncio.Event) -> None:
-        """Send the prompts after the first one by one, so that other requests run in between."""
+        """Send the prompts after the first one to the engine, one at a time. Other requests can run in between."""
         try:
             for number in range(1, len(answers)):
                 await self._begin(number, answers, news)
@@ -262,7 +270,7 @@ class Generating:
             news.set()
 
     def _look_at(self, answers: list[Answer]) -> None:
-        """Free the seats of answers that have ended. Raise the error of a prompt that could not start."""
+        """Free the seats of answers that have ended. If a prompt could not be started, raise its error."""
         for answer in answers:
             if answer.ended is not None and (place := self._places.pop(answer.request_id, None)) is not None:
                 self.queue.release(place)
@@ -282,7 +290,7 @@ class Generating:
         await send_json(send, 200, self.asked.frame.whole(choices, self.usage, prompt))
 
     def _end(self, number: int, answer: Answer) -> list[Json]:
-        """Count the tokens of an answer that has ended and return its choices."""
+        """Return the choices of an answer that has ended, and count its tokens."""
         ended = answer.ended
         assert isinstance(ended, Ended)
         self._count(answer, sum(each.num_tokens for each in ended.completions))
@@ -347,9 +355,10 @@ class Generating:
         await send(_body(frame.closing(self.usage, has_usage=asked.has_usage), more=False))
 
     async def _start(self, send: Send, engine_seconds: float = 0.0) -> bytes:
-        """Send a stream's head if it is not sent yet. Return a comment with the timing if the head was sent without it.
+        """Send the head of a stream, unless it was sent before.
 
-        ``engine_seconds`` is the engine's time to the first token, 0 if unknown.
+        ``engine_seconds`` is the engine's time to the first token, 0 if unknown. It belongs in the head. If the head
+        was sent without it, return it as a comment for the stream, else an empty text.
         """
         timing = f"engine;dur={1e3 * engine_seconds:.3f}".encode() if engine_seconds else b""
         async with self._heading:
@@ -362,7 +371,7 @@ class Generating:
 
 
 async def send_json(send: Send, status: int, value: Json, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    """Send a complete response."""
+    """Send a complete response with ``value`` as JSON."""
     body = msgspec.json.encode(value)
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [_TYPE_JSON, length, *headers]})
@@ -385,7 +394,7 @@ def _raise_refused(answers: Sequence[Answer], grammar_field: str) -> None:
 
 
 def _so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:
-    """Return the prompt tokens of all prompts that have started, and their completion tokens so far."""
+    """Return the token usage so far: the prompts that have started, and the tokens that were generated."""
     began = [answer.began for answer in answers if answer.began is not None]
     return Usage(prompt=sum(each.num_prompt_tokens for each in began), completion=sum(counts))
 

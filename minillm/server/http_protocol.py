@@ -1,6 +1,6 @@
-"""uvicorn's protocol with limits per connection: on heads, trailers, rejected bodies and slow readers.
+"""uvicorn's HTTP protocol with limits for each connection: on heads, trailers, rejected bodies and slow readers.
 
-Errors that occur before the application runs are JSON like all others.
+Errors that occur before the application runs are JSON, like all other errors.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from minillm.server.generating import error_json, send_json
 from minillm.server.message_answers import error_at
 
 HEADER_SECONDS = 20.0
-HEADER_BYTES = 64 << 10  # of a head, and of anything between two pieces of a body or after the last one
-LINGER_SECONDS = 5.0  # to read and drop the rest of a rejected body, so that the client can read the error
+HEADER_BYTES = 64 << 10  # limit of a head, and of the bytes between two pieces of a body or after the last one
+LINGER_SECONDS = 5.0  # time to read and drop the rest of a rejected body, so that the client can read the error
 LINGER_BYTES = 16 << 20
-SEND_SECONDS = 60.0  # for a client to take SEND_BYTES, or all there is
+SEND_SECONDS = 60.0  # time for a client to take SEND_BYTES, or all bytes if they are fewer
 SEND_BYTES = 60 << 10
-_READ_BYTES = 64 << 10  # at a time
+_READ_BYTES = 64 << 10  # bytes to read at a time
 _PROBE_SECONDS = 0.25
 _BEGIN = b"HTTP/1.1 "  # start of every response
 
 
 class JoiningTransport:
-    """A transport that sends the head of a response together with the data that follows at once.
+    """A transport that sends the head of a response together with the data that immediately follows it.
 
     Args:
         end: closes the connection once everything is written; default: ``transport.close``.
@@ -53,7 +53,7 @@ class JoiningTransport:
             self._transport.write(head + data)
 
     def begin(self) -> None:
-        """Send the first bytes of the next response. A client that is gone replies with a reset."""
+        """Send the first bytes of the next response. If the client is gone, its system replies with a reset."""
         self._has_begun = True
         self._transport.write(_BEGIN)
 
@@ -67,13 +67,13 @@ class JoiningTransport:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection with limits."""
+    """The protocol of one connection, with limits."""
 
-    _late: asyncio.TimerHandle | None = None  # ends a head that does not arrive
-    _sending: asyncio.TimerHandle | None = None  # checks a client that does not read
-    _closing: asyncio.TimerHandle | None = None  # ends a connection that lingers
-    _num_framing = 0  # bytes of the head, or since the last piece of a body
-    _num_dropped = 0  # bytes since the connection started to linger
+    _late: asyncio.TimerHandle | None = None  # closes the connection if a head does not arrive
+    _sending: asyncio.TimerHandle | None = None  # checks whether a slow client reads
+    _closing: asyncio.TimerHandle | None = None  # closes the connection while the rest of a body is dropped
+    _num_framing = 0  # bytes of the head so far, or bytes since the last piece of a body
+    _num_dropped = 0  # dropped bytes of the rest of a body
     _in_head = True
     _in_body = False
     _keeps_alive = True
@@ -102,11 +102,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._num_framing > HEADER_BYTES:
             self._end()
-        elif self._in_head and self._num_framing and self._late is None:  # the head has begun but is incomplete
+        elif self._in_head and self._num_framing and self._late is None:  # a head has begun and is incomplete
             self._late = self.loop.call_later(HEADER_SECONDS, self._end)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Finish a complete request even if the client has closed its sending half."""
+        """Let a complete request finish even if the client has closed its sending half.
+
+        Return whether the connection stays open.
+        """
         cycle = self.cycle
         if cycle is None or cycle.response_complete or self._in_body or self._raw.is_closing():
             return False
@@ -126,7 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise ValueError  # turned into a 400
         super().on_headers_complete()
         self._in_body, self._num_framing = True, 0
-        # A response sent before the end of its body ends the connection, because nobody reads the rest.
+        # If a response is sent before the end of the request's body, the connection ends: nobody reads the rest.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
 
     def on_body(self, body: bytes) -> None:
@@ -154,7 +157,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._sending = None
 
     def send_400_response(self, msg: str) -> None:
-        """Reject bytes that are no valid request, and close the connection."""
+        """Reject bytes that are not a valid request, and close the connection."""
         large = self._num_framing > HEADER_BYTES
         why = f"headers larger than {HEADER_BYTES} bytes" if large else f"the bytes are not HTTP: {msg}"
         body = msgspec.json.encode(error_json(400, why))
@@ -181,9 +184,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close(self) -> None:
-        """Close the connection once everything is sent. First drop the rest of a body, within limits.
+        """Close the connection once everything is sent. Before that, read and drop the rest of a body, within limits.
 
-        Unread bytes would reset the connection, and the client would lose the response.
+        If bytes stayed unread, closing would reset the connection, and the client would lose the response.
         """
         if self._closing is not None or self._raw.is_closing():
             return
@@ -207,7 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._sending = self.loop.call_later(SEND_SECONDS, self._check_sending, self._raw.get_write_buffer_size())
 
     def _check_sending(self, before: int) -> None:
-        """Abort the connection unless its client has taken enough of ``before`` bytes."""
+        """Abort the connection if its client takes bytes too slowly: ``before`` bytes waited at the last check."""
         now = self._raw.get_write_buffer_size()
         if before - now < min(before, SEND_BYTES):
             self._raw.abort()
@@ -215,7 +218,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._sending = self.loop.call_later(SEND_SECONDS, self._check_sending, now) if now else None
 
     def _probe(self) -> None:
-        """Check at intervals whether the client of a half-closed connection is gone."""
+        """Check at intervals whether the client of a half-closed connection is gone. If so, abort the connection."""
         if self._raw.is_closing() or self.cycle.response_complete:
             return
         if self._raw.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -225,7 +228,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
-    """Respond when there are too many connections."""
+    """Respond with an error, because there are too many connections."""
     headers = [(b"retry-after", b"1"), (b"connection", b"close")]
     error = error_at(scope["path"], 503, "too many connections; try again later")
     await send_json(send, 503, error, headers)

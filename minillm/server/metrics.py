@@ -31,7 +31,7 @@ _FIGURES: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, s
 
 
 class Metrics:
-    """Metrics of the server, its queue and its engines."""
+    """The metrics of the server, of its queue and of its engines."""
 
     def __init__(self, queue: FairQueue, figures: Callable[[], Sequence[Figures | None]]) -> None:
         disable_created_metrics()
@@ -47,12 +47,12 @@ class Metrics:
         registry.register(_EngineCollector(queue, figures))
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
-    """Exports the last reported state of queue and engines."""
+    """Exports the state of the queue and the last reported figures of the engines."""
 
     def __init__(self, queue: FairQueue, figures: Callable[[], Sequence[Figures | None]]) -> None:
         self._queue, self._figures = queue, figures
@@ -77,7 +77,10 @@ def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
 
 
 def _of_vllm(engines: list[Figures]) -> Iterator[GaugeMetricFamily]:
-    """Yield the figures that routers (llm-d, the vLLM router) read, under vLLM's names, summed over the engines."""
+    """Yield the metrics that routers (llm-d, the vLLM router) read, under vLLM's names.
+
+    They are summed over the engines.
+    """
     if not engines:
         return
     used, total = sum(each.used_blocks for each in engines), sum(each.num_blocks for each in engines)

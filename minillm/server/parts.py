@@ -1,4 +1,4 @@
-"""The parts of an answer's text: content, thoughts and tool calls, read as the text arrives."""
+"""The parts of an answer's text: content, reasoning and tool calls. Readers find them while the text arrives."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ThoughtPart:
-    """The model's reasoning."""
+    """Reasoning of the model."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallPart:
-    """Start of a tool call. Its arguments follow."""
+    """The start of a tool call. Its arguments follow as `ArgumentsPart`."""
 
-    index: int  # among the calls of this answer
+    index: int  # index of the call in this answer
     id: str
     name: str
 
 
 @dataclass(frozen=True)
 class ArgumentsPart:
-    """A piece of a call's arguments. All pieces together are JSON."""
+    """A piece of the arguments of call ``index``. All pieces of a call together are a JSON text."""
 
     index: int
     text: str
@@ -41,17 +41,17 @@ Part = TextPart | ThoughtPart | CallPart | ArgumentsPart
 
 
 class Reader(Protocol):
-    """Reads an answer's text in pieces of any size. Apart from their lengths, the parts do not depend on the pieces."""
+    """Reads an answer's text in pieces of any size. The split into pieces changes only how long the parts are."""
 
     def push(self, text: str) -> list[Part]:
-        """Add more text. Return the parts that are certain by now."""
+        """Add text. Return the parts that are now certain."""
 
     def finish(self) -> list[Part]:
         """End the text. Return the remaining parts."""
 
 
 class PlainReader:
-    """Reads all text as content."""
+    """Reads all text as content, without reasoning and calls."""
 
     def push(self, text: str) -> list[Part]:
         return [TextPart(text)] if text else []

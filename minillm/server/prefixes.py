@@ -1,4 +1,4 @@
-"""Prefixes that clients compute and pin, in the engine thread."""
+"""Prefixes that clients compute and pin. This module runs in the engine thread."""
 
 import secrets
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from minillm.server import messages
 
 @dataclass(slots=True)
 class Pinned:
-    """A prefix."""
+    """A prefix that is pinned or being computed."""
 
     tenant: str
     call_id: str
@@ -24,14 +24,14 @@ class Pinned:
 
 @dataclass
 class Prefixes:
-    """The prefixes, by request. Results of calls are sent to the HTTP process."""
+    """All pinned prefixes, by name. The results of calls are sent to the HTTP process."""
 
     driver: Driver
     send: Callable[[messages.Event], None]
     pinned: dict[str, Pinned] = field(default_factory=dict)
 
     def pin(self, call: messages.PinPrefix, token_ids: list[int]) -> None:
-        """Compute a prefix and pin its blocks. The result has its name."""
+        """Start to compute a prefix. Once it is computed, its blocks are pinned and a result with its name is sent."""
         name = f"prefix-{secrets.token_hex(8)}"
         try:
             group = self.driver.engine.add(held.prefix_request(token_ids, call.salt, name))
@@ -41,7 +41,10 @@ class Prefixes:
             self.pinned[name] = Pinned(call.tenant, call.call_id, group)
 
     def take(self, name: str, group: SequenceGroup) -> bool:
-        """Pin a request that has finished. Return False if it computed no prefix."""
+        """Pin the prefix that the finished request ``name`` has computed.
+
+        Return False if the request did not compute a prefix.
+        """
         pin, sequence = self.pinned.get(name), group.sequences[0]
         if pin is None:
             return False

@@ -1,4 +1,4 @@
-"""Questions of chat apps. Like all other requests, they wait for seats before they go to the engine."""
+"""Questions of chat apps. Like all other requests, they wait in the queue for seats before they go to the engine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Questions:
     engine: Engine
     queue: FairQueue
     tell: Callable[[bytes], object]
-    _asked: dict[str, _Asked] = field(default_factory=dict)  # by the app's name
+    _asked: dict[str, _Asked] = field(default_factory=dict)  # by the app's name of the request
 
     def take(self, line: bytes) -> None:
-        """Carry out an app's command.
+        """Carry out a command of the app, which is an encoded line.
 
         Raises:
-            BadField: the line is no valid command.
-            Full: the command is a question, and the queue is full. It had no effect.
+            BadField: the line is not a valid command.
+            Full: the command is a question, and the queue is full. The command had no effect.
         """
         try:
             command = chat.decode_command(line)
@@ -56,12 +56,12 @@ class Questions:
         self.engine.send(messages.SessionCommand(self.session, line))
 
     def end(self, request_id: str) -> None:
-        """Free the seats of an answer that has ended for any reason."""
+        """Free the seats of an answer, because it has ended, for any reason."""
         if (asked := self._asked.get(request_id)) is not None:
             asked.ended.set()
 
     def close(self) -> None:
-        """Leave the queue and free all seats."""
+        """Remove all questions from the queue and free all seats."""
         for asked in self._asked.values():
             asked.task.cancel()
 
@@ -88,7 +88,7 @@ class Questions:
                 del self._asked[request_id]
 
     def _leaves(self, request_id: str) -> bool:
-        """Take a question out of the queue. Return whether it was there."""
+        """Take a question out of the queue. Return False if it is not in the queue."""
         asked = self._asked.get(request_id)
         if asked is None or asked.has_seat:
             return False
@@ -102,10 +102,10 @@ class Questions:
 
 @dataclass(eq=False)
 class _Asked:
-    """A question, until its answer ends."""
+    """A question, from its arrival to the end of its answer."""
 
     conversation: str
-    count: int  # seats
-    has_seat: bool = False  # it was sent to the engine
+    count: int  # number of seats that it needs
+    has_seat: bool = False  # it has its seats and was sent to the engine
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] = field(init=False)

@@ -1,8 +1,8 @@
 """Act as the engine process for an engine on another machine: ``python -m minillm.server.remote URL``.
 
-This program speaks the messages of `minillm.service` on stdin and stdout, like a local engine process, so the chat app
-does not know where its engine is. The messages go through the server's ``/v1/session``. If the server requires an API
-key, it is read from ``MINILLM_API_KEY``.
+Like a local engine process, this program exchanges the messages of `minillm.service` on stdin and stdout. So the chat
+app need not know where its engine is. The messages go through the server's ``/v1/session``. If the server requires an
+API key, it is read from ``MINILLM_API_KEY``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from minillm.service import messages as chat
 from minillm.text.safe import clean_line, parse_json
 
 _CONNECT_SECONDS = 10.0
-_SILENT_SECONDS = 60.0  # a server sends a ping at least every 15 seconds
-_LONGEST_LINE = 96 << 20  # bytes of one event; the app's own limit is lower
-_LONGEST_REPLY = 1 << 16  # bytes of a reply to a command
-_SESSION = re.compile(r"[A-Za-z0-9_-]{1,100}")  # safe as part of a path
+_SILENT_SECONDS = 60.0  # time without data after which the server counts as gone; it sends a ping every 15 seconds
+_LONGEST_LINE = 96 << 20  # maximum bytes of an event; the app's own limit is lower
+_LONGEST_REPLY = 1 << 16  # maximum bytes of a reply to a command
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a session name that is safe as part of a path
 
 
 class Busy(MinillmError):
-    """The server is busy. Try again after ``seconds``."""
+    """The server is busy. Send the request again after ``seconds``."""
 
     def __init__(self, message: str, seconds: int) -> None:
         super().__init__(message)
@@ -47,11 +47,14 @@ class Address:
     secure: bool
     host: str
     port: int
-    path: str  # before ``/v1``
+    path: str  # the part of the path before ``/v1``
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Parse ``http://host:port``, with or without ``/v1``. Raises UsageError for anything else."""
+        """Parse an address such as ``http://host:port``, with or without ``/v1``.
+
+        Raises UsageError for anything else.
+        """
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -72,7 +75,10 @@ class Address:
         return kind(self.host, self.port, timeout=seconds)
 
     def ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None) -> Any:
-        """Return the response to a request. Raises MinillmError, with a one-line message, unless its status is 200."""
+        """Send a request and return the response.
+
+        If its status is not 200, raise MinillmError with a one-line message.
+        """
         key = os.environ.get("MINILLM_API_KEY", "")
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         try:
@@ -92,7 +98,7 @@ class Address:
 
 
 def _pause(retry_after: str) -> int:
-    """Return the seconds before a busy server is asked again, from 1 to 60."""
+    """Return the seconds to wait before the next request to a busy server, from 1 to 60."""
     return max(1, min(60, int(retry_after[:9]))) if retry_after.isdecimal() else 1
 
 
@@ -133,7 +139,7 @@ def main() -> None:
 
 
 def _session(line: bytes) -> str:
-    """Return the session name in a server's first line.
+    """Return the session's name from the server's first line.
 
     Raises:
         ValueError: the line has no valid session name.
@@ -146,7 +152,7 @@ def _session(line: bytes) -> str:
 
 
 class App:
-    """The app that started this process. It reads events from ``stream``. Any thread may write."""
+    """The app that started this process. ``stream`` takes the events for it. Any thread may write."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._lock = stream, threading.Lock()
@@ -160,29 +166,33 @@ class App:
         self.write(chat.encode(event))
 
     def leave(self, reason: str) -> NoReturn:
-        """Send the app the reason and end this process. A normal exit would abort, because a thread waits on stdin."""
+        """Send the app the reason and end this process.
+
+        A normal exit would abort, because a thread waits for stdin.
+        """
         with contextlib.suppress(OSError):
             self.send(chat.LoadFailed(reason, 1))
         os._exit(1)
 
 
 class Commands:
-    """Sends the app's commands to the server. Sends a question again while the server is busy."""
+    """Sends the app's commands to the server. While the server is busy, questions are sent again later."""
 
     def __init__(self, address: Address, session: str, app: App) -> None:
         self._address, self._path, self._app = address, f"/v1/session/{session}", app
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._later: dict[str, tuple[float, chat.Generate, bytes]] = {}  # by request: when to send the question again
+        # Questions to send again, by request: the time of the next attempt, the command, and its encoded line.
+        self._later: dict[str, tuple[float, chat.Generate, bytes]] = {}
         self._connection = address.connect(_CONNECT_SECONDS)
 
     def read(self, stream: BinaryIO) -> None:
-        """Queue the app's lines until there are no more."""
+        """Queue the app's lines until the stream ends."""
         for line in stream:
             self._lines.put(line)
         self._lines.put(None)
 
     def run(self) -> None:
-        """Send commands. The process ends when the app's lines or the server end."""
+        """Send the queued commands. This never returns: the process ends when the app's lines or the server end."""
         while True:
             due, _, again = min(self._later.values(), key=lambda each: each[0], default=(None, None, None))
             try:
@@ -214,7 +224,7 @@ class Commands:
         except Busy as busy:
             if question is not None:
                 self._later[question.request_id] = (time.monotonic() + busy.seconds, question, line)
-        except UsageError as error:  # of this command only; an app must not wait for an answer to it
+        except UsageError as error:  # only this command is wrong; the app must not wait for an answer
             if question is not None:
                 self._app.send(chat.RequestFailed(question.request_id, str(error)))
 

@@ -1,7 +1,7 @@
-"""Several engine processes of one model, served at one address. An engine that ends is restarted.
+"""Several engine processes with one model, served at one address. An engine that ends is restarted.
 
-A request goes to the engine that computed the beginning of its prompt before, unless that engine is much busier than
-another. Forks, pinned prefixes, sessions and watchers go to the engine that holds what they refer to.
+A request goes to the engine that has computed the beginning of its prompt before, unless that engine is much busier
+than another one. Forks, pinned prefixes, sessions and watchers go to the engine that has the data they refer to.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from minillm.server.engine_process import COMMAND, Answer, EngineDied, EnginePro
 from minillm.service import messages as chat
 
 MAX_REPLICAS = 64
-_PIECE = 128  # characters or token ids of a prompt that share a key
-_MOST_PIECES = 512  # per prompt
-_MOST_PLACES = 1 << 16  # keys that remember their engine
-_MOST_HOMES = 1 << 14  # answers, prefixes, sessions and watchers that remember their engine
-_SLACK = 4  # requests that an engine may have above twice the idlest one's, and still be preferred
-_MOST_RESTARTS = 5  # of an engine in _RESTART_WINDOW seconds
+_PIECE = 128  # characters or token ids of a prompt that get a key together
+_MOST_PIECES = 512  # maximum number of pieces of a prompt
+_MOST_PLACES = 1 << 16  # number of keys with a stored engine
+_MOST_HOMES = 1 << 14  # number of answers, prefixes, sessions and watchers with a stored engine
+_SLACK = 4  # an engine is preferred if it has at most 2 * (requests of the idlest engine) + this many
+_MOST_RESTARTS = 5  # maximum restarts of an engine in _RESTART_WINDOW seconds
 _RESTART_WINDOW = 600.0
 
 
 class Engine(Protocol):
-    """The engine as the routes see it: one process or several."""
+    """The interface of the engine that routes use. It is one process or several."""
 
     @property
     def ended(self) -> asyncio.Event:
-        """Return the event that is set when the engine has ended for good."""
+        """Return an event that is set when the engine has ended for good."""
 
     @property
     def serves(self) -> bool:
@@ -45,40 +45,41 @@ class Engine(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Return why an engine accepts no requests, empty if all do."""
+        """Return why an engine accepts no requests; empty if all engines accept requests."""
 
     @property
     def listeners(self) -> dict[str, Callable[[Any], object]]:
-        """Return the callbacks that get events, by the name of watcher or session."""
+        """Return the callbacks for events, by the name of a watcher or session."""
 
     @property
     def answered(self) -> dict[str, Callable[[str], object]]:
-        """Return the callbacks for the end of an answer, by the name of its session."""
+        """Return the callbacks for the end of an answer, by the name of the session."""
 
     def send(self, call: messages.Call) -> None:
         """Send a call that has no result."""
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Start a request. ``news`` is set whenever a part of its answer arrives."""
+        """Start a request and return its answer. ``news`` is set whenever a part of the answer arrives."""
 
     def leave(self, answer: Answer) -> None:
-        """Forget an answer. Abort its request if it has not ended."""
+        """Drop an answer. If its request has not ended, abort it."""
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
-        """Return the result of a call. ``make`` gets the call's id."""
+        """Send a call and return its result. ``make`` creates the call from the call's id."""
 
 
 @dataclass
 class Places:
-    """Remembers which engine computed which beginnings of recent prompts."""
+    """Stores which engine has computed which beginnings of recent prompts."""
 
     _places: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     def choose(self, keys: list[int], loads: Sequence[float]) -> int:
-        """Return the engine for a prompt with these keys, the first piece's first, and remember it.
+        """Choose the engine for a prompt, and store the choice. Return the index of the engine.
 
         Args:
-            loads: number of requests of each engine; infinity if it accepts none.
+            keys: see `keys_of`.
+            loads: number of requests of each engine; infinity if an engine accepts none.
         """
         idlest = min(range(len(loads)), key=loads.__getitem__)
         found = next((self._places[key] for key in reversed(keys) if key in self._places), idlest)
@@ -92,7 +93,10 @@ class Places:
 
 
 def keys_of(prompt: Any, salt: str | None) -> list[int]:
-    """Return a key for each piece of a prompt. It identifies the whole prompt up to the end of the piece."""
+    """Return a key for each piece of a prompt, in order.
+
+    A key identifies the prompt from its beginning to the piece's end.
+    """
     if isinstance(prompt, messages.Conversation):
         head = msgspec.json.encode([prompt.tools, prompt.template_options]).decode()
         prompt = head + "".join(msgspec.json.encode(message).decode() for message in prompt.messages)
@@ -107,14 +111,15 @@ def keys_of(prompt: Any, salt: str | None) -> list[int]:
 
 @dataclass
 class Replicas:
-    """Several engines that act as one. Created by `start`.
+    """Several engines that act as one. Create it with `start`.
 
     Attributes:
-        lost: called with the number of an engine that has ended. Everything it kept is gone.
+        begin: starts an engine, given its index.
+        lost: called with the index of an engine that has ended. All its data is gone.
         ended: set when no engine is left and none will be restarted.
     """
 
-    begin: Callable[[int], Awaitable[EngineProcess]]  # starts an engine, given its number
+    begin: Callable[[int], Awaitable[EngineProcess]]
     engines: list[EngineProcess] = field(default_factory=list)
     listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)
     answered: dict[str, Callable[[str], object]] = field(default_factory=dict)
@@ -123,17 +128,17 @@ class Replicas:
     _places: Places = field(default_factory=Places)
     _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
     _keeping: list[asyncio.Task[None]] = field(default_factory=list)
-    _refusal: str = ""  # why requests are no longer accepted
+    _refusal: str = ""  # why no more requests are accepted; empty while they are
 
     @classmethod
     async def start(
         cls, model: str, options: dict[str, Any], told: Callable[[chat.Event], object], count: int
     ) -> Replicas:
-        """Start ``count`` engines. The first one reports the progress of loading."""
+        """Start ``count`` engines. The first one reports the progress of loading to ``told``."""
 
         async def begin(number: int) -> EngineProcess:
             command = (*place(number, count, options), *COMMAND) if count > 1 else COMMAND
-            tells = number == 0 and len(self.engines) == 0  # not after a restart
+            tells = number == 0 and len(self.engines) == 0  # not when it is restarted
             engine = await EngineProcess.start(model, options, told if tells else lambda event: None, command)
             engine.listeners, engine.answered = self.listeners, self.answered
             return engine
@@ -144,7 +149,11 @@ class Replicas:
         return self
 
     async def loaded(self) -> messages.Ready:
-        """Return the facts of one engine, with the capacity of all. From now on, engines that end are restarted.
+        """Wait until all engines are ready.
+
+        Return the facts about one engine, with the capacity of all engines together.
+
+        From then on, engines that end are restarted.
 
         Raises:
             MinillmError: an engine cannot be loaded.
@@ -157,7 +166,7 @@ class Replicas:
         return msgspec.structs.replace(found[0], max_num_seqs=sum(each.max_num_seqs for each in found))
 
     async def _keep(self, number: int) -> None:
-        """Restart an engine that has ended, with growing delays, unless it ends too often."""
+        """Restart engine ``number`` whenever it ends, with growing delays. Stop doing so if it ends too often."""
         ends: list[float] = []
         while True:
             await self.engines[number].ended.wait()
@@ -179,11 +188,11 @@ class Replicas:
             finally:
                 if self.engines[number] is not engine:
                     await engine.stop()
-        if sum(task.done() for task in self._keeping) == len(self.engines) - 1:  # all others
+        if sum(task.done() for task in self._keeping) == len(self.engines) - 1:  # all other engines have ended for good
             self.ended.set()
 
     def _lose(self, number: int) -> None:
-        """Forget everything kept by an engine that has ended, and end its streams of events."""
+        """Drop everything stored about an engine that has ended, and end its streams of events."""
         self.lost(number)
         for name in [name for name, home in self._homes.items() if home == number]:
             del self._homes[name]
@@ -196,7 +205,7 @@ class Replicas:
 
     @property
     def failure(self) -> MinillmError:
-        """Return why the first engine that has ended did so."""
+        """Return the error of the first engine that has ended."""
         found = next((each.failure for each in self.engines if each.ended.is_set()), None)
         return found or MinillmError("the engine has ended")
 
@@ -207,18 +216,18 @@ class Replicas:
 
     @property
     def trouble(self) -> str:
-        """Return why an engine accepts no requests, empty if all do."""
+        """Return why an engine accepts no requests; empty if all engines accept requests."""
         if len(self.engines) == 1:
             return self.engines[0].trouble
         troubles = [(number, each.trouble) for number, each in enumerate(self.engines)]
         return "; ".join(f"replica {number}: {trouble}" for number, trouble in troubles if trouble)
 
     def figures(self) -> list[messages.Figures | None]:
-        """Return the state of each engine, None for an engine that has ended or not reported yet."""
+        """Return the last figures of each engine; None for an engine that has ended or has not reported yet."""
         return [None if each.ended.is_set() else each.figures for each in self.engines]
 
     def refuse_all(self, why: str) -> None:
-        """End all answers with an error, and accept no more requests."""
+        """End all running answers with the error ``why``, and accept no more requests."""
         self._refusal = why
         for engine in self.engines:
             engine.fail(why)
@@ -227,20 +236,23 @@ class Replicas:
         """Stop all processes."""
         for task in self._keeping:
             task.cancel()
-        for engine in self.engines:  # first, because ctrl-c cancels the await below, and the processes must end anyway
+        for engine in self.engines:  # first, because ctrl-c cancels the await below, and all processes must end
             if engine.process.stdin is not None:
                 engine.process.stdin.close()
         await asyncio.gather(*self._keeping, *(engine.stop() for engine in self.engines), return_exceptions=True)
 
     def send(self, call: messages.Call) -> None:
-        """Send a call that belongs to a watcher or a session."""
+        """Send a call of a watcher or a session to the right engine."""
         name: str = getattr(call, "watcher", None) or call.session  # type: ignore[attr-defined]
         if isinstance(call, messages.Watch | messages.OpenSession):
             self._settle(name, self._choose(None, None))
         self.engines[self._homes.get(name, 0)].send(call)
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Start a request. ``news`` is set when a part of its answer arrives. Raises EngineDied if it is rejected."""
+        """Start a request and return its answer. ``news`` is set when a part of the answer arrives.
+
+        Raises EngineDied if the request is rejected.
+        """
         if self._refusal:
             raise EngineDied(self._refusal)
         if call.fork is None:
@@ -251,13 +263,16 @@ class Replicas:
         return self.engines[home].complete(call, news)
 
     def leave(self, answer: Answer) -> None:
-        """Forget an answer. Abort its request if it has not ended."""
+        """Drop an answer. If its request has not ended, abort it."""
         for engine in self.engines:
             if answer.request_id in engine.answers:
                 engine.leave(answer)
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
-        """Return the result of a call. ``make`` gets the call's id. Raises UsageError if it is rejected."""
+        """Send a call to the right engine and return its result. ``make`` creates the call from the call's id.
+
+        Raises UsageError if the call is rejected, EngineDied if the engine accepts no requests.
+        """
         if len(self.engines) == 1:
             return await self.engines[0].ask(make)
         match make(""):
@@ -273,7 +288,10 @@ class Replicas:
         return await self.engines[self._choose(None, None)].ask(make)
 
     def _choose(self, prompt: Any, salt: str | None) -> int:
-        """Choose among the engines that accept requests, or among all if none does."""
+        """Choose the index of an engine for a prompt.
+
+        Only engines that accept requests are considered, or all if none does.
+        """
         if len(self.engines) == 1:
             return 0
         loads = [math.inf if engine.trouble else len(engine.answers) for engine in self.engines]
@@ -286,7 +304,7 @@ class Replicas:
 
 
 def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the cache states of several engines: add up the figures, and add each table's replica."""
+    """Merge the cache states of several engines: add up the figures, and add the index of the replica to each table."""
     figures = {name: sum(each["figures"][name] for each in found) for name in found[0]["figures"]}
     tables = [{**table, "replica": number} for number, each in enumerate(found) for table in each["tables"]]
     return {"figures": figures, "tables": tables, "replicas": [each["figures"] for each in found]}

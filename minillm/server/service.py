@@ -1,4 +1,4 @@
-"""State and helpers shared by the HTTP routes."""
+"""State and functions that all HTTP routes share."""
 
 from __future__ import annotations
 
@@ -26,35 +26,36 @@ class UnknownModel(HTTPException):
 
 @dataclass
 class Service:
-    """Shared state of the routes."""
+    """The state that all routes share."""
 
     engine: Engine
     facts: messages.Ready
-    names: tuple[str, ...]  # of the model
+    names: tuple[str, ...]  # the model's names for clients
     queue: FairQueue
     metrics: Metrics
-    has_keys: bool = False  # one key may not read another's text
-    shared: bool = False  # several keys: none may take everything, or detect another's prompts in the cache
+    has_keys: bool = False  # there are API keys, so the owner of one must not read another owner's text
+    shared: bool = False  # keys have several owners: none may take everything, or detect another's prompts in the cache
     send_seconds: float = 60.0
     prefixes: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
     sessions: dict[str, Questions] = field(default_factory=dict)
     watchers: Counter[str] = field(default_factory=Counter)  # open streams of events, by tenant
-    closing: asyncio.Event = field(default_factory=asyncio.Event)  # set when streams without an end must end
+    closing: asyncio.Event = field(default_factory=asyncio.Event)  # set at shutdown, to end endless streams
 
     def forget(self, replica: int) -> None:
-        """Forget everything kept by an engine that has ended."""
+        """Drop everything stored about an engine that has ended."""
         self.prefixes = {id: each for id, each in self.prefixes.items() if each.get("replica", 0) != replica}
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModel for any other model: requests never load one."""
+        """Raise UnknownModel if ``name`` is not a name of the served model. Requests never load another model."""
         if name is not None and name not in self.names:
             raise UnknownModel(404, f"the model {shown(name)} is not served here; use {self.names[0]}")
 
     def salt(self, tenant: str, salt: str | None = None, fork: messages.ForkPoint | None = None) -> str | None:
-        """Return the salt of the prefix cache. Each key has its own, or a key could detect another's prompts.
+        """Return the salt for a request's blocks in the prefix cache.
 
-        A fork without a salt uses its answer's salt.
+        If keys have several owners, each owner has a salt. Otherwise an owner could detect another's prompts in the
+        cache. A fork without a salt uses the salt of its answer.
         """
         if salt is None and (fork is not None or not self.shared):
             return None

@@ -1,4 +1,4 @@
-"""Start the engine processes and serve them over HTTP until a signal arrives."""
+"""Start the engine processes, and serve them over HTTP until a signal arrives."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from minillm.server.service import Service
 from minillm.service import messages as chat
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_OTHER_DESCRIPTORS = 100  # descriptors in addition to connections
+_OTHER_DESCRIPTORS = 100  # number of file descriptors in addition to connections
 _SAY_SECONDS = 60.0
-_ERROR_SECONDS = 5  # for the last events of answers that ran out of time
+_ERROR_SECONDS = 5  # time to send the error to answers that have not ended within the grace period
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Attributes:
-    names: names of the model for clients; default: the model's own name.
-    max_waiting: requests that may wait for the engine; more are rejected with status 429.
-    grace_seconds: time for running answers to end when the server stops.
-    replicas: number of engines, each with its own GPUs.
+    """The configuration of a server.
+
+    Attributes:
+        names: names of the model for clients; default: the model's own name.
+        max_waiting: number of requests that may wait for the engine. More are rejected with status 429.
+        grace_seconds: time for running answers to end when the server stops.
+        replicas: number of engines, each with its own GPUs.
     """
 
     host: str = "127.0.0.1"
@@ -50,7 +52,10 @@ class ServerConfig:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address, not listening yet. Raises UsageError if that is impossible."""
+    """Return a socket that is bound to this address but does not listen yet.
+
+    Raises UsageError if that is impossible.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
@@ -63,7 +68,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def allow_descriptors(count: int) -> None:
-    """Raise this process's limit of open descriptors to ``count``, or as far as the system allows."""
+    """Raise this process's limit of open file descriptors to ``count``, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -72,12 +77,12 @@ def allow_descriptors(count: int) -> None:
 
 
 class FewDescriptors:
-    """An event loop's exception handler that reports a lack of descriptors once a minute, in one line.
+    """An exception handler of the event loop. It reports a lack of file descriptors in one line, once a minute.
 
-    asyncio would report it thousands of times a second, with tracebacks.
+    asyncio would report the lack thousands of times a second, with tracebacks.
     """
 
-    _next = 0.0  # when it may be reported again
+    _next = 0.0  # time at which the lack may be reported again
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -95,12 +100,12 @@ async def serve(
     told: Callable[[chat.Event], object],
     opened: Callable[[str, Service], object],
 ) -> None:
-    """Load the model and serve it until SIGINT or SIGTERM. Running answers may then end.
+    """Load the model and serve it until SIGINT or SIGTERM. Running answers then get time to end.
 
     Args:
-        options: of EngineConfig.
+        options: options of EngineConfig.
         told: called with the progress of loading.
-        opened: called with the server's address when it accepts requests.
+        opened: called with the server's address once it accepts requests.
 
     Raises:
         MinillmError: the model cannot be loaded, or the engine has ended.
@@ -139,7 +144,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server. Endless streams end when it shuts down."""
+    """uvicorn's server. When it shuts down, endless streams end."""
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -165,7 +170,10 @@ async def _end_with_engine(engine: Engine, server: uvicorn.Server) -> None:
 
 
 def _names(model: str) -> tuple[str, ...]:
-    """Return a model's names for clients: for a file or directory its last part, then the full path."""
+    """Return a model's names for clients.
+
+    A file or directory has two: the last part of its path, and the whole path.
+    """
     short = Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
     return tuple(dict.fromkeys((short, model)))
 

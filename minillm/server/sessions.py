@@ -1,7 +1,8 @@
-"""Chat apps on other machines. Each has its own conversations in the shared pool.
+"""Chat apps on other machines. Each has a session, with its own conversations in the shared pool.
 
-Apps choose their request names. Here each name gets the session's name as a prefix, which is removed from the app's own
-events. So an app recognizes its own blocks and sees the owners of all others.
+Apps choose the names of their requests. Here each name gets the session's name as a prefix, so that names are unique.
+The prefix is removed from events for the app itself. So the app recognizes its own blocks, and sees the owners of all
+others.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,22 +19,22 @@ from minillm.service import messages as chat
 from minillm.service.cache_view import Owner
 from minillm.service.conversations import Conversations
 
-_REFUSED = (chat.Load, chat.Pace)  # they would affect all other apps
+_REFUSED = (chat.Load, chat.Pace)  # ignored commands, which would affect all other apps
 
 
 @dataclass
 class Session:
-    """One connected app."""
+    """A connected app."""
 
     name: str
     tenant: str
     conversations: Conversations
-    asked: set[str] = field(default_factory=set)  # requests with ends not reported yet
+    asked: set[str] = field(default_factory=set)  # requests with an end that was not reported yet
 
 
 @dataclass
 class Sessions:
-    """All connected apps. All methods are called in the engine thread."""
+    """All connected apps. All methods must be called in the engine thread."""
 
     driver: Driver
     requests: EngineRequests
@@ -42,7 +43,10 @@ class Sessions:
     ending: list[Session] = field(default_factory=list)
 
     def open(self, name: str, tenant: str, reader: str | None, salt: str | None = None) -> None:
-        """Open a session. Its app gets the full state of the pool, with the text of ``reader``, or of all tenants."""
+        """Open a session.
+
+        The app gets the full state of the pool, with the text of tenant ``reader``, or of all if it is None.
+        """
 
         def send(event: chat.Event) -> None:
             self.send(messages.SessionEvent(name, chat.encode(_renamed(event, f"{name}/"))))
@@ -53,7 +57,7 @@ class Sessions:
         conversations.reporter.show_cache(now=True)
 
     def handle(self, name: str, line: bytes) -> None:
-        """Carry out an app's command."""
+        """Carry out a command of an app, which is an encoded line."""
         session = self.open_ones.get(name)
         if session is None:
             return
@@ -69,14 +73,14 @@ class Sessions:
                 self._tell_ends(session)
 
     def close(self, name: str) -> None:
-        """Close a session. Its answers end at the next step, which frees its blocks."""
+        """Close a session and free its blocks. Running answers end at the next step."""
         session = self.open_ones.pop(name, None)
         if session is not None:
             session.conversations.close()
             self.ending.append(session)
 
     def take(self, deltas: Iterable[Delta], outputs: Iterable[RequestOutput]) -> None:
-        """Pass each app its own results."""
+        """Pass the results of an engine step to the apps. Each app takes its own results."""
         deltas, outputs = list(deltas), list(outputs)
         for session in (*self.open_ones.values(), *self.ending):
             session.conversations.take(deltas, outputs)
@@ -84,19 +88,22 @@ class Sessions:
         self.ending = [session for session in self.ending if not session.conversations.is_idle]
 
     def _tell_ends(self, session: Session) -> None:
-        """Report the answers that have ended, or never started, to the HTTP process."""
+        """Report the session's answers that have ended or could not start to the HTTP process."""
         if session.asked:
             for name in session.asked - session.conversations.answers.keys():
                 session.asked.discard(name)
                 self.send(messages.SessionAnswered(session.name, name.removeprefix(f"{session.name}/")))
 
     def report(self, *, now: bool = False) -> None:
-        """Send each app the changes in the pool, at the rate it asked for."""
+        """Send the changes in the pool to each app, at the rate that the app has asked for."""
         for session in self.open_ones.values():
             session.conversations.reporter.show_cache(now=now)
 
     def owners(self, reader: str | None) -> dict[int, Owner]:
-        """Return the owners of all sessions' sequences. With ``reader``, only that tenant's text may be shown."""
+        """Return the owners of all sessions' sequences, by seq_id.
+
+        With ``reader``, only this tenant's text may be shown.
+        """
         found: dict[int, Owner] = {}
         for session in (*self.open_ones.values(), *self.ending):
             shows = reader in (None, session.tenant)
@@ -106,7 +113,7 @@ class Sessions:
 
 
 def _renamed(event: chat.Event, prefix: str) -> chat.Event:
-    """Return the event with the app's own request names."""
+    """Return the event with the app's own names of requests."""
     if hasattr(event, "request_id"):
         return msgspec.structs.replace(event, request_id=event.request_id.removeprefix(prefix))
     if isinstance(event, chat.CacheChanged):

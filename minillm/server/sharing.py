@@ -1,4 +1,4 @@
-"""Fair sharing of threads, seats and streams: no tenant can take all of them."""
+"""Share threads, seats and streams fairly, so that no tenant can take all of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 def leaves_some(own: int, count: int, free: int, times: int = 1) -> bool:
     """Return whether a tenant that has ``own`` items may take ``count`` of the ``free`` ones.
 
-    A tenant may have at most ``times`` the number that then stays free, so later tenants always find some (dynamic
-    thresholds, Choudhury and Hahne 1998). A tenant that has nothing may take anything.
+    A tenant may have at most ``times`` the number of items that then stay free. So later tenants always find some
+    (dynamic thresholds, Choudhury and Hahne 1998). A tenant without any may take any number.
     """
     return not own or own + count <= times * (free - count)
 
@@ -21,7 +21,7 @@ def leaves_some(own: int, count: int, free: int, times: int = 1) -> bool:
 class SharedThreads:
     """A thread pool that no tenant can fill.
 
-    The oldest job of the tenant with the fewest running jobs is next.
+    The next job is the oldest one of the tenant with the fewest running jobs.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -32,7 +32,7 @@ class SharedThreads:
         self._running: Counter[str] = Counter()
 
     def submit(self, tenant: str, job: Callable[[], object]) -> None:
-        """Queue a job for a thread."""
+        """Queue a job of a tenant."""
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append(job)
         self._pool.submit(self._work)
@@ -52,7 +52,7 @@ class SharedThreads:
                 self._running[tenant] -= 1
 
     def _take(self) -> tuple[str, Callable[[], object]] | None:
-        """Return the next job and its tenant, None if none may run now. Count it as running."""
+        """Return the next job and its tenant, and count the job as running. Return None if no job may run now."""
         with self._lock:
             free = self._count - self._running.total()
             able = [tenant for tenant in self._waiting if leaves_some(self._running[tenant], 1, free)]

@@ -1,4 +1,4 @@
-"""The HTTP routes that stream events: changes in the pool, and sessions of chat apps."""
+"""The HTTP routes that stream events: changes in the block pool, and sessions of chat apps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minillm.server.sharing import leaves_some
 
 _PING_SECONDS = 15.0  # between pings on a stream of events that has nothing to send
 _MOST_WATCHERS = 32
-_MOST_UNREAD = 256  # events queued for a slow watcher before it loses its stream
+_MOST_UNREAD = 256  # a stream is closed if more events than this wait for its client
 
 
 async def watch_cache(service: Service, request: Request) -> Response:
@@ -91,7 +91,19 @@ def _listening(
     ping: bytes = b": alive\n\n",
     media_type: str = "text/event-stream",
 ) -> Response:
-    """Return a stream of the events that the engine sends to ``name``. A listener that does not read loses it."""
+    """Return a response that streams the events that the engine sends to ``name``.
+
+    A client that does not read loses the stream.
+
+    Args:
+        start: called when the stream begins, to make the engine send events.
+        stop: called when the stream ends.
+        encode: converts an event to bytes.
+        first: bytes to send first.
+        ping: bytes to send if there was no event for a while.
+
+    Raises HTTPException if too many streams are open.
+    """
     engine, free = service.engine, _MOST_WATCHERS - service.watchers.total()
     if free <= 0 or (service.shared and not leaves_some(service.watchers[tenant], 1, free)):
         raise HTTPException(429, "too many streams of events are open; close one of them, or try again later")

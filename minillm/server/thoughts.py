@@ -1,4 +1,4 @@
-"""A model's thoughts before its answer, the switch for them, and their limit."""
+"""A model's reasoning ("thoughts") before its answer: reading it, switching it on or off, and limiting it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from minillm.server.parts import Part, Reader, ThoughtPart
 from minillm.text.reasoning import CLOSE, LeadingReasoning, Pieces
 from minillm.text.reasoning_budget import NO_LIMIT
 
-# Tokens of thought by ``reasoning_effort``.
+# Maximum reasoning tokens by ``reasoning_effort``.
 EFFORTS = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": NO_LIMIT, "xhigh": NO_LIMIT}
 
 
 class ThoughtReader:
-    """Separates the thoughts at the beginning of an answer. ``inner`` reads the text after them.
+    """Separates the reasoning at the beginning of an answer from the text after it, which ``inner`` reads.
 
     Args:
         opened: the prompt ends with the opening tag.
@@ -38,9 +38,10 @@ class ThoughtReader:
 
 
 def with_effort(params: dict[str, Any], effort: str | None, template: str, *, has_switch: bool) -> dict[str, Any]:
-    """Return a request's parameters with the limit on thoughts that ``reasoning_effort`` stands for.
+    """Return a request's parameters, with the limit on reasoning tokens that ``reasoning_effort`` stands for.
 
-    ``max_reasoning_tokens`` overrides it. Without tags in the template, the effort only switches thoughts on or off.
+    ``max_reasoning_tokens`` overrides the limit. If the template has no reasoning tags, there is no limit: the effort
+    then only switches the reasoning on or off.
 
     Args:
         has_switch: the template supports ``enable_thinking``.
@@ -51,7 +52,9 @@ def with_effort(params: dict[str, Any], effort: str | None, template: str, *, ha
 
 
 def template_options(body: ChatBody, template: str, *, has_switch: bool) -> dict[str, Any]:
-    """Return the variables that a request sets for the chat template. Raises BadField.
+    """Return the variables that a request sets for the chat template.
+
+    Raises BadField if the model does not support them.
 
     Args:
         has_switch: the template supports ``enable_thinking``.

@@ -2,15 +2,15 @@
 
 Models write them in one of these formats:
 
-- Hermes, used by Qwen, SmolLM2 and models without a format of their own:
-  ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with one call, several, or a list of them
+- Hermes, used by Qwen, SmolLM2 and models without a format of their own: ``<tool_call>{"name": …, "arguments":
+  {…}}</tool_call>``, with one call, several, or a list of them
 - Qwen3-Coder: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``
 - Llama 3.1: ``<function=name>{…}</function>``
 - Llama 3: the whole answer is ``{"name": …, "parameters": {…}}``, perhaps after ``<|python_tag|>``
 - Llama 3.2 and 4: the whole answer is ``[name(key="value")]``
 - Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}]`` or ``[TOOL_CALLS]name[ARGS]{…}``. The markers are control
   tokens in most tokenizers, so they have no text.
-- any of the JSON and Python formats as the first code block of an answer
+- any of the JSON and Python formats in a code block at the beginning of an answer
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from minillm.server.parts import ArgumentsPart, CallPart, Part, TextPart
 
 _TAG, _CLOSE, _FUNCTION, _MISTRAL, _FENCE = "<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]", "```"
 _PYTHON_TAG = "<|python_tag|>"
-# Formats that a reader can be limited to, by their first characters. Formats without a tag: JSON, Python, and Mistral's
-# names where its markers have no text.
+# Names of formats, to limit a reader to some of them. A format with a tag is named by its tag. Formats without a tag
+# are JSON, Python, and NAMED: Mistral's names of tools, if its markers have no text.
 UNTAGGED = ("json", "python")
 FORMATS = frozenset((_TAG, _FUNCTION, _MISTRAL, _FENCE, *UNTAGGED))
 NAMED = "named"
-# Beginnings of an answer that is a call as a whole, without spaces.
+# Beginnings, without spaces, of an answer that as a whole is a call.
 _BARE = tuple(f"{bracket}{{{key}" for bracket in ("", "[") for key in ('"name":', '"type":"function"'))
-_BETWEEN = " \t\r\n;,"  # between calls
+_BETWEEN = " \t\r\n;,"  # characters that may be between two calls
 _FENCED = re.compile(r"```[\w-]{0,16}[ \t\r]*\n")
 _FENCE_BEGUN = re.compile(r"`{1,3}|```[\w-]{0,16}[ \t\r]*")
 _PYTHON = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
@@ -42,12 +42,12 @@ _TO_ARGUMENTS_BEGUN = re.compile(r"\s*(?:\[[\w\[\]\s]{0,80})?")
 _FUNCTION_HEAD = re.compile(r"([^>\s<]{1,64})>\s*")
 _FUNCTION_BEGUN = re.compile(r"[^>\s<]{0,64}")
 _FUNCTION_CLOSE = "</function>"
-_MOST_BLANKS = 1000  # characters between two calls, or between the end of a parameter and of its function
+_MOST_BLANKS = 1000  # maximum characters between two calls, or between the ends of a parameter and of its function
 _BODIES = ("{", "<parameter=", _FUNCTION_CLOSE)  # text that may follow a function's tag
 
 
 class CallReader:
-    """Finds the calls in an answer that may have any. All other text is content.
+    """Finds the calls in an answer that may contain calls. All other text is content.
 
     Args:
         tools: schemas of the parameters of the tools that may be called, by name.
@@ -59,16 +59,16 @@ class CallReader:
         self._tools, self._most, self._formats = tools, most, formats
         self._tags = [each for each in (_TAG, _FUNCTION, _MISTRAL) if each in formats]
         self._stage = self._start
-        self._held = ""  # text that is not read yet
-        self._blanks: list[str] = []  # white space after it, which is content only if text follows
-        self._opening = ""  # the text of a call before the current piece
-        self._tag = ""  # of the current call; empty: the call began the answer
-        self._closers: list[str] = []  # texts that may follow the current piece
-        self._name = ""  # of the tool, if the current piece is only its arguments
+        self._held = ""  # text that was not read yet
+        self._blanks: list[str] = []  # white space after the held text; it is content only if more text follows
+        self._opening = ""  # the current call's text before the piece to parse
+        self._tag = ""  # the tag of the current call; empty: the call is at the beginning of the answer
+        self._closers: list[str] = []  # texts that may follow the piece to parse
+        self._name = ""  # the name of the tool, if the piece to parse contains only arguments
         self._parse: Callable[[str], Calls] = self._json_calls
         self._scanner, self._num_scanned = Scanner(), 0
-        self._count = 0  # of calls
-        self._space: list[str] = []  # content, unless a call follows
+        self._count = 0  # number of calls so far
+        self._space: list[str] = []  # white space that is content, unless a call follows
         self._has_said = self._after_call = False
 
     def push(self, text: str) -> list[Part]:
@@ -89,10 +89,10 @@ class CallReader:
             pass
         return parts
 
-    # Each stage returns whether another stage can continue with the held text.
+    # Each stage reads a part of the held text. It returns whether the next stage can continue with the rest.
 
     def _start(self, parts: list[Part], final: bool) -> bool:
-        """Check whether the answer consists of calls. So far it has no other content."""
+        """Check whether the answer continues with a call. It has no other content so far."""
         rest = self._held.lstrip()
         self._say(parts, self._held[: len(self._held) - len(rest)])
         self._held, self._tag, self._opening, self._closers = rest, "", "", []
@@ -122,7 +122,10 @@ class CallReader:
         return self._held.find(tag), tag
 
     def _item(self, parts: list[Part], final: bool) -> bool:
-        """Check which kind of call begins here, if any."""
+        """Find the kind of call that begins here, and select the stage that reads it.
+
+        If there is none, the text is content.
+        """
         self._open(len(self._held) - len(self._held.lstrip()))
         kind = self._kind()
         if kind is None and not final:
@@ -144,7 +147,10 @@ class CallReader:
         return True
 
     def _kind(self) -> str | None:
-        """Return the kind of call that begins here, empty if none can, None if it is not known yet."""
+        """Return the kind of call that begins with the held text.
+
+        Empty: it is not a call. None: more text is needed to know.
+        """
         held, formats = self._held, self._formats
         if not held:
             return None
@@ -161,7 +167,7 @@ class CallReader:
         return ""
 
     def _bracket_kind(self) -> str | None:
-        """Return "json", "python", empty or None, as `_kind` does."""
+        """Return the kind of call that begins with a bracket: "json", "python", empty or None, as `_kind` does."""
         held, is_tagged = self._held, bool(self._tag)
         fenced = bool(self._closers)
         unknown = False
@@ -181,7 +187,7 @@ class CallReader:
         return None if unknown else ""
 
     def _function(self, parts: list[Part], final: bool) -> bool:
-        """Read a tool's name after ``<function=``, and check whether JSON or parameters follow."""
+        """Read a tool's name after ``<function=``, and check whether JSON or parameters follow it."""
         head = _FUNCTION_HEAD.match(self._held)
         body = "" if head is None else self._held[head.end() :]
         if head is None:
@@ -204,7 +210,7 @@ class CallReader:
         return True
 
     def _named(self, parts: list[Part], final: bool) -> bool:
-        """Check for arguments after a tool's name, in Mistral's format."""
+        """Check whether arguments follow a tool's name, in Mistral's format."""
         if found := _TO_ARGUMENTS.match(self._held):
             self._open(found.end())
             self._begin(self._arguments)
@@ -227,12 +233,15 @@ class CallReader:
     def _xml(self, parts: list[Part], final: bool) -> bool:
         end = self._held.find(_FUNCTION_CLOSE, self._num_scanned)
         while end > 0 and not self._held[max(0, end - _MOST_BLANKS) : end].rstrip().endswith("</parameter>"):
-            end = self._held.find(_FUNCTION_CLOSE, end + 1)  # this one was part of a value
+            end = self._held.find(_FUNCTION_CLOSE, end + 1)  # the closing tag just found is part of a value
         self._num_scanned = max(0, len(self._held) - len(_FUNCTION_CLOSE))
         return self._piece(parts, end + len(_FUNCTION_CLOSE) if end >= 0 else None, final)
 
     def _piece(self, parts: list[Part], end: int | None, final: bool) -> bool:
-        """Parse the current piece, which ends at ``end``, None if the end is not known yet."""
+        """Parse the piece of text up to ``end``, and add its calls to ``parts``. None: the end is not known yet.
+
+        If the piece contains no valid call, its text becomes content.
+        """
         if end is None and not final:
             return False
         calls = [] if end is None else self._parse(self._held[:end])
@@ -293,11 +302,11 @@ class CallReader:
         return rest[:1] in ("{", "[") if self._closers else self._tag == _TAG and rest.startswith(("{", "[", _FUNCTION))
 
     def _open(self, count: int) -> None:
-        """Move characters to the opening of a call."""
+        """Move the first ``count`` characters of the held text to the opening of a call."""
         self._opening, self._held = self._opening + self._held[:count], self._held[count:]
 
     def _give_up(self, parts: list[Part]) -> None:
-        """Treat the opening as content and search the rest again."""
+        """Treat the opening as content, because no call follows. Search the rest of the text for calls."""
         self._say(parts, self._opening)
         self._opening, self._stage = "", self._text
 
@@ -318,13 +327,13 @@ class CallReader:
 
 
 class ForcedReader:
-    """Reads an answer that a grammar of `minillm.server.tool_choice` restricts to calls, piece by piece."""
+    """Reads an answer that consists only of calls, because a grammar of `minillm.server.tool_choice` forced it to."""
 
     _HEAD = re.compile(r'[^{]*\{"name": "([^"\\]+)", "(?:arguments|parameters)": ')
 
     def __init__(self) -> None:
         self._held = ""
-        self._scanner: Scanner | None = None  # of the current arguments
+        self._scanner: Scanner | None = None  # finds the end of the current arguments; None between calls
         self._count = 0
 
     def push(self, text: str) -> list[Part]:
@@ -352,10 +361,10 @@ class ForcedReader:
 
 
 def call_id() -> str:
-    """Return an id of nine letters and digits, the only form that Mistral's templates accept."""
+    """Return a random id of nine letters and digits. Mistral's templates accept no other form."""
     return secrets.token_hex(5)[:9]
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Return how many of the last characters of ``text`` may begin ``tag``."""
+    """Return the number of characters at the end of ``text`` that may be the beginning of ``tag``."""
     return next((count for count in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:count])), 0)

@@ -14,12 +14,12 @@ from minillm.server.tool_calls import FORMATS, NAMED, CallReader, ForcedReader
 from minillm.text.reasoning import OPEN
 from minillm.text.tools import knows_tools, plain_tools
 
-_MOST_CALLS = 16  # per answer
+_MOST_CALLS = 16  # maximum number of calls in an answer
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """A model's format for calls.
+    """The format in which a model writes tool calls.
 
     Attributes:
         around: the text before the first call, between two calls, and after the last one.
@@ -35,19 +35,19 @@ class CallForm:
 
     @property
     def formats(self) -> frozenset[str]:
-        """Return the formats of a `CallReader` that accepts only this form."""
+        """Return the formats for a `CallReader` that should find only calls in this form."""
         return frozenset((self.tag or "json",))
 
 
 _ANY = {"type": "object"}
-_UNTAGGED = rf"[{{\[]|<\|python_tag\|>|{OPEN}"  # calls may follow
+_UNTAGGED = rf"[{{\[]|<\|python_tag\|>|{OPEN}"  # beginnings of an answer after which a reader may find calls
 _HERMES = CallForm(("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"), tag="<tool_call>")
 _LLAMA = CallForm(("", "", ""), "parameters", has_many=False)
 _MISTRAL = CallForm(("[", ", ", "]"))
 
 
 def call_form(template: str) -> CallForm:
-    """Return the form that suits a model with this chat template best."""
+    """Return the form of calls that suits a model with this chat template best."""
     if knows_tools(template) and "<tool_call>" not in template:
         if "[TOOL_CALLS]" in template:
             return _MISTRAL
@@ -61,9 +61,9 @@ def _is_llamas(template: str) -> bool:
 
 
 def call_formats(template: str) -> frozenset[str]:
-    """Return the formats in which a model with this chat template may write calls, for `CallReader`.
+    """Return the formats in which a model with this chat template may write calls, for a `CallReader`.
 
-    If the template has a tag, JSON without the tag is content.
+    If the template has a tag for calls, JSON without the tag is content.
     """
     if knows_tools(template):
         if "<tool_call>" in template or "<function=" in template:
@@ -77,14 +77,14 @@ def call_formats(template: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tools of a request.
+    """The tools of a request, and whether the answer must call them.
 
     Attributes:
-        tools: tools shown to the model.
-        required: tools of which the answer must call one; empty: it need not call any.
+        tools: the tools shown to the model.
+        required: the answer must call one of these tools; empty: it need not call any.
         most: maximum number of calls in the answer.
         strict: names of tools with arguments that must always follow the schema.
-        has_schema: the answer follows a JSON schema, so it has no calls even if it looks like one.
+        has_schema: the answer follows a JSON schema, so it contains no calls even if it looks like one.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -94,7 +94,7 @@ class Choice:
     has_schema: bool = False
 
     def reader(self, form: CallForm, formats: Collection[str]) -> Reader:
-        """Return a reader for an answer of a model that writes calls in ``formats``, ``form`` above all."""
+        """Return a reader for the answer of a model that writes calls in ``formats``. ``form`` is the preferred one."""
         if self.required:
             return ForcedReader()
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
@@ -104,7 +104,7 @@ class Choice:
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the schemas that arguments must follow, by tool name; empty if answers are unrestricted."""
+        """Return the schemas that arguments must follow, by tool name. Empty if the answer is not restricted."""
         if self.has_schema or not (self.required or self.strict):
             return {}
         functions = [tool["function"] for tool in self.required or self.tools]
@@ -112,7 +112,10 @@ class Choice:
         return {each["name"]: _schema(each["parameters"]) if each["name"] in enforced else _ANY for each in functions}
 
     def grammar(self, form: CallForm) -> dict[str, Any]:
-        """Return the parameter ``grammar`` for `schemas`. The caller adds the rules ``arguments_0`` and so on."""
+        """Return the parameter ``grammar`` of the answer.
+
+        The caller must add the rules ``arguments_0`` and so on, from `schemas`.
+        """
         lines = _answer(form, self.most) if not self.required else [f"start: {_calls(form, self.most)}"]
         lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(self.schemas)))}")
         for number, name in enumerate(self.schemas):
@@ -122,7 +125,7 @@ class Choice:
 
 
 def _calls(form: CallForm, most: int) -> str:
-    """Return the grammar of an answer that consists of calls."""
+    """Return the Lark expression of an answer that consists of calls."""
     before, between, after = map(json.dumps, form.around)
     calls = "call"
     if form.has_many and most > 1:
@@ -132,7 +135,10 @@ def _calls(form: CallForm, most: int) -> str:
 
 
 def _answer(form: CallForm, most: int) -> list[str]:
-    """Return the grammar of an answer that may have calls. A reader of the form's formats finds no others in it."""
+    """Return the Lark rules of an answer that may contain calls.
+
+    A reader with the form's formats finds no other calls in it.
+    """
     if form.tag:  # text in which each tag begins a call
         before, after = json.dumps(form.around[0].removeprefix(form.tag)), json.dumps(form.around[2])
         text = f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{form.tag}(.|\\n)*/"
@@ -141,7 +147,7 @@ def _answer(form: CallForm, most: int) -> list[str]:
 
 
 def _schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of arguments: an object, without unlisted properties unless the tool's schema allows them."""
+    """Return the schema of a tool's arguments: an object without unlisted properties, unless the tool allows them."""
     schema = {"type": "object", **parameters}
     if not {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys():
         schema["additionalProperties"] = False
@@ -149,7 +155,7 @@ def _schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return a request's tools after checking them, None if it has none. Raises BadField."""
+    """Check a request's tools and return them; None if there are none. Raises BadField."""
     try:
         return plain_tools(tools or []) or None
     except UsageError as error:
@@ -157,7 +163,10 @@ def shown_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
 
 
 def choice_of(body: ChatBody) -> Choice:
-    """Return the tools of a request. Raises BadField."""
+    """Return the tools of a request, and whether it must call them.
+
+    Raises BadField if its fields contradict each other.
+    """
     tools = tuple(shown_tools(body.tools) or ())
     wanted = body.tool_choice
     if tools and body.fork_of is not None:
@@ -184,7 +193,7 @@ def choice_of(body: ChatBody) -> Choice:
 
 
 def _strict_name(tool: dict[str, Any]) -> str:
-    """Return the name of a checked tool, empty unless it is strict."""
+    """Return the name of a checked tool if it is strict, else an empty text."""
     return str(tool["function"]["name"]) if tool["function"].get("strict") else ""
 
 

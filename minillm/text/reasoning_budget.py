@@ -80,10 +80,11 @@ class Thought:
     """The position of a sequence in its reasoning.
 
     Args:
-        limit: tokens between the tags. The tags and the forced tokens do not count.
+        limit: maximum number of tokens between the tags. The tags and the forced tokens do not count.
         is_open: the prompt ends inside reasoning.
         first: number of prompt tokens.
-        has_grammar: the answer has a grammar. Without an open tag in the prompt, its first token must begin either.
+        has_grammar: the answer has a grammar. Unless ``is_open``, the first generated token then must begin either the
+            reasoning or the answer.
     """
 
     def __init__(
@@ -96,7 +97,10 @@ class Thought:
             self._begin()
 
     def copy(self, limit: int | None = None) -> Self:
-        """Return an independent one at this position, perhaps with another limit, not below `count`."""
+        """Return an independent copy at this position, with another limit if given.
+
+        If `count` has reached it, the reasoning is closed next.
+        """
         other = copy(self)
         if limit is not None:
             other.limit = limit
@@ -105,28 +109,28 @@ class Thought:
         return other
 
     def is_over(self, token_ids: list[int]) -> bool:
-        """Return whether a sequence with these tokens has ended its reasoning, or has none."""
+        """Return whether a sequence with these tokens has ended its reasoning or has no reasoning."""
         return self._follow(token_ids) is _Stage.OVER
 
     def is_inside(self, token_ids: list[int]) -> bool:
-        """Return whether the next token is certainly no part of the answer."""
+        """Return whether the next token is certainly not part of the answer."""
         return self._follow(token_ids) in (_Stage.INSIDE, _Stage.CLOSING)
 
     def may_open(self, token_ids: list[int]) -> int | None:
-        """Return the opening tag if it may follow in place of the first token of an answer with a grammar."""
+        """Return the id of the opening tag if it may be the first token of an answer with a grammar, else None."""
         starts = self._follow(token_ids) is _Stage.START
         return self.tags.opening if starts and self._has_grammar and self.limit else None
 
     def covers(self, token_ids: list[int], token_id: int) -> bool:
-        """Return whether ``token_id`` after ``token_ids`` belongs to the reasoning, its tags included."""
+        """Return whether ``token_id`` after ``token_ids`` belongs to the reasoning or is one of its tags."""
         return self.is_inside(token_ids) or token_id == self.may_open(token_ids)
 
     def forced(self, token_ids: list[int]) -> int | None:
-        """Return the only token that may follow, None if there is no such restriction."""
+        """Return the only token that may follow; None if there is no such restriction."""
         return self._forced_ids[self._num_forced] if self._follow(token_ids) is _Stage.CLOSING else None
 
     def num_free(self, token_ids: list[int]) -> int:
-        """Return how many next tokens are certainly not forced."""
+        """Return the number of next tokens that are certainly not forced."""
         stage = self._follow(token_ids)
         if stage is _Stage.OVER:
             return NO_LIMIT
@@ -140,7 +144,7 @@ class Thought:
         self._stage = _Stage.INSIDE if self.limit else _Stage.CLOSING
 
     def _follow(self, token_ids: list[int]) -> _Stage:
-        """Account for the tokens that came since the last call."""
+        """Account for the tokens that were added since the last call."""
         while self._seen < len(token_ids) and self._stage is not _Stage.OVER:
             self._push(token_ids[self._seen])
             self._seen += 1
@@ -171,7 +175,7 @@ class Thought:
 
 
 def count_reasoning(tags: ReasoningTags, output: list[int], *, is_open: bool, limit: int | None) -> int:
-    """Return the tokens of reasoning at the beginning of an output, without tags and forced tokens."""
+    """Return the number of reasoning tokens at the beginning of an output, without tags and forced tokens."""
     thought = Thought(tags, NO_LIMIT, is_open=is_open, first=0)
     thought.is_over(output)
     return thought.count if limit is None else min(thought.count, limit)
