@@ -1,1 +1,4 @@
-"""The runner for GPUs: state of decoding sequences on the device, CUDA graphs, one file per kind of step."""
+"""The runner for GPUs: it keeps decoding sequences' state on the device, and replays CUDA graphs.
+
+Each kind of step has its own file.
+"""

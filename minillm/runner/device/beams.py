@@ -1,7 +1,8 @@
-"""Beam searches that the device runs by itself, after computing their logits.
+"""Beam searches that the device runs by itself, after it has computed their logits.
 
-The CPU assigns rows to searches, and applies the choices one step later. Each beam owns its last,
-partly filled block, so a row that continues another's beam has a block to copy into, and nothing is allocated here.
+Each beam has a row of the device state (`minillm.runner.device.rows`). The CPU assigns rows to searches, and applies
+the device's choices one step later. Each beam owns its last, partly filled block. So if a beam is replaced by a
+continuation of another beam, there is a block to copy into, and nothing is allocated here.
 """
 
 from collections.abc import Sequence
@@ -22,21 +23,24 @@ from minillm.sequence import Chunk, SequenceGroup
 
 @dataclass(slots=True)
 class DeviceSearch:
-    """A beam search that the device runs by itself: `SequenceGroup.device`."""
+    """A beam search that the device runs by itself: the value of `SequenceGroup.device`."""
 
     search: Search
-    num_common_blocks: int = 0  # the first blocks of its sequences, the same ones whatever the device decides
+    num_common_blocks: int = 0  # how many first blocks all beams share, whatever the device decides
 
 
 class Chosen:
-    """The candidates of each search; `wait` copies them to the CPU."""
+    """The best continuations that the device has found for each search in one step; `wait` copies them to the CPU."""
 
     def __init__(self, searches: Sequence[Search], logprobs: Tensor, choices: Tensor) -> None:
         self._counts = [search.num_candidates for search in searches]
         self._results = ToHost([logprobs[: len(searches)], choices[: len(searches)]])
 
     def wait(self) -> list[list[tuple[float, int, int]]]:
-        """Return (log-probability, beam, token) of each search, best first; a beam is its index in the search."""
+        """Wait for the device. Return a list of (log-probability, beam, token) for each search, best first.
+
+        A beam is given by its index in its search.
+        """
         logprobs, choices = self._results.wait()
         return [
             list(zip(values[:count], beams[:count], tokens[:count], strict=True))
@@ -45,13 +49,13 @@ class Chosen:
 
 
 class DeviceBeams:
-    """The rows that are beams, their searches, and the graphs of a step.
+    """The device's buffers and graphs for a step of all beam searches.
 
     Args:
-        words: the rows of all decoding sequences.
+        words: the device state of all decoding sequences, a row for each: see `DeviceState`.
         kv_cache: the pool.
-        capacity: beams at most, padding included.
-        vocab: tokens; 0 on a rank that does not choose.
+        capacity: maximum number of beams, padding included.
+        vocab: size of the vocabulary; 0 on ranks other than 0, which make no choices.
         graphs: capture CUDA graphs.
     """
 
@@ -76,7 +80,7 @@ class DeviceBeams:
         self.forget()
 
     def forget(self) -> None:
-        """Send everything again: a step has failed."""
+        """Forget what the device knows, because a step has failed: the next step sends everything again."""
         self._size = 0
         self._told: tuple[list[int], list[Search]] | None = None
         self._choices: tuple[list[SequenceGroup], Chosen] | None = None  # of the last step, until they are taken
@@ -85,16 +89,19 @@ class DeviceBeams:
         self._graphs.clear()
 
     def begin(self, rows: list[int] | None) -> None:
-        """Set the rows that are beams in this step, with padding; None: as in the last step with any."""
+        """Set the rows of this step's beams, -1 for padding. None: the same rows as in the last step with beams."""
         if rows is not None:
             self._size = len(rows)
             self._rows[: self._size].copy_(to_device(rows, torch.int32, self._rows.device))
 
     def run(self, logits: Tensor, recorded: Tensor, decodes: list[Chunk], books: Rows) -> None:
-        """Run the step of the searches among ``decodes``, rows and blocks included, for `take_choices`.
+        """Advance the beam searches among ``decodes`` by one step, and keep the choices for `take_choices`.
 
         Args:
-            logits: ``[n, vocab]`` of the step; a graph can read them if they begin where ``recorded`` begin.
+            logits: the step's logits ``[n, vocab]``.
+            recorded: the logits that graphs read. A graph is replayed if ``logits`` start at the same address.
+            decodes: the step's decodes.
+            books: the CPU's record of the device state.
         """
         if self._ranks is not None and self._ranks.rank:
             self.fork()
@@ -109,17 +116,18 @@ class DeviceBeams:
         self._choices = groups, chosen
 
     def take_choices(self) -> tuple[list[SequenceGroup], Chosen] | None:
-        """Return the last step's choices, once: the groups with forked sequences, and how they forked."""
+        """Return the groups with a search in the last step, and their choices, and forget them. None without any."""
         choices, self._choices = self._choices, None
         return choices
 
     def choose(self, logits: Tensor, places: list[int], searches: list[Search], *, recorded: bool) -> Chosen:
-        """Run a step of each search, and fork the rows accordingly.
+        """Choose the best continuations of each search, and fork the beams' rows and blocks accordingly.
 
         Args:
             logits: ``[n, vocab]``.
             places: each beam's row of logits; the beams of a search are consecutive.
-            recorded: ``logits`` have the address of every step's logits, so that a graph can read them.
+            searches: the settings of each search.
+            recorded: ``logits`` are at the address that graphs have recorded, so that a graph can read them.
         """
         if self._told != (places, searches):
             self._tell(places, searches)
@@ -149,7 +157,7 @@ class DeviceBeams:
         return Chosen(searches, logprobs, choices)
 
     def fork(self) -> None:
-        """Fork the rows by the choices of rank 0."""
+        """Fork the beams' rows and blocks by the choices of rank 0."""
         size = self._size
         self._graphs.run(("fork", size), lambda: self._fork(size, self._parents[:size]))
 
@@ -161,7 +169,7 @@ class DeviceBeams:
             kernels.block_copy(tensor, copies)
 
     def _tell(self, places: list[int], searches: list[Search]) -> None:
-        """Send the list of searches, and the rows of their logits."""
+        """Send the settings of all searches, and the row of logits of each beam, to the device."""
         words: list[int] = []
         first = 0
         for search in searches:

@@ -1,7 +1,7 @@
-"""Steps in which every sequence decodes: one graph from token ids to logits, one from logits to drawn tokens.
+"""Steps in which every sequence decodes: one CUDA graph from token ids to logits, one from logits to drawn tokens.
 
-Graph keys: of the forward pass the padded number of sequences, the columns of their tables and the launch of shared
-blocks; of the draw the same number and which operations it needs.
+There is a graph of the forward pass for each padded number of sequences, width of the block tables, and launch
+configuration for shared blocks. There is a graph of the draw for each padded number of sequences and set of operations.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from minillm.sequence import Chunk
 
 
 class DecodeSteps:
-    """The forward pass and the draws of decoding sequences."""
+    """The forward pass and the draws of steps in which every sequence decodes."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state, capacity, device = state, state.capacity, state.device
@@ -28,11 +28,11 @@ class DecodeSteps:
         self.forget()
 
     def forget(self) -> None:
-        """Send the masks' places again: a step has failed."""
+        """Forget what the device knows about masks, because a step has failed."""
         self._told_places: list[int] = []
 
     def compute(self, work: DecodeWork) -> None:
-        """Compute the sequences' tokens, and write the state's logits."""
+        """Compute a step's tokens, and write their logits to the state's ``logits``."""
         state = self._state
         size = state.begin(work)
         shared = self.shared(work, size)
@@ -41,19 +41,19 @@ class DecodeSteps:
         state.forwards.run((size, blocks, *launch), lambda: self.forward(size, blocks, shared))
 
     def shared(self, work: DecodeWork, size: int) -> WorkList | None:
-        """Return the step's work list, on the device; None if reading shared blocks once does not pay."""
+        """Return the step's work list for reading shared blocks once, on the device; None if that saves no time."""
         if work.plan is not None:
             self._work_list = self._work_list.fill(Plan(*work.plan))
         return self._work_list.first(size) if work.shares_blocks else None
 
     def draw(self, draws: list[Chunk], masks: Masks) -> tuple[Found, bool]:
-        """Draw from the state's logits. Return what was found of every row, and whether log-probabilities matter."""
+        """Draw from the state's logits. Return the results of all rows, and whether requests want log-probabilities."""
         state, vocab = self._state, self._state.vocab
         size, masked = state.size, bool(masks.rows)
         if masked:
             self._send(masks, [draw.row for draw in draws])
         penalized = any(draw.group.params.has_penalties for draw in draws)
-        # Without requests for log-probabilities, they only tell of NaN.
+        # If no request wants log-probabilities, they are only used to detect NaN.
         wanted = wants_logprobs(draws)
         told, count = (penalized or masked) and wanted, num_listed(draws, vocab) if wanted else 0
         work = partial(self.draw_rows, size, penalized=penalized, masked=masked, told=told, count=count)
@@ -62,7 +62,7 @@ class DecodeSteps:
         return found, wanted
 
     def _send(self, masks: Masks, rows: list[int]) -> None:
-        """Send masks to the device; ``rows`` are the rows of logits that their rows refer to."""
+        """Send masks to the device. ``rows``: the step's row of logits for each row that the masks refer to."""
         places = [-1] * self._state.size
         for row, place in zip(rows, masks.places(len(rows)), strict=True):
             places[row] = place
@@ -74,11 +74,17 @@ class DecodeSteps:
     # --- recorded in graphs -------------------------------------------------------------------------------------------
 
     def forward(self, size: int, blocks: int, shared: WorkList | None) -> None:
-        """Compute the first ``size`` rows."""
+        """Compute the tokens of the first ``size`` rows. ``blocks``: width of the block tables."""
         self._state.forward(self._state.gather(size), size, blocks, shared)
 
     def draw_rows(self, size: int, *, penalized: bool, masked: bool, told: bool, count: int) -> Found:
-        """Draw from the first ``size`` rows of logits, and write the tokens to the sequences' rows."""
+        """Draw from the first ``size`` rows of logits, and write the tokens to the sequences' rows of the state.
+
+        Args:
+            penalized, masked: apply penalties, masks.
+            told: compute log-probabilities before penalties and masks.
+            count: number of most probable tokens to list.
+        """
         state = self._state
         inputs, rows, raw = state.inputs.first(size), state.rows[:size], state.as_drawn_from(state.logits[:size])
         logits = raw

@@ -1,8 +1,9 @@
-"""Steps with draft tokens: each token is computed as if it were the last one of its own sequence.
+"""Steps with draft tokens: each token is computed as if it were the last token of a sequence of its own.
 
-They share a table and have different lengths: a layer writes all K and V before any token reads them. The CPU writes
-their rows again for each step (`TokenRows`). Graph keys: the padded number of tokens and the columns of their tables;
-of the draw the number of tokens and of the most probable ones.
+The tokens of one sequence have the same block table and different lengths. This works because a layer writes all K and
+V before any token reads them. The CPU writes the tokens' rows for each step (`TokenRows`). There is one CUDA graph of
+the forward pass for each padded number of tokens and width of the block tables, and one graph of the draw for each
+number of tokens and of most probable tokens to list.
 """
 
 from itertools import accumulate
@@ -22,19 +23,19 @@ from minillm.sequence import Chunk, Schedule, Sequence
 
 
 class DraftSteps:
-    """The forward pass and the draws of such steps."""
+    """The forward pass and the draws of steps with draft tokens."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
         self.forget()
 
     def forget(self) -> None:
-        """Discard the last step."""
-        self._sampling: list[dict[int, int]] = []  # of the next step's chunks
-        self._last: tuple[int, list[int]] | None = None  # rows of the last step, and those of its logits
+        """Discard the state of the last step."""
+        self._sampling: list[dict[int, int]] = []  # for each chunk of the next step
+        self._last: tuple[int, list[int]] | None = None  # padded number of the last step's rows, rows with logits
 
     def takes(self, schedule: Schedule) -> bool:
-        """Return whether a step has optional tokens, no prompts, and only tokens that the CPU knows."""
+        """Return whether this class computes a step: it has draft tokens, no prompts, and the CPU knows all tokens."""
         if not schedule.extended or schedule.prefills:
             return False
         known = all(not (chunk.sequence.num_pending or chunk.group.device) for chunk in schedule.decodes)
@@ -46,7 +47,7 @@ class DraftSteps:
         self._sampling = [_sampling(chunk) for chunk in schedule.chunks]
 
     def compute(self, chunks: list[ChunkWork], out: Tensor) -> Tensor:
-        """Compute the tokens; return the logits that are wanted, in ``out`` or the state's."""
+        """Compute the chunks' tokens. Return the requested logits, as a part of the state's logits or in ``out``."""
         state = self._state
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
@@ -60,19 +61,20 @@ class DraftSteps:
         return out.copy_(state.logits[state.numbers(wanted, torch.int64)])
 
     def pass_over(self) -> None:
-        """Note that the step is of another kind."""
+        """Note that the present step is of another kind."""
         self._last = None
 
     def draw(self, draws: list[Chunk], holders: list[Sequence]) -> Drawn | None:
-        """Draw from the last step's rows; None if it was of another kind, or logits need processing.
+        """Draw from the last step's logits. Return None if it was of another kind, or the logits need processing.
 
         Args:
-            draws: of sequences that may never exist: those that ``holders`` become if draft tokens are accepted.
+            draws: draws for sequences that assume accepted draft tokens.
+            holders: the real sequences, which become these if draft tokens are accepted.
         """
         if self._last is None or any(needs_processing(draw.group, draw.sequence) for draw in draws):
             return None
         state = self._state
-        state.books.outdate(holders)  # they have no penalties
+        state.books.outdate(holders)  # these sequences have no penalties
         (size, wanted), count = self._last, num_listed(draws, state.vocab)
         found = state.draws.run((size, "each", count), lambda: self._draw(size, count))
         rows = [wanted[draw.row] for draw in draws]
@@ -94,6 +96,6 @@ class DraftSteps:
 
 
 def _sampling(chunk: Chunk) -> dict[int, int]:
-    """Return the words that decide the draws after a chunk."""
+    """Return the words of a row that decide how tokens after a chunk are drawn, by their `Field`."""
     params = chunk.group.params
     return sampling_words(params, chunk.sequence) if isinstance(params, SamplingParams) else {}

@@ -1,4 +1,4 @@
-"""CUDA graphs: work of a fixed shape, recorded once and replayed by one launch."""
+"""CUDA graphs: record work of a fixed shape once, and replay it with a single launch."""
 
 import gc
 from collections.abc import Callable, Hashable
@@ -13,11 +13,12 @@ Result = TypeVar("Result")
 
 
 class Graphs:
-    """Recorded work, by a key that names its shape. Recordings share memory, so they run one after another.
+    """Recordings of work, by a key that identifies its shape. They share memory, so they must run one after another.
 
     Args:
-        rows: lists of the rows that recorded work computes; padding while it is recorded, so that nothing is written.
-        enabled: record and replay; otherwise do the work each time.
+        rows: tensors with the rows of state that the work computes. They are set to padding (-1) while it is recorded,
+            so that recording writes nothing.
+        enabled: record and replay. Otherwise `run` does the work each time.
     """
 
     def __init__(self, *rows: Tensor, enabled: bool) -> None:
@@ -26,11 +27,14 @@ class Graphs:
         self._pool: Any = None
 
     def lacks(self, key: Hashable) -> bool:
-        """Return whether ``key`` has not been recorded."""
+        """Return whether graphs are enabled and ``key`` is not recorded yet."""
         return self._enabled and key not in self._recorded
 
     def run(self, key: Hashable, work: Callable[[], Result]) -> Result:
-        """Do ``work``, or replay its recording; the result's tensors belong to the recording."""
+        """Do ``work`` by replaying its recording, and record it first if necessary.
+
+        The tensors of the result belong to the recording: the next replay overwrites them.
+        """
         if not self._enabled:
             return work()
         if key not in self._recorded:
@@ -64,7 +68,7 @@ class Graphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            # A graph that is collected as garbage meanwhile would break the capture.
+            # If the garbage collector deleted another graph during the capture, the capture would fail.
             collects = gc.isenabled()
             gc.disable()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

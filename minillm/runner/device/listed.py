@@ -1,4 +1,4 @@
-"""The most probable tokens that graphs find for every row."""
+"""The number of most probable tokens that CUDA graphs find for every row."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from minillm import kernels
 from minillm.runner.sampler import MANY
 from minillm.sequence import Chunk
 
-_LISTED = 5, 8, 16, 32  # their numbers
+_LISTED = 5, 8, 16, 32  # possible numbers, so that there are few graphs
 
 
 def wants_logprobs(draws: Sequence[Chunk]) -> bool:
@@ -17,11 +17,14 @@ def wants_logprobs(draws: Sequence[Chunk]) -> bool:
 
 
 def num_listed(draws: Sequence[Chunk], vocab: int) -> int:
-    """Return how many most probable tokens a graph finds for each row: 0 if nobody wants any, or somebody many."""
+    """Return how many most probable tokens a graph should find for each row.
+
+    0 if no request wants any, or one wants more than a graph finds: these are found without a graph.
+    """
     most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= MANY), default=0)
     return next((min(count, vocab) for count in _LISTED if count >= most), 0) if most else 0
 
 
 def listed(logits: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return log-probabilities and ids of each row's ``count`` most probable tokens; nothing for 0."""
+    """Return log-probabilities and ids of each row's ``count`` most probable tokens, an empty tuple if that is 0."""
     return kernels.top_log_probabilities(logits, count) if count else ()

@@ -1,9 +1,9 @@
-"""Short prompts as CUDA graphs: steps that take the CPU longer to launch than the GPU to compute.
+"""CUDA graphs for short prompts: steps that take the CPU longer to launch than the GPU to compute.
 
-A model of 30 layers is some 300 launches, 6 to 20 ms of CPU time; a prompt of a few hundred tokens takes a small
-model less than 2. Graphs are recorded for padded numbers of tokens and of sequences, when a pair first occurs; graphs
-of single prompts also while the engine is idle. Padding tokens belong to no sequence and are written nowhere; padding
-sequences have no tokens.
+A model of 30 layers needs some 300 launches, which take 6 to 20 ms of CPU time. A small model computes a prompt of a
+few hundred tokens in less than 2 ms. A graph is recorded for each padded number of tokens and of sequences when this
+pair first occurs. Graphs of single prompts are also recorded while the engine is idle. Padding tokens belong to no
+sequence, and their K and V are not written. Padding sequences have no tokens.
 """
 
 from functools import partial
@@ -20,20 +20,20 @@ from minillm.runner.to_device import to_device
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens
 _MOST_SEQS = 64
-_MOST_WORK = 1 << 41  # tokens times parameters: 6 ms of an H100, as long as a quick host needs for the launches
-# For low-bit weights: matmuls of more tokens dequantize a layer first, and a graph would keep memory for that.
+_MOST_WORK = 1 << 41  # tokens times parameters: 6 ms on an H100, as long as a fast CPU needs for the launches
+# Tokens with low-bit weights: matmuls of more tokens dequantize a layer first, and a graph would keep memory for that.
 _MOST_LOW_BIT = 64
-_MOST_IN_8_BITS = 192  # of a cache in 8 bits: for longer chunks whole contexts are dequantized
+_MOST_IN_8_BITS = 192  # tokens with an 8-bit cache: for longer chunks whole contexts are dequantized
 
 
 class ShortPrompts:
-    """The inputs of such steps on the device, and their recordings.
+    """The device's input buffers for steps of short prompts, and the recording of their graphs.
 
     Args:
-        graphs: keeps the recordings, together with others, so that they share memory.
-        max_num_seqs: maximum sequences of a step.
-        width: blocks of the longest sequence.
-        logits: ``[>= padded_size(max_num_seqs), vocab]``, to be written.
+        graphs: keeps the recordings, together with those of other steps, so that all share memory.
+        max_num_seqs: maximum number of sequences in a step.
+        width: number of blocks of the longest sequence.
+        logits: output buffer, ``[>= padded_size(max_num_seqs), vocab]``.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class ShortPrompts:
         self._tables = torch.zeros(seqs, width, dtype=torch.int32, device=model.device)
 
     def takes(self, chunks: list[ChunkWork]) -> bool:
-        """Return whether a step of only these chunks is short enough; each may need one row of logits at most."""
+        """Return whether this class computes a step of these chunks: it is short, without scores or several logits."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         if not self._sizes or num_tokens > self._sizes[-1] or len(chunks) > self._most_seqs:
             return False
         return all(chunk.num_logits <= 1 and not chunk.targets for chunk in chunks)
 
     def compute(self, chunks: list[ChunkWork]) -> None:
-        """Write the tokens' K and V, and the logits ``[wanted, vocab]`` to the first rows of the logits."""
+        """Compute the chunks. Write their K and V, and their logits to the first rows of the output buffer."""
         numbers = packed(chunks, 0, self._block_size)
         tokens = next(size for size in self._sizes if size >= len(numbers.token_ids))
         self._run(numbers, tokens, padded_size(len(chunks)))
 
     def record_next(self) -> bool:
-        """Record the shortest size of single prompts that is missing; return False if none is."""
+        """Record the graph of the smallest size for a single prompt that is not recorded. False if all are."""
         tokens = next((size for size in self._sizes if self._graphs.lacks(_key(size, 1))), None)
         if tokens is None:
             return False
@@ -78,7 +78,7 @@ class ShortPrompts:
         return True
 
     def _run(self, numbers: Packed, tokens: int, seqs: int) -> None:
-        """Send the numbers, padded to this many tokens and sequences, and compute them."""
+        """Send the inputs, padded to ``tokens`` tokens and ``seqs`` sequences, and compute them."""
         count = len(numbers.tables)
         if count:
             tables = to_device(numbers.tables, torch.int32, self._tables.device)
@@ -114,7 +114,7 @@ def _key(tokens: int, seqs: int) -> tuple[str, int, int]:
 
 
 def most_tokens(model: Llama) -> int:
-    """Return the tokens of the longest step that takes longer to launch than to compute."""
+    """Return the maximum number of tokens of a step that takes longer to launch than to compute."""
     most = min(SIZES[-1], _MOST_WORK // model.local.num_parameters)
     if model.copied_bytes:
         most = min(most, _MOST_LOW_BIT)

@@ -1,7 +1,7 @@
-"""The CPU's record of the rows of decoding sequences on the device (`minillm.kernels.decode_state.decode`).
+"""The CPU's record of the device state of decoding sequences (`minillm.kernels.decode_state.decode`).
 
-A row has a sequence's next token, that token's position, its sampling parameters and its block table. The CPU sends
-only the words that have changed since the last step.
+Each decoding sequence has a row of int32 words on the device: the token to compute next, its position, the sampling
+parameters and the block table. The CPU sends only the words that have changed since the last step.
 """
 
 import math
@@ -15,8 +15,8 @@ from minillm.params import SamplingParams
 from minillm.runner.device.work import DecodeWork
 from minillm.sequence import Chunk, Sequence
 
-SHORTEST = 256  # tokens of a context that attention is cut up for, at least
-_LEAST_STEPS = 32  # for which a plan of how to read shared blocks is good: it takes the host up to 0.7 ms
+SHORTEST = 256  # minimum context length, in tokens, for which attention is split
+_LEAST_STEPS = 32  # minimum steps to keep a plan for shared blocks: making one takes the CPU up to 0.7 ms
 
 
 def padded_size(n: int) -> int:
@@ -28,7 +28,7 @@ def padded_size(n: int) -> int:
 
 
 def padded_length(tokens: int, most: int) -> int:
-    """Return the context length for which attention is split: ``tokens`` in the longest context, ``most`` at most."""
+    """Return the context length for which attention is split: ``tokens`` rounded up coarsely, at most ``most``."""
     length, factor = SHORTEST, 2
     while length < tokens:
         length, factor = factor * length, 4
@@ -37,30 +37,30 @@ def padded_length(tokens: int, most: int) -> int:
 
 @dataclass(slots=True)
 class Row:
-    """The state of one sequence on the device."""
+    """The state of one sequence on the device, as the CPU knows it. ``index``: the row's number."""
 
     index: int
     table: BlockTable | None = None
     num_blocks: int = 0
     last_block: int = -1
     position: int = -1
-    has_token: bool = False  # the row's token is the sequence's last one
-    forks: bool = False  # the device forks its sequences
+    has_token: bool = False  # whether the row has the sequence's last token
+    forks: bool = False  # whether the device forks the row (beam search)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The rules by which blocks that sequences share are found and read once."""
+    """The settings for reading blocks that sequences share only once."""
 
-    shape: AttentionShape  # the attention that is cut up
-    costs: Costs  # the least that reading shared blocks once must save
+    shape: AttentionShape  # the attention to split
+    costs: Costs  # decide whether reading shared blocks once saves time
 
 
 class Rows:
     """The record of ``count`` rows of ``width`` words each.
 
     Args:
-        sharing: None where shared blocks are never read once.
+        sharing: None to let each sequence read shared blocks itself.
     """
 
     def __init__(self, count: int, width: int, block_size: int, sharing: Sharing | None) -> None:
@@ -68,21 +68,21 @@ class Rows:
         self.forget()
 
     def forget(self) -> None:
-        """Free every row: after a failure the state of the device is unknown."""
-        self._held: dict[int, Row] = {}  # by seq_id
+        """Free every row, because the state of the device is unknown after a failure."""
+        self._held: dict[int, Row] = {}  # rows in use, by seq_id
         self._free = list(range(self._count - 1, -1, -1))
-        self._changes: dict[int, int] = {}  # index into the words -> value
-        self._counted: list[tuple[int, Sequence]] = []  # that have taken rows since they were asked for
+        self._changes: dict[int, int] = {}  # flat index of a changed word -> new value
+        self._counted: list[tuple[int, Sequence]] = []  # for `take_counted`
         self._told: list[int] = []  # the rows of the last step
-        self._planned: tuple[list[int], int] = ([], 0)  # the rows, and the size of the batch, that the plan is for
-        self._replan = True  # tables have changed since, other than by growing
-        self._shares = False  # there is a plan: sharing is worth it
-        self._common = 0  # blocks that beams had in common when it was made, counted for each of them
-        self._good_for: float = math.inf  # steps, until sequences have outgrown it
+        self._planned: tuple[list[int], int] = ([], 0)  # rows and batch size of the last plan
+        self._replan = True  # tables have changed since the last plan, other than by growing
+        self._shares = False  # the last plan reads shared blocks once
+        self._common = 0  # blocks shared by all beams at the last plan, summed over beams
+        self._good_for: float = math.inf  # steps until sequences have outgrown the last plan
         self._told_beams: list[int] = []
 
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
-        """Return the work of computing one token of each sequence; ``joins``: in a batch with chunks of prompts."""
+        """Return the work of computing one token of each sequence. ``joins``: the batch also has chunks of prompts."""
         n = len(chunks)
         rows, longest = self._rows_of(chunks)
         rows += [-1] * (padded_size(n) - n)
@@ -99,12 +99,15 @@ class Rows:
         return work
 
     def take_counted(self) -> list[tuple[int, Sequence]]:
-        """Return the rows taken since the last call by sequences with penalties."""
+        """Return (row, sequence) of sequences with penalties that have taken a row since the last call.
+
+        The device must count their tokens.
+        """
         counted, self._counted = self._counted, []
         return counted
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Return the indices of the words that have changed since the last call, and the new words."""
+        """Return the words that have changed since the last call: their indices, and the new words."""
         changes, self._changes = self._changes, {}
         return list(changes), list(changes.values())
 
@@ -133,7 +136,7 @@ class Rows:
                 row.has_token = False
 
     def _rows_of(self, chunks: list[Chunk]) -> tuple[list[int], int]:
-        """Return each sequence's row, noting all changes since the last step, and the longest sequence's tokens."""
+        """Return each sequence's row, and the length of the longest sequence. Note all changes since the last step."""
         held, changes, width = self._held, self._changes, self._width
         current: set[int] | None = None
         rows, longest = [], 0
@@ -180,7 +183,10 @@ class Rows:
         return rows, longest
 
     def _take(self, chunk: Chunk, current: set[int]) -> Row:
-        """Return a free row for a sequence; if all are taken, first free those of sequences not in this step."""
+        """Assign a free row to a sequence, and return it. If none is free, free the rows of sequences not in the step.
+
+        ``current``: ids of the sequences in the step.
+        """
         sequence, params = chunk.sequence, chunk.group.params
         if not self._free:
             for seq_id in [seq_id for seq_id in self._held if seq_id not in current]:
@@ -195,12 +201,12 @@ class Rows:
         return row
 
     def _plan(self, chunks: list[Chunk], rows: list[int], size: int) -> list[list[int]] | None:
-        """Plan how a batch of ``size`` reads shared blocks; None where the last plan still holds, or none pays.
+        """Plan how a batch of ``size`` rows reads shared blocks. None: the last plan is valid, or no plan saves time.
 
-        A plan holds while its sequences only grow, so it is made anew when others decode or when a table changes, and
-        when their own tokens have become twice as many, for then another may be faster. Tables that the device lets
-        fork change without notice; the blocks that they have in common stay. There it is made anew when these have
-        become many more.
+        A plan is valid while the same sequences decode and their tables only grow. It is made again after other
+        changes, and when the sequences' unshared tokens have doubled, because another plan may then be faster. The
+        device changes tables of beams without notice, but the blocks that all beams share stay. So for beams the plan
+        is made again when they share many more blocks.
         """
         if self._sharing is None:
             return None
@@ -230,7 +236,7 @@ class Rows:
 
 
 def sampling_words(params: SamplingParams, sequence: Sequence) -> dict[int, int]:
-    """Return the words of a row that decide which tokens a sequence draws, by their `Field`."""
+    """Return the words of a row that decide how a sequence's tokens are drawn, by their `Field`."""
     return {
         Field.TEMPERATURE: _bits(params.temperature),
         Field.TOP_K: min(params.top_k, (1 << 31) - 1),

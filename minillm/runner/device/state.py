@@ -18,7 +18,8 @@ from minillm.runner.sampler import Drawn
 from minillm.runner.to_device import to_device
 from minillm.sequence import Chunk
 
-Found = tuple[Tensor, ...]  # of each row: its token, that one's log-probability, and those and ids of the most probable
+# For each row: drawn token, its log-probability, and if listed, log-probabilities and ids of the most probable tokens.
+Found = tuple[Tensor, ...]
 
 
 def attention_shape(model: Llama) -> AttentionShape:
@@ -31,8 +32,10 @@ def attention_shape(model: Llama) -> AttentionShape:
 
 
 def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """Return the bytes that a `DeviceRunner` keeps on the device, in addition to weights and pool."""
-    # Logits, counts of tokens for penalties, block tables twice, and partial results of attention.
+    """Return the bytes that a `DeviceRunner` keeps on the device, in addition to weights and pool.
+
+    They hold logits, counts of tokens for penalties, block tables (twice), and partial results of attention.
+    """
     rows, width = _capacity(max_num_seqs), -(-max_model_len // block_size)
     c = model.local
     if model.is_deterministic:
@@ -49,18 +52,18 @@ def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size
 
 
 def _capacity(max_num_seqs: int) -> int:
-    """Return the tokens of a step without prompts: one of each sequence, or those of fewer sequences with drafts."""
+    """Return the maximum tokens of a step without prompts, with padding: one token per sequence, or drafts of a few."""
     return padded_size(max(max_num_seqs, MOST_TOKENS))
 
 
 class DeviceState:
-    """Rows of decoding sequences, inputs and logits of a step, and the graphs that read and write them.
+    """The state of decoding sequences, the inputs and logits of a step, and the graphs that read and write them.
 
-    All tensors stay where they are, since graphs have recorded their addresses.
+    The tensors are allocated once, since graphs record their addresses.
 
     Attributes:
-        words: ``[max_num_seqs, words]`` int32, a row for each sequence: `minillm.kernels.Field`.
-        rows: ``[capacity]`` int32, the rows of the step's sequences, -1 for padding; ``size`` of them are used.
+        words: ``[max_num_seqs, words]`` int32, a row for each sequence; `minillm.kernels.Field` names the columns.
+        rows: ``[capacity]`` int32, the rows of ``words`` in this step, -1 for padding. The first ``size`` are used.
         counts: ``[max_num_seqs, vocab]`` int32, counts of tokens: `kernels.decode_state.reference.penalize`.
         logits: ``[capacity, vocab]`` in the model's dtype.
         books: the CPU's record of the rows.
@@ -105,7 +108,7 @@ class DeviceState:
         return to_device(values, dtype, self.device)
 
     def begin(self, work: DecodeWork) -> int:
-        """Apply the changes of a step's rows. Return the number of rows, with padding."""
+        """Send a step's changed words and list of rows to the device. Return the number of rows, with padding."""
         self.change(work.changed, work.values)
         if work.rows is not None:
             self.size = len(work.rows)
@@ -113,14 +116,14 @@ class DeviceState:
         return self.size
 
     def change(self, places: list[int], values: list[int]) -> None:
-        """Write ``values`` to these indices of ``words``."""
+        """Write ``values`` to ``words`` at the flat indices ``places``."""
         if places:
             source = torch.tensor([places, values], pin_memory=self.pinned)
             at, words = source.to(self.device, non_blocking=True)
             self.words.view(-1)[at] = words.to(torch.int32)
 
     def count_tokens(self) -> None:
-        """Begin to count the tokens of sequences that have taken rows and have penalties."""
+        """Initialize the token counts of sequences with penalties that have just taken a row."""
         for row, sequence in self.books.take_counted():
             counts = torch.zeros(self.vocab, dtype=torch.int32)
             counts[torch.tensor(sequence.token_ids[: sequence.num_prompt_tokens])] = 1
@@ -129,17 +132,17 @@ class DeviceState:
             self.counts[row] = counts.to(self.device)
 
     def blocks_for(self, size: int, longest: int) -> int:
-        """Return the columns of the block tables with which ``size`` sequences are computed.
+        """Return the width of the block tables, in blocks, with which ``size`` sequences are computed.
 
-        Attention is split into as many parts as tables so wide may need, and parts without tokens cost time: with
-        tables of 4,096 tokens a step of the 8b in q4_k_m with one context of 300 takes 4 % longer.
+        Attention is split into as many parts as a table of that width may need, and parts without tokens cost time.
+        (With tables of 4,096 tokens, a step of the 8b in q4_k_m with one context of 300 tokens takes 4 % longer.)
         """
         if self.shape.num_parts(size) <= SHORTEST // self.shape.tile:
-            return self.width  # as many at any length
+            return self.width  # the number of parts is the same at any length
         return -(-padded_length(longest, self.width * self.block_size) // self.block_size)
 
     def gather(self, size: int) -> DecodeInputs:
-        """Gather the inputs of the first ``size`` rows; of several ranks the first one sends its token ids."""
+        """Gather the model's inputs from the first ``size`` rows. Rank 0 sends its token ids to the other ranks."""
         inputs = self.inputs.first(size)
         kernels.begin_decode(self.words, self.rows[:size], self.block_size, inputs)
         if self.ranks is not None:
@@ -147,7 +150,7 @@ class DeviceState:
         return inputs
 
     def forward(self, inputs: DecodeInputs, size: int, blocks: int, shared: WorkList | None) -> None:
-        """Compute ``size`` tokens with tables of ``blocks`` columns, each as its sequence's last; write ``logits``."""
+        """Compute ``size`` tokens, each its sequence's last, and write ``logits``. ``blocks``: width of the tables."""
         tables = inputs.block_tables[:, :blocks]
         tensors = inputs.token_ids, inputs.positions, inputs.slot_mapping, tables, inputs.context_lens
         batch = Batch(*tensors, num_decodes=size, cu_seqlens=inputs.context_lens[:0], shared=shared)
@@ -160,7 +163,7 @@ class DeviceState:
     def drawn(
         self, draws: list[Chunk], found: Found, rows: list[int], wants_logprobs: bool, *, may_compute_ahead: bool
     ) -> Drawn:
-        """Return the draws from ``rows``, in ascending order, of all that a graph has computed."""
+        """Return the ``draws`` from a graph's results ``found``. ``rows``: each draw's row there, ascending."""
         at: slice | Tensor = slice(rows[0], rows[-1] + 1)
         if rows[-1] - rows[0] >= len(rows):
             at = self.numbers(rows, torch.int64)

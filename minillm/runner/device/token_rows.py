@@ -1,7 +1,8 @@
-"""Rows on the device for tokens that are computed as if each were the last one of its own sequence.
+"""Rows of device state for steps with draft tokens, where each token is computed like the last of its own sequence.
 
-`kernels.decode_state.decode` reads them like other rows, but no sequence keeps one: they are written for every step, in
-one transfer. A sequence's draft tokens have the same block table and sampling parameters as its last token.
+`kernels.decode_state.decode` reads these rows like rows of sequences. But they belong to no sequence: the CPU writes
+all of them for every step, in one transfer. A sequence's draft tokens have the same block table and sampling parameters
+as its last token.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -12,14 +13,14 @@ from torch import Tensor
 from minillm.kernels import Field
 from minillm.runner.step import ChunkWork
 
-MOST_TOKENS = 40  # of a step with draft tokens
+MOST_TOKENS = 40  # maximum tokens of a step with draft tokens
 
 
 class TokenRows:
-    """Buffers for ``count`` tokens of sequences of up to ``width`` blocks.
+    """A buffer for the rows of ``count`` tokens, with block tables of up to ``width`` blocks.
 
     Attributes:
-        rows: ``[count]`` int32, the numbers of a step's rows, and -1 for padding.
+        rows: ``[count]`` int32, the row numbers of a step's tokens, -1 for padding.
     """
 
     def __init__(self, count: int, width: int, device: torch.device, *, pinned: bool) -> None:
@@ -28,15 +29,15 @@ class TokenRows:
         self.rows = self._all[:count]
 
     def words(self, size: int, blocks: int) -> Tensor:
-        """Return the words ``[size, words]`` of the first rows, with tables of ``blocks`` columns."""
+        """Return the first ``size`` rows, ``[size, words]`` int32, with block tables of ``blocks`` columns."""
         columns = Field.TABLE + blocks
         return self._all[self._count : self._count + size * columns].view(size, columns)
 
     def write(self, chunks: list[ChunkWork], sampling: SequenceOf[dict[int, int]], size: int, blocks: int) -> None:
-        """Write the tokens of ``chunks`` to the first rows of `words`; the others become padding.
+        """Write the tokens of ``chunks`` to the first of ``size`` rows. The other rows become padding.
 
         Args:
-            sampling: the words that decide the draws of each chunk; empty if nothing is drawn.
+            sampling: for each chunk, the words that decide how its tokens are drawn; empty if nothing is drawn.
         """
         there = torch.zeros(self._count + size * (Field.TABLE + blocks), dtype=torch.int32, pin_memory=self._pinned)
         numbers = there.numpy()

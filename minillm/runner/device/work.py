@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class DecodeWork:
-    """One token of each of the sequences that have a row on the device (`minillm.runner.device.rows`)."""
+    """Compute one token of each sequence that has a row of device state (`minillm.runner.device.rows`)."""
 
     num_seqs: int
-    longest: int  # tokens of the longest of them, this step's included
-    rows: list[int] | None  # of all sequences, and -1 for each row of padding; None: as in the last step
-    changed: list[int]  # places in the rows' words
-    values: list[int]  # the new words there
-    shares_blocks: bool  # reading shared blocks once is worth it, as the latest plan says
+    longest: int  # tokens of the longest sequence, this step's token included
+    rows: list[int] | None  # of all sequences, then -1 for each row of padding; None: as in the last step
+    changed: list[int]  # flat indices of the changed words
+    values: list[int]  # the new words
+    shares_blocks: bool  # whether to read shared blocks once, by the latest plan
     plan: list[list[int]] | None  # the fields of a `minillm.kernels.Plan`; None: as in the last step
-    num_beams: int = 0  # sequences that the device forks after the step
-    beam_rows: list[int] | None = None  # theirs, and -1 for each row of padding; None: as in the last step with any
+    num_beams: int = 0  # number of beams, which the device forks after the step
+    beam_rows: list[int] | None = None  # rows of the beams, then -1 for padding; None: as in the last step with beams
