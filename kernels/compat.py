@@ -81,8 +81,7 @@ def wait_for_inputs(PDL: tl.constexpr):
 def wait_then_release(PDL: tl.constexpr):
     """Wait for all earlier kernels, then let the next kernel start: the reverse order of `wait_for_inputs`.
 
-    Before the next kernel waits for this one, it may then already read the earlier kernels' results and overwrite their
-    inputs.
+    Even before the next kernel waits for this one, it can read the earlier kernels' results and overwrite their inputs.
     """
     wait(PDL)
     release(PDL)

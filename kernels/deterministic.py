@@ -26,44 +26,44 @@ _MOST_BY_DOT = 256  # tokens at a time
 
 
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
-    """Compute `minillm.kernels.linear`."""
+    """Compute `minillm.kernels.linear`, batch-invariant."""
     return _compute(x, weight, _target(x, weight, out), None)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
-    """Compute `minillm.kernels.norm_linear`."""
+    """Compute `minillm.kernels.norm_linear`, batch-invariant."""
     return _compute(x, weight, _target(x, weight, out), (norm_weight, eps))
 
 
 def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
-    """Compute `minillm.kernels.norm_gated_linear`."""
+    """Compute `minillm.kernels.norm_gated_linear`, batch-invariant."""
     if weight.parts and (len(weight.parts) > 1 or not _is_for_dot(x, weight.parts)):
         return silu_mul(norm_linear(x, norm_weight, eps, weight))
     return _compute(x, weight, x.new_empty(x.shape[0], weight.out_features // 2), (norm_weight, eps), gated=True)
 
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
-    """Compute `minillm.kernels.linear_add`."""
+    """Compute `minillm.kernels.linear_add`, batch-invariant."""
     return _compute(x, weight, residual, None, add=True)
 
 
 def mlp(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up: LinearWeight, down: LinearWeight, residual: Tensor | None
 ) -> Tensor:
-    """Compute `minillm.kernels.mlp`."""
+    """Compute `minillm.kernels.mlp`, batch-invariant."""
     gated = norm_gated_linear(x, norm_weight, eps, gate_up)
     return linear(gated, down) if residual is None else linear_add(gated, down, residual)
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
-    """Compute `minillm.kernels.paged_attention`."""
+    """Compute `minillm.kernels.paged_attention`, batch-invariant."""
     return attention.paged_attention(q, pages, softmax_scale)
 
 
 def attend_add(
     q: Tensor, pages: Pages, softmax_scale: float, o: LinearWeight, residual: Tensor, plan: HostPlan | None = None
 ) -> Tensor:
-    """Compute `minillm.kernels.attend_add`."""
+    """Compute `minillm.kernels.attend_add`, batch-invariant."""
     return linear_add(paged_attention(q, pages, softmax_scale).flatten(1), o, residual)
 
 

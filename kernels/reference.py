@@ -214,8 +214,7 @@ def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None
 
 
 def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
-    """Copy blocks for copy-on-write within one of the pool's tensors, ``[num_layers, 2, num_blocks, ...]``: see
-    `KVCache`.
+    """Copy blocks within one of the pool's tensors, ``[num_layers, 2, num_blocks, ...]``, for copy-on-write.
 
     ``copies`` is ``[num_copies, 2]`` int64 (source, destination). A destination is in no other pair. The pair (-1, -1)
     copies nothing.

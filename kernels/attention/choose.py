@@ -13,9 +13,7 @@ from minillm.kernels.compat import has_wgmma
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """Compute `reference.prefill_attention`, with Hopper's kernel if it supports the chunks, else with the general
-    kernel.
-    """
+    """Compute `reference.prefill_attention`, with Hopper's kernel if it supports the chunks."""
     hopper = _hopper_prefill(q.device)
     by = hopper if hopper is not None and hopper.takes(q, pages) else prefill
     return by.prefill_attention(q, pages, cu_seqlens, softmax_scale)

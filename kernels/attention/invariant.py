@@ -367,7 +367,7 @@ def _decode_options(element_size: int, dim_tile: int) -> dict[str, int]:
 
 
 def _prefill_options(element_size: int, dim_tile: int) -> tuple[int, dict[str, int]]:
-    """Return the queries of a program of `_prefill_kernel`, and its launch options."""
+    """Return the number of queries in a program of `_prefill_kernel`, and its launch options."""
     if INTERPRETED.value:
         return 16, {"STAGES": 1, "num_warps": 4}
     if element_size == 4 or dim_tile > 128:

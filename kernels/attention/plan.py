@@ -69,7 +69,10 @@ class Costs:
     processor_rate: float = 4.4e4  # rate of reading tails on one multiprocessor without items
 
     def worth(self, spared: int, tails: int) -> bool:
-        """Return whether reading shared blocks once pays: it saves ``spared`` bytes, and slows down ``tails`` bytes."""
+        """Return whether it is faster to read shared blocks once.
+
+        It saves ``spared`` bytes of reads, but ``tails`` bytes of tails are then read more slowly.
+        """
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
 
     def of_spread(self, spread: Spread, tails: int, num_processors: int) -> float:
@@ -121,7 +124,7 @@ class AttentionShape:
 
     @property
     def tile(self) -> int:
-        """Tokens per tile: 16 kB of K keep memory busy without filling shared memory."""
+        """Tokens per tile. A tile with 16 kB of K keeps memory busy without filling shared memory."""
         widest = 32 if self.element_size == 4 else 128  # float32 has no tensor cores: larger tiles overflow registers
         return max(16, min(widest, 16384 // (self.dim_tile * self.element_size)))
 
@@ -383,10 +386,10 @@ def _cut(
 def _spread(
     tree: PrefixTree, tiles: list[int], shape: AttentionShape, num_rows: int, at_a_time: int, num_processors: int
 ) -> Spread | None:
-    """Split nodes of ``tiles`` tiles each into items; ``at_a_time`` items run on each of ``num_processors``
-    multiprocessors.
+    """Split nodes of ``tiles`` tiles each into items. Return None if a work list cannot hold the items or their
+    results.
 
-    Return None if a work list cannot hold the items or their results.
+    ``at_a_time`` items run on each of ``num_processors`` multiprocessors.
     """
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)

@@ -40,9 +40,7 @@ def _move_blocks_kernel(
 
 
 def _as_words(tensor: Tensor) -> Tensor:
-    """View a contiguous pool or staging buffer as int32, with the words of one block as last dimension: ``[…, …, …,
-    words]``.
-    """
+    """View a contiguous pool or staging buffer as int32. The last of four dimensions has the words of one block."""
     if not tensor.is_contiguous():
         raise ValueError("pool and staging buffer must be contiguous")
     return tensor.flatten(3).view(torch.int32)

@@ -59,8 +59,9 @@ def _scales(largest):
 
 @triton.jit
 def _levels(x, scales):
-    """Divide ``x`` by its row's scale and round to the nearest int8: adding 1.5 * 2^23 drops the fraction. NaN becomes
-    0.
+    """Divide ``x`` by its row's scale and round to the nearest int8. NaN becomes 0.
+
+    Adding and subtracting 1.5 * 2^23 drops the fraction.
     """
     steps = tl.div_rn(x.to(tl.float32), tl.where(scales > 0, scales, 1.0)[:, None]) + 12582912.0 - 12582912.0
     return tl.where((scales == scales)[:, None], steps, 0.0).to(tl.int8)

@@ -62,8 +62,9 @@ class HostPlan:
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
-    """Compute once per step the inputs of the ops that depend only on the tokens' positions and slots, not on the
-    layer.
+    """Compute the inputs of ops that depend only on the tokens' positions and slots.
+
+    All layers of a step share them.
     """
     return HostPlan(bool((places.slots < 0).any()), _turn(places), _plan_decodes(decodes, num_heads))
 
@@ -77,7 +78,10 @@ def _turn(places: Places) -> tuple[Tensor, Tensor]:
 
 
 def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
-    """Choose by the lengths of the contexts whether to compute all sequences at once or one at a time."""
+    """Choose by the lengths of the contexts whether to attend to all sequences at once or to one at a time.
+
+    Return the inputs of the chosen way.
+    """
     _, _, num_kv_heads, head_dim = pages.k.shape
     lengths = pages.lens.tolist()
     seen = [min(length, pages.window or length) for length in lengths]

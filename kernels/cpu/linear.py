@@ -70,12 +70,11 @@ def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
 
 
 def float16_scales(weight: Tensor) -> Tensor | None:
-    """Return powers of two ``[out]`` by which to multiply the rows of ``weight [out, in]`` before storing them in
-    float16.
+    """Return powers of two ``[out]`` by which to multiply the rows of ``weight [out, in]`` to store them in float16.
 
-    They are chosen so that no stored number, divided by its scale again, changes by more than 2^-23 of the Euclidean
-    norm of its row, nor of its column. Such a change is lost in the rounding of float32 sums, even if a row is small
-    and its result is multiplied later, or a column is small because its input is large. bfloat16 has fewer digits than
+    Divided by its scale again, no stored number differs from the weight by more than 2^-23 of the Euclidean norm of its
+    row, nor of its column. Such a change is lost in the rounding of float32 sums. This holds even if a row is small and
+    its result is multiplied later, or a column is small because its input is large. bfloat16 has fewer digits than
     float16; only its numbers below 2^-14 may lose some, at most 2^-25. Nearly all rows therefore have scale 1. Return
     None if no scale achieves this: the weights have more digits, or are infinite or NaN.
     """

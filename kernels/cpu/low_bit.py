@@ -45,10 +45,10 @@ def packed_int8(
 ) -> PackedLinear | None:
     """Pack a float32 weight ``[out, in]`` in 8 bits. Return None if this torch cannot multiply such weights.
 
-    The first matmul calls ``weight``, which returns a function that loads rows; only some rows are float32 at a time.
-    That matmul is exact. Its input should resemble later ones: the columns in which it is large get 16 bits. ``stored``
-    are the same weights, if they are low-bit. 4-bit matrices are also kept as they are, for matmuls of one or a few
-    rows.
+    The weight is packed at the first matmul, which is exact. ``weight`` is called then, and returns a function that
+    loads rows; only some rows are float32 at a time. The input of that matmul should resemble later ones: the columns
+    in which it is large get 16 bits. ``stored`` are the same weights, if they are low-bit. 4-bit matrices are also kept
+    as they are, for matmuls of one or a few rows.
     """
     if torch.backends.quantized.engine not in FBGEMM or not hasattr(torch, "_make_per_channel_quantized_tensor"):
         return None
@@ -137,8 +137,9 @@ class _Int8Linear:
         return product if self._bias is None else product.add_(self._bias)
 
     def _one(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return factors ``[1, 2]`` and sums ``[2, out]``, of the high and the low part of one row: their product is
-        the result.
+        """Return factors ``[1, 2]`` and integer sums ``[2, out]`` of the two parts of one row of activations.
+
+        Multiplied with each other, they are the result of the matmul.
         """
         least, most = torch.aminmax(x)
         low, high = least.item(), most.item()

@@ -93,7 +93,7 @@ def product(
     gated: bool = False,
     add: bool = False,
 ) -> Tensor:
-    """Compute ``x [1, in] @ matrix.T + bias``. Write it to ``out [1, out]``, or with ``add`` add it.
+    """Compute ``x [1, in] @ matrix.T + bias``. Write the result to ``out [1, out]``, or add it if ``add``.
 
     Args:
         norm: weight and eps of an RMSNorm of x before the matmul.

@@ -191,7 +191,7 @@ def product(
     add: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Compute ``x @ weight.T + bias``. Write it to ``out [tokens, out]``, or with ``add`` add it.
+    """Compute ``x @ weight.T + bias``. Write the result to ``out [tokens, out]``, or add it if ``add``.
 
     ``gated``: the weight is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``. Rows of ``x``
     and ``out`` may be strided; the weight is contiguous. Raises ValueError for a wrong shape or layout.

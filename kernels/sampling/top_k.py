@@ -24,9 +24,9 @@ _LOWEST = tl.constexpr(-(1 << 63))
 
 @triton.jit
 def _nth_largest(keys, n, low, high):
-    """Return a key in ``low … high`` that separates the ``n`` largest of ``keys`` from the others.
+    """Return a key from ``low`` to ``high`` that separates the ``n`` largest of ``keys`` from the others.
 
-    The ``n`` largest are at least this key. The others are below it, except for those equal to the n-th.
+    The ``n`` largest are at least this key. The others are below it, except for keys equal to the n-th.
     """
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
@@ -43,8 +43,8 @@ def _nth_largest(keys, n, low, high):
 
 @triton.jit
 def is_above(keys, ids, key, token):
-    """Return a mask of the pairs (key, id) that come before ``(key, token)``: a larger key, or an equal one and a lower
-    id.
+    """Return a mask of the tokens that come before ``(key, token)``: they have a larger key, or an equal key and a
+    lower id.
     """
     return (keys > key) | ((keys == key) & (ids < token))
 

@@ -34,7 +34,7 @@ _WARM_UP, _STEPS = 60, 150  # lexers build their states first
 class _Drawn:
     """Replace the tokens that a device draws: draw random tokens that the grammar masks allow.
 
-    The time to choose them is in no part: see `parts_of_steps`.
+    The time to draw them is not measured.
     """
 
     may_run_ahead, may_compute_ahead = False, True

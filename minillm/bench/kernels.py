@@ -65,7 +65,7 @@ def _measure(op: str, case: Case, limits: Limits) -> KernelResult:
 
 @dataclass(frozen=True)
 class ChunkAttentionResult:
-    """Mean microseconds of decode attention over a generation, for one prompt length."""
+    """Times of decode attention for one prompt length: mean microseconds over the generation of a completion."""
 
     prompt: int = shown("prompt", "d")  # tokens, the same for all sequences
     completion: int = shown("completion", "d")  # tokens that each sequence generates
@@ -83,7 +83,7 @@ class ChunkAttentionResult:
 
 
 def chunks(options: NoOptions) -> Iterator[ChunkAttentionResult]:
-    """Measure the table in section 4.1 of the ChunkAttention paper (Ye et al. 2024).
+    """Measure the settings of the table in section 4.1 of the ChunkAttention paper (Ye et al. 2024).
 
     Raises MinillmError without a GPU.
     """

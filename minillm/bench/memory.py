@@ -171,8 +171,7 @@ RESERVATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> float:
-    """Return the fraction of reserved token slots that are empty, if each request gets contiguous memory when it
-    begins.
+    """Return the fraction of reserved token slots that are empty, if a request reserves contiguous memory at its start.
 
     ``reserve`` returns the tokens to reserve for a prompt and output length. Fragmentation between reservations is not
     counted.

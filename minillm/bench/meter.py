@@ -89,10 +89,10 @@ class Meter(StepObserver):
         return self.peak_blocks * self.engine.cache.block_size
 
     def begin(self, work: StepWork) -> None:
-        """Add a step to the floor.
+        """Add the least time of a step to the floor.
 
-        At best, the step reads the weights once and, if it decodes, every used block once; or its matmuls take longer.
-        Both are counted for rank 0.
+        The step reads the weights once and, if it decodes, every used block once. If its matmuls take longer, their
+        time counts. Both are computed for the part of the model that this process holds.
         """
         model, cache = self.engine.runner.model, self.engine.cache
         config, bytes_read = model.local, model.weight_bytes

@@ -58,9 +58,7 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _dynamic(rope: RopeConfig, dim: int, context: int, length: int | None) -> Tensor:
-    """Scale by the current length, NTK-aware (u/emozilla 2023): beyond the trained context, theta grows with the
-    length.
-    """
+    """Scale by the current length, NTK-aware (u/emozilla 2023): beyond the trained context, theta grows with it."""
     length = max(length or 0, context)
     stretch = rope.factor * length / context - (rope.factor - 1)
     return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim)

@@ -21,9 +21,10 @@ _LOWEST, _HIGHEST = -97, 128
 
 
 def scale_of_gated(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> FixedScale:
-    """Return the fixed scale of ``silu(gate) * up`` after RMSNorm. ``matrix`` is the matrix of gate and up.
+    """Return the fixed scale with which to store ``silu(gate) * up`` after RMSNorm in float16.
 
-    It is computed without waiting for the device. If the bound is zero or not finite, the growth is 1.
+    ``matrix`` is the matrix of gate and up. The scale is computed without waiting for the device. If the bound is zero
+    or not finite, the growth is 1.
     """
     gate, up = _bounds(matrix, bias, norm_weight).chunk(2)
     return _scale_below((gate * up).max())
@@ -32,9 +33,9 @@ def scale_of_gated(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> 
 def scale_of_attended(
     parts: tuple[LowBit, ...], bias: Tensor | None, norm_weight: Tensor, num_values: int
 ) -> FixedScale:
-    """Return the fixed scale of attention's result. The last ``num_values`` rows of ``parts``, stacked, are those of v.
+    """Return the fixed scale with which to store attention's result in float16: see `scale_of_gated`.
 
-    See `scale_of_gated`.
+    ``parts``, stacked by rows, are the projection to q, k and v. Their last ``num_values`` rows are those of v.
     """
     most, end = [], sum(part.shape[0] for part in parts)
     first = end - num_values

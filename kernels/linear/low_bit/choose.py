@@ -84,12 +84,12 @@ def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ..
 
 
 def reads_halves(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    """Return whether a matmul of x's number of tokens reads `HalfActivations`, without reordering the columns of x."""
+    """Return whether a matmul of x's number of tokens reads `HalfActivations`, and x's columns are not reordered."""
     return parts[0].order is None and _is_for_matmul(x, parts)  # all parts have an order, or none
 
 
 def gated_halves(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm, by: FixedScale) -> HalfActivations:
-    """Compute `gated_linear` in the input layout of `linear_of_halves`, scaled with ``by``."""
+    """Compute `gated_linear`, scaled with ``by``. Return the result in the input layout of `linear_of_halves`."""
     return matmul.gated_halves(matmul.halve_activations(x, norm, matrix.order), matrix, bias, by)
 
 
@@ -97,7 +97,7 @@ def linear_of_halves(
     x: HalfActivations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor,
     *, gated: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute ``x @ matrix.T + bias``. Write it to ``out``, or with ``add`` add it. With ``gated``, there must be one
+    """Compute ``x @ matrix.T + bias``. Write the result to ``out``, or add it if ``add``. If ``gated``, there is one
     part.
     """
     for place, part, bias_part, columns in _placed(parts, bias, out):
@@ -171,15 +171,16 @@ def columns_of(
 def _placed(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[int, LowBit, Tensor | None, Tensor]]:
-    """Yield the tuples of `columns_of`, each after the part's number among the launches: from 1, or 0 for a single
-    part.
-    """
+    """Yield the tuples of `columns_of` after the number of the part's launch: from 1, or 0 for a single part."""
     for number, each in enumerate(columns_of(parts, bias, out), 1):
         yield number if len(parts) > 1 else 0, *each
 
 
 def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: bool) -> None:
-    """Compute ``x @ matrix.T + bias`` with cuBLAS, on some dequantized rows at a time. Write or add it to ``out``."""
+    """Compute ``x @ matrix.T + bias`` with cuBLAS, on some dequantized rows at a time.
+
+    Write the result to ``out``, or add it if ``add``.
+    """
     if add and bias is not None:
         out.add_(bias)
     for rows, weights in slabs(matrix, x):

@@ -127,16 +127,16 @@ def _turns(columns: int) -> int:
 
 
 def empty_eights(x: Tensor, columns: int) -> Tensor:
-    """Allocate `HalfActivations.x` by eights, for as many tokens as ``x`` has rows, and ``columns`` columns."""
+    """Allocate `HalfActivations.x`, stored by eights of tokens, for the rows of ``x`` and ``columns`` columns."""
     return x.new_empty((triton.cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
 
 
 @triton.jit
 def _sixteenth(upper, lower, x, WARPS: tl.constexpr):
-    """Compute the plain twin of ``mma`` for eight rows: their products with eight tokens, ``[warps, 8 rows, 8
-    tokens]``.
+    """Compute the plain twin of ``mma`` for eight rows and eight tokens: ``[warps, 8 rows, 8 tokens]``.
 
-    ``upper``, ``lower`` and both ``x`` are words of two float16: the two pairs of columns of each lane.
+    Each lane gives two pairs of adjacent columns: ``upper`` and ``lower`` are those of its row, the two words of ``x``
+    those of its token. A word is two float16.
     """
     total = tl.zeros([WARPS, 8, 8], tl.float32)
     for which in tl.static_range(2):
@@ -323,8 +323,9 @@ def matmul(
     tile: Tile | None = None,
     part: int = 0,
 ) -> Tensor:
-    """Compute ``x @ matrix.T + bias``. Write it to ``out [tokens, out]``, with rows of any stride, or with ``add`` add
-    it.
+    """Compute ``x @ matrix.T + bias``. Write the result to ``out [tokens, out]``, or add it if ``add``.
+
+    Rows of ``out`` may be strided.
 
     Args:
         gated: the matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``.
@@ -337,7 +338,10 @@ def matmul(
 def gated_halves(
     x: HalfActivations, matrix: LowBit, bias: Tensor | None, by: FixedScale, tile: Tile | None = None
 ) -> HalfActivations:
-    """Compute ``silu(gate) * up`` like `matmul`, in the input layout of the next matmul and scaled with ``by``."""
+    """Compute ``silu(gate) * up`` like `matmul`, scaled with ``by``.
+
+    Return it in the input layout of the next matmul.
+    """
     half = empty_eights(x.scales, matrix.shape[0] // 2)
     _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=True, add=False, tile=tile, part=0)
     return HalfActivations(half, by.scales[: x.scales.shape[0]])

@@ -92,7 +92,7 @@ class LowBit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all planes."""
+        """Bytes of all tensors with levels and scales."""
         return sum(each.nbytes for each in (self.levels, self.high, self.scales, self.units) if each is not None)
 
     def rows(self, index: slice | Tensor) -> LowBit:
@@ -261,10 +261,10 @@ def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _high_shifts(bits: int, device: torch.device) -> Tensor:
-    """Return the shifts of weights in a word of the higher plane: ``[nibble words that share the word, half, weight]``.
+    """Return how far to shift a word of the higher plane to get the upper bits of each weight.
 
-    ``bits`` is the number of bits above the nibble. Each 16-bit half of the word has those of two bytes of a nibble
-    word: first of the low nibbles, then of the high nibbles.
+    The result is ``[nibble words that share the word, half, weight]``; ``bits`` is the number of upper bits. Each
+    16-bit half of the word has those of two bytes of a nibble word: first of the low nibbles, then of the high nibbles.
     """
     word, half, at = (torch.arange(size, dtype=torch.int32, device=device) for size in (4 // bits, 2, 4))
     return 4 * bits * word[:, None, None] + 2 * bits * half[:, None] + bits * (at >> 1) + 16 * (at & 1)

@@ -212,11 +212,10 @@ def product(
     add: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Compute ``x @ matrix.T + bias``. Write it to ``out [tokens, out]``, with rows of any stride, or with ``add`` add
-    it.
+    """Compute ``x @ matrix.T + bias``. Write the result to ``out [tokens, out]``, or add it if ``add``.
 
-    ``x`` is in the order by tokens. ``gated``: the matrix is gate and up, and the result is ``silu(gate) * up``,
-    ``[tokens, out / 2]``.
+    ``x`` is in the order by tokens. Rows of ``out`` may be strided. ``gated``: the matrix is gate and up, and the
+    result is ``silu(gate) * up``, ``[tokens, out / 2]``.
     """
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features

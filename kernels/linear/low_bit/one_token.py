@@ -218,11 +218,10 @@ def product(
     tile: tuple[int, ...] | None = None,
     part: int = 0,
 ) -> Tensor:
-    """Compute ``x @ matrix.T + bias``. Write it to ``out [tokens, out]``, with rows of any stride, or with ``add`` add
-    it.
+    """Compute ``x @ matrix.T + bias``. Write the result to ``out [tokens, out]``, or add it if ``add``.
 
     Args:
-        x: ``[tokens, in]``, at most `MOST_TOKENS`; rows may be strided.
+        x: ``[tokens, in]``, at most `MOST_TOKENS`; rows of ``x`` and ``out`` may be strided.
         norm: weight and eps of an RMSNorm of x before the matmul.
         gated: the matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``.
         tile: rows and warps per program, and programs per multiprocessor.

@@ -45,9 +45,9 @@ def load_levels(levels_ptr, high_ptr, rows, groups, num_rows, num_groups, BITS: 
 
 @triton.jit
 def look_up(nibbles):
-    """Look up four nibbles in `IQ4_TABLE`.
+    """Look up the levels of four nibbles in `IQ4_TABLE`.
 
-    Each is the low half of a byte of the word; so is its level in the result.
+    Each nibble is the low half of a byte of the word. Its level is the same byte of the result.
     """
     result = nibbles * 0
     for byte in tl.static_range(4):
