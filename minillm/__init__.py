@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minillm.depths import DepthAnswer
     from minillm.errors import MinillmError
     from minillm.grammar.grammar import Grammar
     from minillm.llm import LLM
@@ -27,12 +28,14 @@ _HOMES = {
     "minillm.grammar.grammar": ("Grammar",),
     "minillm.outputs": ("CompletionOutput", "Delta", "RequestOutput"),
     "minillm.scoring": ("Score",),
+    "minillm.depths": ("DepthAnswer",),
 }
 __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
     "Delta",
+    "DepthAnswer",
     "Grammar",
     "MinillmError",
     "RequestOutput",

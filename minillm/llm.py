@@ -5,6 +5,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from minillm import depths as reasoning_depths
 from minillm import scoring, verbs
 from minillm.checks import check_names
 from minillm.config import EngineConfig
@@ -181,6 +182,7 @@ class LLM:
     beam_search, score, perplexity = verbs.beam_search, scoring.score, scoring.perplexity
     cache_stats, reset_prefix_cache, explain_miss = verbs.cache_stats, verbs.reset_prefix_cache, verbs.explain_miss
     pin, unpin = verbs.pin, verbs.unpin
+    depths = reasoning_depths.depths
     branch, sample, next_logprobs = verbs.branch, verbs.sample, verbs.next_logprobs
 
     def token_ids(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:

@@ -53,6 +53,11 @@ def _allowed_token_ids(name: str, ids: Any) -> tuple[int, ...] | None:
     return found
 
 
+def _depths(name: str, depths: Any) -> tuple[int, ...]:
+    found = [check_integer(name, depth, 0, MAX_TOKENS) for depth in _token_ids(name, depths, MAX_N)]
+    return tuple(sorted(set(found)))
+
+
 def _logits_processor(name: str, function: Any) -> LogitsProcessor | None:
     if function is not None and not callable(function):
         raise UsageError(f"{name} must be a function of (prompt ids, output ids, logits), not {shown(function)}")
@@ -201,16 +206,25 @@ class SamplingParams(_Params):
         0.0, 0.0, 1.0, help="drop tokens below this fraction of the top token's probability (Nguyen et al. 2024)"
     )
     seed: int | None = integer(None, -(1 << 63), (1 << 63) - 1, help="random seed; the same seed gives the same tokens")
+    reasoning_depths: Sequence[int] = custom(
+        (), _depths, cli=False,
+        help="answer also after these numbers of reasoning tokens, each below max_reasoning_tokens. The answers fork "
+        "from the reasoning, in ascending order after the first one; see LLM.depths",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.reasoning_depths and not -1 < self.reasoning_depths[-1] < (self.max_reasoning_tokens or 0):
+            raise UsageError("reasoning_depths must be below max_reasoning_tokens")
+        if self.reasoning_depths and self.n > 1:
+            raise UsageError("n must be 1 with reasoning_depths, which ask for an answer at each depth")
         if not self.max_tokens and self.n > 1:
             raise UsageError(f"n must be 1 where max_tokens is 0, not {self.n}: there is no answer")
 
     @property
     def num_sequences(self) -> int:
         """Return the number of sequences that the request computes at a time."""
-        return self.n
+        return self.n + len(self.reasoning_depths)
 
 
 @documented

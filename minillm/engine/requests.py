@@ -16,7 +16,7 @@ from minillm.params import Params
 from minillm.prompt_scores import PromptScores
 from minillm.runner.masks import bits_of
 from minillm.sequence import Method, Sequence, SequenceGroup, Stage
-from minillm.text.reasoning_budget import ReasoningTags, Thought, count_reasoning
+from minillm.text.reasoning_budget import ReasoningTags, Thought, reasoning
 from minillm.text.tokenizer import Tokenizer
 
 
@@ -202,8 +202,13 @@ class Requests:
             return outputs
         limit, prompt = group.params.max_reasoning_tokens, group.sequences[0].token_ids[: group.num_prompt_tokens]
         is_open = tags.is_open(prompt if limit is not None else prompt[-8:], self.eos_token_ids)
-        counts = [count_reasoning(tags, each.token_ids, is_open=is_open, limit=limit) for each in outputs]
-        return [replace(each, reasoning_tokens=count) for each, count in zip(outputs, counts, strict=True)]
+        depths = getattr(group.params, "reasoning_depths", ())
+        found = []
+        for each in outputs:
+            count = reasoning(tags, each.token_ids, is_open=is_open).count
+            most = depths[each.index - 1] if depths and each.index else limit
+            found.append(replace(each, reasoning_tokens=count if most is None else min(count, most)))
+        return found
 
     def take(self, request_id: str) -> RequestOutput:
         """Return the output of a finished request, and forget the request."""

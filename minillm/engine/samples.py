@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -53,7 +53,10 @@ class Samples:
         return chunks
 
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
-        for index in range(len(group.sequences), group.params.num_sequences):  # create the others, once
+        assert isinstance(group.params, SamplingParams)
+        if group.params.reasoning_depths:
+            self._fork_reasoning(group, leader)
+        for index in range(len(group.sequences), group.params.n):  # create the others, once
             mixed = (leader.seed + index * _SEED_STEP) & ((1 << 64) - 1)
             prompt = leader.token_ids[: leader.num_prompt_tokens]
             other = Sequence(self.requests.new_seq_id(), prompt, leader.num_prompt_tokens, index)
@@ -89,7 +92,8 @@ class Samples:
             total, logprobs = (each.cumulative_logprob, each.logprobs) if wanted else (None, None)
             ids, end = each.output_token_ids, each.finish_reason
             outputs.append(CompletionOutput(each.index, text, ids, total, logprobs, end, each.stop_reason))
-        return outputs
+        # The reasoning ended before these depths: a limit there would have changed nothing.
+        return outputs + [replace(outputs[0], index=i) for i in range(len(outputs), group.params.num_sequences)]
 
     def append(self, group: SequenceGroup, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
         """Append a drawn token to its sequence, and end the sequence if this is its last token."""
@@ -119,7 +123,29 @@ class Samples:
                 reason, sequence.stop_reason = "stop", output.matched
         if reason is not None:
             self.requests.end_sequence(group, sequence, reason)
+        elif sequence.index == 0 and group.params.num_sequences > 1:
+            self._fork_reasoning(group, sequence)
         return Delta(group.request_id, sequence.index, text, [token_id], reason, sequence.stop_reason)
+
+    def _fork_reasoning(self, group: SequenceGroup, sequence: Sequence) -> None:
+        """Fork the answer at the next of ``reasoning_depths`` if the reasoning has reached it."""
+        assert isinstance(group.params, SamplingParams)
+        depths, number, thought = group.params.reasoning_depths, len(group.sequences), sequence.thought
+        if number > len(depths) or thought is None or thought.depth(sequence.token_ids) != depths[number - 1]:
+            return
+        requests = self.requests
+        if sequence.seq_id in requests.scheduler.preemption.swap.saved:  # forks of saved sequences are not kept
+            requests.scheduler.preemption.start_over(group)
+        child = Sequence(requests.new_seq_id(), list(sequence.token_ids), sequence.num_prompt_tokens, number)
+        child.seed, child.thought = sequence.seed, thought.copy(depths[number - 1])
+        child.text = None if sequence.text is None else sequence.text.copy()
+        child.matcher = None if sequence.matcher is None else sequence.matcher.copy()
+        child.logprobs, child.cumulative_logprob = sequence.logprobs.copy(), sequence.cumulative_logprob
+        group.sequences.append(child)
+        if sequence.table is not None and group.stage is not PROMPT:
+            # The logits after its last token are its own.
+            child.num_computed = min(sequence.num_computed, len(child.token_ids) - 1)
+            child.table = requests.scheduler.cache.fork(sequence.table, child.seq_id, child.num_computed)
 
 
 @dataclass(slots=True)

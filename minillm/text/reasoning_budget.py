@@ -79,6 +79,10 @@ class _Stage(Enum):
 class Thought:
     """The position of a sequence in its reasoning.
 
+    Attributes:
+        first: index of the first token of reasoning.
+        count: tokens of reasoning so far.
+
     Args:
         limit: maximum number of tokens between the tags. The tags and the forced tokens do not count.
         is_open: the prompt ends inside reasoning.
@@ -90,7 +94,7 @@ class Thought:
     def __init__(
         self, tags: ReasoningTags, limit: int, *, is_open: bool, first: int, has_grammar: bool = False
     ) -> None:
-        self.tags, self.limit, self.count = tags, limit, 0
+        self.tags, self.limit, self.first, self.count = tags, limit, first, 0
         self._seen, self._has_grammar, self._num_forced, self._tail = first, has_grammar, 0, b""
         self._stage = _Stage.START
         if is_open:
@@ -108,9 +112,9 @@ class Thought:
                 other._stage = _Stage.CLOSING
         return other
 
-    def is_over(self, token_ids: list[int]) -> bool:
-        """Return whether a sequence with these tokens has ended its reasoning or has no reasoning."""
-        return self._follow(token_ids) is _Stage.OVER
+    def depth(self, token_ids: list[int]) -> int | None:
+        """Return the tokens of reasoning so far if the next token may continue it."""
+        return self.count if self._follow(token_ids) is _Stage.INSIDE else None
 
     def is_inside(self, token_ids: list[int]) -> bool:
         """Return whether the next token is certainly not part of the answer."""
@@ -160,6 +164,7 @@ class Thought:
         if self._stage is _Stage.START:
             tail = tail.lstrip()
             if tail.startswith(_OPEN):
+                self.first = self._seen + 1
                 self._begin()
                 tail = b""
             elif not _OPEN.startswith(tail) or self._has_grammar:
@@ -174,8 +179,8 @@ class Thought:
         self._tail = tail
 
 
-def count_reasoning(tags: ReasoningTags, output: list[int], *, is_open: bool, limit: int | None) -> int:
-    """Return the number of reasoning tokens at the beginning of an output, without tags and forced tokens."""
+def reasoning(tags: ReasoningTags, output: list[int], *, is_open: bool) -> Thought:
+    """Return the reasoning at the beginning of an output, forced tokens included."""
     thought = Thought(tags, NO_LIMIT, is_open=is_open, first=0)
-    thought.is_over(output)
-    return thought.count if limit is None else min(thought.count, limit)
+    thought._follow(output)
+    return thought

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lib.engine import engine_for, run
 from lib.models import hf_model, ours, write_sentencepiece_model, write_tiny_model
@@ -221,3 +224,134 @@ def test_a_model_without_tags_says_so(tmp_path: Path) -> None:
         engine_for(model).add_request("a", [5], SamplingParams(max_reasoning_tokens=3))
     with pytest.raises(UsageError, match="max_reasoning_tokens must be"):
         SamplingParams(max_reasoning_tokens=-1)
+
+
+# --- answers at several depths ----------------------------------------------------------------------------------------
+
+
+def assert_like_separate_runs(parts: tuple[Llama, Tokenizer], seed: int, way: dict[str, Any]) -> int:
+    """Compare the answers at several depths with runs of these limits. Return how many depths were reached."""
+    rng, tokenizer = random.Random(seed), parts[1]
+    requests = []
+    for number in range(4):
+        prompt, params, is_open = request(rng, tokenizer, number)
+        while isinstance(params, BeamSearchParams) or params.n > 1:
+            prompt, params, is_open = request(rng, tokenizer, number)
+        depths = sorted(rng.sample(range(26), rng.randint(2, 5)))
+        params = replace(params, logprobs=1, max_reasoning_tokens=None)
+        requests.append((prompt, params, is_open, depths))
+    running = engine(parts, **way)
+    outputs = run(
+        running,
+        [
+            (prompt, replace(params, max_reasoning_tokens=depths[-1], reasoning_depths=depths[:-1]))
+            for prompt, params, _, depths in requests
+        ],
+    )
+    reached = 0
+    for (prompt, params, _, depths), output in zip(requests, outputs, strict=True):
+        assert [each.index for each in output.outputs] == list(range(len(depths)))
+        alone = [(prompt, replace(params, max_reasoning_tokens=depth)) for depth in (depths[-1], *depths[:-1])]
+        for one, separate in zip(output.outputs, run(engine(parts), alone), strict=True):
+            [other] = separate.outputs
+            assert (one.token_ids, one.text) == (other.token_ids, other.text)
+            assert (one.finish_reason, one.reasoning_tokens) == (other.finish_reason, other.reasoning_tokens)
+            logprobs = [[token.logprob for token in each.logprobs or []] for each in (one, other)]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+        reached += output.outputs[0].reasoning_tokens > depths[0]
+    return reached
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_answers_at_several_depths_are_those_of_separate_runs(
+    parts: tuple[Llama, Tokenizer], way: dict[str, Any]
+) -> None:
+    assert assert_like_separate_runs(parts, 0, way)
+
+
+@pytest.mark.soak
+def test_answers_at_random_depths_are_those_of_separate_runs(parts: tuple[Llama, Tokenizer]) -> None:
+    for number in range(120):
+        assert_like_separate_runs(parts, 1 + number, WAYS[number % len(WAYS)])
+
+
+def num_computed(running: Engine, prompt: list[int], params: SamplingParams) -> tuple[int, list[CompletionOutput]]:
+    """Return the tokens that a request computes, prompt included, and its completions."""
+    running.add_request("one", prompt, params)
+    count = 0
+    while running.has_work:
+        running.step()
+        if (step := running.figures.last_step) is not None:
+            count += step.num_prefill_tokens + step.num_decodes
+    [output] = running.take_finished()
+    assert output.error is None
+    return count, output.outputs
+
+
+def scripted(tokenizer: Tokenizer, answer: int) -> dict[str, Any]:
+    """Return parameters of a thought that never ends by itself, and of ``answer`` tokens after it."""
+    [closing] = ids_of(tokenizer, "</think>")
+
+    def script(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        said = logits.clone()
+        said[closing] = -1e9
+        is_over = closing in output and len(output) - output.index(closing) > answer
+        said[tokenizer.eos_token_id] = 1e9 if is_over else -1e9
+        return said
+
+    return {"temperature": 0, "logits_processor": script}
+
+
+def test_forks_of_a_thought_compute_only_their_own_tokens(parts: tuple[Llama, Tokenizer]) -> None:
+    tokenizer = parts[1]
+    prompt = ids_of(tokenizer, "Count<think>\n")
+    told = SamplingParams(max_reasoning_tokens=64, max_tokens=200, **scripted(tokenizer, 9))
+    alone, [deepest] = num_computed(engine(parts, prefix_caching=False), prompt, told)
+    depths = (0, 4, 8, 16, 32)
+    together, outputs = num_computed(
+        engine(parts, prefix_caching=False), prompt, replace(told, reasoning_depths=depths)
+    )
+    assert outputs[0] == deepest
+    own = [len(each.token_ids) - depth for each, depth in zip(outputs[1:], depths, strict=True)]
+    assert together == alone + sum(own) - 1  # the first answer begins with the logits of the prompt
+    assert all(each.finish_reason == "stop" for each in outputs)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_six_depths_compute_a_tenth_more_than_the_deepest_alone() -> None:
+    """The tokenizer spells the closing sentence letter by letter, so the words of real tokenizers are counted."""
+    directory = Path(tempfile.mkdtemp())
+    tokenizer = Tokenizer.from_directory(write_tiny_model(directory))
+    parts = ours(hf_model(vocab_size=640, max_position_embeddings=9000)), tokenizer
+    prompt = ids_of(tokenizer, "Count<think>\n")
+    depths = [256 << number for number in range(6)]
+    sizes: dict[str, Any] = {"num_blocks": 1000, "block_size": 16, "prefix_caching": False}
+    told = SamplingParams(max_reasoning_tokens=depths[-1], max_tokens=8900, **scripted(tokenizer, 100))
+    alone, _ = num_computed(engine(parts, **sizes), prompt, told)
+    together, _ = num_computed(engine(parts, **sizes), prompt, replace(told, reasoning_depths=depths[:-1]))
+    print(f"{together} tokens computed, {alone} alone: {together / alone:.3f}")
+    assert together <= 1.10 * alone
+
+
+def test_depths_of_an_llm(directory: Path) -> None:
+    with LLM(str(directory), device="cpu", num_blocks=200) as llm:
+        prompt = ids_of(llm.tokenizer, "Count<think>\n")
+        params = SamplingParams(max_tokens=150, **scripted(llm.tokenizer, 9))
+        answers = llm.depths(prompt, [8, 0, 20, 8], params)
+        assert [each.depth for each in answers] == [8, 0, 20, 8]
+        assert answers[0] == answers[3]
+        for each in answers:
+            [output] = llm.generate(prompt, replace(params, max_reasoning_tokens=each.depth))
+            assert each.output.token_ids == output.outputs[0].token_ids
+            assert output.text.partition("</think>")[2].lstrip() == each.text
+            assert each.num_own_tokens == len(each.output.token_ids) - (each.depth if each.depth < 20 else 0)
+        biased = replace(params, logits_processor=None, logit_bias={ids_of(llm.tokenizer, "</think>")[0]: 100.0})
+        one, other = llm.depths(prompt, [3, 30], biased)
+        assert (one.text, one.num_own_tokens) == (other.text, 0)
+        with pytest.raises(UsageError, match="max_tokens is 150; it must be above"):
+            llm.depths(prompt, [200], params)
+        with pytest.raises(UsageError, match="n must be 1"):
+            llm.depths(prompt, [3, 5], replace(params, n=2))
+        with pytest.raises(UsageError, match="depths must be a list"):
+            llm.depths(prompt, [], params)

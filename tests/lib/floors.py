@@ -16,7 +16,7 @@ runner user_config
 engine
 beams speculation branch
 verbs
-scoring
+scoring depths
 loading
 llm service
 jobs
