@@ -1,6 +1,7 @@
-"""Request bodies. An unknown field or one of the wrong type raises an error that names it.
+"""The bodies of requests. An unknown field, or a field of the wrong type, raises an error that names the field.
 
-The fields are OpenAI's (https://platform.openai.com/docs/api-reference) and our own, named as in `minillm.params`.
+The fields are OpenAI's (https://platform.openai.com/docs/api-reference) and our own, which are named as in
+`minillm.params`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from minillm.server.messages import Conversation, ForkPoint
 from minillm.text.safe import clean_line
 
 MAX_N = 64
-MAX_PROMPTS = 256  # per request
-_MOST_SHOWN = 300  # characters of an error: a field name may be as long as the body
-MAX_ALLOWED = 1 << 18  # different token ids: the size of the largest vocabularies
-NO_LIMIT = -1  # as ``max_tokens``: up to the end of the context, as in llama.cpp
+MAX_PROMPTS = 256  # prompts of a request
+_MOST_SHOWN = 300  # characters of an error message: a field name may be as long as the body
+MAX_ALLOWED = 1 << 18  # different ids in allowed_token_ids; the largest vocabularies have this size
+NO_LIMIT = -1  # value of ``max_tokens`` for an answer up to the end of the context, as in llama.cpp
 _PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)} - {"grammar"}
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
@@ -33,7 +34,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class BadField(UsageError):
-    """A field of the request is wrong. ``field`` is its name, empty if the whole body is wrong."""
+    """A field of the request is invalid. ``field`` is its name; it is empty if the whole body is invalid."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -43,11 +44,11 @@ class BadField(UsageError):
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # every chunk reports the tokens so far, as in vLLM
-    include_obfuscation: bool = False  # has no effect: texts are not padded
+    include_obfuscation: bool = False  # has no effect, because texts are not padded
 
 
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON schema. It is always enforced, ``strict`` or not."""
+    """A JSON schema. It is always enforced, even if ``strict`` is false."""
 
     schema: dict[str, Any]
     name: str = ""
@@ -56,14 +57,17 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The grammar of an answer, as OpenAI writes it."""
+    """The grammar of an answer, in OpenAI's format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
-    schema: dict[str, Any] | None = None  # with json_object, as in llama.cpp and Together
+    schema: dict[str, Any] | None = None  # only with the type json_object, as in llama.cpp and Together
 
     def grammar(self) -> dict[str, Any] | None:
-        """Return the parameter ``grammar``, None for any text. Raises BadField."""
+        """Return the parameter ``grammar``, or None if the answer is free text.
+
+        Raises BadField for an invalid combination.
+        """
         if self.type == "json_schema" and self.json_schema is None:
             raise BadField("response_format: json_schema is missing", "response_format")
         if self.schema is not None and self.type != "json_object":
@@ -75,7 +79,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The grammar of an answer, as vLLM writes it."""
+    """The grammar of an answer, in vLLM's format."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -85,14 +89,14 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     disable_fallback: bool = False  # has no effect: there is no fallback
 
     def forms(self) -> dict[str, dict[str, Any]]:
-        """Return the parameter ``grammar`` for each field that is set."""
+        """Return the parameter ``grammar`` for each field that is set, by the field's name."""
         kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
         values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}
         return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}
 
 
 class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
-    """A position in an earlier answer of the same key."""
+    """A position in an earlier answer to the same API key, from which the new answer continues."""
 
     id: str
     index: int = 0
@@ -100,7 +104,7 @@ class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields shared by both kinds of completions."""
+    """The fields that chat requests and completion requests share."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -114,10 +118,10 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None  # a label of the caller; has no effect
-    metadata: dict[str, str] | None = None  # like ``user``
-    store: bool | None = None  # only false: nothing is stored
-    safety_identifier: str | None = None  # like ``user``
+    user: str | None = None  # a label that the client sets; has no effect
+    metadata: dict[str, str] | None = None  # labels that the client sets; they have no effect
+    store: bool | None = None  # must not be true, because nothing is stored
+    safety_identifier: str | None = None  # a label that the client sets; has no effect
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # has no effect
     # our own
     top_k: int | None = None
@@ -131,7 +135,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[int] | None = None
     max_reasoning_tokens: int | None = None
     beam_width: int | None = None
-    use_beam_search: bool | None = None  # with ``n`` or ``best_of`` beams
+    use_beam_search: bool | None = None  # use beam search with ``n`` or ``best_of`` beams
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     num_beam_groups: int | None = None
@@ -141,21 +145,21 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    guided_decoding_backend: str | None = None  # vLLM's; has no effect
+    guided_decoding_backend: str | None = None  # a field of vLLM; has no effect
     structured_outputs: StructuredOutputs | None = None
-    regex: str | None = None  # SGLang's
+    regex: str | None = None  # a field of SGLang
     cache_salt: str | None = None
-    prompt_cache_key: str | None = None  # OpenAI's; has no effect: prefixes are found without it
-    prompt_cache_retention: str | None = None  # has no effect: prefixes stay as long as there is memory
+    prompt_cache_key: str | None = None  # a field of OpenAI; has no effect, because prefixes are found without it
+    prompt_cache_retention: str | None = None  # has no effect: prefixes stay cached as long as there is memory
     priority: int = 0  # among requests of one key, lower values run first
     return_token_ids: bool = False
-    keep: bool = False  # the answer's blocks stay, for `fork_of`
+    keep: bool = False  # keep the answer's blocks, for a later `fork_of`
     fork_of: str | ForkOf | None = None
     prompt_logprobs: int | None = None
 
     @property
     def fork(self) -> ForkPoint | None:
-        """Return the requested fork for the engine, None without one."""
+        """Return the requested fork in the engine's format; None without a fork."""
         of = self.fork_of
         if of is None:
             return None
@@ -173,12 +177,15 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def has_schema(self) -> bool:
-        """Return whether answers must be JSON."""
+        """Return whether the answer must be JSON."""
         form = self.grammar() or {}
         return "json_schema" in form or "json_object" in form
 
     def grammar(self) -> dict[str, Any] | None:
-        """Return the parameter ``grammar``, None for any text. Raises BadField if there are two."""
+        """Return the parameter ``grammar``, or None if the answer is free text.
+
+        Raises BadField if several fields set a grammar.
+        """
         found = {} if self.structured_outputs is None else self.structured_outputs.forms()
         if self.response_format is not None and (format_ := self.response_format.grammar()) is not None:
             found["response_format"] = format_
@@ -191,7 +198,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return next(iter(found.values()), None)
 
     def check(self) -> None:
-        """Raise BadField for a value that no request may have."""
+        """Raise BadField for a value that is invalid whatever the model is."""
         if self.store:
             raise BadField("store: this server stores nothing; leave it out", "store")
         if self.stream_options is not None and not self.stream:
@@ -215,14 +222,17 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionBody(_Generation):
     """The body of ``/v1/completions``."""
 
-    prompt: str | list[int | str | list[int]] | None = None  # a list holds one kind
+    prompt: str | list[int | str | list[int]] | None = None  # all elements of a list must be of one kind
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
 
     def prompts(self) -> list[str | list[int] | None]:
-        """Return the prompts, at least one. None is an empty prompt after a fork."""
+        """Return the prompts, at least one.
+
+        None stands for an empty prompt after a fork. Raises BadField for an invalid prompt.
+        """
         found: list[Any] = [self.prompt]  # text, ids or None
         if isinstance(self.prompt, list):
             kinds = set(map(type, self.prompt))
@@ -250,7 +260,7 @@ class CompletionBody(_Generation):
             raise BadField(f"logprobs must be from 0 to 20, not {self.logprobs}", "logprobs")
 
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return the engine's parameters. ``defaults`` are the model's own sampling defaults. Raises BadField."""
+        """Return the parameters for the engine. ``defaults`` are the model's own sampling defaults. Raises BadField."""
         values = _given(self, defaults)
         if self.max_tokens is None:
             values.setdefault("max_tokens", max(16, values.get("min_tokens", 0)))
@@ -283,7 +293,10 @@ class ChatBody(_Generation):
     def conversation(
         self, tools: list[dict[str, Any]] | None = None, options: Mapping[str, Any] = {}
     ) -> Conversation | None:
-        """Return the conversation for the engine, with ``tools`` and template variables; None after a fork."""
+        """Return the conversation for the engine, with ``tools`` and the template variables ``options``.
+
+        Return None after a fork, which has no messages. Raises BadField if messages are missing or not allowed.
+        """
         if self.messages is None:
             if self.fork_of is None:
                 raise BadField("messages is missing", "messages")
@@ -304,7 +317,7 @@ class ChatBody(_Generation):
             raise BadField("max_tokens and max_completion_tokens mean the same; give one", "max_tokens")
 
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return the engine's parameters. ``defaults`` are the model's own sampling defaults. Raises BadField."""
+        """Return the parameters for the engine. ``defaults`` are the model's own sampling defaults. Raises BadField."""
         values = _given(self, defaults)
         if self.max_completion_tokens not in (None, NO_LIMIT):
             values["max_tokens"] = self.max_completion_tokens
@@ -320,7 +333,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None  # with messages
     add_special_tokens: bool = True
-    parse_special: bool = False  # parse control tokens that are spelled out in the text
+    parse_special: bool = False  # control tokens that are spelled out in the text become those tokens
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
@@ -333,7 +346,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PrefixBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``/v1/prefixes``: a beginning to keep. Messages are the beginning of a conversation."""
+    """The body of ``/v1/prefixes``: a prefix to compute and pin. ``messages`` are the beginning of a conversation."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -342,7 +355,7 @@ class PrefixBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_body(kind: type[Body], data: bytes) -> Body:
-    """Return the body as its type. Raises BadField. A null field counts as absent."""
+    """Parse a body. Raises BadField if it is invalid. A field that is null counts as absent."""
     try:
         try:
             return msgspec.json.decode(data, type=kind)
@@ -386,7 +399,7 @@ def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values after checking them. Raises BadField."""
+    """Return the parameters after checking them. Raises BadField for an invalid one."""
     searches = "beam_width" in values
     known = _SEARCH if searches else _SAMPLING
     values = {name: value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Turn calls from the HTTP process into jobs for the engine thread. Slow work runs in other threads."""
+"""Turn calls from the HTTP process into jobs for the engine thread. Slow work is done in other threads."""
 
 import queue
 import sys
@@ -14,7 +14,7 @@ from minillm.server.prepare import prepare, prompt_ids, with_thoughts
 from minillm.server.sessions import Sessions
 from minillm.server.sharing import SharedThreads
 
-_THREADS = 4  # one tenant uses at most two
+_THREADS = 4  # one tenant uses at most two of them
 _SHORT = 512  # characters: encoding them takes about 0.25 ms; waking another thread takes 0.1 ms and more
 
 
@@ -22,7 +22,7 @@ class CallReader:
     """Reads calls in a thread of its own.
 
     Attributes:
-        jobs: the engine thread's work in order; None marks the end.
+        jobs: the work of the engine thread, in order. None means the end.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class CallReader:
         self._grammars = SharedThreads(_THREADS, "grammar")  # a grammar that takes seconds delays only other grammars
 
     def begin_templates(self) -> None:
-        """Start the chat template's process, which takes a while, before the first conversation arrives."""
+        """Start the process for chat templates before the first conversation arrives, because that takes a while."""
         first = messages.Conversation([{"role": "user", "content": "hello"}])
-        self._pool.submit("", partial(prompt_ids, self._driver, first))  # conversations report an error here
+        self._pool.submit("", partial(prompt_ids, self._driver, first))  # an error is reported by later conversations
 
     def read(self, stream: BinaryIO) -> None:
         """Read calls until the stream ends."""
@@ -45,7 +45,7 @@ class CallReader:
         self.jobs.put(None)
 
     def take(self, call: messages.Call) -> None:
-        """Carry out a call here, or queue it for a thread or the engine."""
+        """Carry out a call in this thread, or queue it for another thread or for the engine thread."""
         requests, sessions, then = self._requests, self._sessions, self.jobs.put
         match call:
             case messages.Complete():
@@ -80,7 +80,7 @@ class CallReader:
                 then(partial(sessions.close, session))
 
     def _is_quick(self, prompt: str | list[int] | messages.Conversation | None) -> bool:
-        """Return whether to prepare a prompt in this thread: it is fast enough not to delay later calls."""
+        """Return whether this thread may prepare a prompt: that must be fast enough not to delay later calls."""
         if isinstance(prompt, str):
             tokenizer = self._driver.engine.tokenizer
             return len(prompt) <= _SHORT and (tokenizer is None or tokenizer.encodes_here)
@@ -105,7 +105,7 @@ class CallReader:
         self._answer(call.call_id, work, silent=True)
 
     def _answer(self, call_id: str, work: Callable[[], object], *, silent: bool = False) -> None:
-        """Send the value of ``work``, or its error."""
+        """Call ``work``. Send its value as the result of the call, unless ``silent``, or else its error."""
         try:
             value = work()
         except MinillmError as error:
@@ -132,5 +132,5 @@ class CallReader:
     def _command(self, session: str, command: bytes) -> None:
         try:
             self._sessions.handle(session, command)
-        except Exception as error:  # nonsense from one app must not stop the engine of all others
+        except Exception as error:  # an invalid command of one app must not stop the engine for the others
             sys.stderr.write(f"command failed: {type(error).__name__}: {error}\n")

@@ -1,4 +1,4 @@
-"""Answers in the format of Anthropic's Messages API: one message, or a stream of events."""
+"""Responses in the format of Anthropic's Messages API: one message, or a stream of events."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from minillm.server.messages import Completion, Ended, Text
 from minillm.server.parts import ArgumentsPart, CallPart, Part, Reader, TextPart
 from minillm.text.safe import parse_strict_json
 
-_KINDS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
-_NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequences"}  # of fields
+# Types of errors by status.
+_KINDS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error"}
+_NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequences"}  # our names of fields -> theirs
 
 
 @dataclass
 class MessageForm:
-    """Formats an answer as events of a stream, or as the content blocks that these events build.
+    """Formats an answer as the events of a stream, or as the content blocks that these events describe.
 
     Attributes:
-        reader: makes a reader of the answer, given whether the answer begins in thoughts.
-        signature: of thinking blocks. Clients drop thoughts without one; this server does not check it.
+        reader: creates a reader of the answer's text. Its argument is whether the answer begins inside the reasoning.
+        signature: the signature of thinking blocks. Clients drop blocks without one. This server does not check it.
         omits_thoughts: thinking blocks have no text.
         stop: the fields of the message that say why the answer ended.
     """
@@ -35,8 +36,8 @@ class MessageForm:
     omits_thoughts: bool = False
     stop: Json = field(default_factory=lambda: {"stop_reason": None, "stop_sequence": None})
     _reading: Reader = field(init=False)
-    _block: str = ""  # type of the open content block
-    _index: int = -1  # of that block, or of the last one
+    _block: str = ""  # type of the open content block; empty: none is open
+    _index: int = -1  # index of the open block, or of the last one
     _has_called: bool = False
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
@@ -79,7 +80,7 @@ class MessageForm:
                     yield self._delta({"type": "thinking_delta", "thinking": part.text})
 
     def _open(self, block: Json) -> list[Json]:
-        """Close the open block and begin another."""
+        """Return the events that close the open block, if there is one, and begin ``block``."""
         closing = self._close()
         self._block, self._index = block["type"], self._index + 1
         return [*closing, {"type": "content_block_start", "index": self._index, "content_block": block}]
@@ -104,7 +105,7 @@ class MessageForm:
 
 @dataclass
 class MessageFrame:
-    """Encodes the responses and events of one message. ``form`` has formatted its content."""
+    """Encodes the responses and events of one message. ``form`` formats the content of the message."""
 
     id: str
     model: str
@@ -141,7 +142,7 @@ def _encoded(events: list[Json]) -> bytes:
 
 
 def _joined(events: list[Json]) -> list[Json]:
-    """Return the content blocks that a stream's events build."""
+    """Return the content blocks that the events of a stream describe."""
     content: list[Json] = []
     for each in events:
         if "content_block" in each:
@@ -156,7 +157,7 @@ def _joined(events: list[Json]) -> list[Json]:
 
 
 def _input(arguments: str) -> Any:
-    """Return a call's arguments for JSON; an empty object if the answer was cut inside them."""
+    """Return a tool call's arguments as raw JSON; an empty object if the answer was cut off inside the arguments."""
     try:
         parse_strict_json(arguments)
     except ValueError:
@@ -165,7 +166,10 @@ def _input(arguments: str) -> Any:
 
 
 def _usage(usage: Usage) -> Json:
-    """Return the token usage. Cached tokens are not input tokens: clients add them."""
+    """Return the token usage in Anthropic's format.
+
+    Input tokens do not include cached ones, because clients add both.
+    """
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
@@ -176,22 +180,25 @@ def _usage(usage: Usage) -> Json:
 
 
 def message_error(error: Json, status: int = 0) -> Json:
-    """Return an error in Anthropic's format, given it in OpenAI's. Without ``status`` its type decides."""
+    """Convert an error from OpenAI's format to Anthropic's.
+
+    The type follows from ``status``, or if it is 0, from OpenAI's type.
+    """
     message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
     for ours, theirs in _NAMES.items():
         message = message.replace(ours, theirs) if message.startswith((f"{ours}:", f"{ours} ")) else message
-    if code == CONTEXT_LENGTH:  # clients look for these words, to shorten the conversation
+    if code == CONTEXT_LENGTH:  # on these words, clients shorten the conversation
         message = f"prompt is too long: {message}"
     kind = _KINDS.get(status, "api_error" if kind == "server_error" else kind)
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def is_messages(path: str) -> bool:
-    """Return whether a path is one of the Messages API."""
+    """Return whether ``path`` belongs to the Messages API."""
     return f"{path}/".startswith("/v1/messages/")
 
 
 def error_at(path: str, status: int, message: str, field: str = "", code: str | None = None) -> Json:
-    """Return an error in the format of the route at ``path``: Anthropic's for messages, else OpenAI's."""
+    """Return an error in the format of the route at ``path``: Anthropic's for the Messages API, else OpenAI's."""
     error = error_json(status, message, field, code)
     return message_error(error, status) if is_messages(path) else error
