@@ -54,7 +54,7 @@ def supported(root: Schema) -> Schema:
 
 
 def _tidy(schema: Any) -> Any:
-    """Return a copy of a schema with draft 3's ``required: true`` of a property moved to the list of its object."""
+    """Return a copy of a schema with draft 3's ``required: true`` of a property moved to its object's ``required``."""
     if isinstance(schema, list):
         return [_tidy(each) for each in schema]
     if not isinstance(schema, dict):

@@ -85,7 +85,7 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text within another text, as far as its bytes can be encoded.
 
-        The library calls this to choose tokens for bytes that the grammar leaves no choice about.
+        The library calls this to choose the tokens for bytes that the grammar forces.
         """
         wanted = text.encode("utf-8", "surrogateescape")
         try:

@@ -145,9 +145,9 @@ class StreamingDetokenizer:
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def _trim(self, text: str) -> str:
-        """Return ``text`` without spaces to drop.
+        """Drop the spaces that ``strips`` asks for, and return the rest of ``text``.
 
-        Hold back spaces at its end that are dropped if no more text follows.
+        Spaces at its end are held back, because they are dropped only if no more text follows.
         """
         while self._leading and text:
             self._leading -= 1

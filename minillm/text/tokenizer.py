@@ -217,7 +217,8 @@ class Tokenizer:
         return bool(ids) and self.token_bytes(ids[-1]) != b""
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raise ContextLengthError if ``text`` has more characters than ``max_tokens`` of the longest tokens can have.
+        """Raise ContextLengthError if ``text`` is longer than ``max_tokens`` tokens can be, each as long as the longest
+        one.
 
         If ``max_tokens`` is None, only a general maximum applies.
         """

@@ -55,7 +55,9 @@ def files_below(folder: Path) -> list[str]:
 
 
 def is_path(letters: str) -> bool:
-    """Return whether the typed ``letters`` begin a path: ``/``, ``~/``, ``./`` or ``../``."""
+    """Return whether the typed ``letters`` begin a path (``/``, ``~/``, ``./``, ``../``) rather than the name of a
+    file.
+    """
     return letters.startswith(("/", "./", "../")) or (letters.startswith("~") and "/" in letters)
 
 
