@@ -27,7 +27,14 @@ from minillm.server.generating import CONTEXT_LENGTH
 from minillm.server.message_answers import error_at
 from minillm.server.message_routes import count_tokens, create_message
 from minillm.server.openapi import document
-from minillm.server.service import Service, UnknownModel, json_response
+from minillm.server.response_routes import (
+    cancel_response,
+    count_input_tokens,
+    delete_response,
+    read_response,
+    respond,
+)
+from minillm.server.service import Missing, Service, json_response
 from minillm.server.stream_routes import open_session, take_session_commands, watch_cache
 from minillm.server.tool_choice import shown_tools
 
@@ -43,6 +50,7 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/completions", complete),
         ("POST", "/v1/messages", create_message),
+        ("POST", "/v1/responses", respond),
     ]
     others: list[Handler] = [
         ("GET", "/v1/models", _models),
@@ -51,6 +59,10 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
         ("GET", "/version", _version),
         ("GET", "/metrics", _metrics),
         ("POST", "/v1/messages/count_tokens", count_tokens),
+        ("POST", "/v1/responses/input_tokens", count_input_tokens),
+        ("GET", "/v1/responses/{name}", read_response),
+        ("DELETE", "/v1/responses/{name}", delete_response),
+        ("POST", "/v1/responses/{name}/cancel", cancel_response),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
         ("GET", "/v1/prefixes", _list_prefixes),
@@ -119,8 +131,9 @@ def _endpoint(service: Service, handler: Callable[[Service, Request], Awaitable[
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path, code = request.scope["path"], "model_not_found" if isinstance(error, UnknownModel) else None
-    answer = json_response(error_at(path, error.status_code, str(error.detail), code=code), error.status_code)
+    path, status = request.scope["path"], error.status_code
+    field, code = (error.field, error.code) if isinstance(error, Missing) else ("", None)
+    answer = json_response(error_at(path, status, str(error.detail), field, code), status)
     answer.headers.update(error.headers or {})
     if error.status_code == 405:
         answer.headers["allow"] = ", ".join(sorted(_methods(request)))

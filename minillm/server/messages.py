@@ -30,13 +30,18 @@ class Record(msgspec.Struct, array_like=True):
 
 
 class Conversation(msgspec.Struct):
-    """Messages to render into a prompt with the model's chat template."""
+    """Messages to render into a prompt with the model's chat template.
+
+    With ``known_ids`` the prompt begins with them, and only the text after the first ``num_known`` messages is encoded.
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = {}  # variables of the template, such as ``enable_thinking``
+    known_ids: list[int] = []  # of an earlier prompt and its answer
+    num_known: int = 0  # messages that they stand for, the answer included
 
 
 class ForkPoint(Record):

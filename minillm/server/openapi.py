@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 import minillm
-from minillm.server import bodies, openapi_answers
+from minillm.server import bodies, openapi_answers, response_bodies
 from minillm.server.message_answers import is_messages
 from minillm.server.message_routes import MessagesBody
 
@@ -15,6 +15,11 @@ _ROUTES: tuple[tuple[str, str, str, Any], ...] = (
     ("post", "/v1/completions", "Complete prompts", bodies.CompletionBody),
     ("post", "/v1/messages", "Answer a conversation, as Anthropic's Messages API", MessagesBody),
     ("post", "/v1/messages/count_tokens", "Count the tokens of a conversation", MessagesBody),
+    ("post", "/v1/responses", "Answer an input, or continue a response", response_bodies.ResponseBody),
+    ("post", "/v1/responses/input_tokens", "Count the tokens of an input", response_bodies.ResponseBody),
+    ("get", "/v1/responses/{name}", "Show a stored response", None),
+    ("delete", "/v1/responses/{name}", "Delete a stored response", None),
+    ("post", "/v1/responses/{name}/cancel", "End a running response", response_bodies.NoBody),
     ("get", "/v1/models", "List the served model", None),
     ("get", "/v1/models/{name}", "Describe the served model", None),
     ("get", "/health", "Check that the engine runs", None),
@@ -33,6 +38,7 @@ _ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 501, 503)
 _NEEDED: dict[Any, tuple[str, ...]] = {
     bodies.ChatBody: ("messages", "fork_of"),
     bodies.CompletionBody: ("prompt", "fork_of"),
+    response_bodies.ResponseBody: ("input", "previous_response_id"),
     bodies.TokenizeBody: ("prompt", "messages"),
     bodies.PrefixBody: ("prompt", "messages"),
 }

@@ -34,6 +34,16 @@ def _or_null(schema: Json) -> Json:
 
 _OWN = {"stop_reason": {"type": ["string", "integer"]}, "score": _NUMBER, "cumulative_logprob": _NUMBER}
 
+# Fields of some output items.
+_ITEM: dict[str, Json] = {
+    "role": {"const": "assistant"},
+    "content": {"type": "array", "items": {"type": "object"}},
+    "summary": {"const": []},
+    "call_id": _TEXT,
+    "name": _TEXT,
+    "arguments": _TEXT,
+}
+
 # Schemas that others refer to.
 SCHEMAS: dict[str, Json] = {
     "Error": _record(
@@ -80,6 +90,34 @@ SCHEMAS: dict[str, Json] = {
         prompt_token_ids=_IDS,
         token_ids=_IDS,
         **_OWN,
+    ),
+    "Response": _record(
+        id=_TEXT,
+        object={"const": "response"},
+        created_at=_COUNT,
+        model=_TEXT,
+        status={"enum": ["in_progress", "completed", "incomplete", "cancelled"]},
+        output=_list(
+            _record(
+                *_ITEM,
+                id=_TEXT,
+                type={"enum": ["message", "reasoning", "function_call"]},
+                status={"enum": ["completed", "incomplete"]},
+                **_ITEM,
+            )
+        ),
+        incomplete_details={"type": ["object", "null"]},
+        usage=_or_null(
+            _record(
+                input_tokens=_COUNT,
+                input_tokens_details=_record(cached_tokens=_COUNT),
+                output_tokens=_COUNT,
+                output_tokens_details=_record(reasoning_tokens=_COUNT),
+                total_tokens=_COUNT,
+            )
+        ),
+        previous_response_id=_or_null(_TEXT),
+        store={"type": "boolean"},
     ),
     "Model": _record(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT),
     "Prefix": _record(
@@ -137,6 +175,15 @@ ANSWERS: dict[tuple[str, str], dict[str, Json]] = {
         "text/event-stream": {},
     },
     ("post", "/v1/messages/count_tokens"): {"application/json": _record(input_tokens=_COUNT)},
+    ("post", "/v1/responses"): {"application/json": _ref("Response"), "text/event-stream": {}},
+    ("post", "/v1/responses/input_tokens"): {
+        "application/json": _record(object={"const": "response.input_tokens"}, input_tokens=_COUNT)
+    },
+    ("get", "/v1/responses/{name}"): {"application/json": _ref("Response")},
+    ("delete", "/v1/responses/{name}"): {
+        "application/json": _record(id=_TEXT, object={"const": "response"}, deleted={"const": True})
+    },
+    ("post", "/v1/responses/{name}/cancel"): {"application/json": _ref("Response")},
     ("get", "/v1/models"): {"application/json": _record(object={"const": "list"}, data=_list(_ref("Model")))},
     ("get", "/v1/models/{name}"): {"application/json": _ref("Model")},
     ("get", "/health"): {"application/json": _record(status=_TEXT)},

@@ -5,7 +5,7 @@ This runs outside the engine thread, so that a template or a long text does not 
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,18 +94,28 @@ def _naming(tool: str) -> Iterator[None]:
 def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, special: bool = True) -> list[int]:
     """Return the token ids of a prompt. ``special``: add the special tokens that begin a text."""
     if isinstance(prompt, Conversation):
-        return driver.tokenizer.apply_chat_template(
-            prompt.messages,
-            add_generation_prompt=prompt.add_generation_prompt,
-            continue_final_message=prompt.continue_final_message,
-            tools=prompt.tools,
-            thinks=prompt.template_options.get("enable_thinking"),
-        )
+        if known := prompt.known_ids:
+            if known[-1] in driver.engine.requests.eos_token_ids:  # the template ends the answer itself
+                known = known[:-1]
+            with suppress(UsageError):  # for example a template that shows results of tools only after calls
+                return known + _chat_ids(driver, prompt, prompt.num_known)
+        return _chat_ids(driver, prompt)
     if isinstance(prompt, str):
         if not driver.engine.requests.tokenizer:
             raise UsageError("this model has no tokenizer; give token ids instead of text")
         return driver.token_ids(prompt, add_special_tokens=special)
     return prompt
+
+
+def _chat_ids(driver: Driver, prompt: Conversation, num_known: int = 0) -> list[int]:
+    return driver.tokenizer.apply_chat_template(
+        prompt.messages,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        tools=prompt.tools,
+        thinks=prompt.template_options.get("enable_thinking"),
+        num_known=num_known,
+    )
 
 
 def token_of(

@@ -18,10 +18,16 @@ from minillm.server.fair_queue import FairQueue
 from minillm.server.metrics import Metrics
 from minillm.server.questions import Questions
 from minillm.server.replicas import Engine
+from minillm.server.response_answers import ResponseWriter
+from minillm.server.response_store import ResponseStore
 
 
-class UnknownModel(HTTPException):
-    """A request names a model that this server does not serve."""
+class Missing(HTTPException):
+    """A request names something that is not there. ``field`` is the field with the name, and ``code`` OpenAI's code."""
+
+    def __init__(self, status: int, message: str, field: str = "", code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.field, self.code = field, code
 
 
 @dataclass
@@ -40,6 +46,8 @@ class Service:
     began: float = field(default_factory=time.time)
     sessions: dict[str, Questions] = field(default_factory=dict)
     watchers: Counter[str] = field(default_factory=Counter)  # open streams of events, by tenant
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    running: dict[tuple[str, str], ResponseWriter] = field(default_factory=dict)  # responses, by tenant and id
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # set at shutdown, to end endless streams
 
     def forget(self, replica: int) -> None:
@@ -47,9 +55,10 @@ class Service:
         self.prefixes = {id: each for id, each in self.prefixes.items() if each.get("replica", 0) != replica}
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModel if ``name`` is not a name of the served model. Requests never load another model."""
+        """Raise Missing if ``name`` is not a name of the served model. Requests never load another model."""
         if name is not None and name not in self.names:
-            raise UnknownModel(404, f"the model {shown(name)} is not served here; use {self.names[0]}")
+            why = f"the model {shown(name)} is not served here; use {self.names[0]}"
+            raise Missing(404, why, code="model_not_found")
 
     def salt(self, tenant: str, salt: str | None = None, fork: messages.ForkPoint | None = None) -> str | None:
         """Return the salt for a request's blocks in the prefix cache.

@@ -48,6 +48,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         thinks: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        num_known: int = 0,
     ) -> str:
         """Render the conversation as text.
 
@@ -59,12 +60,16 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: end inside the last message, so that generation continues it.
             thinks: whether the model should think first, if the template has that switch; None: the template's default.
+            num_known: return only the text after the answer that is the last of the first ``num_known`` messages; 0:
+                all text.
 
         Raises:
             UsageError: a message is invalid, or the template rejects it.
             WeightsError: the template is broken, or takes too long, too much memory or too much text.
         """
         own = plain_messages(messages)
+        if num_known:
+            own[num_known - 1] = {"role": "assistant", "content": END_OF_MESSAGE}
         shown_tools = plain_tools(tools) if tools else None
         limit = 4 * sum(map(len, texts_in([own, shown_tools]))) + (1 << 18)
         if not knows_tools(self.source):
@@ -85,6 +90,10 @@ class ChatTemplate:
         if "refused" in answer:
             raise UsageError(f"the model's chat template: {clean_line(str(answer['refused']), 300)}")
         text = str(answer["text"])
+        if num_known:
+            _, end, text = text.rpartition(END_OF_MESSAGE)
+            if not end:
+                raise UsageError("the model's chat template does not show earlier answers, so none can be continued")
         return _up_to_end(text, last) if continue_final_message else text
 
 

@@ -285,6 +285,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         thinks: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        num_known: int = 0,
     ) -> list[int]:
         """Encode a conversation. Control tokens come only from the template, never from a message or a tool.
 
@@ -309,11 +310,12 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             thinks=thinks,
             tools=None if tools is None else with_texts(plain_tools(tools), self._user_broken),
+            num_known=num_known,
         )
-        ids = self._ids(text)
+        ids = self._ids(text, num_known > 0)
         meant = self._user_spellings.count(text)
         if sum(token_id in self.control_ids for token_id in ids) > meant:
-            ids = self._ids_apart(text)
+            ids = self._ids_apart(text, num_known > 0)
         return ids
 
     def _broken(self, message: Mapping[str, Any]) -> dict[str, Any]:

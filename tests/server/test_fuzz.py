@@ -29,7 +29,18 @@ MESSAGE = st.fixed_dictionaries(
     optional={"tool_calls": TOOLS | VALUES, "tool_call_id": st.text(max_size=9), "name": VALUES},
 )
 MESSAGES = st.lists(MESSAGE, min_size=1, max_size=3)
+ITEM = st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output", "item_reference"])},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "developer"]),
+        "content": st.text(max_size=9)
+        | st.lists(st.fixed_dictionaries({"type": st.just("input_text"), "text": VALUES})),
+        "output": VALUES,
+        **{name: st.sampled_from(["f", "{}", ""]) | VALUES for name in ("id", "name", "arguments", "call_id")},
+    },
+)
 LIKELY: dict[str, Any] = {
+    "input": st.text(min_size=1, max_size=9) | st.lists(ITEM, min_size=1, max_size=4),
     "tools": TOOLS,
     "messages": MESSAGES,
     "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}]),
@@ -40,6 +51,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1]},
 }
@@ -55,7 +67,8 @@ def _nothing_stays_pinned(server: Server) -> Iterator[None]:
 def fields_of(path: str) -> list[str]:
     content = document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     schema = document()["components"]["schemas"][content["$ref"].split("/")[-1]]
-    return sorted(schema["properties"].keys() - {"max_tokens", "max_completion_tokens", "n", "beam_width", "best_of"})
+    lengths = {"max_tokens", "max_completion_tokens", "max_output_tokens", "n", "beam_width", "best_of"}
+    return sorted(schema["properties"].keys() - lengths)
 
 
 def assert_as_documented(method: str, path: str, answer: httpx.Response) -> None:
@@ -93,7 +106,12 @@ def test_the_document_names_the_fields_that_a_body_needs() -> None:
 
 
 ROUTES = [(method, path) for path, methods in document()["paths"].items() for method in methods]
-BODIES: dict[str, dict[str, Any]] = {**VALID, "/v1/prefixes": {"prompt": "Hi"}}
+BODIES: dict[str, dict[str, Any]] = {
+    **VALID,
+    "/v1/prefixes": {"prompt": "Hi"},
+    "/v1/responses/input_tokens": {"input": "Hi"},
+    "/v1/responses/{name}/cancel": {},
+}
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -101,7 +119,9 @@ def test_every_route_answers_as_the_document_says(server: Server, method: str, p
     if path == "/v1/cache/events":  # it has no end
         return
     names = {"/v1/models/{name}": httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]}
-    if method == "delete":
+    if path.startswith("/v1/responses/"):
+        names[path] = httpx.post(f"{server.url}/v1/responses", json=VALID["/v1/responses"]).json()["id"]
+    elif method == "delete":
         names[path] = httpx.post(f"{server.url}/v1/prefixes", json={"prompt": "Hi"}).json()["id"]
     url = server.url + path.replace("{name}", names.get(path, ""))
     answer = httpx.request(method, url, json=BODIES.get(path) if method == "post" else None, timeout=60)

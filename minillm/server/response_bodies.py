@@ -1,0 +1,280 @@
+"""Bodies of OpenAI's Responses API, which become the bodies of chats. Items become messages.
+
+https://platform.openai.com/docs/api-reference/responses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+
+from minillm.checks import check_names, shown
+from minillm.errors import UsageError
+from minillm.server.bodies import BadField, ChatBody, ResponseFormat, SchemaFormat, StructuredOutputs
+
+Json = dict[str, Any]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Summary = Literal["auto", "concise", "detailed"]
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # no reasoning is encrypted: items hold it as text
+_NOT_SUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
+# Fields with the same meaning in a chat.
+_SHARED = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "stop", "top_k", "min_p", "min_tokens",
+    "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "structured_outputs",
+    "max_reasoning_tokens",
+    "chat_template_kwargs", "cache_salt", "priority",
+)  # fmt: skip
+# Fields of a chat by other names.
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+_ITEM_KEYS = ("type", "id", "status")
+_KEYS = {
+    "message": ("role", "content", "phase"),
+    "reasoning": ("summary", "content", "encrypted_content"),
+    "function_call": ("call_id", "name", "arguments", "namespace", "caller", "async"),
+    "function_call_output": ("call_id", "output", "name", "namespace", "caller"),
+    "item_reference": (),
+}
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")  # types of parts with text
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The grammar of an answer. A JSON schema is always enforced, ``strict`` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: Json | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def of_chat(self) -> ResponseFormat:
+        """Return the field of a chat with the same meaning. Raises BadField."""
+        if (self.type == "json_schema") != (self.schema is not None):
+            raise BadField("text.format: the type json_schema needs a schema; other types have none", "text.format")
+        return ResponseFormat(self.type, None if self.schema is None else SchemaFormat(self.schema))
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # a hint for OpenAI's own models; has no effect
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Effort | None = None
+    summary: Summary | None = None  # has no effect: reasoning is returned as it is
+    generate_summary: Summary | None = None  # older name of ``summary``
+
+
+class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None  # has no effect: texts are not padded
+
+
+class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``/v1/responses`` and ``/v1/responses/input_tokens``."""
+
+    model: str | None = None
+    input: str | list[Json] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None  # true by default
+    stream: bool | None = None
+    stream_options: EventOptions | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None  # a label of the caller, like the next two; returned with the response
+    user: str | None = None
+    safety_identifier: str | None = None
+    truncation: Literal["disabled", "auto"] | None = None  # only disabled
+    max_tool_calls: int | None = None  # has no effect: it counts calls of built-in tools
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # has no effect
+    prompt_cache_key: str | None = None  # has no effect: prefixes are found without it
+    prompt_cache_retention: str | None = None  # has no effect
+    prompt_cache_options: Json | None = None  # has no effect
+    background: bool | None = None  # only false
+    conversation: str | Json | None = None  # this one and the next three: not supported
+    prompt: Json | None = None
+    context_management: list[Json] | None = None
+    moderation: Json | None = None
+    # our own, as in chats
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    max_reasoning_tokens: int | None = None
+    chat_template_kwargs: Json | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+    def check(self) -> None:
+        """Raise BadField for a value that no request may have."""
+        for name in _NOT_SUPPORTED:
+            if getattr(self, name) not in (None, False):
+                raise BadField(f"{name}: not supported; leave it out", name)
+        if self.truncation == "auto":
+            raise BadField("truncation: auto is not supported; leave it out, and shorten the input", "truncation")
+        for each in self.include or ():
+            if each not in _INCLUDES:
+                raise BadField(f"include: {shown(each)} is not supported; known: {', '.join(_INCLUDES)}", "include")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
+            raise BadField(f"top_logprobs must be from 0 to 20, not {self.top_logprobs}", "top_logprobs")
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Return whether texts get log-probabilities."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    def chat(self, conversation: Sequence[Json]) -> ChatBody:
+        """Return the body of the chat with these messages after the instructions. Raises BadField."""
+        values = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        told = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        has_format = self.text is not None and self.text.format is not None
+        body = ChatBody(
+            **values,
+            messages=[*told, *conversation],
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.has_logprobs,
+            top_logprobs=self.top_logprobs if self.has_logprobs else None,
+            tools=None if self.tools is None else [_tool(tool, number) for number, tool in enumerate(self.tools)],
+            tool_choice=_choice(self.tool_choice),
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            response_format=self.text.format.of_chat() if has_format else None,  # type: ignore[union-attr]
+        )
+        with own_names():
+            body.check()
+        return body
+
+
+class NoBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request that has no fields."""
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Give a field of a chat in a BadField the name that it has in a response."""
+    try:
+        yield
+    except BadField as error:
+        name = _NAMES.get(error.field, error.field)
+        message = str(error)
+        if message.startswith(error.field):
+            message = name + message[len(error.field) :]
+        raise BadField(message, name) from None
+
+
+def _tool(tool: Json, number: int) -> Json:
+    """Return a tool as a chat has it: the function's fields are in ``function``."""
+    kind = tool.get("type")
+    if kind != "function":
+        raise BadField(f"tools[{number}]: the type {shown(kind)} is not supported; only functions are", "tools")
+    return {"type": kind, "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice(wanted: str | Json | None) -> str | Json | None:
+    """Return ``tool_choice`` as a chat has it. Raises BadField."""
+    if not isinstance(wanted, dict):
+        return wanted
+    if wanted.get("type") != "function" or set(wanted) != {"type", "name"}:
+        form = '{"type": "function", "name": "…"}'
+        raise BadField(f"tool_choice must be none, auto, required or {form}", "tool_choice")
+    return {"type": "function", "function": {"name": wanted["name"]}}
+
+
+def messages_of(items: str | Sequence[Json], stored: Callable[[str], Json | None]) -> list[Json]:
+    """Return the messages of a chat that items stand for. Raises BadField.
+
+    Args:
+        stored: returns the item with an id, None if there is none.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[Json] = []
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        if kind == "item_reference":
+            name = item.get("id")
+            found = stored(name) if isinstance(name, str) else None
+            if found is None:
+                raise BadField(f"{where}: no item {shown(name)} is stored; send the item itself", "input")
+            item, kind = found, found["type"]
+        _add(messages, item, kind, where)
+    return messages
+
+
+def _add(messages: list[Json], item: Json, kind: Any, where: str) -> None:
+    """Append an item to messages. Reasoning, text and calls of one answer form one message."""
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise BadField(f"{where}: an item of type {shown(kind)} is not supported; known: {', '.join(_KEYS)}", "input")
+    try:
+        check_names([name for name in item if item[name] is not None], (*_ITEM_KEYS, *_KEYS[kind]), "key")
+    except UsageError as error:
+        raise BadField(f"{where}: {error}", "input") from None
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if kind == "function_call":
+        if last is None:
+            messages.append(last := {"role": "assistant", "content": ""})
+        function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
+        call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+        last.setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        name, output = _text(item, "call_id", where), _content(item.get("output"), f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": name, "content": output})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        if thought := _content(parts, f"{where}.content"):
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+    else:
+        role, content = item.get("role"), _content(item.get("content"), f"{where}.content")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise BadField(f"{where}.role must be user, assistant, system or developer, not {shown(role)}", "input")
+        if role == "assistant" and last is not None and not last["content"] and "tool_calls" not in last:
+            last["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+
+
+def _text(item: Json, name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise BadField(f"{where}.{name} must be text, not {shown(value)}", "input")
+    return value
+
+
+def _content(value: Any, where: str) -> str:
+    """Return the text of a content: text itself, or a list of parts, which are joined by newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise BadField(f"{where} must be text or a list of parts, not {shown(value)}", "input")
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or kind not in _TEXTS:
+            raise BadField(f"{where}[{number}]: a part of type {shown(kind)}: only text is supported", "input")
+        texts.append(_text(dict(part), "refusal" if kind == "refusal" else "text", f"{where}[{number}]"))
+    return "\n".join(texts)

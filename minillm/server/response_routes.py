@@ -1,0 +1,205 @@
+"""The HTTP routes of OpenAI's Responses API, built on the chat's."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minillm.checks import shown
+from minillm.errors import UsageError
+from minillm.server import messages
+from minillm.server.bodies import BadField, ChatBody, read_body
+from minillm.server.completion_routes import ChatCall, chat_call, generating
+from minillm.server.generating import Generating
+from minillm.server.response_answers import ResponseFrame, ResponseWriter, place_of
+from minillm.server.response_bodies import Json, NoBody, ResponseBody, messages_of, own_names
+from minillm.server.response_store import Stored
+from minillm.server.service import Missing, Service, json_response
+
+
+@dataclass(frozen=True)
+class Responding:
+    """An ASGI response that generates a response, which other requests can read and cancel meanwhile."""
+
+    generating: Generating
+    writer: ResponseWriter
+    running: dict[tuple[str, str], ResponseWriter]  # of the service
+    key: tuple[str, str]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.running[self.key] = self.writer
+        try:
+            await self.generating(scope, receive, send)
+        finally:
+            del self.running[self.key]
+
+
+async def respond(service: Service, request: Request) -> Responding:
+    """Answer an input, after the conversation of an earlier response if there is one."""
+    body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
+    name = f"resp_{secrets.token_hex(24)}"
+    turn = _turn(service, tenant, name, body)
+    call = turn.made.call
+    call.wants_ids = body.store is not False
+    head = _head(service, name, body, call.params)
+
+    def keep(response: Json, token_ids: Sequence[int]) -> None:
+        answer = messages_of(response["output"], lambda name: None) or [{"role": "assistant", "content": ""}]
+        stored = Stored.of(response, [*turn.conversation, *answer], turn.key, token_ids)
+        service.responses.put(tenant, name, stored)
+
+    writer, has_format = ResponseWriter(head, turn.made.reader, body.has_logprobs, keep), body.text is not None
+    field = turn.made.grammar_field or ("text.format" if has_format else "")
+    made = generating(service, turn.chat, tenant, [call], ResponseFrame(writer), writer, grammar_field=field)
+    return Responding(made, writer, service.running, (tenant, name))
+
+
+async def count_input_tokens(service: Service, request: Request) -> Response:
+    """Return the number of tokens of the prompt that a response would have."""
+    body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
+    prompt = _turn(service, tenant, "", body).made.call.prompt
+    assert isinstance(prompt, messages.Conversation)
+    found = await service.engine.ask(partial(messages.Tokenize, tenant=tenant, prompt=prompt))
+    return json_response({"object": "response.input_tokens", "input_tokens": len(found["tokens"])})
+
+
+async def read_response(service: Service, request: Request) -> Response:
+    """Return a stored or running response."""
+    name, tenant = request.path_params["name"], request.state.tenant
+    if request.query_params.get("stream", "false") != "false":
+        raise BadField("stream: a stored response cannot be streamed again; leave it out", "stream")
+    return _response(service, tenant, name)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    """Delete a stored response."""
+    name = request.path_params["name"]
+    if not service.responses.delete(request.state.tenant, name):
+        raise Missing(404, f"there is no response {shown(name)}")
+    return json_response({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel_response(service: Service, request: Request) -> Response:
+    """End a running response, which becomes a shorter one. Return a finished response as it is."""
+    read_body(NoBody, request.state.body or b"{}")
+    name, tenant = request.path_params["name"], request.state.tenant
+    writer = service.running.get((tenant, name))
+    if writer is not None and writer.answer is not None and writer.answer.ended is None:
+        answer, began, writer.is_cancelled = writer.answer, writer.answer.began, True
+        service.engine.leave(answer)
+        answer.ended = messages.Ended(answer.request_id, 0 if began is None else began.num_prompt_tokens, 0)
+        answer.news.set()
+    return _response(service, tenant, name)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A request as a chat.
+
+    Attributes:
+        conversation: its messages without the instructions.
+        key: what else the prompt depends on, as JSON.
+    """
+
+    chat: ChatBody
+    made: ChatCall
+    conversation: list[Json]
+    key: bytes
+
+
+def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> _Turn:
+    """Return a request as a chat. Raises BadField, or Missing for an unknown earlier response."""
+    body.check()
+    service.check_model(body.model)
+    before: Stored | None = None
+    if (previous := body.previous_response_id) is not None:
+        before = _stored(service, tenant, previous, "previous_response_id", "previous_response_not_found")
+    history: list[Json] = [] if before is None else msgspec.json.decode(before.messages)
+    if body.input is None and before is None:
+        raise BadField("input is missing", "input")
+    conversation = [*history, *messages_of(body.input or [], partial(_item, service, tenant))]
+    chat = body.chat(conversation)
+    with own_names():
+        made = chat_call(service, tenant, name, chat)
+    prompt = made.call.prompt
+    assert isinstance(prompt, messages.Conversation)
+    key = msgspec.json.encode([body.instructions or "", prompt.tools, prompt.template_options])
+    if before is not None and before.key == key:
+        prompt.known_ids = before.token_ids.tolist()
+        prompt.num_known = len(prompt.messages) - len(conversation) + len(history)
+    return _Turn(chat, made, conversation, key)
+
+
+def _response(service: Service, tenant: str, name: str) -> Response:
+    """Return a stored or running response. Raises Missing for an unknown id."""
+    writer = service.running.get((tenant, name))
+    if writer is not None and service.responses.get(tenant, name) is None:
+        return json_response(writer.response("cancelled" if writer.is_cancelled else "in_progress"))
+    return Response(_stored(service, tenant, name).response, media_type="application/json")
+
+
+def _stored(service: Service, tenant: str, name: str, field: str = "", code: str | None = None) -> Stored:
+    """Return a stored response. Raises Missing if the tenant has none with this id."""
+    found = service.responses.get(tenant, name)
+    if found is None:
+        raise Missing(404, f"there is no response {shown(name)}; it has expired, or was never stored", field, code)
+    return found
+
+
+def _item(service: Service, tenant: str, name: str) -> Json | None:
+    """Return the output item of a stored response with this id, None for an unknown id."""
+    response, number = place_of(name)
+    found = service.responses.get(tenant, response)
+    output = [] if found is None else msgspec.json.decode(found.response)["output"]
+    return output[number] if 0 <= number < len(output) and output[number]["id"] == name else None
+
+
+def _head(service: Service, name: str, body: ResponseBody, params: Json) -> Json:
+    """Return the fields of a response that its request determines. Raises UsageError if they cannot be encoded."""
+    text = body.text
+    form = {"type": "text"} if text is None or text.format is None else _given(text.format)
+    head: dict[str, Any] = {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": service.names[0],
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None} | ({} if body.reasoning is None else _given(body.reasoning)),
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": params.get("temperature", 1.0),
+        "text": {"format": form, "verbosity": None if text is None else text.verbosity},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.get("top_p", 1.0),
+        "truncation": "disabled",
+        "user": body.user,
+    }
+    try:
+        msgspec.json.encode(head)
+    except RecursionError:
+        raise UsageError("values are nested too deep; send flatter ones") from None
+    return head
+
+
+def _given(value: msgspec.Struct) -> Json:
+    """Return the fields that are set."""
+    return {name: each for name in value.__struct_fields__ if (each := getattr(value, name)) is not None}

@@ -1,0 +1,94 @@
+"""Stored responses. Each belongs to a tenant. They are lost when the server ends."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+MOST_RESPONSES = 1_000  # of one tenant
+MOST_BYTES = 64 << 20  # of one tenant
+MOST_TOTAL_BYTES = 512 << 20  # of all tenants
+MOST_SECONDS = 3_600.0  # since the last use
+
+
+@dataclass
+class Stored:
+    """A response, and what its continuation needs.
+
+    Attributes:
+        response: the response as JSON.
+        messages: all messages up to the answer as JSON, without instructions.
+        key: what else the prompt depends on, as JSON: instructions, tools and template variables.
+        token_ids: of prompt and answer.
+    """
+
+    response: bytes
+    messages: bytes
+    key: bytes
+    token_ids: array[int]
+    used: float = 0.0  # when it was last used
+
+    @classmethod
+    def of(cls, response: Any, messages: Sequence[Any], key: bytes, token_ids: Sequence[int]) -> Stored:
+        """Return the entry of a finished response."""
+        encode = msgspec.json.encode
+        return cls(encode(response), encode(messages), key, array("I", token_ids))
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes."""
+        return len(self.response) + len(self.messages) + len(self.key) + 4 * len(self.token_ids)
+
+
+@dataclass
+class ResponseStore:
+    """Responses by tenant and id. Where there are too many, the least recently used ones are dropped."""
+
+    clock: Callable[[], float] = time.monotonic
+    _own: dict[str, OrderedDict[str, Stored]] = field(default_factory=dict)  # by tenant, least recently used first
+    _sizes: dict[str, int] = field(default_factory=dict)  # bytes by tenant
+
+    def put(self, tenant: str, name: str, stored: Stored) -> None:
+        """Store a response, and drop others if limits are exceeded."""
+        self._drop_old()
+        stored.used = self.clock()
+        own = self._own.setdefault(tenant, OrderedDict())
+        own[name] = stored
+        self._sizes[tenant] = self._sizes.get(tenant, 0) + stored.size
+        while tenant in self._own and (len(own) > MOST_RESPONSES or self._sizes[tenant] > MOST_BYTES):
+            self.delete(tenant, next(iter(own)))
+        while sum(self._sizes.values()) > MOST_TOTAL_BYTES:  # the largest tenant gives way
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self.delete(largest, next(iter(self._own[largest])))
+
+    def get(self, tenant: str, name: str) -> Stored | None:
+        """Return a tenant's response, None for an unknown id."""
+        self._drop_old()
+        own = self._own.get(tenant, OrderedDict())
+        if (found := own.get(name)) is not None:
+            found.used = self.clock()
+            own.move_to_end(name)
+        return found
+
+    def delete(self, tenant: str, name: str) -> bool:
+        """Delete a tenant's response. Return whether there was one."""
+        found = self._own.get(tenant, OrderedDict()).pop(name, None)
+        if found is None:
+            return False
+        self._sizes[tenant] -= found.size
+        if not self._own[tenant]:
+            del self._own[tenant], self._sizes[tenant]
+        return True
+
+    def _drop_old(self) -> None:
+        """Drop the responses that have not been used for too long."""
+        oldest = self.clock() - MOST_SECONDS
+        for tenant, own in list(self._own.items()):
+            while own and next(iter(own.values())).used < oldest:
+                self.delete(tenant, next(iter(own)))
