@@ -277,7 +277,7 @@ class BeamSearchParams(_Params):
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request's parameters, completed with a model's ``defaults``.
 
-    If the default of ``min_tokens`` or ``max_tokens`` contradicts a given value of the other, it is lowered or dropped.
+    If ``min_tokens`` contradicts ``max_tokens`` and one of the two is a default, that default is lowered or dropped.
     """
     values = {**defaults, **given}
     most, least = values.get("max_tokens"), values.get("min_tokens")

@@ -60,7 +60,7 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def reasons_with(self, token_id: int) -> bool:
-        """Return whether ``token_id`` as its next token belongs to its reasoning, not to the answer."""
+        """Return whether ``token_id``, as the sequence's next token, belongs to its reasoning, not to its answer."""
         return self.thought is not None and self.thought.covers(self.token_ids, token_id)
 
     @property

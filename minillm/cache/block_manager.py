@@ -143,7 +143,7 @@ class BlockManager:
         table.blocks, table.num_tokens, table.writable, table.nodes = [], 0, 0, []
 
     def unref(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block, last block first. It is shared least, so it should be evicted first."""
+        """Drop one reference to each block, in reverse: later blocks are shared less, so they are evicted first."""
         counts = self.ref_counts
         for block in reversed(blocks):
             counts[block] -= 1
@@ -153,7 +153,7 @@ class BlockManager:
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Add the full blocks of the first ``num_computed`` tokens to the prefix cache. K and V must be computed."""
+        """Add the full blocks of the first ``num_computed`` tokens, already computed, to the prefix cache."""
         size, nodes = self.block_size, table.nodes
         if not self.prefix_caching:
             return
@@ -277,7 +277,7 @@ class BlockManager:
             self._release(block)
 
     def _release(self, block: int) -> None:
-        """Keep a block in the prefix cache if that lists it, else free it. No table and no pending copy may need it."""
+        """Keep a block cached if the prefix cache lists it, else free it. No table and no pending copy may need it."""
         if block in self.prefixes:
             self._cached[block] = None
         else:

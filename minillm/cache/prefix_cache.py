@@ -71,7 +71,7 @@ class PrefixCache:
         return blocks, nodes
 
     def add(self, block: int, before: Node, token_ids: Sequence[int]) -> Node:
-        """Index a full block after node ``before``, unless an equal block is indexed. Return that block's node."""
+        """Index a full block after node ``before``, unless an equal block is in the index. Return the block's node."""
         key = (before, tuple(token_ids))
         known = self._blocks.get(key)
         if known is not None:

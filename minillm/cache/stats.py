@@ -137,7 +137,7 @@ class PrefixReport:
 
 
 def explain_miss(manager: BlockManager, token_ids: Sequence[int], salt: str | None = None) -> PrefixReport:
-    """Compare a prompt with the cached prefix that has most of its tokens. ``salt``: as in `BlockManager.allocate`."""
+    """Compare a prompt with the cached prefix that agrees longest. ``salt``: that of the prompt's block table."""
     size, count, prefixes = manager.block_size, len(token_ids), manager.prefixes
     blocks, nodes = prefixes.match(token_ids, salt, count)
     start = len(blocks) * size

@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 async def in_threads(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
-    """Yield the items of a blocking generator, running it in a worker thread. Closing this closes the generator."""
+    """Yield the items of a blocking generator, which runs in worker threads. It is closed when this one is closed."""
     lock = threading.Lock()  # the thread of a cancelled task must end before the generator is closed
 
     def locked(step: Callable[[], Item | None]) -> Item | None:

@@ -10,7 +10,7 @@ from minillm.sequence import Sequence, SequenceGroup
 
 
 def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, RequestOutput]]:
-    """Run requests of one completion each that have ``hold`` set. Return each one's idle sequence and output, in order.
+    """Run requests of one completion each that have ``hold`` set. Return (idle sequence, output) of each, in order.
 
     Raises:
         MinillmError: a request failed; no blocks are kept.
@@ -50,7 +50,7 @@ def release(driver: Driver, sequence: Sequence) -> None:
 
 
 def prefix_request(token_ids: list[int], salt: str | None, request_id: str = "") -> Request:
-    """Return the request that computes a prefix to `pin`, and one token after it."""
+    """Return a request that computes a prefix, to `pin` it afterwards. (It also generates one token.)"""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     return Request(token_ids, params, hold=True, salt=salt, request_id=request_id)
 

@@ -81,7 +81,7 @@ class IdleSequences:
         return len({block for sequence in self.pinned.values() for block in sequence.blocks})
 
     def tokens_that_fit(self, num_prompt_tokens: int, num_sequences: int) -> int:
-        """Return how many tokens each completion of a prompt can have in this pool, if nothing else runs."""
+        """Return how many tokens each of a prompt's ``num_sequences`` completions can have if nothing else runs."""
         full, rest = divmod(num_prompt_tokens, self.cache.block_size)
         blocks = (self.cache.num_blocks - self.num_pinned_blocks - full) // num_sequences
         return blocks * self.cache.block_size - rest

@@ -110,11 +110,14 @@ class Requests:
 
     @cached_property
     def reasoning_tags(self) -> ReasoningTags | None:
-        """The tags around the model's reasoning, None if it has none."""
+        """The tags around the model's reasoning, such as ``<think>``; None if the model has none."""
         return None if self.tokenizer is None else ReasoningTags.of(self.tokenizer)
 
     def _thought(self, params: Params, token_ids: SequenceOf[int]) -> Thought | None:
-        """Return the position in the reasoning at the end of a prompt; None without a limit. Raises UsageError."""
+        """Return the state of the reasoning limit at the end of a prompt, or None if the request has no limit.
+
+        Raises UsageError if the model has no reasoning tags.
+        """
         limit, tags = params.max_reasoning_tokens, self.reasoning_tags
         if limit is None:
             return None
@@ -197,7 +200,7 @@ class Requests:
             self.finished[group.request_id] = group
 
     def _with_reasoning(self, group: SequenceGroup, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-        """Return the outputs with their ``reasoning_tokens``."""
+        """Return the outputs with ``reasoning_tokens`` filled in."""
         if (tags := self.reasoning_tags) is None:
             return outputs
         limit, prompt = group.params.max_reasoning_tokens, group.sequences[0].token_ids[: group.num_prompt_tokens]

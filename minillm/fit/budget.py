@@ -93,7 +93,7 @@ class Budget:
         return int((self.available - self.draft_bytes) * CPU_DEQUANTIZED_SHARE)
 
     def with_weights(self, weights: str) -> Budget:
-        """Return this budget with the option ``weights``."""
+        """Return this budget with another value of the option ``weights``."""
         return replace(self, config=replace(self.config, weights=weights))
 
     def _held(self, packs: bool) -> Held:

@@ -228,8 +228,9 @@ def build_runner(
 
 
 def free_cores(config: EngineConfig, device: torch.device, since: Clocks | None) -> FreeCores | None:
-    """Set torch's number of threads on a CPU; return the observer that adapts it, or None if the user chose the
-    number.
+    """Set torch's number of threads on a CPU. Return the observer that adapts it to the free cores.
+
+    Return None on a GPU, or if the user chose the number.
     """
     if device.type != "cpu":
         return None
@@ -254,7 +255,7 @@ def following(cores: FreeCores, on_progress: OnProgress) -> OnProgress:
 
 
 def _check_smaller(draft: Llama, model: Llama, config: EngineConfig) -> None:
-    """Raise UsageError if a draft model reads as many bytes as the main model."""
+    """Raise UsageError unless a draft model reads fewer bytes of weights per token than the main model."""
     if draft.weight_bytes >= model.weight_bytes:
         raise UsageError(
             f"speculate {config.draft}: a draft token would read {size(draft.weight_bytes)} of weights, and a token of "

@@ -53,7 +53,7 @@ class FreeCores(StepObserver):
         self._ended = time.monotonic()
 
     def follow(self) -> None:
-        """Measure, if the last measurement is old enough."""
+        """Call `look` if the last measurement is old enough."""
         if time.monotonic() - self._seen[0] >= _EVERY:
             self.look()
 

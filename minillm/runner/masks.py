@@ -26,7 +26,7 @@ class Masks:
         words: ``[masks, vocab // 32 + 1]`` int32 on the CPU, one mask for each of ``rows``. Bit ``i % 32`` of word
             ``i // 32`` is set if token ``i`` is allowed.
         empty: the rows of logits in which a request's parameters, with its grammar if any, allow no token.
-        forced: the tokens that end reasoning at its limit, by row. No other token is allowed in these rows.
+        forced: row -> token id, for sequences at their limit of reasoning tokens. The row allows only this token.
     """
 
     rows: list[int]
@@ -93,13 +93,13 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
 
 
 def grammar_now(sequence: Sequence) -> Matcher | None:
-    """Return the matcher that decides about a sequence's next token; None without one, or inside its reasoning."""
+    """Return the grammar matcher for a sequence's next token. None without a grammar, and inside its reasoning."""
     thought, matcher = sequence.thought, sequence.matcher
     return None if matcher is None or (thought is not None and thought.is_inside(sequence.token_ids)) else matcher
 
 
 def _forced(sequence: Sequence) -> int | None:
-    """Return the only token that may follow because the reasoning has reached its limit."""
+    """Return the only token that may follow if the reasoning has reached its limit, else None."""
     return None if sequence.thought is None else sequence.thought.forced(sequence.token_ids)
 
 
@@ -179,7 +179,10 @@ def _is_bounded(group: SequenceGroup, sequence: Sequence) -> bool:
 
 
 def _bars_end(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Return whether the answer must not end now, apart from its grammar. Before an answer with a grammar none ends."""
+    """Return whether end tokens are banned although no grammar decides about them now.
+
+    That is so before ``min_tokens``, and in the reasoning before an answer with a grammar.
+    """
     return grammar_now(sequence) is None and (is_early(group, sequence) or sequence.matcher is not None)
 
 

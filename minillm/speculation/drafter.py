@@ -151,7 +151,7 @@ class Drafter(StepObserver):
 
 
 def drafter_of(runner: Runner) -> Drafter | None:
-    """Return a runner's draft model, if it has one."""
+    """Return a runner's draft model, or None."""
     return next((each for each in runner.observers if isinstance(each, Drafter)), None)
 
 

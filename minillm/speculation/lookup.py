@@ -19,7 +19,7 @@ class Source:
     num_tries: int = 0  # attempts to return to this source since the other text diverged from it
 
     def tokens(self, count: int, text: list[int]) -> tuple[int, ...]:
-        """Return up to ``count`` draft tokens for ``text``. If this source is in ``text``, continue its repetition."""
+        """Return up to ``count`` draft tokens for ``text``. At the end of ``text`` itself, repeat from the source."""
         found = self.text[self.place : self.place + count]
         period = len(self.text) - self.place
         while found and self.text is text and len(found) < count:

@@ -127,7 +127,7 @@ class SpeculativeSamples(Samples):
 
 
 def _num_free(sequence: Sequence) -> int:
-    """Return how many next tokens the limit on a sequence's reasoning certainly does not force."""
+    """Return how many of a sequence's next tokens are certainly not forced by the limit on its reasoning."""
     return NO_LIMIT if sequence.thought is None else sequence.thought.num_free(sequence.token_ids)
 
 

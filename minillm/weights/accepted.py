@@ -15,7 +15,7 @@ def read_config(directory: Path) -> ModelConfig:
     """Read the configuration of a model in Hugging Face's layout.
 
     Raises:
-        WeightsError: it is missing or invalid, or its architecture or quantization is not supported.
+        WeightsError: the configuration is missing or invalid, or the architecture or quantization is not supported.
     """
     config = model_config(directory)
     if read_quantized(directory) is not None:

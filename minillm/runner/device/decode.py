@@ -62,7 +62,7 @@ class DecodeSteps:
         return found, wanted
 
     def _send(self, masks: Masks, rows: list[int]) -> None:
-        """Send masks to the device. ``rows``: the step's row of logits for each row that the masks refer to."""
+        """Send masks to the device. ``rows[i]``: the row of the step's logits for row i of ``masks``."""
         places = [-1] * self._state.size
         for row, place in zip(rows, masks.places(len(rows)), strict=True):
             places[row] = place

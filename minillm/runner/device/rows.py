@@ -227,7 +227,10 @@ class Rows:
         return [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
 
     def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
-        """Return how many first blocks of each sequence cannot change (None: all), and their sum over beams."""
+        """Return for each sequence how many first blocks the device cannot change, and the sum of this over all beams.
+
+        The list is None if the device changes no sequence's blocks.
+        """
         common = sum(chunk.group.device.num_common_blocks for chunk in chunks if chunk.group.device)
         if not any(chunk.group.device for chunk in chunks):
             return None, 0
