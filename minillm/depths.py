@@ -1,4 +1,4 @@
-"""Answers at several depths of one reasoning, which is computed once."""
+"""Compute answers after several numbers of reasoning tokens (depths), from one reasoning that is computed once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +23,8 @@ class DepthAnswer:
     Attributes:
         depth: the limit on the reasoning.
         text: the answer, without the reasoning.
-        num_own_tokens: generated tokens that no other answer shares. 0: the reasoning had ended before this depth, so
-            the answer is that of the deepest.
+        num_own_tokens: generated tokens that no other answer shares. 0: the reasoning ended before this depth, so the
+            answer is the same as at the deepest depth.
         output: reasoning and answer, with token ids and log-probabilities.
     """
 
@@ -39,15 +39,15 @@ def depths(
 ) -> list[DepthAnswer]:
     """Answer a prompt after each of several numbers of reasoning tokens, in order.
 
-    The reasoning runs once, to the deepest. At each depth a fork ends it, as ``max_reasoning_tokens`` would, and
-    answers while the reasoning continues; all share its blocks. Each answer is that of a separate request with
-    ``max_reasoning_tokens=depth`` and the same ``seed``.
+    The reasoning runs once, to the deepest depth. At each depth a fork ends it, as ``max_reasoning_tokens`` would, and
+    answers while the reasoning continues. All answers share the reasoning's blocks. Each answer is the same as from a
+    separate request with ``max_reasoning_tokens=depth`` and the same ``seed``.
 
     Args:
         prompt: see `minillm.llm.LLM.generate`; or a conversation, as for `minillm.llm.LLM.chat`.
         depths: numbers of tokens; 0 answers at once.
-        params: ``max_tokens`` counts reasoning and answer, so it must be above the deepest; ``n`` must be 1. By default
-            those of `minillm.llm.LLM.default_params`, with 1,024 tokens after the deepest.
+        params: ``max_tokens`` counts reasoning and answer, so it must be above the deepest depth; ``n`` must be 1. The
+            default is `minillm.llm.LLM.default_params`, with 1,024 tokens after the deepest depth.
 
     Raises:
         UsageError: the model has no reasoning tags, or a parameter is wrong.

@@ -2,15 +2,15 @@
 
 from typing import Literal
 
-# By their usual names, the bits of most matrices and of finer ones. Four and eight bits in groups of 32; with k,
-# llama.cpp's K-quants; fp8 has a scale for each row.
+# Quantizations by their usual names: the formats of most matrices, and of the matrices that get more bits. "4" and "8"
+# are bits in groups of 32 weights; with k, the formats are llama.cpp's K-quants; fp8 has a scale for each row.
 FORMS = {
     "q4_0": ("4", "4"), "q8_0": ("8", "8"), "q6_k": ("6k", "6k"), "q4_k_m": ("4k", "6k"), "q5_k_m": ("5k", "6k"),
     "fp8": ("fp8", "fp8"),  # layers alone
 }  # fmt: skip
 
-# How matrices are held: quantized ones as they are stored, or all in the engine's dtype. On a CPU: all in 8 bits (4-bit
-# ones in 4 bits as well), or only quantized ones: 4-bit ones in 4 bits, others in 8.
+# The storage of matrices in memory. stored: quantized matrices as in the file. expanded: all in the engine's dtype. On
+# a CPU, int8: all in 8 bits (4-bit ones also in 4); int4: 4-bit matrices in 4 bits, other quantized ones in 8 bits.
 Held = Literal["stored", "expanded", "int8", "int4"]
 
 

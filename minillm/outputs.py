@@ -71,7 +71,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None  # why the request was rejected or failed
     prompt_logprobs: list[PromptTokenLogprobs | None] | None = (
-        None  # by token; None for the first, before which is none
+        None  # one for each prompt token; None for the first, which has no earlier tokens
     )
 
     @property

@@ -175,7 +175,7 @@ class RayEngines(Engines):
         connect(address)
         self._task = ray.put(task)
         self._new: Any = ray.remote(actor).options(**_needs(task.engine, count), max_concurrency=1_000_000)
-        self._calls: dict[Any, int] = {}  # under way: the engine of each
+        self._calls: dict[Any, int] = {}  # pending Ray call -> number of its engine
         self._actors: list[Any] = [self._start(number) for number in range(count)]
 
     def __enter__(self) -> Self:

@@ -27,7 +27,7 @@ class Followed:
 
     follow: Callable[[BeamStep, list[Candidate]], list[Delta]]
     requests: Requests
-    following: dict[SequenceGroup, int]  # a group of the device -> the index of its search in ``chosen``
+    following: dict[SequenceGroup, int]  # group that the device has chosen for -> index of its search in ``chosen``
     chosen: Chosen
     hosted: Flight | None  # the CPU's searches in the same step, of other groups
     may_run_ahead: bool = field(init=False)

@@ -60,7 +60,7 @@ class BlockManager:
         self.num_looked_up_tokens = 0
         self.prefix_caching = prefix_caching
         self.prefixes = PrefixCache(block_size)
-        self._cached: dict[int, None] = {}  # unreferenced, findable blocks; the least recently used first
+        self._cached: dict[int, None] = {}  # cached blocks that no table holds, the least recently used first
         self._free = FreeBlocks(num_blocks)
         self._copies: dict[int, int] = {}  # destination -> source, recorded but not yet taken
         self._copy_sources: dict[int, int] = {}  # block -> number of recorded copies that still read it

@@ -12,8 +12,8 @@ class FreeBlocks:
 
     def __init__(self, num_blocks: int) -> None:
         self._is_free = bytearray(b"\x01") * num_blocks
-        self._length = [0] * num_blocks  # of the run that starts here
-        self._start = [0] * num_blocks  # of the run that ends here
+        self._length = [0] * num_blocks  # first block of a run of free blocks -> the run's length
+        self._start = [0] * num_blocks  # last block of a run of free blocks -> the run's first block
         self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
         self._nonempty = 0  # bit c: class c holds a run
         self._count = num_blocks

@@ -92,7 +92,7 @@ class Samples:
             total, logprobs = (each.cumulative_logprob, each.logprobs) if wanted else (None, None)
             ids, end = each.output_token_ids, each.finish_reason
             outputs.append(CompletionOutput(each.index, text, ids, total, logprobs, end, each.stop_reason))
-        # The reasoning ended before these depths: a limit there would have changed nothing.
+        # For depths after the end of the reasoning, the first answer is also the answer at that depth.
         return outputs + [replace(outputs[0], index=i) for i in range(len(outputs), group.params.num_sequences)]
 
     def append(self, group: SequenceGroup, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
@@ -143,7 +143,7 @@ class Samples:
         child.logprobs, child.cumulative_logprob = sequence.logprobs.copy(), sequence.cumulative_logprob
         group.sequences.append(child)
         if sequence.table is not None and group.stage is not PROMPT:
-            # The logits after its last token are its own.
+            # The child computes its last token itself, for its own logits.
             child.num_computed = min(sequence.num_computed, len(child.token_ids) - 1)
             child.table = requests.scheduler.cache.fork(sequence.table, child.seq_id, child.num_computed)
 

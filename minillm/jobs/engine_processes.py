@@ -83,7 +83,7 @@ class EngineProcesses(Engines):
             env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            process_group=0,  # ctrl-c is this process's to interpret
+            process_group=0,  # only this process handles ctrl-c
         )
         threading.Thread(target=self._read, args=(number, process), daemon=True).start()
         self._write(process, {**asdict(self._task), "tells": number == 0 and not self.facts})
@@ -137,7 +137,7 @@ def main() -> int:
     def read() -> None:
         for line in sys.stdin.buffer:
             engine.submit(Row(**parse_json(line)))
-        os._exit(0)  # nobody waits for the rows under way
+        os._exit(0)  # no one waits for the running rows
 
     send({"ready": asdict(Facts.of(llm))})
     threading.Thread(target=read, daemon=True).start()
