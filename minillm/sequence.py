@@ -157,7 +157,7 @@ class Chunk:
 
     @property
     def num_logits(self) -> int:
-        """Number of rows of logits: 1 if the chunk includes its sequence's last token, else 0. Read before the step."""
+        """Number of rows of logits: 1 if the chunk has its sequence's last token, else 0. Read it before the step."""
         return int(self.sequence.num_computed + self.count == self.sequence.num_tokens)
 
 

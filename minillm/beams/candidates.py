@@ -150,7 +150,10 @@ def _diverse(step: BeamStep, best: Callable[[int, Counter[int]], list[Pairs]]) -
 def _charged(
     step: BeamStep, values: list[list[float]], ids: list[list[int]]
 ) -> Callable[[int, Counter[int]], list[Pairs]]:
-    """Return the ``best`` of `_diverse` that subtracts the diversity penalty from ``values``, found without it."""
+    """Return a function ``best`` for `_diverse`. It subtracts the diversity penalty from log-probabilities ``values``.
+
+    ``values`` and ``ids`` are the best next tokens of all groups' beams, found without the penalty.
+    """
     ends = list(accumulate(map(len, step.rows)))
 
     def best(number: int, chosen: Counter[int]) -> list[Pairs]:

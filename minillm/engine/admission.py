@@ -1,8 +1,8 @@
 """Admission: check that a request suits its model, and predict the blocks that it needs.
 
 A group is admitted if its prompt fits, and if the predicted peak of all running groups also fits, as in LightLLM's
-router. The peak is at a moment when a sequence reaches its maximum length: the k sequences that still run have then
-grown by k times the tokens that this sequence still lacks now.
+router. The peak is at a moment when a sequence reaches its maximum length. If it has n tokens left now, each sequence
+that still runs at that moment has grown by n tokens.
 """
 
 from collections.abc import Sequence

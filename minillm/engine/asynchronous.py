@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 async def in_threads(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
-    """Yield the items of a blocking generator, which runs in worker threads. It is closed when this one is closed."""
+    """Yield the items of a blocking generator, which runs in worker threads. Closing the result closes ``items``."""
     lock = threading.Lock()  # the thread of a cancelled task must end before the generator is closed
 
     def locked(step: Callable[[], Item | None]) -> Item | None:

@@ -127,7 +127,7 @@ class Requests:
         return Thought(tags, limit, is_open=is_open, first=len(token_ids), has_grammar=params.grammar is not None)
 
     def salt_for(self, num_prompt_tokens: int, salt: str | None) -> str | None:
-        """Return the salt of a prompt's blocks. If K depends on the prompt's length, the salt names that length."""
+        """Return the salt of a prompt's blocks, which separates prompts of different lengths if K depends on them."""
         if self.longest_plain_prompt is None or num_prompt_tokens <= self.longest_plain_prompt:
             return salt
         return f"{num_prompt_tokens} tokens {'' if salt is None else salt}"

@@ -21,7 +21,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
 
 
 class Samples:
-    """The decoding method of sampled requests (`minillm.sequence.Method`). ``seed``: for requests without their own."""
+    """The decoding method of sampled requests (`minillm.sequence.Method`). ``seed``: for requests without a seed."""
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
         self.requests, self._runner, self._random = requests, runner, random.Random(seed)

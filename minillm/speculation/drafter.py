@@ -167,7 +167,7 @@ def price(draft: Llama, model: Llama) -> float:
 
 
 def token_bytes(model: Llama) -> int:
-    """Return the time of a token on a GPU, expressed in bytes that the GPU could read in this time."""
+    """Estimate the time of a token on a GPU. Return it as the number of bytes that the GPU could read in this time."""
     layer = 33 << 20  # bytes read in 13 us, the overhead of a layer
     return model.weight_bytes + layer * model.config.num_layers
 

@@ -27,10 +27,10 @@ class Source:
         return tuple(found)
 
     def part(self, num_accepted: int) -> None:
-        """Note that the other text diverged after ``num_accepted`` draft tokens, and skip the token that differs.
+        """Note that the other text differs after ``num_accepted`` draft tokens. It may agree again one token later.
 
-        Both texts may agree again after that token. If a try shows that they do not, ``place`` stays, since the other
-        text is one token longer by then.
+        So move ``place`` past the token that differs. If a later try fails at once, ``place`` stays: the other text is
+        one token longer by then, so the next try compares another alignment.
         """
         if num_accepted or not self.num_tries:
             self.place += num_accepted + 1

@@ -25,7 +25,7 @@ class Price:
         draft: extra cost of proposing each draft token.
         wait: extra cost of a step that waits for a lookup instead of running ahead.
         resumptions: how many tries a diverged text gets to return to its source; 0 if draft tokens are expensive.
-        fewest, most: limits of the draft tokens of a lookup. A GPU computes 5 to 8 rows in equal time, and 9 to 16.
+        fewest, most: limits of the draft tokens of a lookup. On a GPU, 5 to 8 rows take equal time, and so do 9 to 16.
     """
 
     step: float

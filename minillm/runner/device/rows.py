@@ -57,7 +57,7 @@ class Sharing:
 
 
 class Rows:
-    """The record of ``count`` rows of ``width`` words each.
+    """The CPU's record of the device's ``count`` rows of ``width`` words each.
 
     Args:
         sharing: None to let each sequence read shared blocks itself.
