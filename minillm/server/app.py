@@ -1,4 +1,4 @@
-"""The HTTP application: its table of routes, and those without a stream."""
+"""The HTTP application: the table of routes, and the routes without a stream."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from minillm.server.service import Missing, Service, json_response
 from minillm.server.stream_routes import open_session, take_session_commands, watch_cache
 from minillm.server.tool_choice import shown_tools
 
-_MOST_TOKENS = 1 << 17  # decoded in one request
+_MOST_TOKENS = 1 << 17  # maximum number of ids to decode in one request, unless the context is longer
 
 
-Handler = tuple[str, str, Callable[[Service, Request], Awaitable[Any]]]  # method, path, and the function
+Handler = tuple[str, str, Callable[[Service, Request], Awaitable[Any]]]  # method, path, and function
 
 
 def make_app(service: Service, rules: AccessRules) -> ASGIApp:
-    """Return the application with access control."""
+    """Return the ASGI application with all routes, behind access control."""
     generating: list[Handler] = [
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/completions", complete),
@@ -86,10 +86,10 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
 
 
 class Shortcut:
-    """An ASGI layer that leads directly to the generating routes.
+    """An ASGI layer that calls the generating routes directly.
 
-    Starlette tries one route after another and wraps each in several layers. They would delay the first token and every
-    chunk after it.
+    Starlette tries one route after another, and wraps each in several layers. They would delay the first token and
+    every later chunk.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
@@ -141,7 +141,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """Return the methods that the request's path allows."""
+    """Return the HTTP methods that the request's path supports."""
     found = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return {method for route in found for method in route.methods or ()}
 

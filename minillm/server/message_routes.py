@@ -1,4 +1,4 @@
-"""The HTTP routes of Anthropic's Messages API. A body becomes the body of a chat."""
+"""The HTTP routes of Anthropic's Messages API. A request is converted to a chat request in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minillm.server.message_answers import MessageForm, MessageFrame
 from minillm.server.service import Service, json_response
 from minillm.text.reasoning import CLOSE
 
-# Fields of the same name and meaning in the body of a chat.
+# Fields that have the same name and meaning in the body of a chat request.
 _SAME = (
     *("model", "max_tokens", "stream", "temperature", "top_p", "top_k"),
     *("seed", "cache_salt", "priority", "structured_outputs"),
@@ -31,7 +31,8 @@ _BLOCKS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
-_BILLING = "x-anthropic-billing-header:"  # Claude Code begins its system prompt with a line that changes every time
+# Claude Code begins its system prompt with this line, which changes every time. It would make the prefix cache useless.
+_BILLING = "x-anthropic-billing-header:"
 
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
@@ -40,19 +41,19 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """The tools that the answer may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None  # of the tool, with the type tool
+    name: str | None = None  # name of the tool, with the type tool
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """The model's thoughts before its answer."""
+    """Settings of the model's reasoning before its answer."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None  # with the type enabled
     display: Literal["summarized", "omitted"] | None = None  # omitted: thinking blocks have no text
 
     def limits(self, effort: Effort | None) -> tuple[bodies.Effort | None, int | None]:
-        """Return the ``reasoning_effort`` and the ``max_reasoning_tokens`` of a chat. Raises BadField."""
+        """Return ``reasoning_effort`` and ``max_reasoning_tokens`` of the chat request. Raises BadField."""
         if self.type == "disabled":
             return "none", None
         if self.type == "enabled" and self.budget_tokens is None:
@@ -66,7 +67,7 @@ class JsonFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Effort | None = None  # limits adaptive thoughts
+    effort: Effort | None = None  # limits the reasoning, with the type adaptive
     format: JsonFormat | None = None
 
 
@@ -102,10 +103,10 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: bodies.StructuredOutputs | None = None
 
     def chat(self, *, can_think: bool) -> ChatBody:
-        """Return the chat that this asks for. Raises BadField.
+        """Return the chat request that this body asks for. Raises BadField if it is invalid.
 
         Args:
-            can_think: the chat template has thoughts, so ``reasoning_effort`` has an effect.
+            can_think: the chat template supports reasoning, so ``reasoning_effort`` has an effect.
         """
         conversation, choice = self._conversation(), self.tool_choice
         last = conversation[-1] if conversation else {}
@@ -128,7 +129,7 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     def _conversation(self) -> list[dict[str, Any]]:
-        """Return the messages of the chat. Neighbors with the same role become one."""
+        """Return the messages of the chat request. Adjacent messages with the same role become one."""
         found: list[dict[str, Any]] = []
         given = [] if self.system is None else [{"role": "system", "content": self.system}]
         places = [("system", each) for each in given]
@@ -143,7 +144,7 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each content block and its place."""
+    """Yield each content block of a message, after its place for error messages."""
     if isinstance(content, str):
         yield where, {"type": "text", "text": content}
     elif not isinstance(content, list):
@@ -157,7 +158,7 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _add(found: list[dict[str, Any]], role: str, block: Mapping[str, Any], where: str) -> None:
-    """Add a content block to the messages of a chat."""
+    """Add a content block of a message with ``role`` to the messages of the chat request. Raises BadField."""
     kind = block.get("type")
     if kind not in _BLOCKS[role]:
         known = ", ".join(_BLOCKS[role])
@@ -198,7 +199,7 @@ def _text(block: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool in OpenAI's format."""
+    """Convert a tool to OpenAI's format. Raises BadField."""
     kind, schema = tool.get("type") or "custom", tool.get("input_schema")
     if kind != "custom":
         raise BadField(f"{where}: {shown(kind)} tools are not supported; give a name and an input_schema", "tools")
@@ -209,7 +210,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(choice: ToolChoice) -> str | dict[str, Any]:
-    """Return a choice of tools in OpenAI's format."""
+    """Convert a choice of tools to OpenAI's format. Raises BadField."""
     if choice.type != "tool":
         return "required" if choice.type == "any" else choice.type
     if not choice.name:
@@ -218,7 +219,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
 
 
 def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatBody, ChatCall]:
-    """Return the body, the same as a chat's, and the engine's call for it. Raises BadField."""
+    """Return the body of a request, the equal chat request, and the engine's call. Raises BadField."""
     body = bodies.read_body(MessagesBody, request.state.body)
     chat = body.chat(can_think=service.facts.facts.has_thinking_switch or CLOSE in service.facts.chat_template)
     chat.check()

@@ -14,7 +14,7 @@ from minillm.service import messages as chat
 
 
 class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
-    """A message. Its class name is sent with it."""
+    """A message. Its class name is sent in the field ``message``."""
 
 
 class Call(_Message):
@@ -26,7 +26,7 @@ class Event(_Message):
 
 
 class Record(msgspec.Struct, array_like=True):
-    """A part of a message, sent as a list of its values."""
+    """A part of a message. It is sent as a list of its values."""
 
 
 class Conversation(msgspec.Struct):
@@ -45,7 +45,7 @@ class Conversation(msgspec.Struct):
 
 
 class ForkPoint(Record):
-    """A position in an earlier answer: its request, the completion, and how many of its tokens are kept."""
+    """A position in an earlier answer: its request, the completion's index, and the number of tokens to keep."""
 
     request_id: str
     index: int = 0
@@ -53,20 +53,20 @@ class ForkPoint(Record):
 
 
 class Load(Call):
-    """Load a model. This is the first call and is sent once."""
+    """Load a model. This is the first call, and is sent once."""
 
     model: str
     options: dict[str, Any] = {}  # of EngineConfig
 
 
 class Complete(Call):
-    """Complete a prompt.
+    """Complete a prompt, which is text, token ids or a conversation.
 
-    The prompt is text, token ids or a conversation. After a fork it continues the answer, and may be empty.
+    After a fork, the prompt continues the earlier answer. It may then be empty.
     """
 
     request_id: str
-    tenant: str  # forks may use only answers of the same tenant
+    tenant: str  # the tenant of the client; forks may use only answers to the same tenant
     prompt: str | list[int] | Conversation | None
     params: dict[str, Any]  # of BeamSearchParams if it has "beam_width", else of SamplingParams
     streamed: bool = False  # send `Began` at once, and texts as they are generated
@@ -75,12 +75,12 @@ class Complete(Call):
     keep: bool = False  # keep the blocks after the end, for forks
     fork: ForkPoint | None = None
     salt: str | None = None
-    schemas: dict[str, Any] = {}  # of arguments, by tool name; the grammar does not have their rules yet
-    thinks: bool = False  # the grammar allows thoughts before the answer
+    schemas: dict[str, Any] = {}  # schemas of arguments by tool name, to be added to the grammar
+    thinks: bool = False  # the grammar itself allows reasoning before the answer
 
     @property
     def is_bare(self) -> bool:
-        """Return whether the answer has no thoughts: the grammar allows none, and does not wait for their end."""
+        """Return whether the answer has no reasoning: its grammar allows none, and does not wait for the end of one."""
         return "grammar" in self.params and not self.thinks and self.params.get("max_reasoning_tokens") is None
 
 
@@ -118,7 +118,7 @@ class UnpinPrefix(Call):
 
 
 class Ping(Call):
-    """Ask for the seconds that the current step has taken. Answered without waiting for the step."""
+    """Ask for how long the current step has run, in seconds. The answer does not wait for the step."""
 
     call_id: str
 
@@ -128,7 +128,7 @@ class ReadCache(Call):
 
 
 class Watch(Call):
-    """Send updates of the pool as it changes."""
+    """Send cache changes to ``watcher`` from now on."""
 
     watcher: str
     reader: str | None = None  # the tenant that may see its own text only; None: sees all
@@ -167,25 +167,25 @@ class Token(Record):
     raw: bytes
     logprob: float | None
     top: list[tuple[str, bytes, float]] = []
-    rank: int = 0  # of a prompt token among all tokens at its position; 0: unknown
+    rank: int = 0  # rank of a prompt token among all tokens at its position; 0: unknown
 
 
 class Text(Record):
-    """The text that some steps added to one completion."""
+    """The text that one or more steps added to a completion."""
 
     request_id: str
     index: int
     text: str
     num_tokens: int
-    tokens: list[Token] = []  # if log-probabilities are requested
+    tokens: list[Token] = []  # empty unless log-probabilities are requested
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] = []  # if requested
-    first_seconds: float = 0.0  # in a request's first text only: the engine's time to first token
+    first_seconds: float = 0.0  # the engine's time to first token; 0 except in the request's first text
 
 
 class Completion(Record):
-    """A complete completion."""
+    """A completion that has ended."""
 
     index: int
     text: str
@@ -199,7 +199,7 @@ class Completion(Record):
 
 
 class Ready(Event):
-    """The model is loaded."""
+    """The model is loaded, and the engine accepts calls."""
 
     facts: chat.Loaded
     max_num_seqs: int
@@ -209,13 +209,16 @@ class Ready(Event):
 
 
 class Telling(Event):
-    """Progress of loading, or the reason for a failure."""
+    """Progress of loading the model, or the reason why it cannot be loaded."""
 
     told: chat.Loading | chat.Notice | chat.LoadFailed
 
 
 class Began(Event):
-    """A request that streams, wants ids or opens thoughts was accepted. With ``echo``, sent again with the prompt."""
+    """A request was accepted. Sent if the request streams, wants token ids, or begins inside the reasoning.
+
+    With ``echo``, it is sent again before the first text, with the text and tokens of the prompt.
+    """
 
     request_id: str
     prompt_text: str
@@ -230,18 +233,18 @@ class Stepped(Event):
 
 
 class Ended(Event):
-    """A request has ended. ``completions`` is empty if texts were streamed."""
+    """A request has ended. ``completions`` is empty if their texts were streamed."""
 
     request_id: str
     num_prompt_tokens: int
     num_cached_tokens: int
     completions: list[Completion] = []
     in_reasoning: bool = False  # the template has opened the model's <think> section
-    num_reasoning_tokens: int = 0  # of all completions
+    num_reasoning_tokens: int = 0  # sum over all completions
 
 
 class Refused(Event):
-    """A request was rejected or failed. ``kind`` is "usage", "context", "capacity", "internal" or "gone"."""
+    """A request was rejected or has failed. ``kind`` is "usage", "context", "capacity", "internal" or "gone"."""
 
     request_id: str
     error: str
@@ -254,7 +257,7 @@ class Result(Event):
     call_id: str
     value: Any = None
     error: str = ""
-    kind: str = "usage"  # of the error, as in `Refused`
+    kind: str = "usage"  # kind of the error, as in `Refused`
 
 
 class Picture(Event):
@@ -268,19 +271,19 @@ class SessionEvent(Event):
 
 
 class SessionAnswered(Event):
-    """An answer of a session has ended, for any reason."""
+    """An answer of a session has ended for any reason, or could not be started."""
 
     session: str
-    request_id: str  # the app's name for it
+    request_id: str  # the app's own name of the request
 
 
 class Figures(Event):
-    """The state of the engine, about once a second while it works."""
+    """The state of the engine. It is sent about twice a second while the engine works, if it has changed."""
 
     num_running: int
     num_waiting: int
     num_steps: int
-    num_prefill_tokens: int  # since the start
+    num_prefill_tokens: int  # this and the next count since the start of the process
     num_decoded_tokens: int
     num_blocks: int
     block_size: int
@@ -297,7 +300,7 @@ decode_event = msgspec.msgpack.Decoder[Event](reduce(or_, Event.__subclasses__()
 
 
 def read_call(stream: BinaryIO) -> Call | None:
-    """Return the next call of a stream, None at its end."""
+    """Return the next call in a stream; None at its end."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -305,13 +308,16 @@ def read_call(stream: BinaryIO) -> Call | None:
 
 
 def kind_of(error: MinillmError) -> str:
-    """Return the kind of an error that a request can cause, for `Refused` and `Result`."""
+    """Return the kind of an error that a client can cause, for `Refused` and `Result`."""
     kinds = {ContextLengthError: "context", CapacityError: "capacity"}
     return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "usage")
 
 
 def encode(message: Call | Event) -> bytes:
-    """Return the message after its length. Raises UsageError for a client's value that cannot be encoded."""
+    """Return a message in MessagePack, after its length.
+
+    Raises UsageError for a client's value that cannot be encoded.
+    """
     try:
         body = msgspec.msgpack.encode(message)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The OpenAPI document, https://spec.openapis.org/oas/v3.1.0, generated from the types of the bodies."""
+"""The OpenAPI document, https://spec.openapis.org/oas/v3.1.0. It is generated from the types of the bodies."""
 
 from functools import cache
 from typing import Any
@@ -34,7 +34,7 @@ _ROUTES: tuple[tuple[str, str, str, Any], ...] = (
     ("get", "/v1/cache/events", "Stream the changes in the pool", None),
 )
 _ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 501, 503)
-# Each body needs one of these fields, which its type cannot express.
+# A body needs at least one of these fields. Its type cannot express that.
 _NEEDED: dict[Any, tuple[str, ...]] = {
     bodies.ChatBody: ("messages", "fork_of"),
     bodies.CompletionBody: ("prompt", "fork_of"),
@@ -46,7 +46,7 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
 
 @cache
 def document() -> dict[str, Any]:
-    """Return the document as data."""
+    """Return the OpenAPI document as data for JSON."""
     kinds = list(dict.fromkeys(kind for *_, kind in _ROUTES if kind is not None))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     of_kind = dict(zip(kinds, schemas, strict=True))

@@ -19,7 +19,7 @@ def _ref(name: str) -> Json:
 
 
 def _record(*optional: str, **properties: Json) -> Json:
-    """Return the schema of an object. All properties are required except the ``optional`` ones."""
+    """Return the schema of an object. All properties are required, except the ``optional`` ones."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required}
 

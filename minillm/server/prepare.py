@@ -1,6 +1,6 @@
 """Convert a request from the HTTP process to token ids and parameters.
 
-This runs outside the engine thread, so that a template or a long text does not delay a step.
+This runs outside the engine thread, so that a chat template or a long text does not delay a step.
 """
 
 import json
@@ -23,19 +23,19 @@ _NO_THOUGHTS = f"\n\n{CLOSE}\n\n"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request ready for the engine. A fork still lacks the tokens before it."""
+    """A request that is ready for the engine. For a fork, ``token_ids`` lack the tokens before it."""
 
     call: Complete
     token_ids: list[int]
     params: Params
     in_reasoning: bool
-    continuation: list[int] | None = None  # the token ids of a fork's text if it follows other text
+    continuation: list[int] | None = None  # for a fork: ids of its text, to use if the tokens before it end in text
 
 
 def prepare(driver: Driver, call: Complete) -> Prepared:
-    """Return the token ids and parameters of a request. Raises MinillmError for an invalid request."""
+    """Convert a request to token ids and parameters. Raises MinillmError if the request is invalid."""
     params = _params(call)
-    driver.engine.requests.grammars.matcher(params)  # compile it now, for the engine thread
+    driver.engine.requests.grammars.matcher(params)  # compile the grammar now, so that the engine thread need not
     token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, special=call.fork is None)
     continuation = None
     if isinstance(call.prompt, str) and call.fork is not None:
@@ -47,7 +47,10 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
 
 
 def with_thoughts(driver: Driver, token_ids: list[int], *, is_bare: bool) -> tuple[list[int], bool]:
-    """Return a conversation's token ids, with its thoughts closed if the answer has none, and whether they are open."""
+    """Return a conversation's token ids, and whether they end inside the reasoning.
+
+    ``is_bare``: the answer must have no reasoning. If the template has opened it, the returned ids close it again.
+    """
     opened = is_opened(driver.tokenizer.decode, token_ids)
     if opened and is_bare:
         return token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids), False
@@ -55,7 +58,10 @@ def with_thoughts(driver: Driver, token_ids: list[int], *, is_bare: bool) -> tup
 
 
 def _params(call: Complete) -> Params:
-    """Return the parameters. Errors in a tool's grammar name the tool and hide the grammar, which no client wrote."""
+    """Return the parameters of a request.
+
+    An error in a tool's grammar names the tool. It does not quote the grammar, because no client wrote it.
+    """
     values = call.params
     if call.schemas:
         values = {**values, "grammar": {"lark": with_arguments(values["grammar"]["lark"], call.schemas)}}
@@ -72,7 +78,10 @@ def _params(call: Complete) -> Params:
 
 
 def with_arguments(lark: str, schemas: Mapping[str, Any]) -> str:
-    """Return a grammar with a rule for each tool's arguments: ``arguments_0`` and so on."""
+    """Return a Lark grammar with rules for the arguments of each tool, ``arguments_0`` and so on.
+
+    They follow ``schemas``.
+    """
     lines = [lark]
     for number, (name, schema) in enumerate(schemas.items()):
         with _naming(name):
@@ -92,7 +101,7 @@ def _naming(tool: str) -> Iterator[None]:
 
 
 def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, special: bool = True) -> list[int]:
-    """Return the token ids of a prompt. ``special``: add the special tokens that begin a text."""
+    """Return the token ids of a prompt. ``special``: include the special tokens that begin a text."""
     if isinstance(prompt, Conversation):
         if known := prompt.known_ids:
             if known[-1] in driver.engine.requests.eos_token_ids:  # the template ends the answer itself
@@ -121,7 +130,10 @@ def _chat_ids(driver: Driver, prompt: Conversation, num_known: int = 0) -> list[
 def token_of(
     tokenizer: Tokenizer | None, token_id: int, logprob: float | None, top: list[tuple[int, float]], rank: int = 0
 ) -> Token:
-    """Return a token for the HTTP process."""
+    """Return a token with its texts and bytes, for the HTTP process.
+
+    ``top``: the most probable ids with log-probabilities.
+    """
     if tokenizer is None:
         return Token(token_id, str(token_id), b"", logprob, [(str(other), b"", value) for other, value in top], rank)
     text, raw = tokenizer.token_text, tokenizer.token_bytes
