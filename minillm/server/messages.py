@@ -40,8 +40,8 @@ class Conversation(msgspec.Struct):
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = {}  # variables of the template, such as ``enable_thinking``
-    known_ids: list[int] = []  # of an earlier prompt and its answer
-    num_known: int = 0  # messages that they stand for, the answer included
+    known_ids: list[int] = []  # token ids of an earlier prompt with its answer
+    num_known: int = 0  # number of first messages that these ids stand for, including the answer
 
 
 class ForkPoint(Record):

@@ -1,4 +1,7 @@
-"""Answers in the format of OpenAI's Responses API: output items, and the events that stream them."""
+"""Responses in the format of OpenAI's Responses API: output items, and the events that stream them.
+
+An answer becomes a list of items: reasoning, messages and function calls.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,28 @@ from minillm.server.engine_process import Answer
 from minillm.server.messages import Completion, Ended, Text, Token
 from minillm.server.parts import ArgumentsPart, CallPart, Part, Reader, TextPart, ThoughtPart
 
-_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}  # of the content of an item, in names of events
+_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item -> type of its content, in events
 _THOUGHT = {"type": "reasoning"}
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of ids
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # type of an item -> prefix of its id
 
 
 def item_id(kind: str, response_id: str, number: int) -> str:
-    """Return the id of a response's item."""
+    """Return the id of item ``number`` of a response."""
     return f"{_PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{number}"
 
 
 def place_of(name: str) -> tuple[str, int]:
-    """Return the response's id and the item's number that `item_id` has put into an id; a number of -1 for others."""
+    """Return the response's id and the item's number that an `item_id` contains.
+
+    The number is -1 if ``name`` is no such id.
+    """
     _, _, rest = name.partition("_")
     key, _, number = rest.rpartition("_")
     return f"resp_{key}", int(number) if number.isdecimal() and len(number) < 5 else -1
 
 
 def usage_json(usage: Usage) -> Json:
-    """Return the token usage in the format of responses."""
+    """Return the token usage in the format of the Responses API."""
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
@@ -48,9 +54,9 @@ class ResponseWriter:
 
     Attributes:
         head: the fields of the response that the request determines.
-        reader: makes a reader of the answer, given whether it begins in thoughts.
-        keep: called with the finished response and the token ids of prompt and answer, if those were requested.
-        answer: the engine's answer, None before it begins.
+        reader: creates a reader of the answer's text. Its argument is whether the answer begins inside the reasoning.
+        keep: called with the finished response and the token ids of prompt and answer, if token ids were requested.
+        answer: the engine's answer; None before it begins.
     """
 
     head: Json
@@ -61,9 +67,9 @@ class ResponseWriter:
     output: list[Json] = field(default_factory=list)  # finished items
     is_cancelled: bool = False
     _item: Json | None = None  # the open item
-    _pieces: list[str] = field(default_factory=list)  # of the open item's text or arguments
-    _tokens: list[Token] = field(default_factory=list)  # of the open item's text
-    _new_tokens: list[Token] = field(default_factory=list)  # without a text yet
+    _pieces: list[str] = field(default_factory=list)  # pieces of the open item's text or arguments
+    _tokens: list[Token] = field(default_factory=list)  # tokens of the open item's text
+    _new_tokens: list[Token] = field(default_factory=list)  # tokens with text that belongs to no item yet
     _token_ids: list[int] = field(default_factory=list)
     _reason: str | None = None  # why the answer ended
     _reader: Reader | None = None
@@ -89,7 +95,7 @@ class ResponseWriter:
         return events
 
     def end(self, reason: str, events: list[Json]) -> None:
-        """End the output because of a reason."""
+        """End the output for ``reason``. Add the events of that to ``events``."""
         self._reason = reason
         if reason == "stop" and all(item["type"] == "reasoning" for item in (*self.output, self._item or _THOUGHT)):
             self._open("message", events)  # an empty answer
@@ -123,7 +129,7 @@ class ResponseWriter:
                 self._extend("function_call_arguments.delta", text, events)
 
     def _open(self, kind: str, events: list[Json], **fields: Any) -> None:
-        """Begin an item, unless one of this type is open."""
+        """Begin an item of type ``kind``. If a text item of this type is open, it continues instead."""
         if self._item is not None and self._item["type"] == kind and kind in _TYPES:
             return
         self._close(events)
@@ -140,7 +146,7 @@ class ResponseWriter:
         events.append(self._event(kind, item_id=self._item["id"], **fields, delta=text))
 
     def _close(self, events: list[Json]) -> None:
-        """End the open item, if there is one."""
+        """End the open item, if there is one, and add it to the output."""
         item = self._item
         if item is None:
             return
@@ -161,17 +167,17 @@ class ResponseWriter:
         self._item, self._pieces, self._tokens = None, [], []
 
     def _tokens_of(self, text: str) -> list[Token]:
-        """Take the next tokens up to the end of a text, and return those with a part of it."""
+        """Take the next tokens up to the end of ``text``. Return the tokens that contain a part of it."""
         ends = list(accumulate(len(token.raw) for token in self._new_tokens))
         data, said = b"".join(token.raw for token in self._new_tokens), text.encode()
         first = max(0, data.find(said))
-        last = first + len(said) if said in data else len(data)  # a character may have begun in a token before
+        last = first + len(said) if said in data else len(data)  # a character may have begun in an earlier token
         taken = bisect_left(ends, last) + 1
         found, self._new_tokens = self._new_tokens[bisect_right(ends, first) : taken], self._new_tokens[taken:]
         return found
 
     def _part(self, text: str) -> Json:
-        """Return the content of the open item."""
+        """Return the content part of the open item with ``text``."""
         assert self._item is not None
         if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -195,7 +201,7 @@ class ResponseWriter:
         }
 
     def finished(self, usage: Usage) -> Json:
-        """Return the response at its end, and keep it if token ids were requested."""
+        """Return the finished response. If token ids were requested, pass it to ``keep``."""
         status = "cancelled" if self.is_cancelled else "completed" if self._reason == "stop" else "incomplete"
         found = self.response(status, usage)
         began = None if self.answer is None else self.answer.began
@@ -206,7 +212,7 @@ class ResponseWriter:
 
 @dataclass(frozen=True)
 class ResponseFrame:
-    """The framing of a response; see `minillm.server.generating.Framing`."""
+    """Encodes the events of a response: see `minillm.server.generating.Framing`."""
 
     writer: ResponseWriter
     ping: ClassVar[bytes] = b": alive\n\n"

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's Responses API, which become the bodies of chats. Items become messages.
+"""The bodies of OpenAI's Responses API. They are converted to bodies of chat requests, and their items to messages.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -20,16 +20,16 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Summary = Literal["auto", "concise", "detailed"]
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # no reasoning is encrypted: items hold it as text
+_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the latter has no effect: items contain reasoning as text
 _NOT_SUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
-# Fields with the same meaning in a chat.
+# Fields that have the same name and meaning in a chat request.
 _SHARED = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "stop", "top_k", "min_p", "min_tokens",
     "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "structured_outputs",
     "max_reasoning_tokens",
     "chat_template_kwargs", "cache_salt", "priority",
 )  # fmt: skip
-# Fields of a chat by other names.
+# Fields of a chat request -> our names of these fields.
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -45,11 +45,11 @@ _KEYS = {
     "function_call_output": ("call_id", "output", "name", "namespace", "caller"),
     "item_reference": (),
 }
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")  # types of parts with text
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")  # supported types of parts
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The grammar of an answer. A JSON schema is always enforced, ``strict`` or not."""
+    """The grammar of an answer. A JSON schema is always enforced, even if ``strict`` is false."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema: Json | None = None
@@ -58,7 +58,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
     def of_chat(self) -> ResponseFormat:
-        """Return the field of a chat with the same meaning. Raises BadField."""
+        """Return the equal field of a chat request. Raises BadField."""
         if (self.type == "json_schema") != (self.schema is not None):
             raise BadField("text.format: the type json_schema needs a schema; other types have none", "text.format")
         return ResponseFormat(self.type, None if self.schema is None else SchemaFormat(self.schema))
@@ -76,7 +76,7 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_obfuscation: bool | None = None  # has no effect: texts are not padded
+    include_obfuscation: bool | None = None  # has no effect, because texts are not padded
 
 
 class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -99,21 +99,21 @@ class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
-    metadata: dict[str, str] | None = None  # a label of the caller, like the next two; returned with the response
+    metadata: dict[str, str] | None = None  # like the next two, a label that the client sets and that is returned
     user: str | None = None
     safety_identifier: str | None = None
-    truncation: Literal["disabled", "auto"] | None = None  # only disabled
+    truncation: Literal["disabled", "auto"] | None = None  # "auto" is rejected
     max_tool_calls: int | None = None  # has no effect: it counts calls of built-in tools
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # has no effect
-    prompt_cache_key: str | None = None  # has no effect: prefixes are found without it
+    prompt_cache_key: str | None = None  # has no effect, because prefixes are found without it
     prompt_cache_retention: str | None = None  # has no effect
     prompt_cache_options: Json | None = None  # has no effect
-    background: bool | None = None  # only false
-    conversation: str | Json | None = None  # this one and the next three: not supported
+    background: bool | None = None  # true is rejected
+    conversation: str | Json | None = None  # this field and the next three are rejected
     prompt: Json | None = None
     context_management: list[Json] | None = None
     moderation: Json | None = None
-    # our own, as in chats
+    # our own fields, as in chat requests
     seed: int | None = None
     stop: str | list[str] | None = None
     top_k: int | None = None
@@ -131,7 +131,7 @@ class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int = 0
 
     def check(self) -> None:
-        """Raise BadField for a value that no request may have."""
+        """Raise BadField for a value that is invalid whatever the model is."""
         for name in _NOT_SUPPORTED:
             if getattr(self, name) not in (None, False):
                 raise BadField(f"{name}: not supported; leave it out", name)
@@ -149,7 +149,10 @@ class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def chat(self, conversation: Sequence[Json]) -> ChatBody:
-        """Return the body of the chat with these messages after the instructions. Raises BadField."""
+        """Return the chat request with the instructions, followed by the messages of ``conversation``.
+
+        Raises BadField.
+        """
         values = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         has_format = self.text is not None and self.text.format is not None
@@ -170,12 +173,12 @@ class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class NoBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request that has no fields."""
+    """The body of a request without fields."""
 
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """Give a field of a chat in a BadField the name that it has in a response."""
+    """Rename the field of a `BadField` from a chat request's name to the name that it has here."""
     try:
         yield
     except BadField as error:
@@ -187,7 +190,10 @@ def own_names() -> Iterator[None]:
 
 
 def _tool(tool: Json, number: int) -> Json:
-    """Return a tool as a chat has it: the function's fields are in ``function``."""
+    """Convert a tool to the format of a chat request, which has the function's fields in ``function``.
+
+    Raises BadField.
+    """
     kind = tool.get("type")
     if kind != "function":
         raise BadField(f"tools[{number}]: the type {shown(kind)} is not supported; only functions are", "tools")
@@ -195,7 +201,7 @@ def _tool(tool: Json, number: int) -> Json:
 
 
 def _choice(wanted: str | Json | None) -> str | Json | None:
-    """Return ``tool_choice`` as a chat has it. Raises BadField."""
+    """Convert ``tool_choice`` to the format of a chat request. Raises BadField."""
     if not isinstance(wanted, dict):
         return wanted
     if wanted.get("type") != "function" or set(wanted) != {"type", "name"}:
@@ -205,10 +211,11 @@ def _choice(wanted: str | Json | None) -> str | Json | None:
 
 
 def messages_of(items: str | Sequence[Json], stored: Callable[[str], Json | None]) -> list[Json]:
-    """Return the messages of a chat that items stand for. Raises BadField.
+    """Convert items to messages of a chat request. Raises BadField.
 
     Args:
-        stored: returns the item with an id, None if there is none.
+        items: items, or the text of a user message.
+        stored: returns the stored item with an id; None if there is none.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -227,7 +234,7 @@ def messages_of(items: str | Sequence[Json], stored: Callable[[str], Json | None
 
 
 def _add(messages: list[Json], item: Json, kind: Any, where: str) -> None:
-    """Append an item to messages. Reasoning, text and calls of one answer form one message."""
+    """Append an item to ``messages``. Reasoning, text and calls of one answer become one message. Raises BadField."""
     if not isinstance(kind, str) or kind not in _KEYS:
         raise BadField(f"{where}: an item of type {shown(kind)} is not supported; known: {', '.join(_KEYS)}", "input")
     try:
@@ -266,7 +273,10 @@ def _text(item: Json, name: str, where: str) -> str:
 
 
 def _content(value: Any, where: str) -> str:
-    """Return the text of a content: text itself, or a list of parts, which are joined by newlines."""
+    """Return the text of a content, which is text or a list of text parts.
+
+    Parts are joined by newlines. Raises BadField.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

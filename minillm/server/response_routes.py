@@ -1,4 +1,4 @@
-"""The HTTP routes of OpenAI's Responses API, built on the chat's."""
+"""The HTTP routes of OpenAI's Responses API. A request is converted to a chat request."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ from minillm.server.service import Missing, Service, json_response
 
 @dataclass(frozen=True)
 class Responding:
-    """An ASGI response that generates a response, which other requests can read and cancel meanwhile."""
+    """An ASGI response that generates a response of this API. Meanwhile other requests can read and cancel it.
+
+    Attributes:
+        running: the running responses of the service, by tenant and id.
+        key: the tenant and the id of this response.
+    """
 
     generating: Generating
     writer: ResponseWriter
-    running: dict[tuple[str, str], ResponseWriter]  # of the service
+    running: dict[tuple[str, str], ResponseWriter]
     key: tuple[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +49,7 @@ class Responding:
 
 
 async def respond(service: Service, request: Request) -> Responding:
-    """Answer an input, after the conversation of an earlier response if there is one."""
+    """Answer an input. With ``previous_response_id``, the input continues the conversation of that response."""
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
     name = f"resp_{secrets.token_hex(24)}"
     turn = _turn(service, tenant, name, body)
@@ -64,7 +69,7 @@ async def respond(service: Service, request: Request) -> Responding:
 
 
 async def count_input_tokens(service: Service, request: Request) -> Response:
-    """Return the number of tokens of the prompt that a response would have."""
+    """Return the number of prompt tokens that a response to this body would have."""
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
     prompt = _turn(service, tenant, "", body).made.call.prompt
     assert isinstance(prompt, messages.Conversation)
@@ -73,7 +78,7 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
 
 
 async def read_response(service: Service, request: Request) -> Response:
-    """Return a stored or running response."""
+    """Return a response that is stored or running."""
     name, tenant = request.path_params["name"], request.state.tenant
     if request.query_params.get("stream", "false") != "false":
         raise BadField("stream: a stored response cannot be streamed again; leave it out", "stream")
@@ -89,7 +94,7 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 
 async def cancel_response(service: Service, request: Request) -> Response:
-    """End a running response, which becomes a shorter one. Return a finished response as it is."""
+    """End a running response early, and return it. A finished response is returned as it is."""
     read_body(NoBody, request.state.body or b"{}")
     name, tenant = request.path_params["name"], request.state.tenant
     writer = service.running.get((tenant, name))
@@ -103,11 +108,12 @@ async def cancel_response(service: Service, request: Request) -> Response:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A request as a chat.
+    """A request, converted to a chat request.
 
     Attributes:
-        conversation: its messages without the instructions.
-        key: what else the prompt depends on, as JSON.
+        made: the engine's call for it.
+        conversation: its messages, without the instructions.
+        key: everything else that the prompt depends on, as JSON.
     """
 
     chat: ChatBody
@@ -117,7 +123,7 @@ class _Turn:
 
 
 def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> _Turn:
-    """Return a request as a chat. Raises BadField, or Missing for an unknown earlier response."""
+    """Convert a request to a chat request. Raises BadField, or Missing if the earlier response is unknown."""
     body.check()
     service.check_model(body.model)
     before: Stored | None = None
@@ -140,7 +146,7 @@ def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> _Turn
 
 
 def _response(service: Service, tenant: str, name: str) -> Response:
-    """Return a stored or running response. Raises Missing for an unknown id."""
+    """Return a response that is stored or running. Raises Missing for an unknown id."""
     writer = service.running.get((tenant, name))
     if writer is not None and service.responses.get(tenant, name) is None:
         return json_response(writer.response("cancelled" if writer.is_cancelled else "in_progress"))
@@ -156,7 +162,7 @@ def _stored(service: Service, tenant: str, name: str, field: str = "", code: str
 
 
 def _item(service: Service, tenant: str, name: str) -> Json | None:
-    """Return the output item of a stored response with this id, None for an unknown id."""
+    """Return the output item with this id in a stored response; None for an unknown id."""
     response, number = place_of(name)
     found = service.responses.get(tenant, response)
     output = [] if found is None else msgspec.json.decode(found.response)["output"]

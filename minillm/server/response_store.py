@@ -1,4 +1,4 @@
-"""Stored responses. Each belongs to a tenant. They are lost when the server ends."""
+"""Stored responses. Each belongs to a tenant. All are lost when the server ends."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from typing import Any
 
 import msgspec
 
-MOST_RESPONSES = 1_000  # of one tenant
-MOST_BYTES = 64 << 20  # of one tenant
-MOST_TOTAL_BYTES = 512 << 20  # of all tenants
-MOST_SECONDS = 3_600.0  # since the last use
+MOST_RESPONSES = 1_000  # maximum number of responses of a tenant
+MOST_BYTES = 64 << 20  # maximum size of the responses of a tenant
+MOST_TOTAL_BYTES = 512 << 20  # maximum size of all responses
+MOST_SECONDS = 3_600.0  # a response is dropped this long after its last use
 
 
 @dataclass
 class Stored:
-    """A response, and what its continuation needs.
+    """A response, with the data that its continuation needs.
 
     Attributes:
         response: the response as JSON.
-        messages: all messages up to the answer as JSON, without instructions.
-        key: what else the prompt depends on, as JSON: instructions, tools and template variables.
-        token_ids: of prompt and answer.
+        messages: all messages up to and including the answer as JSON, without instructions.
+        key: everything else that the prompt depends on, as JSON: instructions, tools and template variables.
+        token_ids: the token ids of prompt and answer.
     """
 
     response: bytes
     messages: bytes
     key: bytes
     token_ids: array[int]
-    used: float = 0.0  # when it was last used
+    used: float = 0.0  # time of the last use
 
     @classmethod
     def of(cls, response: Any, messages: Sequence[Any], key: bytes, token_ids: Sequence[int]) -> Stored:
-        """Return the entry of a finished response."""
+        """Return the entry for a finished response."""
         encode = msgspec.json.encode
         return cls(encode(response), encode(messages), key, array("I", token_ids))
 
     @property
     def size(self) -> int:
-        """Return the number of bytes."""
+        """Return the size of the entry in bytes."""
         return len(self.response) + len(self.messages) + len(self.key) + 4 * len(self.token_ids)
 
 
 @dataclass
 class ResponseStore:
-    """Responses by tenant and id. Where there are too many, the least recently used ones are dropped."""
+    """The responses by tenant and id. If there are too many, the least recently used ones are dropped."""
 
     clock: Callable[[], float] = time.monotonic
     _own: dict[str, OrderedDict[str, Stored]] = field(default_factory=dict)  # by tenant, least recently used first
     _sizes: dict[str, int] = field(default_factory=dict)  # bytes by tenant
 
     def put(self, tenant: str, name: str, stored: Stored) -> None:
-        """Store a response, and drop others if limits are exceeded."""
+        """Store a response. Drop others if that exceeds a limit."""
         self._drop_old()
         stored.used = self.clock()
         own = self._own.setdefault(tenant, OrderedDict())
@@ -63,12 +63,12 @@ class ResponseStore:
         self._sizes[tenant] = self._sizes.get(tenant, 0) + stored.size
         while tenant in self._own and (len(own) > MOST_RESPONSES or self._sizes[tenant] > MOST_BYTES):
             self.delete(tenant, next(iter(own)))
-        while sum(self._sizes.values()) > MOST_TOTAL_BYTES:  # the largest tenant gives way
+        while sum(self._sizes.values()) > MOST_TOTAL_BYTES:  # drop responses of the tenant with the most bytes
             largest = max(self._sizes, key=self._sizes.__getitem__)
             self.delete(largest, next(iter(self._own[largest])))
 
     def get(self, tenant: str, name: str) -> Stored | None:
-        """Return a tenant's response, None for an unknown id."""
+        """Return a tenant's response; None for an unknown id."""
         self._drop_old()
         own = self._own.get(tenant, OrderedDict())
         if (found := own.get(name)) is not None:
@@ -77,7 +77,7 @@ class ResponseStore:
         return found
 
     def delete(self, tenant: str, name: str) -> bool:
-        """Delete a tenant's response. Return whether there was one."""
+        """Delete a tenant's response. Return False if there is none with this id."""
         found = self._own.get(tenant, OrderedDict()).pop(name, None)
         if found is None:
             return False
@@ -87,7 +87,7 @@ class ResponseStore:
         return True
 
     def _drop_old(self) -> None:
-        """Drop the responses that have not been used for too long."""
+        """Drop the responses that were not used for `MOST_SECONDS`."""
         oldest = self.clock() - MOST_SECONDS
         for tenant, own in list(self._own.items()):
             while own and next(iter(own.values())).used < oldest:
