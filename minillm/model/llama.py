@@ -179,13 +179,12 @@ class Llama:
 
     def hidden(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Write the tokens' K and V; return the last layer's output ``[num_tokens, hidden]``."""
-        x = self._embed(batch.token_ids)  # [num_tokens, hidden]
+        x = self.embed(batch.token_ids)  # [num_tokens, hidden]
         if self.one_token is not None and self.one_token.takes(batch):
             return self.one_token(x, batch, self.rotary.rows(batch.positions, batch.rope_lengths), kv_cache)
-        eps = self.config.rms_norm_eps
-        steps = self._steps(batch, kv_cache.layers[0])
+        steps = self.steps(batch, kv_cache.layers[0])
         for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
-            qkv = self.ops.norm_linear(x, layer.input_norm, eps, layer.qkv)  # [num_tokens, (heads + 2 kv) * head_dim]
+            qkv = self.project(x, layer)
             x = self._add_attention(qkv, cache, batch, layer, *steps[layer.attention], x)
             x = self._add_mlp(x, layer)
         return x
@@ -194,9 +193,17 @@ class Llama:
         """Return logits ``[num_logits, vocab]`` of ``rows`` of ``hidden [num_tokens, hidden]``, or of all rows."""
         return self._logits(hidden if rows is None else hidden[rows], out)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings ``[num_tokens, hidden]`` of ``token_ids [num_tokens]``."""
         return kernels.embedding(token_ids, self.embedding, self.dtype)
+
+    def project(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
+        """Return q, k and v ``[num_tokens, (heads + 2 kv) * head_dim]`` of a layer's input, in ``out`` if given."""
+        return self.ops.norm_linear(x, layer.input_norm, self.config.rms_norm_eps, layer.qkv, out)
+
+    def finish(self, attended: Tensor, layer: Layer, x: Tensor) -> Tensor:
+        """Return a layer's output from its input ``x`` and attention's result, in place if possible."""
+        return self._add_mlp(self._linear_add(attended, layer.o, x), layer)
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         """Return ``residual + linear(x, weight)``, in place if possible."""
@@ -219,7 +226,7 @@ class Llama:
         """Return the logits ``[n, vocab]`` of ``x [n, hidden]``: the final norm, then the output head."""
         return self.ops.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
-    def _steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
+    def steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
         """Return the tokens' angles and slots, and the plan, for each kind of attention; ``cache`` is any layer's."""
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
         steps = {}
@@ -240,21 +247,33 @@ class Llama:
         x: Tensor,
     ) -> Tensor:
         """Return ``x + o(attention)`` for all tokens over one layer's ``cache``, in place if possible."""
-        c, scale = self.local, self.local.head_dim**-0.5
-        heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
-        q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        kernels.rotary_write_kv(q, k, v, places, cache, layer.head_norms, plan)
-        n, outputs = batch.num_decodes, []
+        if batch.num_decodes < qkv.shape[0] or batch.shared is not None:
+            return self._linear_add(self.attend(qkv, cache, batch, layer, places, plan), layer.o, x)
+        q, pages = self._rotated(qkv, cache, layer, places, plan), cache.pages(*batch.decodes, layer.attention.window)
+        return self._attend_add(q, pages, layer, x, plan)
+
+    def attend(
+        self, qkv: Tensor, cache: LayerCache, batch: Batch, layer: Layer, places: Places, plan: HostPlan | None
+    ) -> Tensor:
+        """Write K and V of all tokens; return attention's result ``[num_tokens, num_heads * head_dim]``."""
+        q, n, scale = self._rotated(qkv, cache, layer, places, plan), batch.num_decodes, self.local.head_dim**-0.5
+        window, outputs = layer.attention.window, []
         if n:
-            pages = cache.pages(*batch.decodes, layer.attention.window)
+            pages = cache.pages(*batch.decodes, window)
             if batch.shared is None:
-                if n == q.shape[0]:
-                    return self._attend_add(q, pages, layer, x, plan)
                 outputs.append(self.ops.paged_attention(q[:n], pages, scale, plan))
             else:
                 outputs.append(kernels.prefix_attention(q[:n], pages, scale, batch.shared))
         if n < q.shape[0]:
-            pages = cache.pages(*batch.chunks, layer.attention.window)
+            pages = cache.pages(*batch.chunks, window)
             outputs.append(self.ops.prefill_attention(q[n:], pages, batch.cu_seqlens, scale))
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [num_tokens, num_heads, head_dim]
-        return self._linear_add(attended.flatten(1), layer.o, x)
+        return attended.flatten(1)
+
+    def _rotated(self, qkv: Tensor, cache: LayerCache, layer: Layer, places: Places, plan: HostPlan | None) -> Tensor:
+        """Rotate q and k, and write k and v to their slots; return q ``[num_tokens, num_heads, head_dim]``."""
+        c = self.local
+        heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
+        q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        kernels.rotary_write_kv(q, k, v, places, cache, layer.head_norms, plan)
+        return q

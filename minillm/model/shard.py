@@ -134,7 +134,7 @@ class ShardedLlama(Llama):
     def local(self) -> ModelConfig:
         return self.shard.local(self.config)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         """Look up the tokens of this rank's part of the vocabulary, zeros for all others, and add up over the ranks."""
         vocab = self.shard.vocab
         elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)

@@ -4,6 +4,8 @@ This runner sends everything to the device at every step, which costs nothing on
 `minillm.runner.device.runner`, which keeps the state of decoding sequences on the device.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class Runner:
     def __init__(self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.model, self.block_size = model, block_size
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
-        self.forward = ScoringForward(model, self.kv_cache)
+        self.forward = ScoringForward(model, partial(model.hidden, kv_cache=self.kv_cache))
         self.host_pool = HostPool(self.kv_cache, num_host_blocks)
         self.observers: list[StepObserver] = []
 

@@ -1,12 +1,11 @@
 """Log-probabilities of a prompt's tokens, computed together with its K and V."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import KVCache
 from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
 from minillm.outputs import PromptTokenLogprobs
@@ -44,18 +43,21 @@ class Scored:
 
 
 class ScoringForward:
-    """The forward pass of a step's batch, which also scores the targets of its chunks."""
+    """The forward pass of a step's batch, which also scores the targets of its chunks.
 
-    def __init__(self, model: Llama, kv_cache: KVCache) -> None:
-        self._model, self._kv_cache = model, kv_cache
+    Args:
+        hidden: writes K and V of a batch's tokens, and returns the last layer's output: `Llama.hidden`.
+    """
+
+    def __init__(self, model: Llama, hidden: Callable[[Batch], Tensor]) -> None:
+        self._model, self._hidden = model, hidden
         self._scored: Scored | None = None  # of the last step, until it is taken
 
     def __call__(self, batch: Batch, chunks: list[ChunkWork], first: int, out: Tensor | None = None) -> Tensor:
         """Compute a batch; see `Llama.forward`. ``first``: the batch's token at which ``chunks`` begin."""
-        if not any(chunk.targets for chunk in chunks):
-            return self._model.forward(batch, self._kv_cache, out)
-        hidden = self._model.hidden(batch, self._kv_cache)
-        self._scored = score(self._model, hidden, chunks, first)
+        hidden = self._hidden(batch)
+        if any(chunk.targets for chunk in chunks):
+            self._scored = score(self._model, hidden, chunks, first)
         return self._model.logits(hidden, batch.logit_rows, out)
 
     def take(self) -> Scored | None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lib.engine import engine_for
+from lib.engine import change_logits, engine_for
 from lib.models import hf_model, ours
 from minillm.cache import check, pool_stats
 from minillm.engine import held as idle_verbs
@@ -19,10 +19,10 @@ from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
 from minillm.errors import CapacityError, UsageError
 from minillm.llm import LLM
-from minillm.model.llama import Llama
+from minillm.model.llama import Batch, Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.sequence import Schedule, Stage
+from minillm.sequence import Schedule, SequenceGroup, Stage
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_a_failing_device_ends_its_requests_and_nothing_else(model: Llama, monke
     for number, prompt in enumerate([[5] * 8, [6] * 8]):
         engine.add_request(str(number), prompt, GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(Llama, "forward", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("device lost")))
+        change_logits(patch, lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
         with pytest.raises(RuntimeError, match="device lost"):
             engine.step()
     [failed] = engine.take_finished()
@@ -292,14 +292,12 @@ def test_a_failing_device_ends_its_requests_and_nothing_else(model: Llama, monke
 
 def test_a_request_whose_logits_are_nan_fails_alone(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model)
-    forward = Llama.forward
 
-    def poisoned(self: Llama, batch: Any, kv_cache: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        logits = forward(self, batch, kv_cache, out)
+    def poisoned(batch: Batch, logits: torch.Tensor) -> torch.Tensor:
         tokens = batch.token_ids if batch.logit_rows is None else batch.token_ids[batch.logit_rows]
         return logits.masked_fill_((tokens == 13)[:, None], float("nan"))
 
-    monkeypatch.setattr(Llama, "forward", poisoned)
+    change_logits(monkeypatch, poisoned)
     never_13 = SamplingParams(temperature=0, max_tokens=4, logit_bias={13: -100.0})
     bad, good = run(engine, [([5, 13], GREEDY), ([5, 14], never_13)])
     assert bad.error is not None
@@ -384,12 +382,18 @@ def test_only_offline_runs_compute_whole_prompts_next_to_decodes(model: Llama, o
     engine.close()
 
 
-def test_an_explicit_chunk_holds_for_offline_runs_too(tiny_model: Path) -> None:
+def test_an_explicit_chunk_holds_for_offline_runs_too(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`LLM.generate` runs offline requests, and `LLM.stream` does not."""
     with LLM(str(tiny_model), prefill_chunk=32, max_num_seqs=8) as llm:
         assert (llm.engine.scheduler.prefill_chunk, llm.engine.scheduler.offline_chunk) == (32, 32)
-        seen, add = [], llm.engine.add
-        llm.engine.add = lambda request: (seen.append(request.offline), add(request))[1]  # type: ignore[method-assign]
+        seen: list[bool] = []
+        add = llm.engine.add
+
+        def noting(request: Request) -> SequenceGroup:
+            seen.append(request.offline)
+            return add(request)
+
+        monkeypatch.setattr(llm.engine, "add", noting)
         llm.generate([[3, 4], [5]], GREEDY)
         list(llm.stream([3, 4], GREEDY))
         assert seen == [True, True, False]

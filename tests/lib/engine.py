@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from minillm.model.llama import Batch, Llama
 from minillm.outputs import RequestOutput
 from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.runner import Runner
+from minillm.runner.scores import ScoringForward
 from minillm.speculation.drafter import Drafter
 from minillm.text.tokenizer import Tokenizer
 
@@ -129,3 +132,16 @@ def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOu
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
     assert (swap := engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"
     return [outputs[str(number)] for number in range(len(requests))]
+
+
+def change_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch, Tensor], Tensor]) -> None:
+    """Let ``change`` replace the logits of every forward pass, given the batch: of graphs, and of all other steps."""
+    for owner, name in ((Llama, "forward"), (ScoringForward, "__call__")):
+        original = getattr(owner, name)
+
+        def changed(
+            self: Any, batch: Batch, *rest: Any, original: Callable[..., Tensor] = original, **named: Any
+        ) -> Tensor:
+            return change(batch, original(self, batch, *rest, **named))
+
+        monkeypatch.setattr(owner, name, changed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lib.engine import engine_for, run
+from lib.engine import change_logits, engine_for, run
 from lib.models import hf_model, ours
 from lib.speculation import assert_close_logprobs, counting_model, facts, guesses_of
 from minillm.cache import check
@@ -133,15 +133,13 @@ def looping(max_tokens: int = 30, **options: Any) -> tuple[list[int], Any]:
 def loops(model: Llama, monkeypatch: pytest.MonkeyPatch) -> Llama:
     """The model, but each token of ``LOOP`` is followed by the next one of it."""
     following = {token: LOOP[(place + 1) % len(LOOP)] for place, token in enumerate(LOOP)}
-    forward = Llama.forward
 
-    def forced(self: Llama, batch: Any, kv_cache: Any, out: Any = None) -> Any:
-        logits = forward(self, batch, kv_cache)
+    def forced(batch: Any, logits: Any) -> Any:
         for row, place in enumerate(batch.logit_rows.tolist()):
             logits[row, following.get(int(batch.token_ids[place]), 3)] = 1e4
         return logits
 
-    monkeypatch.setattr(Llama, "forward", forced)
+    change_logits(monkeypatch, forced)
     return model
 
 

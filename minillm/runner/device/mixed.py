@@ -1,4 +1,4 @@
-"""Steps of decoding sequences and chunks of prompts in one batch, without a graph: weights are read once.
+"""Steps of decoding sequences and chunks of prompts in one batch: weights are read once.
 
 Their draws run one operation after the other, and so do draws with biases or the caller's own processors.
 """

@@ -7,8 +7,9 @@ sequences, and of few sequences for padded lengths of the longest, when these fi
 shared blocks, is data.
 
 There are four kinds of steps, each with its graph keys, forward pass and draws in one file: `decode`, `mixed` (decodes
-and prompts), `drafts` and short `prompts`. Other prompts are computed as by any runner. On-device beam searches
-(`beams`) continue a decode step.
+and prompts), `drafts` and short `prompts`. Other prompts are computed as by any runner, and so are mixed steps; with up
+to a thousand tokens most of their work is recorded, too (`piecewise`). On-device beam searches (`beams`) continue a
+decode step.
 
 If several ranks share the model, rank 0 does the accounting and draws. The others hold the same rows, get the changes
 (`DecodeWork`) and replay graphs of their own. Each step begins with a broadcast of its token ids, inside the graph.
@@ -16,6 +17,7 @@ If several ranks share the model, rank 0 does the accounting and draws. The othe
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,12 +30,14 @@ from minillm.runner.device.beams import DeviceBeams
 from minillm.runner.device.decode import DecodeSteps
 from minillm.runner.device.drafts import DraftSteps
 from minillm.runner.device.mixed import MixedSteps
+from minillm.runner.device.piecewise import PiecewiseForward
 from minillm.runner.device.prompts import ShortPrompts
 from minillm.runner.device.state import DeviceState
 from minillm.runner.masks import masks_of
 from minillm.runner.penalties import note_empty
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn
+from minillm.runner.scores import ScoringForward
 from minillm.runner.step import ChunkWork, StepWork
 from minillm.sequence import Chunk, Schedule, Sequence
 
@@ -68,7 +72,10 @@ class DeviceRunner(Runner):
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=graphs, sharing=sharing,
         )  # fmt: skip
         self.prompts: ShortPrompts | None = None
+        self.piecewise: PiecewiseForward | None = None
         if state.ranks is None:
+            self.piecewise = PiecewiseForward(model, self.kv_cache, state.forwards)
+            self.forward = ScoringForward(model, self.piecewise.hidden)
             self.prompts = ShortPrompts(
                 model, self.kv_cache, block_size, state.forwards,
                 max_num_seqs=max_num_seqs, width=state.width, logits=state.logits,
@@ -138,12 +145,14 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
-        if self.prompts is not None:
-            try:
-                if self.prompts.record_next():
-                    return True
-            except torch.OutOfMemoryError:  # taken by others on the device: compute short prompts like long ones
-                self.prompts = None
+        try:
+            if self.prompts is not None and self.prompts.record_next():
+                return True
+            if self.piecewise is not None and self.piecewise.record_next():
+                return True
+        except torch.OutOfMemoryError:  # taken by others on the device: compute short prompts like long ones
+            self.prompts = self.piecewise = None
+            self.forward = ScoringForward(self.model, partial(self.model.hidden, kv_cache=self.kv_cache))
         return super().prepare_ahead()
 
     def give_up(self, sequences: list[Sequence]) -> None:
