@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from lib.engine import engine_for, run
+from lib.low_bit import LAYOUTS
 from lib.models import DEVICE, hf_model, ours
 from minillm.cache import HostMoves
+from minillm.kernels import FP8
 from minillm.model.llama import Llama
 from minillm.params import SamplingParams
 from minillm.runner.device import prompts as short_prompts
@@ -109,15 +111,18 @@ def test_only_short_steps_of_prompts_come_here(model: Llama) -> None:
 
 
 def test_a_model_has_them_as_far_as_launching_takes_longer() -> None:
-    def most(num_parameters: int, copied_bytes: int = 0, kv_in_8_bits: bool = False) -> int:
+    def most(num_parameters: int, layout: Any = None, kv_in_8_bits: bool = False) -> int:
         shape = SimpleNamespace(num_parameters=num_parameters)
-        model: Any = SimpleNamespace(local=shape, copied_bytes=copied_bytes, kv_in_8_bits=kv_in_8_bits)
+        parts = () if layout is None else (SimpleNamespace(layout=layout),)
+        layer = SimpleNamespace(qkv=SimpleNamespace(parts=parts))
+        model: Any = SimpleNamespace(local=shape, layers=[layer], kv_in_8_bits=kv_in_8_bits)
         return most_tokens(model)
 
     assert most(135_000_000) == SIZES[-1]
     assert SIZES[0] < most(8_030_000_000) < 300
     assert most(10**12) < SIZES[0]
-    assert most(135_000_000, copied_bytes=1) == 64  # weights of few bits
+    assert most(8_030_000_000, FP8) == 2 * most(8_030_000_000) + 1
+    assert most(8_030_000_000, LAYOUTS["q4_0"]) == most(8_030_000_000)
     assert most(135_000_000, kv_in_8_bits=True) == 192
 
 
@@ -168,6 +173,7 @@ def recording(model: Llama) -> tuple[DeviceRunner, Recording]:
     graphs = Recording(runner.state.rows, enabled=False)
     assert runner.prompts is not None
     runner.state.forwards = runner.prompts._graphs = graphs
+    runner.piecewise = None
     return runner, graphs
 
 
