@@ -8,7 +8,7 @@
 Other Llama-family models differ in config values: biases (only of q, k and v in Qwen2), norms of q and k before rotary
 (Qwen3), layers without rotary (SmolLM3), and layers with sliding-window attention (Mistral, Qwen2).
 
-Every op comes from `kernels` and covers one line above: it fuses a norm with the projection after it, and an addition
+Every op comes from `kernels` and covers one line above. It fuses a norm with the projection after it, and an addition
 with the projection before it. Projections of the same input are one matrix: q, k, v and gate, up. A sharded model
 overrides the embedding, the additions and the logits: `minillm.model.shard`.
 """
@@ -40,21 +40,22 @@ from minillm.model.rope import RotaryTable
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of several sequences packed together: one token of each decoding sequence, then the prefill chunks.
+    """The tokens that one forward pass computes, of several sequences packed together.
 
-    Sequences ``0 … num_decodes - 1`` decode; the others prefill. Tensors are on the model's device.
+    First comes one token of each decoding sequence, then the chunks of the prefilling sequences. Sequences ``0 …
+    num_decodes - 1`` decode, the others prefill. Tensors are on the model's device.
     """
 
     token_ids: Tensor  # [num_tokens] int64
-    positions: Tensor  # [num_tokens] int64, of each token within its sequence
+    positions: Tensor  # [num_tokens] int64, each token's position in its sequence
     slot_mapping: Tensor  # [num_tokens] int64, the slot of each token's K and V; -1: not written
     block_tables: Tensor  # [num_seqs, max_blocks] int32
-    context_lens: Tensor  # [num_seqs] int32, this step's tokens included
+    context_lens: Tensor  # [num_seqs] int32, tokens of each sequence, including those of this step
     num_decodes: int
     cu_seqlens: Tensor  # [num_seqs - num_decodes + 1] int32, starts of the chunks, counted from the first chunk
-    logit_rows: Tensor | None = None  # [num_logits] int64, tokens that need logits; None: all
-    shared: WorkList | None = None  # the decodes' common blocks, if reading them once is faster
-    rope_lengths: list[int] | None = None  # per token, for dynamic rope scaling only: see RotaryTable.rows
+    logit_rows: Tensor | None = None  # [num_logits] int64, indices of the tokens that need logits; None: all
+    shared: WorkList | None = None  # blocks that decoding sequences share, if reading them once is faster
+    rope_lengths: list[int] | None = None  # for each token, with dynamic rope scaling only: see `RotaryTable.rows`
 
     @cached_property
     def decodes(self) -> tuple[Tensor, Tensor]:
@@ -68,17 +69,20 @@ class Batch:
 
 
 class CompiledLayers(Protocol):
-    """All layers, compiled for the batches that `takes` accepts: see `minillm.model.one_token`."""
+    """All layers of a model, compiled for some kinds of batches: see `minillm.model.one_token`."""
 
     def takes(self, batch: Batch) -> bool:
-        """Return whether this object can compute a batch."""
+        """Return whether the compiled layers can compute this batch."""
 
     def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
-        """Write the tokens' K and V; return the last layer's output. ``angles`` are `RotaryTable.rows` of the batch."""
+        """Write the tokens' K and V, and return the last layer's output.
+
+        ``x`` are the embeddings, ``angles`` the result of `RotaryTable.rows` for the batch.
+        """
 
 
 class Attention(NamedTuple):
-    """A kind of attention: layers of one kind share a step's angles, slots and plan."""
+    """A kind of attention. All layers of one kind share a step's rotary angles, slots and plan."""
 
     has_rope: bool
     window: int | None  # see `Pages.window`
@@ -86,7 +90,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer's weights."""
+    """The weights of one decoder layer."""
 
     input_norm: Tensor  # [hidden]
     qkv: LinearWeight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
@@ -99,13 +103,13 @@ class Layer:
 
     @property
     def linears(self) -> tuple[LinearWeight, LinearWeight, LinearWeight, LinearWeight]:
-        """Its linear layers, in the order of computation."""
+        """The layer's four linear layers, in the order of computation."""
         return self.qkv, self.o, self.gate_up, self.down
 
 
 @dataclass(frozen=True)
 class Llama:
-    """A decoder's weights and its forward pass. All weights are loaded at construction; see `minillm.model.loader`."""
+    """The weights of a decoder and its forward pass. `minillm.model.loader` constructs it with all weights loaded."""
 
     config: ModelConfig
     embedding: Tensor | LowBit  # [vocab, hidden]
@@ -134,34 +138,34 @@ class Llama:
 
     @cached_property
     def local(self) -> ModelConfig:
-        """The shape of the part that this object holds and computes."""
+        """The config of the part that this object holds: the whole model, unless it is sharded."""
         return self.config
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all loaded matrices as they are stored, counted like `ModelConfig.num_parameters`."""
+        """Bytes of all loaded matrices as they are stored. Tied embeddings are counted once."""
         embedding = 0 if self.config.tie_word_embeddings else self.embedding.nbytes
         return embedding + sum(linear.num_bytes for linear in self.linears)
 
     @property
     def linears(self) -> list[LinearWeight]:
-        """All linear layers, the head last."""
+        """All linear layers in the order of computation; the last is the head."""
         return [*(linear for each in self.layers for linear in each.linears), self.head]
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of a 16-bit copy of the low-bit matrices: `LinearWeight.keep_copy`."""
+        """Bytes that 16-bit copies of all low-bit matrices would take: see `LinearWeight.keep_copy`."""
         return sum(linear.copied_bytes(self.dtype) for linear in self.linears)
 
     @property
     def kv_element_size(self) -> int:
-        """Bytes per number in the pool, for `ModelConfig.kv_bytes_per_token`."""
+        """Bytes per element of K and V in the pool: the argument of `ModelConfig.kv_bytes_per_token`."""
         return 1 if self.kv_in_8_bits else self.dtype.itemsize
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Return an uninitialized KV cache pool of ``num_blocks`` blocks of ``block_size`` tokens.
 
-        On a CPU the operating system allocates its memory on first use, so unused blocks of a large pool take none.
+        On a CPU, the operating system allocates memory on first use, so unused blocks of a large pool take none.
         """
         c = self.local
         shape = (c.num_layers, 2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
@@ -172,13 +176,14 @@ class Llama:
         return KVCache(torch.empty(shape, dtype=torch.int8, device=self.device), scales)
 
     def forward(self, batch: Batch, kv_cache: KVCache, out: Tensor | None = None) -> Tensor:
-        """Write the tokens' K and V; return logits ``[num_logits, vocab]`` in the model's dtype, in ``out`` if
-        given.
+        """Write the tokens' K and V, and return logits ``[num_logits, vocab]`` in the model's dtype.
+
+        If ``out`` is given, the logits are written to it.
         """
         return self.logits(self.hidden(batch, kv_cache), batch.logit_rows, out)
 
     def hidden(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Write the tokens' K and V; return the last layer's output ``[num_tokens, hidden]``."""
+        """Write the tokens' K and V, and return the last layer's output ``[num_tokens, hidden]``."""
         x = self.embed(batch.token_ids)  # [num_tokens, hidden]
         if self.one_token is not None and self.one_token.takes(batch):
             return self.one_token(x, batch, self.rotary.rows(batch.positions, batch.rope_lengths), kv_cache)
@@ -190,7 +195,10 @@ class Llama:
         return x
 
     def logits(self, hidden: Tensor, rows: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Return logits ``[num_logits, vocab]`` of ``rows`` of ``hidden [num_tokens, hidden]``, or of all rows."""
+        """Return the logits ``[num_logits, vocab]`` of the ``rows [num_logits]`` of ``hidden [num_tokens, hidden]``.
+
+        ``rows`` None means all rows. If ``out`` is given, the result is written to it.
+        """
         return self._logits(hidden if rows is None else hidden[rows], out)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -198,11 +206,14 @@ class Llama:
         return kernels.embedding(token_ids, self.embedding, self.dtype)
 
     def project(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
-        """Return q, k and v ``[num_tokens, (heads + 2 kv) * head_dim]`` of a layer's input, in ``out`` if given."""
+        """Return q, k and v ``[num_tokens, (heads + 2 kv) * head_dim]`` of a layer, from its input ``x``.
+
+        If ``out`` is given, the result is written to it.
+        """
         return self.ops.norm_linear(x, layer.input_norm, self.config.rms_norm_eps, layer.qkv, out)
 
     def finish(self, attended: Tensor, layer: Layer, x: Tensor) -> Tensor:
-        """Return a layer's output from its input ``x`` and attention's result, in place if possible."""
+        """Return a layer's output from its input ``x`` and the result of `attend`, in place if possible."""
         return self._add_mlp(self._linear_add(attended, layer.o, x), layer)
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
@@ -210,7 +221,7 @@ class Llama:
         return self.ops.linear_add(x, weight, residual)
 
     def _attend_add(self, q: Tensor, pages: Pages, layer: Layer, residual: Tensor, plan: HostPlan | None) -> Tensor:
-        """Return ``residual + o(attention)`` for tokens that all decode, in place if possible."""
+        """Return ``residual + o(attention)``, in place if possible, for a batch of decoding tokens only."""
         return self.ops.attend_add(q, pages, self.local.head_dim**-0.5, layer.o, residual, plan)
 
     def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
@@ -218,7 +229,7 @@ class Llama:
         return self._mlp(x, layer, x)
 
     def _mlp(self, x: Tensor, layer: Layer, residual: Tensor | None) -> Tensor:
-        """Return a layer's norm and MLP of ``x``, plus ``residual`` if there is one."""
+        """Return the MLP of the normalized ``x``, plus ``residual`` if there is one."""
         eps = self.config.rms_norm_eps
         return self.ops.mlp(x, layer.post_attention_norm, eps, layer.gate_up, layer.down, residual)
 
@@ -227,7 +238,10 @@ class Llama:
         return self.ops.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
     def steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
-        """Return the tokens' angles and slots, and the plan, for each kind of attention; ``cache`` is any layer's."""
+        """Return the rotary angles, the slots and the plan of a step, for each kind of attention.
+
+        They are equal in all layers of one kind. ``cache`` may be that of any layer.
+        """
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
         steps = {}
         for kind in {layer.attention for layer in self.layers}:
@@ -246,7 +260,10 @@ class Llama:
         plan: HostPlan | None,
         x: Tensor,
     ) -> Tensor:
-        """Return ``x + o(attention)`` for all tokens over one layer's ``cache``, in place if possible."""
+        """Return ``x + o(attention)`` for all tokens of the batch, in place if possible.
+
+        ``qkv`` is the layer's projection of the tokens. Their K and V are first written to its ``cache``.
+        """
         if batch.num_decodes < qkv.shape[0] or batch.shared is not None:
             return self._linear_add(self.attend(qkv, cache, batch, layer, places, plan), layer.o, x)
         q, pages = self._rotated(qkv, cache, layer, places, plan), cache.pages(*batch.decodes, layer.attention.window)
@@ -255,7 +272,10 @@ class Llama:
     def attend(
         self, qkv: Tensor, cache: LayerCache, batch: Batch, layer: Layer, places: Places, plan: HostPlan | None
     ) -> Tensor:
-        """Write K and V of all tokens; return attention's result ``[num_tokens, num_heads * head_dim]``."""
+        """Write the tokens' K and V to the layer's ``cache``, and compute attention.
+
+        Return the result of all tokens, ``[num_tokens, num_heads * head_dim]``.
+        """
         q, n, scale = self._rotated(qkv, cache, layer, places, plan), batch.num_decodes, self.local.head_dim**-0.5
         window, outputs = layer.attention.window, []
         if n:
@@ -271,7 +291,7 @@ class Llama:
         return attended.flatten(1)
 
     def _rotated(self, qkv: Tensor, cache: LayerCache, layer: Layer, places: Places, plan: HostPlan | None) -> Tensor:
-        """Rotate q and k, and write k and v to their slots; return q ``[num_tokens, num_heads, head_dim]``."""
+        """Rotate q and k, and write k and v to their slots. Return q ``[num_tokens, num_heads, head_dim]``."""
         c = self.local
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
         q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)

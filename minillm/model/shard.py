@@ -6,8 +6,9 @@
     norms               replicated, also those of q and k: they are as wide as one head
 
 No size has to be divisible by the number of ranks. Each rank gets whole KV heads with the query heads that read them;
-some ranks get one more than others. If there are more ranks than KV heads, several ranks keep the same KV head and
-share its query heads. The vocabulary is sharded equally and padded with zeros, because the ranks' logits are gathered.
+some ranks get one KV head more than others. If there are more ranks than KV heads, several ranks keep the same KV head
+and share its query heads. The vocabulary is sharded equally and padded with zeros, because the ranks' logits are
+gathered.
 """
 
 from dataclasses import dataclass, replace
@@ -22,14 +23,14 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Layer, Llama
 from minillm.parallel.collectives import Ranks
 
-_INTERMEDIATE_UNIT = 64  # columns of the gated MLP that stay together: whole 128-byte lines
+_INTERMEDIATE_UNIT = 64  # columns of the gated MLP that stay together: whole 128-byte cache lines
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of rank ``rank`` of ``size``, in heads, columns and tokens of the whole model.
+    """The part of a model that rank ``rank`` of ``size`` ranks holds, as slices of the whole model's dimensions.
 
-    ``vocab`` may extend beyond the vocabulary: those rows are zeros.
+    The slice ``vocab`` may extend beyond the vocabulary: rows there are zeros.
     """
 
     rank: int
@@ -40,7 +41,7 @@ class Shard:
     vocab: slice
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """Return the shape of this rank's part, as if it were a whole model."""
+        """Return the config of this rank's part, as if it were a whole model."""
         return replace(
             config,
             num_heads=_length(self.heads),
@@ -50,7 +51,10 @@ class Shard:
         )
 
     def part_of(self, name: str, config: ModelConfig) -> tuple[slice | None, slice | None]:
-        """Return the rows and columns of the parameter ``name`` that this rank holds; None: all of them."""
+        """Return the slices of rows and columns of the parameter ``name`` that this rank holds.
+
+        None means all of them.
+        """
         if self.size == 1:
             return None, None
         layer, dim = name.split(".")[-2], config.head_dim
@@ -68,12 +72,12 @@ class Shard:
         return None, None
 
     def holds(self, name: str) -> bool:
-        """Return whether this rank loads the parameter: only rank 0 has the biases of o and down."""
+        """Return whether this rank loads the parameter ``name``. Only rank 0 loads the biases of o and down."""
         return self.rank == 0 or not name.endswith(("o_proj.bias", "down_proj.bias"))
 
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
-    """Return the part of rank ``rank`` among ``size``. Raises UsageError if the model has fewer heads than ranks."""
+    """Return the part of rank ``rank`` among ``size`` ranks. Raises UsageError if there are more ranks than heads."""
     check_size(config, size)
     heads, kv_heads = _heads(config, rank, size)
     unit = _INTERMEDIATE_UNIT
@@ -95,7 +99,10 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 
 def _heads(config: ModelConfig, rank: int, size: int) -> tuple[slice, slice]:
-    """Return the query heads and KV heads of a rank. Each of its KV heads serves equally many of its query heads."""
+    """Return the query heads and the KV heads of a rank.
+
+    Each of its KV heads serves equally many of its query heads.
+    """
     group = config.num_heads // config.num_kv_heads
     if size <= config.num_kv_heads:
         kv = _share(config.num_kv_heads, rank, size)
@@ -110,7 +117,7 @@ def _heads(config: ModelConfig, rank: int, size: int) -> tuple[slice, slice]:
 
 
 def _share(count: int, index: int, parts: int) -> slice:
-    """Return the ``index``-th of ``parts`` nearly equal runs of ``count`` items; longer runs come first."""
+    """Divide ``count`` items into ``parts`` nearly equal runs, longer ones first. Return run number ``index``."""
     each, more = divmod(count, parts)
     start = index * each + min(index, more)
     return slice(start, start + each + (index < more))
@@ -124,7 +131,8 @@ def _length(part: slice) -> int:
 class ShardedLlama(Llama):
     """A `Llama` with one shard's weights. All ranks compute the same batch; only rank 0 returns all logits.
 
-    The embedding and the products of o and down are partial sums, added by an all-reduce. Rank 0 gathers the logits.
+    Each rank computes partial sums of the embedding and of the matmuls with o and down. An all-reduce adds them up.
+    Rank 0 gathers the logits.
     """
 
     shard: Shard
@@ -135,14 +143,20 @@ class ShardedLlama(Llama):
         return self.shard.local(self.config)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Look up the tokens of this rank's part of the vocabulary, zeros for all others, and add up over the ranks."""
+        """Look up the tokens in this rank's part of the vocabulary, with zeros for all others.
+
+        Return the sum of all ranks' results.
+        """
         vocab = self.shard.vocab
         elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
         x = kernels.embedding((token_ids - vocab.start).masked_fill_(elsewhere, 0), self.embedding, self.dtype)
         return self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
-        """Return the sum over the ranks, to which rank 0 adds the residual."""
+        """Return ``residual + linear(x, weight)``: the sum of all ranks' partial sums.
+
+        Rank 0 adds the residual to its own.
+        """
         first = self.ranks.rank == 0
         return self.ranks.all_reduce(self.ops.linear_add(x, weight, residual) if first else self.ops.linear(x, weight))
 
@@ -151,11 +165,11 @@ class ShardedLlama(Llama):
         return self._linear_add(attended.flatten(1), layer.o, residual)
 
     def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
-        """Return the sum over the ranks, to which rank 0 adds the residual."""
+        """Return ``x`` plus the MLP's result: the sum of all ranks' partial sums. Rank 0 adds ``x`` to its own."""
         return self.ranks.all_reduce(self._mlp(x, layer, x if self.ranks.rank == 0 else None))
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """Return ``[num_logits, vocab]`` on rank 0, and ``[num_logits, vocab of the shard]`` on the others."""
+        """Return all logits ``[num_logits, vocab]`` on rank 0, and on other ranks only those of their own shard."""
         part = super()._logits(x, None)
         vocab, width = self.config.vocab_size, part.shape[1]
         parts = self.ranks.all_gather(part) if len(part) else part.new_empty(self.ranks.size, 0, width)
@@ -168,5 +182,5 @@ class ShardedLlama(Llama):
 
 
 def ranks_of(model: Llama) -> Ranks | None:
-    """Return the processes that share the model; None if it is not sharded."""
+    """Return the processes among which the model is sharded, or None if it is not sharded."""
     return model.ranks if isinstance(model, ShardedLlama) else None

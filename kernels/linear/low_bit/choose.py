@@ -40,7 +40,7 @@ MOST_FUSED = 64  # maximum tokens of `few_tokens`; `many_tokens` takes more
 # Weights to dequantize at a time, 64 MiB of them. Pieces that fit the L2 take the GPU less time, but the CPU three
 # times as much: some 100 us each. With 14 pieces per layer, these add 45 ms to an 8B model's prompt.
 _UNPACKED = 1 << 25
-_TILE = 256  # rows
+_TILE = 256  # the number of rows in a slab is a multiple of this
 # Bits -> the maximum tokens for which these kernels are at least as fast as cuBLAS with a 16-bit copy.
 _MOST_BESIDE_A_COPY = {4: 64, 5: 32, 6: 16, 8: 16}
 
@@ -195,11 +195,10 @@ def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: 
 
 
 def slabs(matrix: LowBit, x: Tensor, at_once: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slabs of the matrix: a slice of rows, and these rows dequantized to x's dtype. A slab is valid until the
-    next.
+    """Yield slabs of the matrix: a slice of rows, and these rows dequantized to x's dtype.
 
-    A slab has about ``at_once`` weights, in whole tiles of rows: cuBLAS takes twice the time if a slab of the output
-    does not begin at a multiple of 16 bytes.
+    A slab is valid until the next. It has about ``at_once`` weights, in whole tiles of rows: cuBLAS takes twice the
+    time if a slab of the output does not begin at a multiple of 16 bytes.
     """
     num_rows, features = matrix.shape
     count = min(max(_TILE, (at_once or _UNPACKED) // features // _TILE * _TILE), num_rows)
