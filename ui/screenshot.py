@@ -1,22 +1,33 @@
-"""Generate the pictures of the docs with the app itself: ``python -m minillm.ui.screenshot ui``."""
+"""Generate the pictures and the recording of the docs with the app: ``python -m minillm.ui.screenshot ui``."""
 
 import asyncio
 import os
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.demo import DemoApp, demo_settings
 from minillm.ui.dialogs import ProbabilityScreen
+from minillm.ui.recording import Frame, recording
 from minillm.ui.settings import Settings, with_param
 from minillm.weights.manifest import default_model
 
 QUESTIONS = (("Explain the Fibonacci sequence in two sentences.", 1), ("Name a use of it, in one sentence.", 3))
 SIZE = (160, 44)  # columns and rows
+TOUR_SIZE = (100, 32)
 _PATIENCE = 120.0  # seconds for the whole conversation
+_TOUR_PATIENCE = 600.0  # seconds for the tour
+_SETTLED = 0.5  # seconds until all that a stop changes at its beginning is drawn
+_LOOK = 0.1  # seconds between two screenshots of the tour
+# The recording, in seconds for each stop of the tour: all of it, its explanation, its end, and how often it changes.
+_STOP, _FIRST, _LAST, _BETWEEN = 4.5, 1.4, 1.2, 0.15
+_END = 4.0  # seconds for the tour's last screen
+_STILL = 3  # the stop with the picture for readers without animations
 
 
 async def take(directory: Path) -> None:
@@ -53,9 +64,51 @@ async def take(directory: Path) -> None:
             (directory / "alternatives.svg").write_text(app.export_screenshot(title="minillm chat"), encoding="utf-8")
 
 
+async def record(directory: Path) -> None:
+    """Run the tour and write tour.svg, a recording of it. The tour's stops last the same time in it.
+
+    Raises:
+        MinillmError: the model does not load.
+        TimeoutError: the tour does not end in time.
+    """
+    with tempfile.TemporaryDirectory() as sessions:
+        settings = demo_settings(Settings(default_model()))
+        app = DemoApp(settings, SessionStore(Path(sessions)), driver_class=HeadlessDriver)
+        stops: dict[int, list[str]] = {}
+        async with app.run_test(size=TOUR_SIZE) as pilot, asyncio.timeout(_TOUR_PATIENCE):
+            await app.until_ready()
+            while not app.over:
+                number = app.number
+                await pilot.pause(_LOOK if number in stops else _SETTLED)
+                shot = app.export_screenshot(simplify=True)
+                if app.number == number and not app.over and stops.setdefault(number, [])[-1:] != [shot]:
+                    stops[number].append(shot)
+            await pilot.pause(_SETTLED)
+            end = Frame(app.export_screenshot(simplify=True), _END)
+    timelines = {number: timeline(shots) for number, shots in stops.items() if number}
+    frames = [*chain.from_iterable(timelines.values()), end]
+    svg = recording(frames, "minillm demo", still=frames.index(timelines[_STILL][-1]))
+    (directory / "tour.svg").write_text(svg, encoding="utf-8")
+
+
+def timeline(shots: list[str]) -> list[Frame]:
+    """Return the frames of one stop: the first, the last, and some of the others, evenly spaced."""
+    if len(shots) == 1:
+        return [Frame(shots[0], _STOP)]
+    between = shots[1:-1]
+    most = round((_STOP - _FIRST - _LAST) / _BETWEEN)
+    picked = between if len(between) <= most else [between[i * len(between) // most] for i in range(most)]
+    seconds = (_STOP - _FIRST - _LAST) / len(picked) if picked else 0.0
+    return [
+        Frame(shots[0], _FIRST), *(Frame(shot, seconds) for shot in picked),
+        Frame(shots[-1], _LAST if picked else _STOP - _FIRST),
+    ]  # fmt: skip
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m minillm.ui.screenshot DIRECTORY")
     # Do not depend on this terminal: with fewer colors, every theme looks different.
     os.environ |= {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
     asyncio.run(take(Path(sys.argv[1])))
+    asyncio.run(record(Path(sys.argv[1])))
