@@ -127,6 +127,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self._memory.at_once()
 
     def show_pool(self, pool: Pool | None) -> None:
+        """Show the pool of a newly loaded model. None: no model is loaded."""
         self.pool = self.talk.pool = pool
         self.panel.show_pool(pool)
         self.talk.transcript.show_blocks(pool)

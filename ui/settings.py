@@ -42,10 +42,12 @@ class Settings:
 
     @property
     def searches(self) -> bool:
+        """Return whether answers come from beam search."""
         return int(self.beams.get("beam_width", 1)) > 1
 
     @property
     def num_candidates(self) -> int:
+        """Return the number of answers to a question, sampled or by beam search."""
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
@@ -148,6 +150,7 @@ BEAM_FIELDS = _fields(BeamSearchParams, "beam_width", "length_penalty")
 
 
 def field_texts(settings: Settings) -> dict[str, str]:
+    """Return the text of each line of the sampling dialog, by the name of the parameter."""
     params = SamplingParams(**settings.sampling)
     shown: dict[str, Any] = {item.name: getattr(params, item.name) for item in SAMPLING_FIELDS}
     shown["stop"] = params.stop[0] if params.stop else None

@@ -32,6 +32,7 @@ class _Kept:
 
     @property
     def may_grow(self) -> bool:
+        """Return whether the next request should compile the grammar again, for another matcher."""
         return not self.matchers or (len(self.matchers) < _FAMILIES and self.seconds < _CHEAP_SECONDS)
 
 

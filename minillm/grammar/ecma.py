@@ -47,6 +47,7 @@ class _Node:
 
     @cached_property
     def asserts(self) -> bool:
+        """Return whether the node contains an anchor or a look-ahead."""
         return self.kind in ("begin", "end", "look") or any(part.asserts for part in self.parts)
 
 

@@ -80,12 +80,14 @@ class Rewriter:
         self._size = self._opposites = 0
 
     def whole(self) -> Schema:
+        """Return the rewritten schema, with the definitions that its references name."""
         result = self.rewritten(self.root)
         if self._definitions and isinstance(result, dict):
             result = {**result, "$defs": self._definitions}
         return result
 
     def rewritten(self, schema: Schema) -> Schema:
+        """Return ``schema``, a part of the original or a new one, rewritten for llguidance. Raises Unsupported."""
         self._size += 1
         if self._size > _MOST_SIZE:
             raise Unsupported("becomes too large; make it simpler")

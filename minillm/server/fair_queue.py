@@ -63,6 +63,7 @@ class FairQueue:
 
     @property
     def num_taken(self) -> int:
+        """Return the number of seats that are taken."""
         return self.taken.total()
 
     def check_space(self, tenant: str) -> None:

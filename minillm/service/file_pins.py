@@ -44,6 +44,7 @@ class FilePins:
         self.pinned[conversation] = pinned
 
     def let_go(self, conversation: str) -> None:
+        """Unpin a conversation's beginning, if there is one."""
         if (pinned := self.pinned.pop(conversation, None)) is not None:
             held.unpin(self.driver, pinned)
 

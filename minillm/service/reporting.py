@@ -35,6 +35,7 @@ class Answer:
 
     @property
     def searches(self) -> bool:
+        """Return whether the answer comes from beam search."""
         return "beam_width" in self.command.params
 
 
@@ -54,6 +55,7 @@ class Reporter:
         self._last_step = engine.figures.last_step
 
     def set_interval(self, seconds: float) -> None:
+        """Set the minimum seconds between reports."""
         self._interval = self._text_interval = seconds
 
     def add_delta(self, answer: Answer, delta: Delta) -> None:

@@ -72,6 +72,7 @@ class AnswerRun:
         self._generate(self.conversation.messages(self.settings.system), self.settings.request_params(), room=room)
 
     def go_on(self) -> None:
+        """Request a continuation of the answer, which has ended."""
         told, answer = self.conversation.messages(self.settings.system), self.answer
         self._superseded, answer.request_id = answer.request_id, self.conversation.new_request_id()
         self._num_before = answer.num_output_tokens

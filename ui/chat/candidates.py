@@ -91,6 +91,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
 
 
 def text_of(candidate: Candidate) -> str:
+    """Return a candidate's text for display: the answer, or the reasoning if there is no answer yet."""
     reasoning, answer = split_reasoning(candidate.text)
     return clean(answer.strip() or reasoning.strip())
 

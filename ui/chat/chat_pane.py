@@ -254,6 +254,7 @@ class ChatPane(Vertical):
         return not reason
 
     async def request_answer(self) -> None:
+        """Request an answer to the last turn of the conversation, and show the turn."""
         turn, settings = self.conversation.leaf, self.app.settings
         assert turn is not None
         self.conversation.model, self.conversation.system = settings.model, settings.system
@@ -276,6 +277,7 @@ class ChatPane(Vertical):
         self.save()
 
     def continue_answer(self, turn: Turn) -> None:
+        """Request a continuation of a turn's answer."""
         self._begin(turn).go_on()
         self.refresh_status()
 

@@ -54,6 +54,7 @@ class Answer:
 
     @property
     def num_context_tokens(self) -> int:
+        """Return the tokens of the prompt and of the answer, or of the longest candidate."""
         longest = max((candidate.num_tokens for candidate in self.candidates), default=self.num_output_tokens)
         return self.num_prompt_tokens + longest
 
@@ -64,6 +65,7 @@ class Answer:
 
     @property
     def is_open(self) -> bool:
+        """Return whether the answer is still being generated."""
         return self.finish_reason is None
 
     def take(self, chosen: Candidate) -> None:
@@ -136,6 +138,7 @@ class Conversation:
 
     @property
     def file_id(self) -> str:
+        """Return the id of the conversation's file."""
         return self.copy_id or self.conversation_id
 
     @property
@@ -161,6 +164,7 @@ class Conversation:
 
     @property
     def turns(self) -> list[Turn]:
+        """Return the turns of the visible path, from the first one to `leaf`."""
         path = []
         turn = self.leaf
         while turn is not None:

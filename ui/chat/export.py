@@ -11,6 +11,7 @@ from minillm.ui.chat.saved import to_data
 
 
 def to_markdown(conversation: Conversation) -> str:
+    """Return the visible path of a conversation as Markdown."""
     turns = conversation.turns
     lines = [f"# {conversation.shown_title or 'An empty conversation'}", ""]
     if conversation.system:
@@ -24,6 +25,7 @@ def to_markdown(conversation: Conversation) -> str:
 
 
 def to_json(conversation: Conversation) -> str:
+    """Return the whole conversation as JSON, as it is saved."""
     return json.dumps(to_data(conversation), ensure_ascii=False, indent=2) + "\n"
 
 

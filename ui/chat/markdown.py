@@ -128,6 +128,7 @@ def _known_language(name: str) -> str:
 
 
 def is_placed(widget: DOMNode) -> TypeGuard[Widget]:
+    """Return whether a node is a widget that has been laid out."""
     return isinstance(widget, Widget) and widget.content_size.width > 0
 
 

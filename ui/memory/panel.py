@@ -229,6 +229,7 @@ class MemoryPanel(Vertical):
         self._catch_up()
 
     def show_pool(self, pool: Pool | None) -> None:
+        """Show another pool, or none if no model is loaded."""
         self._memory.pool = pool
         self._changed.clear()  # they belong to the previous pool, which may have had more blocks
         self._choose(None)

@@ -298,6 +298,7 @@ class Memory:
 
     @property
     def current_tables(self) -> list[TableView]:
+        """Return the tables of the last answer."""
         return self.pool.tables_of(self.current) if self.pool is not None and self.current is not None else []
 
     @property

@@ -47,6 +47,7 @@ class Looks:
         self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + index of its sequence's letter; 0: no sequence
 
     def find_all(self, *, by_sequence: bool) -> None:
+        """Compute the looks of all blocks. ``by_sequence``: also find the sequence of each block."""
         for block in range(self.pool.num_blocks):
             self.find(block)
         self.follow_host()
@@ -54,6 +55,7 @@ class Looks:
             self.follow_sequences()
 
     def find(self, block: int) -> None:
+        """Compute the look of a block from its state."""
         state, size = self.pool.state(block), self.pool.block_size
         mark, kind = state.value, _CLASSES[state]
         if state is BlockState.OWNED or state is BlockState.SHARED:
@@ -71,6 +73,7 @@ class Looks:
         return [table for table in self.pool.tables.values() if table.state != "swapped"]
 
     def follow_host(self) -> None:
+        """Update which table uses each block in host memory."""
         swapped = [table for table in self.pool.tables.values() if table.state == "swapped"]
         room = range(self.pool.num_host_blocks)
         self.host = {block: table for table in swapped for block in table.blocks if block in room}
@@ -132,6 +135,7 @@ class Looks:
         return ascii_letters[letter], _SEQUENCE_CLASSES[self._colors.get(number, number) % NUM_COLORS]
 
     def legend(self, name_of: Callable[[TableView], str], *, by_sequence: bool) -> Iterator[tuple[str, str, str]]:
+        """Yield the mark, component class and meaning of each kind of look."""
         if by_sequence:
             yield "*", "shared", "several"
             for seq_id, number in sorted(self._letters.items(), key=lambda item: item[1]):
