@@ -77,9 +77,9 @@ def _tail(piped: str) -> str:
 def _is_piped() -> bool:
     """Return whether standard input has text to append to the prompts of the command line.
 
-    That is so for a file, and for a pipe that delivers something. A partly read file belongs to a loop instead: ``while
-    read line; do minillm generate "$line"; done``. An inherited pipe may never deliver anything, so the wait for it is
-    limited.
+    That is so for a file, and for a pipe that delivers something. A partly read file belongs to a loop instead:
+    ``while read line; do minillm generate "$line"; done``. An inherited pipe may never deliver anything, so the wait
+    for it is limited.
     """
     try:
         mode = os.fstat(0).st_mode

@@ -67,8 +67,8 @@ class Grammar:
 
         Args:
             schema: a JSON schema, as a mapping, as JSON text, or as a pydantic class. Properties are generated in the
-                schema's order. The schema allows everything that it does not forbid: set ``"additionalProperties":
-                False`` to forbid other properties. The standard's formats are enforced. Other formats, and
+                schema's order. The schema allows everything that it does not forbid. To forbid other properties, set
+                ``"additionalProperties": False``. The standard's formats are enforced. Other formats, and
                 ``x-guidance``, are ignored. Unsupported keywords (``uniqueItems`` unless the items are an enum,
                 ``maxContains``, …) are rejected.
         """

@@ -2,8 +2,8 @@
 
 Models write them in one of these formats:
 
-- Hermes, used by Qwen, SmolLM2 and models without a format of their own: ``<tool_call>{"name": …, "arguments":
-  {…}}</tool_call>``, with one call, several, or a list of them
+- Hermes, used by Qwen, SmolLM2 and models without a format of their own:
+  ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with one call, several, or a list of them
 - Qwen3-Coder: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``
 - Llama 3.1: ``<function=name>{…}</function>``
 - Llama 3: the whole answer is ``{"name": …, "parameters": {…}}``, perhaps after ``<|python_tag|>``

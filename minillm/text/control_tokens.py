@@ -52,7 +52,7 @@ class Spellings:
         return sum(1 for _ in self._pattern.finditer(text))
 
     def broken(self, text: str) -> str:
-        """Return ``text`` with a `BREAK` inside every spelling.
+        """Return ``text`` with a `BREAK` between the characters of every spelling.
 
         A `BREAK` is also added at an end of ``text`` where adjacent text could complete a spelling.
         """

@@ -216,10 +216,7 @@ class GrowingList(Becoming, MarkdownBlock):
         await self.remove()
 
     def _symbols(self) -> list[str]:
-        """Return the markers of the items: ``• ``, or numbers such as ``1.
-
-        `` that count from the first item's number.
-        """
+        """Return the markers of the items: bullets, or numbers that count from the first item's number."""
         bullets = [item.bullet for item in self.items]
         if not bullets[0].isdecimal():
             return bullets

@@ -176,9 +176,7 @@ class Grid:
 
 
 class PoolMap(LineView):
-    """Shows rows of blocks.
-
-    Each row begins with the number of its first block. Rows of host memory are last, if it is in use.
+    """Shows rows of blocks, each after the number of its first block. If host memory is in use, its rows are last.
 
     A free block is a dot. A full block shows a letter, or the number of sequences that share it. A partly filled block
     is a bar. Colored by sequence, a block shows the letter of its sequence.

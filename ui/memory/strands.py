@@ -78,11 +78,10 @@ def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
 
 
 class Strands(LineView):
-    """Shows a line for each block with its first words.
+    """Shows a line for each block, with the block's first words.
 
-    It is thick if sequences share the block, else in its candidate's color.
-
-    A strand forks where the block tables differ. A copy on write is highlighted for a moment.
+    A line is thick if sequences share the block. Otherwise it has the color of the candidate that owns the block. A
+    strand forks where the block tables differ. A copy on write is highlighted for a moment.
     """
 
     COMPONENT_CLASSES = {  # noqa: RUF012
