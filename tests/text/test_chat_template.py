@@ -132,6 +132,28 @@ def test_ids_are_those_of_transformers(tmp_path: Path, name: str, kind: Any) -> 
         assert ours.apply_chat_template(messages, continue_final_message=True) == expected
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece])
+def test_text_after_known_messages_is_the_rest_of_the_prompt(tmp_path: Path, name: str, kind: Any) -> None:
+    ours = Tokenizer.from_directory(kind(tmp_path, template=TEMPLATES[name]))
+    for messages, count in ((say("Hi", "<think>hm</think>Hello!\ufdd1", "  And\ufdd1? "), 2), (say("a", "b"), 2)):
+        rest, whole = ours.apply_chat_template(messages, num_known=count), ours.apply_chat_template(messages)
+        assert 0 <= len(rest) < len(whole)
+        assert whole[len(whole) - len(rest) :] == rest
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    called = [*say("Hi"), {"role": "assistant", "content": "I see.", "tool_calls": [call]}]
+    if name == "chatml" and kind is byte_level:
+        messages = [*called, {"role": "tool", "content": "rain"}]
+        text = ours.decode(ours.apply_chat_template(messages, num_known=2))
+        assert text.split() == ["user", "<tool_response>", "rain", "</tool_response>", "assistant"]
+
+
+def test_a_template_without_earlier_answers_has_no_text_after_them(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path, template="{{ messages[-1].content }}"))
+    with pytest.raises(UsageError, match="does not show earlier answers"):
+        ours.apply_chat_template(say("Hi", "Hello!", "And?"), num_known=2)
+
+
 def test_there_is_one_bos(tmp_path: Path) -> None:
     ours = Tokenizer.from_directory(byte_level(tmp_path, template=LLAMA3))
     assert ours.apply_chat_template(say("Hi")).count(ours.bos_token_id or 0) == 1
