@@ -103,16 +103,13 @@ class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
     num_tokens: int | None = None
 
 
-class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that chat requests and completion requests share."""
+class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chat requests, completion requests and requests for responses share."""
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
@@ -120,7 +117,6 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     user: str | None = None  # a label that the client sets; has no effect
     metadata: dict[str, str] | None = None  # labels that the client sets; they have no effect
-    store: bool | None = None  # must not be true, because nothing is stored
     safety_identifier: str | None = None  # a label that the client sets; has no effect
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # has no effect
     # our own
@@ -134,6 +130,21 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str | list[int]] | None = None
     allowed_token_ids: list[int] | None = None
     max_reasoning_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None  # a field of OpenAI; has no effect, because prefixes are found without it
+    prompt_cache_retention: str | None = None  # has no effect: prefixes stay cached as long as there is memory
+    priority: int = 0  # among requests of one key, lower values run first
+
+
+class _Generation(CommonFields):
+    """The fields that chat requests and completion requests share."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None  # must not be true, because nothing is stored
+    # our own
     beam_width: int | None = None
     use_beam_search: bool | None = None  # use beam search with ``n`` or ``best_of`` beams
     length_penalty: float | None = None
@@ -146,12 +157,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_decoding_backend: str | None = None  # a field of vLLM; has no effect
-    structured_outputs: StructuredOutputs | None = None
     regex: str | None = None  # a field of SGLang
-    cache_salt: str | None = None
-    prompt_cache_key: str | None = None  # a field of OpenAI; has no effect, because prefixes are found without it
-    prompt_cache_retention: str | None = None  # has no effect: prefixes stay cached as long as there is memory
-    priority: int = 0  # among requests of one key, lower values run first
     return_token_ids: bool = False
     keep: bool = False  # keep the answer's blocks, for a later `fork_of`
     fork_of: str | ForkOf | None = None
@@ -160,10 +166,8 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def fork(self) -> ForkPoint | None:
         """Return the requested fork in the engine's format; None without a fork."""
-        of = self.fork_of
-        if of is None:
-            return None
-        return ForkPoint(of) if isinstance(of, str) else ForkPoint(of.id, of.index, of.num_tokens)
+        of = ForkOf(self.fork_of) if isinstance(self.fork_of, str) else self.fork_of
+        return None if of is None else ForkPoint(of.id, of.index, of.num_tokens)
 
     @property
     def has_usage(self) -> bool:
@@ -365,8 +369,7 @@ def read_body(kind: type[Body], data: bytes) -> Body:
             body = msgspec.json.decode(data, type=dict[str, Any])
             return msgspec.convert(_without_nulls(body), kind)
     except msgspec.ValidationError as error:
-        text = str(error)
-        what, _, path = text.partition(" - at `$.")
+        what, _, path = str(error).partition(" - at `$.")
         field = path.split("[")[0].split(".")[0].rstrip("`")
         if "unknown field" in what or "missing required field" in what:
             field = field or what.split("`")[1]
@@ -375,8 +378,7 @@ def read_body(kind: type[Body], data: bytes) -> Body:
         raise BadField(message, clean_line(field, _MOST_SHOWN)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if found := _LONE_SURROGATE.search(data):
-            escape = found[0].decode()
-            raise BadField(f"the body has the lone surrogate {escape}; send whole characters") from None
+            raise BadField(f"the body has the lone surrogate {found[0].decode()}; send whole characters") from None
         raise BadField(f"the body is not valid JSON: {str(error)[:200]}") from None
 
 
@@ -401,10 +403,9 @@ def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters after checking them. Raises BadField for an invalid one."""
     searches = "beam_width" in values
-    known = _SEARCH if searches else _SAMPLING
     values = {name: value for name, value in values.items() if value is not None}
     for name in values:
-        if name not in known:
+        if name not in (_SEARCH if searches else _SAMPLING):
             other = "only without beam_width: beam search does not sample" if searches else "only with beam_width"
             raise BadField(f"{name}: {other}", name)
     if searches and "n" not in values:

@@ -55,7 +55,8 @@ class ResponseWriter:
     Attributes:
         head: the fields of the response that the request determines.
         reader: creates a reader of the answer's text. Its argument is whether the answer begins inside the reasoning.
-        keep: called with the finished response and the token ids of prompt and answer, if token ids were requested.
+        keep: called with the finished response and the token ids of prompt and answer, if token ids were requested. The
+            ids are empty if a stop string cut the answer.
         answer: the engine's answer; None before it begins.
     """
 
@@ -72,6 +73,7 @@ class ResponseWriter:
     _new_tokens: list[Token] = field(default_factory=list)  # tokens with text that belongs to no item yet
     _token_ids: list[int] = field(default_factory=list)
     _reason: str | None = None  # why the answer ended
+    _is_cut: bool = False  # a stop string cut the text, so the token ids go further
     _reader: Reader | None = None
 
     # --- the answer ---------------------------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ class ResponseWriter:
         for part in parts:
             self._add(part, events)
         if text.finish_reason:
+            self._is_cut = isinstance(text.stop_reason, str)
             self.end(text.finish_reason, events)
         return events
 
@@ -206,7 +209,7 @@ class ResponseWriter:
         found = self.response(status, usage)
         began = None if self.answer is None else self.answer.began
         if began is not None and began.prompt_token_ids:
-            self.keep(found, [*began.prompt_token_ids, *self._token_ids])
+            self.keep(found, [] if self._is_cut else [*began.prompt_token_ids, *self._token_ids])
         return found
 
 

@@ -13,22 +13,14 @@ import msgspec
 
 from minillm.checks import check_names, shown
 from minillm.errors import UsageError
-from minillm.server.bodies import BadField, ChatBody, ResponseFormat, SchemaFormat, StructuredOutputs
+from minillm.server.bodies import BadField, ChatBody, CommonFields, Effort, ResponseFormat, SchemaFormat
 
 Json = dict[str, Any]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Summary = Literal["auto", "concise", "detailed"]
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the latter has no effect: items contain reasoning as text
 _NOT_SUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
-# Fields that have the same name and meaning in a chat request.
-_SHARED = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "stop", "top_k", "min_p", "min_tokens",
-    "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "structured_outputs",
-    "max_reasoning_tokens",
-    "chat_template_kwargs", "cache_salt", "priority",
-)  # fmt: skip
 # Fields of a chat request -> our names of these fields.
 _NAMES = {
     "messages": "input",
@@ -48,7 +40,7 @@ _KEYS = {
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")  # supported types of parts
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The grammar of an answer. A JSON schema is always enforced, even if ``strict`` is false."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -64,12 +56,12 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
         return ResponseFormat(self.type, None if self.schema is None else SchemaFormat(self.schema))
 
 
-class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # a hint for OpenAI's own models; has no effect
 
 
-class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     effort: Effort | None = None
     summary: Summary | None = None  # has no effect: reasoning is returned as it is
     generate_summary: Summary | None = None  # older name of ``summary``
@@ -79,19 +71,15 @@ class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # has no effect, because texts are not padded
 
 
-class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponseBody(CommonFields):
     """The body of ``/v1/responses`` and ``/v1/responses/input_tokens``."""
 
-    model: str | None = None
     input: str | list[Json] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None  # true by default
-    stream: bool | None = None
     stream_options: EventOptions | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
@@ -99,36 +87,15 @@ class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
-    metadata: dict[str, str] | None = None  # like the next two, a label that the client sets and that is returned
-    user: str | None = None
-    safety_identifier: str | None = None
     truncation: Literal["disabled", "auto"] | None = None  # "auto" is rejected
     max_tool_calls: int | None = None  # has no effect: it counts calls of built-in tools
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # has no effect
-    prompt_cache_key: str | None = None  # has no effect, because prefixes are found without it
-    prompt_cache_retention: str | None = None  # has no effect
     prompt_cache_options: Json | None = None  # has no effect
     background: bool | None = None  # true is rejected
     conversation: str | Json | None = None  # this field and the next three are rejected
     prompt: Json | None = None
     context_management: list[Json] | None = None
     moderation: Json | None = None
-    # our own fields, as in chat requests
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    max_reasoning_tokens: int | None = None
-    chat_template_kwargs: Json | None = None
-    cache_salt: str | None = None
-    priority: int = 0
+    chat_template_kwargs: Json | None = None  # our own field, as in chat requests
 
     def check(self) -> None:
         """Raise BadField for a value that is invalid whatever the model is."""
@@ -153,7 +120,7 @@ class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
         Raises BadField.
         """
-        values = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        values = {name: getattr(self, name) for name in CommonFields.__struct_fields__}
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         has_format = self.text is not None and self.text.format is not None
         body = ChatBody(
@@ -164,6 +131,8 @@ class ResponseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             top_logprobs=self.top_logprobs if self.has_logprobs else None,
             tools=None if self.tools is None else [_tool(tool, number) for number, tool in enumerate(self.tools)],
             tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             response_format=self.text.format.of_chat() if has_format else None,  # type: ignore[union-attr]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,13 @@ from minillm.server.response_answers import ResponseFrame, ResponseWriter, place
 from minillm.server.response_bodies import Json, NoBody, ResponseBody, messages_of, own_names
 from minillm.server.response_store import Stored
 from minillm.server.service import Missing, Service, json_response
+
+# Fields of a request that its response returns.
+_RETURNED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
+    "safety_identifier", "top_logprobs", "user",
+)  # fmt: skip
+_MOST_REFERENCED = 16 << 20  # maximum size in bytes of the items that a request refers to
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,8 @@ async def respond(service: Service, request: Request) -> Responding:
         stored = Stored.of(response, [*turn.conversation, *answer], turn.key, token_ids)
         service.responses.put(tenant, name, stored)
 
-    writer, has_format = ResponseWriter(head, turn.made.reader, body.has_logprobs, keep), body.text is not None
-    field = turn.made.grammar_field or ("text.format" if has_format else "")
+    writer = ResponseWriter(head, turn.made.reader, body.has_logprobs, keep)
+    field = turn.made.grammar_field or ("text.format" if turn.chat.response_format is not None else "")
     made = generating(service, turn.chat, tenant, [call], ResponseFrame(writer), writer, grammar_field=field)
     return Responding(made, writer, service.running, (tenant, name))
 
@@ -132,7 +139,7 @@ def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> _Turn
     history: list[Json] = [] if before is None else msgspec.json.decode(before.messages)
     if body.input is None and before is None:
         raise BadField("input is missing", "input")
-    conversation = [*history, *messages_of(body.input or [], partial(_item, service, tenant))]
+    conversation = [*history, *messages_of(body.input or [], _items(service, tenant))]
     chat = body.chat(conversation)
     with own_names():
         made = chat_call(service, tenant, name, chat)
@@ -161,51 +168,49 @@ def _stored(service: Service, tenant: str, name: str, field: str = "", code: str
     return found
 
 
-def _item(service: Service, tenant: str, name: str) -> Json | None:
-    """Return the output item with this id in a stored response; None for an unknown id."""
-    response, number = place_of(name)
-    found = service.responses.get(tenant, response)
-    output = [] if found is None else msgspec.json.decode(found.response)["output"]
-    return output[number] if 0 <= number < len(output) and output[number]["id"] == name else None
+def _items(service: Service, tenant: str) -> Callable[[str], Json | None]:
+    """Return a function that returns the output item with an id in a stored response, or None for an unknown id."""
+    num_bytes = 0
+
+    def item(name: str) -> Json | None:
+        nonlocal num_bytes
+        response, number = place_of(name)
+        found = service.responses.get(tenant, response)
+        if found is None or not 0 <= number < len(found.items):
+            return None
+        num_bytes += len(found.items[number])
+        if num_bytes > _MOST_REFERENCED:  # a short body may refer to a long item many times
+            raise BadField(f"input: item references stand for more than {_MOST_REFERENCED:,} bytes", "input")
+        value: Json = msgspec.json.decode(found.items[number])
+        return value if value["id"] == name else None
+
+    return item
 
 
 def _head(service: Service, name: str, body: ResponseBody, params: Json) -> Json:
     """Return the fields of a response that its request determines. Raises UsageError if they cannot be encoded."""
-    text = body.text
-    form = {"type": "text"} if text is None or text.format is None else _given(text.format)
+    given = msgspec.to_builtins
     head: dict[str, Any] = {
+        **{each: getattr(body, each) for each in _RETURNED},
         "id": name,
         "object": "response",
         "created_at": int(time.time()),
         "model": service.names[0],
         "background": False,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None} | ({} if body.reasoning is None else _given(body.reasoning)),
-        "safety_identifier": body.safety_identifier,
+        "reasoning": {"effort": None, "summary": None} | given(body.reasoning or {}),
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": params.get("temperature", 1.0),
-        "text": {"format": form, "verbosity": None if text is None else text.verbosity},
+        "text": {"format": {"type": "text"}} | given(body.text or {}),
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_logprobs": body.top_logprobs or 0,
         "top_p": params.get("top_p", 1.0),
         "truncation": "disabled",
-        "user": body.user,
     }
     try:
         msgspec.json.encode(head)
     except RecursionError:
         raise UsageError("values are nested too deep; send flatter ones") from None
     return head
-
-
-def _given(value: msgspec.Struct) -> Json:
-    """Return the fields that are set."""
-    return {name: each for name in value.__struct_fields__ if (each := getattr(value, name)) is not None}

@@ -23,12 +23,14 @@ class Stored:
 
     Attributes:
         response: the response as JSON.
+        items: its output items as JSON.
         messages: all messages up to and including the answer as JSON, without instructions.
         key: everything else that the prompt depends on, as JSON: instructions, tools and template variables.
-        token_ids: the token ids of prompt and answer.
+        token_ids: the token ids of prompt and answer; empty if the answer's text is shorter.
     """
 
     response: bytes
+    items: list[bytes]
     messages: bytes
     key: bytes
     token_ids: array[int]
@@ -38,12 +40,14 @@ class Stored:
     def of(cls, response: Any, messages: Sequence[Any], key: bytes, token_ids: Sequence[int]) -> Stored:
         """Return the entry for a finished response."""
         encode = msgspec.json.encode
-        return cls(encode(response), encode(messages), key, array("I", token_ids))
+        items = [encode(item) for item in response["output"]]
+        return cls(encode(response), items, encode(messages), key, array("I", token_ids))
 
     @property
     def size(self) -> int:
         """Return the size of the entry in bytes."""
-        return len(self.response) + len(self.messages) + len(self.key) + 4 * len(self.token_ids)
+        parts = (self.response, *self.items, self.messages, self.key)
+        return sum(map(len, parts)) + self.token_ids.itemsize * len(self.token_ids)
 
 
 @dataclass

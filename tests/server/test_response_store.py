@@ -9,7 +9,7 @@ from minillm.server.response_store import ResponseStore, Stored
 
 
 def entry(num_tokens: int = 0) -> Stored:
-    return Stored.of({}, [], b"", range(num_tokens))
+    return Stored.of({"output": []}, [], b"", range(num_tokens))
 
 
 def test_each_tenant_has_its_own_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:

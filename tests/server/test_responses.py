@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +15,11 @@ import pytest
 from pydantic import BaseModel
 
 from lib.server import Server, served
+from minillm.server import response_routes
+from minillm.server.bodies import BadField
 from minillm.server.response_answers import item_id, place_of
+from minillm.server.response_bodies import messages_of
+from minillm.server.response_store import ResponseStore, Stored
 
 SCHEMA = {"type": "object", "properties": {"town": {"enum": ["Bern", "Rome"]}}, "required": ["town"]}
 TOOLS: Any = [{"type": "function", "name": "weather", "description": "Of a town", "parameters": SCHEMA}]
@@ -129,7 +134,7 @@ def test_a_schema_is_parsed(client: openai.OpenAI) -> None:
     found = client.responses.parse(model="tiny", input="Weather?", text=form, text_format=openai.omit)
     assert json.loads(found.output_text) == {"town": "Bern", "days": 2}
     assert found.text is not None
-    assert found.text.to_dict() == {**form, "verbosity": None}
+    assert found.text.to_dict() == form
     typed = client.responses.parse(model="tiny", input="Weather?", text_format=Answer, max_output_tokens=900)
     assert typed.status == "incomplete" or isinstance(typed.output_parsed, Answer)
 
@@ -173,6 +178,15 @@ def test_evicted_blocks_are_computed_again(client: openai.OpenAI, server: Server
     assert before.usage.input_tokens_details.cached_tokens > 2_000
     assert after.usage.input_tokens_details.cached_tokens < 1_000
     assert after.output_text == before.output_text
+
+
+def test_text_after_a_stop_string_is_not_part_of_the_conversation(client: openai.OpenAI) -> None:
+    first = create(client, extra_body={"structured_outputs": {"choice": ["One STOP"]}, "stop": "STOP"})
+    assert first.output_text == "One "
+    items = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "One "}]
+    two: Any = {"role": "user", "content": "Two"}
+    one = create(client, previous_response_id=first.id, input=[two], max_output_tokens=4)
+    assert one.usage.input_tokens == create(client, input=[*items, two], max_output_tokens=4).usage.input_tokens
 
 
 def test_other_instructions_or_tools_begin_another_prompt(client: openai.OpenAI) -> None:
@@ -280,6 +294,19 @@ def test_a_response_ends_with_its_client(client: openai.OpenAI, server: Server) 
         name = next(stream).response.id
     headers = {"authorization": "Bearer key-of-anna"}
     server.wait_until(lambda: httpx.get(f"{server.url}/v1/responses/{name}", headers=headers).status_code == 404)
+
+
+def test_references_cannot_make_a_short_body_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_routes, "_MOST_REFERENCED", 1_000)
+    item = {"id": "msg_1_0", "type": "message", "role": "assistant", "content": "x" * 400}
+    service: Any = SimpleNamespace(responses=ResponseStore())
+    service.responses.put("anna", "resp_1", Stored.of({"output": [item]}, [], b"", []))
+    for count in (1, 2):
+        assert len(messages_of([{"id": "msg_1_0"}] * count, response_routes._items(service, "anna"))) == count
+    with pytest.raises(BadField, match="stand for more than"):
+        messages_of([{"id": "msg_1_0"}] * 3, response_routes._items(service, "anna"))
+    for name in ("fc_1_0", "msg_1_1", "msg_2_0"):
+        assert response_routes._items(service, "anna")(name) is None
 
 
 @pytest.mark.parametrize("name", ["", "_", "msg_", "msg_a_b_c", "msg_1_99999999999", "msg_1_\u0664", "\ud800"])
