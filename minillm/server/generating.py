@@ -41,7 +41,7 @@ class Framing(Protocol):
         """Return a complete response. ``prompt`` contains the fields about the prompt."""
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
-        """Return the events to send as soon as the engine has accepted all prompts."""
+        """Return the events that begin a stream. The engine has accepted all prompts."""
 
     def chunks(self, choices: list[Json], usage: Usage | None, prompt: Json, *, has_usage: bool) -> bytes:
         """Return the events for some choices of a stream. ``prompt`` contains fields for the first event."""
@@ -131,6 +131,7 @@ class Generating:
     metrics: Metrics
     send_seconds: float  # maximum seconds for a client to read a message
     usage: Usage = field(default_factory=Usage)
+    _opening: bytes = b""  # events that are not sent yet
     _started: bool = False  # the head of the response was sent
     _heading: asyncio.Lock = field(default_factory=asyncio.Lock)  # protects sending the head
     _accepted: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine has checked all prompts
@@ -203,7 +204,7 @@ class Generating:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MOST_HEAD_SECONDS - _HEAD_SECONDS):
                 await self._accepted.wait()
-        await self._start(send)
+        await self._send_start(send)
         while True:
             silent = time.monotonic() - self._sent
             if silent < _SILENT_SECONDS - _TICK:
@@ -319,9 +320,9 @@ class Generating:
                 _raise_refused(answers, self.asked.grammar_field)
                 if all(answer.began is not None or answer.ended is not None for answer in answers):
                     self._accepted.set()
-                    if opening := frame.opening(answers):
-                        await self._start(send)
-                        await send(_body(opening, more=True))
+                    self._opening = frame.opening(answers)
+                    if self._started:
+                        await self._send_start(send)
             for number in sorted(left):
                 answer = answers[number]
                 texts = answer.take()
@@ -342,32 +343,39 @@ class Generating:
                 if ended is not None:
                     self._count(answer, counts[number])
             if choices:
-                is_first, timing = not has_told, b""
+                is_first, before = not has_told, b""
                 if is_first:
-                    has_told, timing = True, await self._start(send, engine_seconds)
+                    has_told, before = True, await self._start(send, engine_seconds)
                 usage = _so_far(answers, counts) if asked.counts else None
                 prompt = form.prompt(answers) if is_first else {}
                 chunks = frame.chunks(choices, usage, prompt, has_usage=asked.has_usage)
-                await send(_body(timing + chunks, more=True))
+                await send(_body(before + chunks, more=True))
                 if is_first:
                     self.metrics.first_token.observe(time.monotonic() - began)
-        await self._start(send, engine_seconds)
-        await send(_body(frame.closing(self.usage, has_usage=asked.has_usage), more=False))
+        before = b"" if has_told else await self._start(send, engine_seconds)
+        await send(_body(before + frame.closing(self.usage, has_usage=asked.has_usage), more=False))
+
+    async def _send_start(self, send: Send) -> None:
+        """Send the head and the opening events of a stream, unless they were sent before."""
+        if before := await self._start(send):
+            await send(_body(before, more=True))
 
     async def _start(self, send: Send, engine_seconds: float = 0.0) -> bytes:
         """Send the head of a stream, unless it was sent before.
 
-        ``engine_seconds`` is the engine's time to the first token, 0 if unknown. It belongs in the head. If the head
-        was sent without it, return it as a comment for the stream, else an empty text.
+        ``engine_seconds`` is the engine's time to the first token, 0 if unknown. It belongs in the head. Return the
+        bytes to send before the next events: the opening events, once, and a comment with the time if the head was sent
+        without it.
         """
         timing = f"engine;dur={1e3 * engine_seconds:.3f}".encode() if engine_seconds else b""
         async with self._heading:
+            before, self._opening = self._opening, b""
             if self._started:
-                return b": server-timing: " + timing + b"\n\n" if timing else b""
+                return before + (b": server-timing: " + timing + b"\n\n" if timing else b"")
             headers = [*_EVENT_HEADERS, (b"server-timing", timing)] if timing else _EVENT_HEADERS
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._started = True
-            return b""
+            return before
 
 
 async def send_json(send: Send, status: int, value: Json, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
