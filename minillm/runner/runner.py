@@ -1,7 +1,7 @@
-"""From a schedule to logits to drawn tokens: a step becomes plain data (`StepWork`), then tensors.
+"""Execute schedules: a step becomes plain data (`StepWork`), then tensors, logits, and drawn tokens.
 
-This runner sends everything to the device at every step, which costs nothing on a CPU. On a GPU, the runner is a
-`minillm.runner.device.runner`, which keeps the state of decoding sequences on the device.
+This runner builds all inputs of a step from scratch, which costs nothing on a CPU. On a GPU,
+`minillm.runner.device.runner` replaces it and keeps the state of decoding sequences on the device.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from minillm.sequence import Chunk, Schedule, Sequence
 
 
 class Runner:
-    """The model and its pool of blocks, allocated once."""
+    """The model and its pool of blocks, which is allocated once."""
 
     def __init__(self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.model, self.block_size = model, block_size
@@ -35,7 +35,8 @@ class Runner:
             copies: (source, destination) blocks: copies on write.
 
         Returns:
-            Logits ``[n, vocab]``, valid until the next step, and the chunks with logits, each from its ``row`` on.
+            Logits ``[n, vocab]``, valid until the next step, and the chunks that have logits. A chunk's logits are
+            ``chunk.num_logits`` rows that start at ``chunk.row``.
         """
         for observer in self.observers:
             observer.prepare(schedule, copies)
@@ -47,14 +48,14 @@ class Runner:
         return self.observed(self.work_for(schedule, copies)), sampled
 
     def move(self, schedule: Schedule) -> None:
-        """Carry out only the block moves of a schedule without tokens."""
+        """Carry out the block moves of a schedule that computes no tokens."""
         if schedule.moves.out or schedule.moves.back:
             for observer in self.observers:
                 observer.prepare(schedule, [])
             self.observed(StepWork(schedule.moves, [], None, [], 0))
 
     def observed(self, work: StepWork) -> Tensor:
-        """Run `compute`, and notify every observer."""
+        """Run `compute`, and notify every observer before and after. Return the logits."""
         for observer in self.observers:
             observer.begin(work)
         logits = self.compute(work)
@@ -69,7 +70,7 @@ class Runner:
 
     @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
-        """Compute a step; return logits ``[n, vocab]`` float32 of the chunks that need them."""
+        """Compute a step. Return logits ``[n, vocab]`` float32, the rows of all chunks with logits in order."""
         self.prepare(work)
         if not work.chunks:
             return torch.empty(0, 0, dtype=self.model.dtype, device=self.model.device)
@@ -84,26 +85,27 @@ class Runner:
         return sample_tokens(self.as_drawn_from(logits), draws)
 
     def as_drawn_from(self, logits: Tensor) -> Tensor:
-        """Return the logits in the dtype of all draws: float32 in deterministic mode.
+        """Return the logits as float32 in deterministic mode, unchanged otherwise.
 
-        There a draw must not depend on other requests' penalties, and a kernel sums other dtypes in another order.
+        Penalties need float32 logits, and kernels sum another dtype in another order. So in deterministic mode all
+        draws use float32, whether any request of the step has penalties or not.
         """
         return logits.float() if self.model.is_deterministic else logits
 
     def prepare_ahead(self) -> bool:
-        """Do a piece of later steps' work, within 0.1 s, while no sequence runs; return False if nothing is left."""
+        """Prepare later steps for at most 0.1 s, while no sequence runs. Return False if nothing is left to prepare."""
         return any(observer.prepare_ahead() for observer in self.observers)
 
     def forget(self) -> None:
-        """Discard what depends on the device's state of sequences: a step has failed."""
+        """Discard everything derived from the device's state of sequences, because a step has failed."""
         for observer in self.observers:
             observer.forget()
 
     def give_up(self, sequences: list[Sequence]) -> None:
-        """Discard the device's state of these sequences: they continued without it."""
+        """Discard the device's state of these sequences, because they advanced without it. Nothing to do here."""
 
     def close(self) -> None:
-        """Free everything that would outlive the runner."""
+        """Free resources that would outlive the runner."""
         for observer in self.observers:
             observer.close()
 
@@ -118,10 +120,10 @@ class Runner:
         return work
 
     def batch(self, chunks: list[ChunkWork], num_decodes: int) -> Batch:
-        """Return the chunks as tensors; the first ``num_decodes`` chunks decode."""
+        """Return the chunks as the model's input. The first ``num_decodes`` chunks are decodes (one token each)."""
         numbers = packed(chunks, num_decodes, self.block_size)
         device, rope_lengths = self.model.device, None
-        if self.model.rotary.dynamic:  # of prompt tokens the prompt's length, of generated ones their position
+        if self.model.rotary.dynamic:  # for prompt tokens the prompt's length, for generated ones the length so far
             rope_lengths = [max(each.num_prompt_tokens, i + 1) for each in chunks for i in range(each.first, each.end)]
 
         def tensor(values: list, dtype: torch.dtype) -> Tensor:

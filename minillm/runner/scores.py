@@ -13,23 +13,24 @@ from minillm.runner.step import ChunkWork
 from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk
 
-_PIECE = 1 << 24  # logits at a time: of 8,000 tokens and a vocabulary of 150,000 all would be 5 GB in float32
+_PIECE = 1 << 24  # logits computed at a time; 8,000 tokens with a vocabulary of 150,000 would take 5 GB in float32
 
 
 class Scored:
-    """The scores of one step's chunks, on their way to the host.
+    """The prompt scores of one step while they are copied to the CPU. A target is a prompt token to score.
 
     Args:
-        counts: of each chunk with targets, how many it has, and how many most probable tokens it wants beside each.
-        results: log-probabilities ``[targets]``, ranks ``[targets]`` from 1 on, and where any are wanted the most
-            probable tokens' log-probabilities and ids ``[targets, most]``.
+        counts: for each chunk with targets, (number of targets, number of most probable tokens to list with each).
+        targets: the token ids of all targets.
+        results: the targets' log-probabilities ``[targets]``; their ranks ``[targets]``, 1 for the most probable token;
+            if any chunk lists the most probable tokens, their log-probabilities and ids, ``[targets, most]`` each.
     """
 
     def __init__(self, counts: list[tuple[int, int]], targets: list[int], results: Sequence[Tensor]) -> None:
         self._counts, self._targets, self._results = counts, targets, ToHost(results)
 
     def wait(self) -> list[list[PromptTokenLogprobs]]:
-        """Return the scores of each chunk with targets, by target; NaN if a logit is NaN."""
+        """Wait for the device. Return a list of scores for each chunk with targets; NaN if a logit is NaN."""
         logprobs, ranks, *top = self._results.wait()
         found: list[list[PromptTokenLogprobs]] = []
         at = 0
@@ -43,10 +44,10 @@ class Scored:
 
 
 class ScoringForward:
-    """The forward pass of a step's batch, which also scores the targets of its chunks.
+    """The forward pass of a step, which also scores the prompt tokens (targets) that its chunks ask for.
 
     Args:
-        hidden: writes K and V of a batch's tokens, and returns the last layer's output: `Llama.hidden`.
+        hidden: computes a batch: writes K and V, and returns the last layer's output. See `Llama.hidden`.
     """
 
     def __init__(self, model: Llama, hidden: Callable[[Batch], Tensor]) -> None:
@@ -54,20 +55,20 @@ class ScoringForward:
         self._scored: Scored | None = None  # of the last step, until it is taken
 
     def __call__(self, batch: Batch, chunks: list[ChunkWork], first: int, out: Tensor | None = None) -> Tensor:
-        """Compute a batch; see `Llama.forward`. ``first``: the batch's token at which ``chunks`` begin."""
+        """Compute a batch; see `Llama.forward`. ``first``: the index in the batch of the first token of ``chunks``."""
         hidden = self._hidden(batch)
         if any(chunk.targets for chunk in chunks):
             self._scored = score(self._model, hidden, chunks, first)
         return self._model.logits(hidden, batch.logit_rows, out)
 
     def take(self) -> Scored | None:
-        """Return the scores of the last step's chunks with targets, in their order, once."""
+        """Return the last step's scores and forget them. None if no chunk had targets."""
         scored, self._scored = self._scored, None
         return scored
 
 
 def add_targets(work: ChunkWork, chunk: Chunk) -> None:
-    """Add the prompt tokens that a request wants scored, as far as the chunk gives them."""
+    """Add to ``work`` the prompt tokens that the request wants scored and that ``chunk`` predicts."""
     scores, first = chunk.group.scores, chunk.sequence.num_computed
     if scores is not None and (rows := scores.positions(first, first + chunk.count)):
         work.score_from, work.num_top = rows.start, scores.num_top
@@ -75,13 +76,13 @@ def add_targets(work: ChunkWork, chunk: Chunk) -> None:
 
 
 def score(model: Llama, hidden: Tensor, chunks: list[ChunkWork], first: int) -> Scored | None:
-    """Compute the log-probabilities of the chunks' targets; return None without targets, and on ranks but the first.
+    """Compute the log-probabilities of the chunks' targets. Return None if there are none, or on a rank other than 0.
 
-    Logits are computed only for these rows, a piece at a time.
+    To limit memory, logits are computed only where needed and for a limited number of rows at a time.
 
     Args:
         hidden: ``[num_tokens, hidden]``, the last layer's output.
-        first: the row of the first chunk's first token.
+        first: the row of ``hidden`` of the first chunk's first token.
     """
     rows: list[int] = []
     targets: list[int] = []

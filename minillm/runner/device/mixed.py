@@ -1,6 +1,6 @@
-"""Steps of decoding sequences and chunks of prompts in one batch: weights are read once.
+"""Mixed steps: decoding sequences and chunks of prompts in one batch, so that weights are read once for both.
 
-Their draws run one operation after the other, and so do draws with biases or the caller's own processors.
+Their draws run without a CUDA graph, and so do draws with logit biases or the caller's logits processor.
 """
 
 import torch
@@ -18,13 +18,13 @@ from minillm.sequence import Chunk
 
 
 class MixedSteps:
-    """The batch and the draws of such steps."""
+    """The batch and the draws of mixed steps."""
 
     def __init__(self, state: DeviceState, decode: DecodeSteps) -> None:
         self._state, self._decode = state, decode
 
     def batch(self, work: DecodeWork, prefill: Batch) -> Batch:
-        """Join decoding sequences and chunks of prompts."""
+        """Return one batch of the decoding sequences, which come first, and of the chunks of prompts in ``prefill``."""
         state, n, p = self._state, work.num_seqs, prefill.context_lens.shape[0]
         state.gather(state.begin(work))
         inputs = state.inputs.first(n + p)
@@ -46,7 +46,7 @@ class MixedSteps:
         )
 
     def draw(self, logits: Tensor, draws: list[Chunk], masks: Masks, decodes: list[Chunk]) -> Drawn:
-        """Draw from any rows of logits; ``decodes`` are the step's decoding sequences."""
+        """Draw from any rows of logits, without a graph. ``decodes``: the step's decoding sequences."""
         state = self._state
         rows = state.books.rows_for(draws, decodes)
         state.count_tokens()

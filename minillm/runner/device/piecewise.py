@@ -1,11 +1,11 @@
-"""Steps with prompts of up to a thousand tokens, alone or next to decoding sequences, as piecewise CUDA graphs.
+"""Piecewise CUDA graphs for steps with prompts of up to a thousand tokens, alone or next to decoding sequences.
 
-Launching such a step kernel by kernel takes the CPU longer than the GPU needs to compute it: an 8B model is 344
-launches, 13 to 37 ms, for 10.8 ms of work with 512 tokens. Everything between the attentions of two layers depends only
-on the number of tokens, so it is one graph per layer, recorded for padded numbers of tokens. Attention depends on the
-sequences and is launched. Padding tokens are computed and ignored; attention never reads them.
+The CPU takes longer to launch such a step kernel by kernel than the GPU to compute it. An 8B model needs 344 launches,
+13 to 37 ms, for 10.8 ms of work with 512 tokens. The work between the attention of two layers depends only on the
+number of tokens. So it is one graph per layer, recorded for each padded number of tokens. Attention depends on the
+sequences and is launched without a graph. Padding tokens are computed but ignored; attention never reads them.
 
-A graph's key is the padded number of tokens and the layer whose attention precedes it, -1 for none.
+A graph's key is the padded number of tokens and the index of the layer with the attention before it, -1 for none.
 """
 
 from functools import partial
@@ -18,11 +18,11 @@ from minillm.model.llama import Batch, Llama
 from minillm.runner.device.graphs import Graphs
 
 MOST_TOKENS = 1024
-_UNIT = 64  # sizes are multiples: cuBLAS computes whole tiles of 64 to 256 tokens anyway
+_UNIT = 64  # padded sizes are multiples of this: cuBLAS computes whole tiles of 64 to 256 tokens anyway
 
 
 class PiecewiseForward:
-    """The buffers of such steps, ``[MOST_TOKENS, columns]`` each, and the graphs that read and write them."""
+    """The forward pass of such steps: its buffers, ``[MOST_TOKENS, columns]`` each, and graphs that use these."""
 
     def __init__(self, model: Llama, kv_cache: KVCache, graphs: Graphs) -> None:
         self._model, self._kv_cache, self._graphs = model, kv_cache, graphs
@@ -36,7 +36,7 @@ class PiecewiseForward:
         self._qkv = buffer((c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Write K and V of a batch's tokens; return the last layer's output ``[num_tokens, hidden]``."""
+        """Compute a batch. Write its K and V, and return the last layer's output ``[num_tokens, hidden]``."""
         model, count = self._model, len(batch.token_ids)
         if count > MOST_TOKENS:
             return model.hidden(batch, self._kv_cache)
@@ -54,7 +54,7 @@ class PiecewiseForward:
         return self._x[:count]
 
     def record_next(self) -> bool:
-        """Record one graph that is missing, of the smallest size; return False if none is."""
+        """Record one missing graph of the smallest size. Return False if no graph is missing."""
         for size in range(_UNIT, MOST_TOKENS + 1, _UNIT):
             for index in self._indices():
                 if self._graphs.lacks(_key(size, index)):
@@ -63,14 +63,17 @@ class PiecewiseForward:
         return False
 
     def _indices(self) -> range:
-        """Return the pieces of a forward pass in the order of recording: if the first one exists, all do."""
+        """Return the indices of a forward pass's pieces in the order of recording.
+
+        Piece -1 is recorded last, so if its graph exists, all graphs of that size do.
+        """
         return range(len(self._model.layers) - 1, -2, -1)
 
     def _run(self, size: int, index: int) -> None:
         self._graphs.run(_key(size, index), partial(self._piece, size, index))
 
     def _piece(self, size: int, index: int) -> None:
-        """Compute from the result of the attention of layer ``index`` to q, k and v of the next layer."""
+        """Compute the work after the attention of layer ``index``, up to q, k and v of the next layer."""
         model, x, layers = self._model, self._x[:size], self._model.layers
         if index < 0:
             x.copy_(model.embed(self._token_ids[:size]))

@@ -1,19 +1,19 @@
 """A runner for GPUs: the state of decoding sequences stays on the device, and a decode step replays a CUDA graph.
 
-The CPU sends only changes (`minillm.runner.device.rows`). A step is three launches for a model of any depth: the list
-of rows (if it has changed), a graph from token ids to logits, and a graph from logits to drawn tokens, which go back
-into the rows. The next step can be launched before the CPU has seen them. Graphs are captured for padded numbers of
-sequences, and of few sequences for padded lengths of the longest, when these first occur; everything else, including
-shared blocks, is data.
+Each sequence has a row of state, and the CPU sends only changes (`minillm.runner.device.rows`). A step is three
+launches for a model of any depth: the list of rows (if it has changed), a graph from token ids to logits, and a graph
+from logits to drawn tokens, which go back into the rows. The next step can be launched before the CPU has seen these
+tokens. A graph is captured when a padded number of sequences first occurs, and for few sequences also a padded length
+of the longest one. Everything else, including shared blocks, is data.
 
-There are four kinds of steps, each with its graph keys, forward pass and draws in one file: `decode`, `mixed` (decodes
-and prompts), `drafts` and short `prompts`. Other prompts are computed as by any runner, and so are mixed steps; with up
-to a thousand tokens most of their work is recorded, too (`piecewise`). On-device beam searches (`beams`) continue a
+There are four kinds of steps, each with its forward pass, draws and graphs in one file: `decode`, `mixed` (decodes and
+prompts), `drafts` and short `prompts`. Other prompts are computed as in the base class. Up to a thousand tokens, most
+work of mixed steps and of these prompts is also in graphs (`piecewise`). On-device beam searches (`beams`) continue a
 decode step.
 
-If several ranks share the model, rank 0 does the accounting and draws. The others hold the same rows, get the changes
-(`DecodeWork`) and replay graphs of their own. Each step begins with a broadcast of its token ids, inside the graph.
-(If all ranks drew, all would need every request's parameters, and one differing bit would separate them for good.)
+If several ranks share the model, rank 0 does the bookkeeping and draws. The other ranks have the same rows, get the
+changes (`DecodeWork`) and replay their own graphs. Each step begins with a broadcast of token ids, inside the graph.
+(If all ranks drew, all would need every request's parameters, and one differing bit would make them diverge for good.)
 """
 
 from collections.abc import Callable
@@ -41,17 +41,17 @@ from minillm.runner.scores import ScoringForward
 from minillm.runner.step import ChunkWork, StepWork
 from minillm.sequence import Chunk, Schedule, Sequence
 
-_REHEARSED = 37  # tokens of a prompt: no multiple of anything, like most prompts
+_REHEARSED = 37  # tokens of the rehearsed prompt: not a multiple of a block or tile size, like most prompts
 
 
 class DeviceRunner(Runner):
     """The model, its pool, the state of decoding sequences, and the kinds of steps that compute them.
 
     Args:
-        max_num_seqs: rows.
-        max_model_len: longest sequence in tokens; a row has space for its block table.
-        graphs: capture CUDA graphs; without, the same operations run one by one.
-        sharing: the least that reading shared blocks once must save; None: never do it.
+        max_num_seqs: number of rows of state.
+        max_model_len: tokens of the longest sequence. A row has space for its block table.
+        graphs: capture CUDA graphs. Otherwise the same operations run one by one.
+        sharing: decides whether reading shared blocks once saves time. None: never do it.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
-        """Compute a step; return logits ``[n, vocab]`` in the model's dtype, the decoding sequences' first."""
+        """Compute a step. Return logits ``[n, vocab]`` in the model's dtype, decoding sequences first."""
         self.prepare(work)
         self.drafts.pass_over()
         wanted = sum(chunk.num_logits for chunk in work.chunks) + (0 if work.decode is None else work.decode.num_seqs)
@@ -135,7 +135,7 @@ class DeviceRunner(Runner):
         found, wanted = self.decode.draw(draws, masks)
         for observer in self.observers:
             observer.end()
-        # Rows of another method may lie between.
+        # Rows of logits of another decoding method may be in between.
         return self.state.drawn(draws, found, [draw.row for draw in draws], wanted, may_compute_ahead=True)
 
     @torch.inference_mode()
@@ -150,7 +150,7 @@ class DeviceRunner(Runner):
                 return True
             if self.piecewise is not None and self.piecewise.record_next():
                 return True
-        except torch.OutOfMemoryError:  # taken by others on the device: compute short prompts like long ones
+        except torch.OutOfMemoryError:  # other programs took the memory: compute short prompts like long ones
             self.prompts = self.piecewise = None
             self.forward = ScoringForward(self.model, partial(self.model.hidden, kv_cache=self.kv_cache))
         return super().prepare_ahead()
@@ -159,7 +159,10 @@ class DeviceRunner(Runner):
         self.state.books.give_up(sequences)
 
     def rehearsals(self) -> list[Callable[[], object]]:
-        """Return the independent parts of a first request's work; their numbers are meaningless."""
+        """Return functions that run the kernels of a first request, to compile these kernels in parallel.
+
+        Their inputs are zeros, and their results are not used.
+        """
         chunk = ChunkWork([0] * _REHEARSED, 0, [0] * -(-_REHEARSED // self.block_size), _REHEARSED, 1)
         row = torch.zeros(1, self.state.vocab, dtype=self.model.dtype, device=self.state.device)
         return [
