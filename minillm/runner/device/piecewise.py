@@ -22,7 +22,7 @@ _UNIT = 64  # padded sizes are multiples of this: cuBLAS computes whole tiles of
 
 
 class PiecewiseForward:
-    """The forward pass of such steps: its buffers, ``[MOST_TOKENS, columns]`` each, and graphs that use these."""
+    """The forward pass of steps of up to `MOST_TOKENS` tokens: buffers ``[MOST_TOKENS, columns]``, and their graphs."""
 
     def __init__(self, model: Llama, kv_cache: KVCache, graphs: Graphs) -> None:
         self._model, self._kv_cache, self._graphs = model, kv_cache, graphs
