@@ -55,16 +55,16 @@ def is_plain_only() -> bool:
     return not is_terminal or _draws_lines_only()
 
 
-def check_terminal() -> None:
-    """Raise UsageError if the app cannot draw on the terminal or read keys from it."""
+def check_terminal(command: str = "minillm chat") -> None:
+    """Raise UsageError if ``command`` cannot draw on the terminal or read keys from it."""
     for stream, name in ((sys.__stdin__, "input"), (sys.__stdout__, "output"), (sys.__stderr__, "error")):
         if stream is None or not stream.isatty():
-            problem = f"minillm chat needs a terminal, but standard {name} is not one"
-            raise UsageError(f"{problem}; run it in a terminal, or use --plain")
+            problem = f"{command} needs a terminal, but standard {name} is not one"
+            raise UsageError(f"{problem}; run it in a terminal, or use `minillm chat --plain`")
     if _draws_lines_only():
         kind = os.environ.get("TERM", "")
-        problem = f"minillm chat needs a terminal that can move its cursor, but TERM is {kind!r}"
-        raise UsageError(f"{problem}; set TERM, for example to xterm-256color, or use --plain")
+        problem = f"{command} needs a terminal that can move its cursor, but TERM is {kind!r}"
+        raise UsageError(f"{problem}; set TERM, for example to xterm-256color, or use `minillm chat --plain`")
 
 
 def _draws_lines_only() -> bool:

@@ -108,7 +108,7 @@ def demo(arguments: argparse.Namespace) -> int:
     if not 0.1 <= arguments.speed <= 100:
         raise UsageError(f"--speed must be from 0.1 to 100, not {arguments.speed:g}")
     config = read_config(arguments.config)
-    check_terminal()
+    check_terminal("minillm demo")
 
     theme = arguments.theme or config.theme
     with _asking_background(theme) as answer:

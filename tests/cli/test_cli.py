@@ -455,6 +455,17 @@ def run_on_terminal(*arguments: str) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(status), output.decode(errors="replace")
 
 
+def test_the_tour_asks_for_a_terminal_in_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "__stdin__", None)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err == (
+        "minillm: error: minillm demo needs a terminal, but standard input is not one; "
+        "run it in a terminal, or use `minillm chat --plain`\n"
+    )
+
+
 def test_a_terminal_gets_progress_and_a_pipe_does_not(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_text("a\nb\nc\n")
