@@ -34,6 +34,7 @@ from minillm.kernels.linear.low_bit.layouts import FP8, LowBit, dequantize
 if torch.cuda.is_available():  # Triton is imported only if a GPU can run it
     from minillm.kernels import gpu
     from minillm.kernels.attention import decode as decode_attention
+    from minillm.kernels.linear import fp8 as fp8_linear
     from minillm.kernels.linear import matvec
     from minillm.kernels.linear.low_bit import bound as low_bit_bound
     from minillm.kernels.linear.low_bit import choose as low_bit_linear
@@ -295,6 +296,9 @@ def mlp(
         out = x.new_empty(x.shape[0], down.out_features) if residual is None else residual
         halves = low_bit_linear.gated_halves(x, gate_up.parts[0], gate_up.bias, (norm_weight, eps), scale)
         return low_bit_linear.linear_of_halves(halves, down.parts, down.bias, out, add=residual is not None)
+    if gate_up.parts and low_bit_linear.is_fp8_mlp(x, gate_up.parts, down.parts):
+        norm = norm_weight, eps
+        return fp8_linear.mlp(x, norm, gate_up.parts[0], gate_up.bias, down.parts[0], down.bias, residual)
     gated = norm_gated_linear(x, norm_weight, eps, gate_up)  # [tokens, intermediate]
     return linear(gated, down) if residual is None else linear_add(gated, down, residual)
 

@@ -14,8 +14,12 @@ more               `torch._scaled_mm`: x is quantized per token, FP8 x FP8 on th
 
 `_finish_kernel`: grid (tokens, columns / TILE). It scales the sums of levels, and fuses SwiGLU or the residual add.
 With few tokens, `torch._scaled_mm` takes twice the time if it multiplies the scales of tokens and columns itself. It is
-faster from `_SCALED_INSIDE` tokens on. Matrices that `takes` rejects are dequantized: see
-`minillm.kernels.linear.low_bit.choose`.
+faster from `_SCALED_INSIDE` tokens on.
+
+`_gate_kernel`: grid (tokens); tile: a whole row of gate and up, read once. It computes SwiGLU and quantizes the result,
+so a gated MLP writes the input of its second matmul in 8 bits (`mlp`).
+
+Matrices that `takes` rejects are dequantized: see `minillm.kernels.linear.low_bit.choose`.
 """
 
 import functools
@@ -74,6 +78,31 @@ def quantize(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         num_warps=min(max(tile // 512, 1), 16), **pdl_options(x.device),
     )  # fmt: skip
     return levels, scales
+
+
+@triton.jit
+def _gate_kernel(
+    out_ptr, out_scales_ptr, sums_ptr, token_scales_ptr, scales_ptr, bias_ptr, num_columns,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE)
+    mask = columns < num_columns
+    wait_for_inputs(PDL)
+    sums_ptr += token * num_columns * 2
+    gate = tl.load(sums_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(sums_ptr + num_columns + columns, mask=mask, other=0.0).to(tl.float32)
+    if not SCALED:  # otherwise the matmul has applied scales and bias
+        token_scale = tl.load(token_scales_ptr + token)
+        gate *= token_scale * tl.load(scales_ptr + columns, mask=mask, other=0.0)
+        up *= token_scale * tl.load(scales_ptr + num_columns + columns, mask=mask, other=0.0)
+        if BIAS:
+            gate += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + num_columns + columns, mask=mask, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(result), axis=0), LARGEST), _LEAST)
+    tl.store(out_ptr + token * num_columns + columns, narrow(result * tl.div_rn(1.0, scale)), mask=mask)
+    tl.store(out_scales_ptr + token, scale)
 
 
 @triton.jit
@@ -149,23 +178,53 @@ def _product(
 def _product_of_many(
     x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None, *, gated: bool, add: bool
 ) -> Tensor:
+    return _multiply(*quantize(x, norm), matrix, bias, out, gated=gated, add=add)
+
+
+def mlp(
+    x: Tensor, norm: Norm, gate_up: LowBit, bias: Tensor | None, down: LowBit, down_bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute RMSNorm, `gated_linear` and the projection ``down``, for more than `MOST_FUSED` tokens.
+
+    ``silu(gate) * up`` is quantized where it is computed, so it is never written in 16 bits. Return the sum with
+    ``residual``, written to it, or without one a new tensor ``[tokens, out]``.
+    """
     levels, token_scales = quantize(x, norm)
-    if x.shape[0] >= _SCALED_INSIDE:
-        product = torch._scaled_mm(
-            levels, matrix.levels.t(), scale_a=token_scales, scale_b=matrix.scales.t(), bias=bias, out_dtype=x.dtype,
-            use_fast_accum=True,
-        )  # fmt: skip
+    sums = _sums(levels, token_scales, gate_up, bias, x.dtype)
+    tokens, size = x.shape[0], down.shape[1]
+    gated, scales = torch.empty(tokens, size, dtype=levels.dtype, device=x.device), torch.empty_like(token_scales)
+    tile = triton.next_power_of_2(size)
+    _gate_kernel[(tokens,)](
+        gated, scales, sums, token_scales, gate_up.scales, token_scales if bias is None else bias, size,
+        SCALED=tokens >= _SCALED_INSIDE, BIAS=bias is not None, LARGEST=LARGEST_FP8, TILE=tile,
+        num_warps=min(max(tile // 512, 1), 16), **pdl_options(x.device),
+    )  # fmt: skip
+    out = x.new_empty(tokens, down.shape[0]) if residual is None else residual
+    return _multiply(gated, scales, down, down_bias, out, gated=False, add=residual is not None)
+
+
+def _multiply(
+    levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, *, gated: bool, add: bool
+) -> Tensor:
+    """Multiply quantized tokens ``levels [tokens, in]`` with scales ``[tokens, 1]``; write to ``out`` or add to it."""
+    product = _sums(levels, token_scales, matrix, bias, out.dtype)
+    if levels.shape[0] >= _SCALED_INSIDE:
         return silu_mul(product) if gated else out.add_(product) if add else out.copy_(product)
-    one = _one(x.device)
-    sums = torch._scaled_mm(
-        levels, matrix.levels.t(), scale_a=one, scale_b=one, out_dtype=x.dtype, use_fast_accum=True
-    )  # in bfloat16, for its range
     columns = out.shape[1]
-    _finish_kernel[(x.shape[0], triton.cdiv(columns, _TILE))](
-        out, sums, token_scales, matrix.scales, token_scales if bias is None else bias, columns, out.stride(0),
-        GATED=gated, ADD=add, BIAS=bias is not None, TILE=_TILE, **pdl_options(x.device),
+    _finish_kernel[(levels.shape[0], triton.cdiv(columns, _TILE))](
+        out, product, token_scales, matrix.scales, token_scales if bias is None else bias, columns, out.stride(0),
+        GATED=gated, ADD=add, BIAS=bias is not None, TILE=_TILE, **pdl_options(out.device),
     )  # fmt: skip
     return out
+
+
+def _sums(levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``[tokens, out]`` in ``dtype``: from `_SCALED_INSIDE` tokens on the product, below only sums of levels."""
+    scales, extra = (_one(levels.device), _one(levels.device)), None
+    if levels.shape[0] >= _SCALED_INSIDE:
+        scales, extra = (token_scales, matrix.scales.t()), bias
+    return torch._scaled_mm(levels, matrix.levels.t(), *scales, bias=extra, out_dtype=dtype, use_fast_accum=True)
 
 
 @functools.cache

@@ -238,6 +238,7 @@ def test_other_models_and_nonsense_are_refused_in_one_line(kind: str, keys: dict
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.skipif(not hasattr(transformers, "InternLM3Config"), reason="this version of transformers lacks it")
 @pytest.mark.parametrize("keys", [("qkv_bias", "bias"), ("attention_bias", "mlp_bias")])
 @pytest.mark.parametrize("biased", [False, True])
 @torch.no_grad()

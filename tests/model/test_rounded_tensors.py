@@ -45,6 +45,7 @@ def load(source: TensorSource, checkpoint: SafetensorsCheckpoint, weights: Liter
     return load_llama(source, config, device=CPU, dtype=torch.float32, max_positions=64, weights=weights)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted, on tensors of the CPU")
 @pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
 def test_a_model_computes_with_them(
     checkpoint: SafetensorsCheckpoint, monkeypatch: pytest.MonkeyPatch, form: str

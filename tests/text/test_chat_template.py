@@ -141,7 +141,7 @@ def test_text_after_known_messages_is_the_rest_of_the_prompt(tmp_path: Path, nam
         assert 0 <= len(rest) < len(whole)
         assert whole[len(whole) - len(rest) :] == rest
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    called = [*say("Hi"), {"role": "assistant", "content": "I see.", "tool_calls": [call]}]
+    called: list[Any] = [*say("Hi"), {"role": "assistant", "content": "I see.", "tool_calls": [call]}]
     if name == "chatml" and kind is byte_level:
         messages = [*called, {"role": "tool", "content": "rain"}]
         text = ours.decode(ours.apply_chat_template(messages, num_known=2))

@@ -37,8 +37,8 @@ from minillm.kernels.norm.rms_norm import rms_norm
 
 Norm = tuple[Tensor, float]  # weight, eps
 MOST_FUSED = 64  # maximum tokens of `few_tokens`; `many_tokens` takes more
-# Weights to dequantize at a time, 64 MiB of them. Pieces that fit the L2 take the GPU less time, but the CPU three
-# times as much: some 100 us each. With 14 pieces per layer, these add 45 ms to an 8B model's prompt.
+# Weights to dequantize at a time, 64 MiB of them. Smaller slabs would stay in the L2, but their matmuls fill the GPU
+# badly: with 16 MiB a prompt of 512 tokens takes an 8B model 23 ms instead of 19, with 128 MiB no less than with 64.
 _UNPACKED = 1 << 25
 _TILE = 256  # the number of rows in a slab is a multiple of this
 # Bits -> the maximum tokens for which these kernels are at least as fast as cuBLAS with a 16-bit copy.
@@ -87,6 +87,12 @@ def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ..
 def reads_halves(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
     """Return whether a matmul of x's number of tokens reads `HalfActivations`, and x's columns are not reordered."""
     return parts[0].order is None and _is_for_matmul(x, parts)  # all parts have an order, or none
+
+
+def is_fp8_mlp(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
+    """Return whether `fp8.mlp` computes both matmuls of a gated layer for this many tokens."""
+    both = (*parts, *following)
+    return x.shape[0] > fp8_linear.MOST_FUSED and len(both) == 2 and all(_is_for_fp8(x, (part,)) for part in both)
 
 
 def gated_halves(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm, by: FixedScale) -> HalfActivations:

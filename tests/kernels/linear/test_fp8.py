@@ -91,6 +91,33 @@ def test_products_on_the_matrix_unit(monkeypatch: pytest.MonkeyPatch, tokens: in
     assert relative_error(low_bit_linear.linear_add(x, (matrix,), bias, residual), added) < 1e-2
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("tokens", [3, 17, *([1030] if ON_GPU else [])])
+def test_a_gated_layer_rounds_its_input_and_its_gated_values(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, with_bias: bool
+) -> None:
+    """The layer has two matmuls, and nothing between them is written in 16 bits. See `fp8_linear.mlp`."""
+    monkeypatch.setattr(fp8_linear, "has_fp8", lambda device: True)
+    gate_up, down = some(96, 160), some(32, 48)
+    x, norm, residual = (randn(*size, dtype=torch.bfloat16) for size in ((tokens, 160), (160,), (tokens, 32)))
+    biases = (randn(96).bfloat16(), randn(32).bfloat16()) if with_bias else (None, None)
+    wide = [None if each is None else each.double() for each in biases]
+    assert low_bit_linear.is_fp8_mlp(x, (gate_up,), (down,))
+    assert not low_bit_linear.is_fp8_mlp(x[:2], (gate_up,), (down,))
+    assert not low_bit_linear.is_fp8_mlp(x, (gate_up, gate_up), (down,))
+    assert not low_bit_linear.is_fp8_mlp(x, (gate_up,), ())
+    rounded = dequantize(in_fp8(reference.rms_norm(x.double(), norm.double(), 1e-5))).double()
+    both = functional.linear(rounded, dequantize(gate_up, torch.float64), wide[0])
+    gated = dequantize(in_fp8(reference.silu_mul(both))).double()
+    plain = functional.linear(gated, dequantize(down, torch.float64), wide[1])
+    into = residual.clone()
+    for given, expected in ((None, plain), (into, residual.double() + plain)):
+        got = fp8_linear.mlp(x, (norm, 1e-5), gate_up, biases[0], down, biases[1], given)
+        assert got.shape == (tokens, 32)
+        assert relative_error(got, expected) < 2e-2
+    assert got is into
+
+
 def test_every_number_is_widened_exactly() -> None:
     levels, scales = every_number().repeat(3, 1), torch.tensor([[1.0], [-0.5], [0.0]], device=DEVICE)
     matrix = LowBit(FP8, (3, 256), levels, None, scales)
