@@ -56,7 +56,7 @@ def depths(
     if isinstance(depths, str) or not isinstance(depths, Sequence) or not depths:
         raise UsageError(f"depths must be a list of numbers of tokens, not {shown(depths)}")
     wanted = [check_integer("depths", depth, 0, MAX_TOKENS - _ANSWER) for depth in depths]
-    *shallow, deepest = sorted(set(wanted))
+    *shallow, deepest = distinct = sorted(set(wanted))
     params = replace(llm.default_params(), max_tokens=deepest + _ANSWER) if params is None else params
     if not isinstance(params, SamplingParams):
         raise UsageError(f"depths need SamplingParams, not {type(params).__name__}")
@@ -72,9 +72,9 @@ def depths(
     tags = requests.reasoning_tags
     assert tags is not None, "the request would have been rejected"
     inside = tags.is_open(output.prompt_token_ids, requests.eos_token_ids)
-    first = reasoning(tags, output.outputs[0].token_ids, is_open=inside).first
-    outputs = dict(zip((deepest, *shallow), output.outputs, strict=True))
-    return [_answer(depth, outputs[depth], output.outputs[0], first, inside) for depth in wanted]
+    first = reasoning(tags, output.outputs[-1].token_ids, is_open=inside).first
+    outputs = dict(zip(distinct, output.outputs, strict=True))
+    return [_answer(depth, outputs[depth], outputs[deepest], first, inside) for depth in wanted]
 
 
 def _answer(depth: int, output: CompletionOutput, deepest: CompletionOutput, first: int, inside: bool) -> DepthAnswer:

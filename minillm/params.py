@@ -209,7 +209,7 @@ class SamplingParams(_Params):
     reasoning_depths: Sequence[int] = custom(
         (), _depths, cli=False,
         help="answer also after these numbers of reasoning tokens, each below max_reasoning_tokens. The answers fork "
-        "from the reasoning, in ascending order after the first one; see LLM.depths",
+        "from one reasoning, and come in ascending order of depth; see LLM.depths",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

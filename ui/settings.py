@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from minillm.checks import declared
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
-from minillm.params import BeamSearchParams, SamplingParams
+from minillm.params import MAX_TOKENS, BeamSearchParams, SamplingParams
+from minillm.ui.numbers import count
 from minillm.user_config import CHAT_SAMPLING, UserConfig
 
 # Stop early: otherwise, readers would see finished answers replaced by longer ones for a long time.
@@ -16,7 +17,7 @@ CHAT_BEAMS: Mapping[str, Any] = {"early_stopping": True}
 POOL_TOKENS = 32768
 NUM_ALTERNATIVES = 5  # number of most probable tokens to request for each token, for the probabilities view
 # Sampling parameters that also apply to beam search.
-_SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_SHARED = ("max_tokens", "max_reasoning_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Settings:
 
     Attributes:
         engine: options of EngineConfig.
-        sampling, beams: parameters of SamplingParams and BeamSearchParams that differ from the defaults.
+        sampling, beams: parameters of SamplingParams and BeamSearchParams that differ from the defaults. ``max_tokens``
+            comes on top of ``max_reasoning_tokens``.
+        depths: numbers of reasoning tokens to answer after, ascending; empty: answer once.
     """
 
     model: str
@@ -38,6 +41,7 @@ class Settings:
     theme: str = ""  # one of `THEMES`; empty: light or dark, like the terminal
     keymap: Mapping[str, Any] = field(default_factory=dict)  # keys by action name, see `checked_keymap`
     thinks: bool | None = None  # see `minillm.service.messages.Generate`
+    depths: tuple[int, ...] = ()
     bell: bool = True  # when a long answer ends, ring the bell and set the window's title
 
     @property
@@ -48,6 +52,8 @@ class Settings:
     @property
     def num_candidates(self) -> int:
         """Return the number of answers to a question, sampled or by beam search."""
+        if self.depths:
+            return len(self.depths)
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
@@ -55,17 +61,28 @@ class Settings:
 
         With a ``beam_width`` they are for BeamSearchParams, else for SamplingParams.
         """
+        if self.depths:
+            *shallow, deepest = self.depths
+            return _answering({**self.sampling, "n": 1, "max_reasoning_tokens": deepest, "reasoning_depths": shallow})
         if self.searches:
             shared = {name: self.sampling[name] for name in _SHARED if name in self.sampling}
-            return {**CHAT_BEAMS, **shared, **self.beams}
-        return {"logprobs": NUM_ALTERNATIVES, **self.sampling}
+            return _answering({**CHAT_BEAMS, **shared, **self.beams})
+        return _answering({"logprobs": NUM_ALTERNATIVES, **self.sampling})
 
     def params_to_continue(self) -> dict[str, Any]:
         """Return the parameters to continue an answer.
 
         It gets one sampled continuation, even if the settings are for beam search.
         """
-        return {"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1}
+        return _answering({"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1})
+
+
+def _answering(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters with ``max_tokens`` for the answer after limited reasoning."""
+    if limit := params.get("max_reasoning_tokens"):
+        longest = params.get("max_tokens", SamplingParams.max_tokens)
+        return {**params, "max_tokens": min(MAX_TOKENS, limit + longest)}
+    return params
 
 
 class Overlay(Protocol):
@@ -206,6 +223,8 @@ def _read_fields(fields: Iterable[ParamField], texts: Mapping[str, str], base: M
 
 def settings_summary(settings: Settings) -> str:
     """Return the sampling or beam search settings in a few words for display."""
+    if settings.depths:
+        return f"depths {', '.join(map(count, settings.depths))}"
     if settings.searches:
         return f"{settings.beams['beam_width']} beams"
     params = SamplingParams(**settings.sampling)
@@ -219,4 +238,5 @@ def settings_summary(settings: Settings) -> str:
     words += [f"rep {params.repetition_penalty:g}"] * (params.repetition_penalty != 1)
     words += [f"seed {params.seed}"] * (params.seed is not None)
     words += [f"n {params.n}"] * (params.n > 1)
+    words += [f"think {params.max_reasoning_tokens}"] * (params.max_reasoning_tokens is not None)
     return " · ".join(words)

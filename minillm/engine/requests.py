@@ -209,7 +209,7 @@ class Requests:
         found = []
         for each in outputs:
             count = reasoning(tags, each.token_ids, is_open=is_open).count
-            most = depths[each.index - 1] if depths and each.index else limit
+            most = depths[each.index] if each.index < len(depths) else limit
             found.append(replace(each, reasoning_tokens=count if most is None else min(count, most)))
         return found
 

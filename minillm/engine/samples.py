@@ -29,6 +29,7 @@ class Samples:
     def begin(self, group: SequenceGroup) -> None:
         assert isinstance(group.params, SamplingParams)
         sequence, seed, tokenizer = group.sequences[0], group.params.seed, self.requests.tokenizer
+        sequence.index = len(group.params.reasoning_depths)  # the deepest answer is the last one
         sequence.seed = self._random.getrandbits(63) if seed is None else seed
         if tokenizer is not None:
             detokenizer = tokenizer.detokenizer(sequence.token_ids)
@@ -92,8 +93,10 @@ class Samples:
             total, logprobs = (each.cumulative_logprob, each.logprobs) if wanted else (None, None)
             ids, end = each.output_token_ids, each.finish_reason
             outputs.append(CompletionOutput(each.index, text, ids, total, logprobs, end, each.stop_reason))
-        # For depths after the end of the reasoning, the first answer is also the answer at that depth.
-        return outputs + [replace(outputs[0], index=i) for i in range(len(outputs), group.params.num_sequences)]
+        # The reasoning ended before the other depths: a limit there would have changed nothing.
+        deepest = outputs[0]
+        outputs += [replace(deepest, index=i) for i in range(len(outputs) - 1, deepest.index)]
+        return sorted(outputs, key=lambda output: output.index)
 
     def append(self, group: SequenceGroup, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
         """Append a drawn token to its sequence, and end the sequence if this is its last token."""
@@ -123,7 +126,7 @@ class Samples:
                 reason, sequence.stop_reason = "stop", output.matched
         if reason is not None:
             self.requests.end_sequence(group, sequence, reason)
-        elif sequence.index == 0 and group.params.num_sequences > 1:
+        elif group.params.num_sequences > 1 and sequence is group.sequences[0]:
             self._fork_reasoning(group, sequence)
         return Delta(group.request_id, sequence.index, text, [token_id], reason, sequence.stop_reason)
 
@@ -136,7 +139,7 @@ class Samples:
         requests = self.requests
         if sequence.seq_id in requests.scheduler.preemption.swap.saved:  # forks of saved sequences are not kept
             requests.scheduler.preemption.start_over(group)
-        child = Sequence(requests.new_seq_id(), list(sequence.token_ids), sequence.num_prompt_tokens, number)
+        child = Sequence(requests.new_seq_id(), list(sequence.token_ids), sequence.num_prompt_tokens, number - 1)
         child.seed, child.thought = sequence.seed, thought.copy(depths[number - 1])
         child.text = None if sequence.text is None else sequence.text.copy()
         child.matcher = None if sequence.matcher is None else sequence.matcher.copy()

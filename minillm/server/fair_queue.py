@@ -29,7 +29,8 @@ class Full(Exception):
 
 def num_seats(params: Mapping[str, Any]) -> Any:
     """Return the number of sequences that sampling parameters ask for. The values are not checked."""
-    return params.get("beam_width") or params.get("n") or 1
+    depths = params.get("reasoning_depths")
+    return params.get("beam_width") or (1 + len(depths) if isinstance(depths, list) else params.get("n") or 1)
 
 
 @dataclass(eq=False)

@@ -49,7 +49,8 @@ class EventReader:
         """Record a command, so that later events about its request can be checked."""
         if isinstance(command, messages.Generate):
             params = command.params
-            self._answers[command.request_id] = _Answer(int(params.get("beam_width") or params.get("n") or 1))
+            count = params.get("beam_width") or params.get("n", 1) + len(params.get("reasoning_depths", ()))
+            self._answers[command.request_id] = _Answer(int(count))
 
     def read(self, line: bytes) -> Event:
         """Decode one line of the engine's output, check it, and return the event.

@@ -90,6 +90,9 @@ class Conversations:
         if any(answer.command.conversation == command.conversation for answer in self.answers.values()):
             raise UsageError("an answer of this conversation is still being generated; stop it first")
         params: Params = (BeamSearchParams if "beam_width" in command.params else SamplingParams)(**command.params)
+        depths = params.reasoning_depths if isinstance(params, SamplingParams) else ()
+        if engine.requests.reasoning_tags is None and not depths:  # the limit was set for another model
+            params = replace(params, max_reasoning_tokens=None)
         token_ids = engine.tokenizer.apply_chat_template(
             command.messages,
             add_generation_prompt=not command.continues,
@@ -104,6 +107,8 @@ class Conversations:
         if fitting() < command.room:
             self._files.let_go(command.conversation)
         params = replace(params, max_tokens=max(1, min(params.max_tokens, fitting())))  # shortened, not rejected
+        if depths and params.max_tokens <= (params.max_reasoning_tokens or 0):
+            raise UsageError(f"each answer may have {params.max_tokens} tokens here; give smaller depths, or fewer")
         parent = self._nearest(command.conversation, token_ids)
         group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True, salt=self.salt)
         opened = is_opened(engine.tokenizer.decode, token_ids)
@@ -181,6 +186,8 @@ class Conversations:
             self.send(messages.RequestFailed(output.request_id, output.error))
         elif answer.searches:
             self.reporter.end_beams(answer, output)
+        else:
+            self.reporter.end_copies(answer, output)
         answer.sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
         answer.outputs = sorted(output.outputs, key=by_score) if answer.searches else output.outputs
         if answer.searches:

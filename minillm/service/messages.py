@@ -125,6 +125,7 @@ class Loaded(Event):
     has_chat_template: bool
     seconds: Amount
     has_thinking_switch: bool = False  # the template can turn thinking off
+    has_reasoning_tags: bool = False  # its reasoning can be limited
 
 
 class LoadFailed(Event):
@@ -170,6 +171,7 @@ class TextDelta(Event):
     text: str
     num_tokens: Count
     tokens: list[TokenChoice] = []  # if the request asked for log-probabilities
+    num_shared: Count = 0  # of ``num_tokens``, computed for another completion that this one forked from
 
 
 class BeamView(_Record):

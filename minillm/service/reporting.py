@@ -31,6 +31,7 @@ class Answer:
     num_pinned_tokens: int = 0  # leading tokens of its prompt, up to the last attached file
     sequences: list[Sequence] = field(default_factory=list)  # idle sequences with blocks: one, or one per candidate
     outputs: list[CompletionOutput] = field(default_factory=list)  # results of the ended request
+    begun: set[int] = field(default_factory=set)  # indexes of completions with text
     places: dict[int, int] = field(default_factory=dict)  # by seq_id: index of the output that a beam is assigned to
 
     @property
@@ -68,6 +69,11 @@ class Reporter:
         if delta.text or delta.token_ids:
             chosen = sequence.logprobs[-len(delta.token_ids) :] if delta.token_ids else []
             text = self._unsent.setdefault(key, messages.TextDelta(*key, "", 0))
+            if delta.index not in answer.begun:
+                answer.begun.add(delta.index)
+                text.num_tokens = text.num_shared = sequence.num_output_tokens - len(delta.token_ids)
+                if text.num_shared and sequence.text is not None:  # it has forked from another completion
+                    text.text = sequence.text.text.removesuffix(delta.text)
             text.text += delta.text
             text.num_tokens += len(delta.token_ids)
             text.tokens += [self._choice(each) for each in chosen]
@@ -120,6 +126,16 @@ class Reporter:
         since, at = answer.first_read = answer.first_read or (now, done)
         left = (now - since) / (done - at) * (total - done) if done > at else None
         self.send(messages.Reading(answer.command.request_id, done, total, left))
+
+    def end_copies(self, answer: Answer, output: RequestOutput) -> None:
+        """Send the completions that are whole copies of another: no sequence has forked for them."""
+        own = {sequence.index for sequence in answer.group.sequences}
+        for each in output.outputs:
+            if each.index not in own:
+                count = len(each.token_ids)
+                text = messages.TextDelta(output.request_id, each.index, each.text, count, num_shared=count)
+                self.send(text)
+                self._send_end(answer, each.index, each.finish_reason or "abort", count)
 
     def _send_end(self, answer: Answer, index: int, reason: FinishReason, num_tokens: int) -> None:
         name, group = answer.command.request_id, answer.group

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Self
 
+from minillm.errors import MinillmError
 from minillm.text.reasoning import CLOSE, OPEN
 from minillm.text.tokenizer import Tokenizer
 
@@ -44,12 +45,15 @@ class ReasoningTags:
         def ids(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False, parse_special=True, continues=True))
 
-        tags = ids(OPEN), ids(CLOSE)
-        are_tokens = all(len(each) == 1 for each in tags)
+        try:
+            tags, closing, closed = (ids(OPEN), ids(CLOSE)), ids(CLOSING), ids(CLOSED)
+        except MinillmError:  # the model has no embedding for a tag, or its tokenizer fails
+            return None
+        are_tokens = all(len(each) == 1 for each in tags) and tags[0] != tags[1]  # not both unknown
         if not are_tokens and CLOSE not in tokenizer.chat_template:
             return None
         spelled = {tags[0][0]: _OPEN, tags[1][0]: _CLOSE} if are_tokens else {}
-        return cls(tokenizer, tags[0][0] if are_tokens else None, ids(CLOSING), ids(CLOSED), spelled)
+        return cls(tokenizer, tags[0][0] if are_tokens else None, closing, closed, spelled)
 
     def text(self, token_id: int) -> bytes:
         """Return the bytes of a token, also of a tag that is a special token."""

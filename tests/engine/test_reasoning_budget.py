@@ -251,14 +251,14 @@ def assert_like_separate_runs(parts: tuple[Llama, Tokenizer], seed: int, way: di
     reached = 0
     for (prompt, params, _, depths), output in zip(requests, outputs, strict=True):
         assert [each.index for each in output.outputs] == list(range(len(depths)))
-        alone = [(prompt, replace(params, max_reasoning_tokens=depth)) for depth in (depths[-1], *depths[:-1])]
+        alone = [(prompt, replace(params, max_reasoning_tokens=depth)) for depth in depths]
         for one, separate in zip(output.outputs, run(engine(parts), alone), strict=True):
             [other] = separate.outputs
             assert (one.token_ids, one.text) == (other.token_ids, other.text)
             assert (one.finish_reason, one.reasoning_tokens) == (other.finish_reason, other.reasoning_tokens)
             logprobs = [[token.logprob for token in each.logprobs or []] for each in (one, other)]
             assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
-        reached += output.outputs[0].reasoning_tokens > depths[0]
+        reached += output.outputs[-1].reasoning_tokens > depths[0]
     return reached
 
 
@@ -311,8 +311,8 @@ def test_forks_of_a_thought_compute_only_their_own_tokens(parts: tuple[Llama, To
     together, outputs = num_computed(
         engine(parts, prefix_caching=False), prompt, replace(told, reasoning_depths=depths)
     )
-    assert outputs[0] == deepest
-    own = [len(each.token_ids) - depth for each, depth in zip(outputs[1:], depths, strict=True)]
+    assert outputs[-1] == replace(deepest, index=5)
+    own = [len(each.token_ids) - depth for each, depth in zip(outputs[:-1], depths, strict=True)]
     assert together == alone + sum(own) - 1  # the first answer begins with the logits of the prompt
     assert all(each.finish_reason == "stop" for each in outputs)
 

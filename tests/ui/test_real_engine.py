@@ -11,6 +11,7 @@ import pytest
 from textual.drivers.headless_driver import HeadlessDriver
 
 from lib.terminal import session
+from lib.tokens import THINKING
 from lib.ui import answered, ask, chat, notes, say, screen, seen, until
 from minillm.service.client import ENGINE_COMMAND
 from minillm.ui.chat.sessions import SessionStore
@@ -157,3 +158,36 @@ async def test_the_demo_says_which_step_it_missed(tiny_model: Path, tmp_path: Pa
         await until(pilot, lambda: app.over, 120)
         assert app.missed == ["eviction", "preemption"]
         assert "Not shown this time: eviction, preemption." in str(app.chat.query_one(Narration).render())
+
+
+async def test_answers_at_several_depths_share_their_thought(tiny_model: Path) -> None:
+    """The template opens the thought, and the model may not end it by itself."""
+    template = tiny_model.parent / "thinking.jinja"
+    template.write_text(THINKING, encoding="utf-8")
+    options = engine(str(tiny_model), chat_template=str(template))
+    sampling = {**GREEDY, "max_tokens": 60, "ignore_eos": True, "bad_words": ["</think>"]}
+    async with chat(**options, sampling=sampling, size=(160, 50)) as pilot:
+        await say(pilot, "/depths 20,40,80")
+        turn = await ask(pilot, "why?")
+        first, second, deepest = turn.answer.candidates
+        assert turn.answer.in_reasoning
+        assert [each.num_shared for each in (first, second, deepest)] == [20, 40, 0]
+        assert [each.num_tokens for each in (first, second, deepest)] == [140] * 3
+        assert all("</think>" in each.text for each in (first, second, deepest))
+
+        def tables() -> list[list[int]]:
+            found = screen(pilot).pool
+            assert found is not None
+            return [table.blocks for table in found.tables_of(turn.answer.request_id) if table.state == "idle"]
+
+        await until(pilot, lambda: len(tables()) == 3)
+        one, two, three = tables()
+        prompt = turn.answer.num_prompt_tokens
+        assert one[: (prompt + 19) // 16] == three[: (prompt + 19) // 16]
+        assert two[: (prompt + 39) // 16] == three[: (prompt + 39) // 16]
+        await say(pilot, "/accept 1")
+        await until(pilot, lambda: len(tables()) == 1)
+        await say(pilot, "/depths off")
+        await say(pilot, "/think 12")
+        limited = await ask(pilot, "and now?")
+        assert limited.answer.text.count("Enough thinking") == 1

@@ -127,9 +127,10 @@ class AnswerRun:
         answer.num_prompt_tokens = max(0, event.num_prompt_tokens - self._num_before)
         answer.num_cached_tokens = min(event.num_cached_tokens, answer.num_prompt_tokens)
         answer.time_to_first_token = event.time_to_first_token
-        if isinstance(view, AnswerView) and not answer.text:
+        if not answer.text:
             answer.in_reasoning = event.in_reasoning
-            view.begin(event.in_reasoning)
+            if isinstance(view, AnswerView):
+                view.begin(event.in_reasoning)
         dropped = self.conversation.num_dropped
         if dropped > self._num_dropped:
             oldest = f"the oldest {plural(dropped, 'turn')}"
@@ -141,13 +142,14 @@ class AnswerRun:
             candidate = answer.candidates[event.index]
             candidate.text += event.text
             candidate.num_tokens += event.num_tokens
+            candidate.num_shared += event.num_shared
             candidate.tokens += event.tokens
         else:
             answer.text += event.text
             answer.tokens += event.tokens
             if isinstance(view, AnswerView):
                 view.add(event.text)
-        answer.num_output_tokens += event.num_tokens
+        answer.num_output_tokens += event.num_tokens - event.num_shared
 
     def _show_beams(self, beams: list[messages.BeamView]) -> None:
         for candidate, beam in zip(self.answer.candidates, beams, strict=False):

@@ -19,7 +19,7 @@ from minillm.ui.chat.conversation import Answer, Candidate
 from minillm.ui.drawing import update_in_place
 from minillm.ui.engine_app import CommandAsked
 from minillm.ui.memory.pool import NUM_COLORS
-from minillm.ui.numbers import plural
+from minillm.ui.numbers import count, plural
 
 _NARROWEST = 26  # minimum width of a card in cells
 _LEAST_COMMON, _MOST_COMMON = 16, 400  # common beginning of all candidates, in characters: minimum, and shown at most
@@ -37,6 +37,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
         self.border_title = str(index + 1)
         self._text = Static(Content("…"))
         self._candidate, self._num_common = Candidate(), 0  # arguments of the last `show`
+        self._inside = False
         self._same_as: int | None = None
 
     def compose(self) -> ComposeResult:
@@ -53,13 +54,15 @@ class CandidateCard(VerticalScroll, can_focus=True):
             if was_at_end:
                 self.scroll_home(animate=False)
 
-    def show(self, candidate: Candidate, num_common: int, same_as: int | None = None) -> None:
+    def show(self, candidate: Candidate, num_common: int, inside: bool, same_as: int | None = None) -> None:
         """Show the candidate without its first ``num_common`` characters, which are shown once above all cards.
 
-        ``same_as``: index of an earlier candidate with the same text, if any.
+        Args:
+            inside: its text begins inside the model's <think> section.
+            same_as: index of an earlier candidate with the same text, if any.
         """
-        self._candidate, self._num_common, self._same_as = candidate, num_common, same_as
-        whole = text_of(candidate)
+        self._candidate, self._num_common, self._inside, self._same_as = candidate, num_common, inside, same_as
+        whole = text_of(candidate, inside)
         common, text = whole[:num_common], whole[num_common:]
         if same_as is not None and not self.is_maximized:
             shown = Content.styled(f"the same as {same_as + 1}", "$text-muted")
@@ -70,11 +73,13 @@ class CandidateCard(VerticalScroll, can_focus=True):
         else:
             shown = Content(f"… {text}")
         update_in_place(self._text, shown)
-        self.border_title = f"{self.index + 1}{' · Enter accepts · Esc goes back' if self.is_maximized else ''}"
+        depth = "" if candidate.depth is None else f" · {plural(candidate.depth, 'token')} of thought"
+        keys = " · Enter accepts · Esc goes back" if self.is_maximized else ""
+        self.border_title = f"{self.index + 1}{depth}{keys}"
         self.border_subtitle = candidate_facts(candidate, self.size.width)
 
     def on_resize(self) -> None:
-        self.show(self._candidate, self._num_common, self._same_as)
+        self.show(self._candidate, self._num_common, self._inside, self._same_as)
 
     def on_click(self, event: events.Click) -> None:
         if event.chain == 2:
@@ -90,9 +95,12 @@ class CandidateCard(VerticalScroll, can_focus=True):
             self.screen.minimize()
 
 
-def text_of(candidate: Candidate) -> str:
-    """Return a candidate's text for display: the answer, or the reasoning if there is no answer yet."""
-    reasoning, answer = split_reasoning(candidate.text)
+def text_of(candidate: Candidate, inside: bool = False) -> str:
+    """Return a candidate's text for display: the answer, or the reasoning if there is no answer yet.
+
+    ``inside``: the text begins inside the reasoning.
+    """
+    reasoning, answer = split_reasoning(candidate.text, inside)
     return clean(answer.strip() or reasoning.strip())
 
 
@@ -114,11 +122,16 @@ def num_common(texts: Sequence[str]) -> int:
 
 
 def candidate_facts(candidate: Candidate, width: int) -> str:
-    """Return ``score -0.54 · 23 tokens · log p -12.3``: as many of these items as fit ``width`` cells."""
+    """Return ``score -0.54 · 23 tokens · log p -12.3``: as many of these items as fit ``width`` cells.
+
+    Tokens that another candidate has computed are apart: ``23 tokens · ✓ · 512 shared``.
+    """
     words = [] if candidate.score is None else [f"score {candidate.score:.3f}"]
-    words.append(plural(candidate.num_tokens, "token"))
+    words.append(plural(candidate.num_tokens - candidate.num_shared, "token"))
     if candidate.finish_reason is not None:
         words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)
+    if candidate.num_shared:
+        words.append(f"{count(candidate.num_shared)} shared")
     if candidate.logprob is not None:
         words.append(f"log p {candidate.logprob:.1f}")
     while len(words) > 1 and sum(len(word) + 3 for word in words) - 3 > width - 2:  # the frame takes two columns
@@ -166,7 +179,8 @@ class CandidatesView(Vertical):
     async def flush(self, lines_ahead: int = 0) -> None:
         """Show the current state of the candidates."""
         candidates = self.answer.candidates
-        texts = [text_of(each) for each in candidates]
+        inside = self.answer.in_reasoning
+        texts = [text_of(each, inside) for each in candidates]
         same_as = [_same_as(candidates, texts, index) for index in range(len(texts))]
         common = num_common([text for text, same in zip(texts, same_as, strict=True) if same is None])
         self._common.display = bool(common)
@@ -175,7 +189,7 @@ class CandidatesView(Vertical):
             shown = whole if len(whole) <= _MOST_COMMON else "… " + whole[-_MOST_COMMON:]
             update_in_place(self._common, Content(f"all begin with: {shown}"))
         for card, candidate, same in zip(self._cards, candidates, same_as, strict=False):
-            card.show(candidate, common, same)
+            card.show(candidate, common, inside, same)
         self.update_summary()
 
     def update_summary(self) -> None:

@@ -259,7 +259,8 @@ class ChatPane(Vertical):
         assert turn is not None
         self.conversation.model, self.conversation.system = settings.model, settings.system
         if settings.num_candidates > 1:
-            turn.answer.candidates = [Candidate() for _ in range(settings.num_candidates)]
+            depths = settings.depths or [None] * settings.num_candidates
+            turn.answer.candidates = [Candidate(depth=depth) for depth in depths]
         self.transcript.select(None)
         await self.transcript.show_path(self.conversation)
         self.app.give_title_back()

@@ -14,6 +14,7 @@ from typing import Any
 from textual.screen import ModalScreen
 
 from minillm.errors import UsageError
+from minillm.params import SamplingParams
 from minillm.ui.bars import VIEWS
 from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.chat_pane import ChatPane
@@ -24,11 +25,12 @@ from minillm.ui.chat.editor import edited
 from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.kept import BUILT_IN
-from minillm.ui.numbers import plural
+from minillm.ui.numbers import count, plural
 from minillm.ui.settings import settings_summary, with_param
 
 COMMANDS = CommandTable()
 command = COMMANDS.command
+_MOST_DEPTHS = 9  # a key accepts each
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -278,25 +280,63 @@ async def use_preset(talk: ChatPane, words: str) -> None:
         talk.notify(f"next question: {words} ({settings_summary(app.settings)})")
 
 
-@command("think", "turn the model's thinking on or off, if its template can", argument="on|off")
+@command("think", "thinking: on, off, or at most N tokens", argument="on|off|N")
 async def choose_thinking(talk: ChatPane, word: str) -> None:
-    if word not in ("on", "off"):
-        raise UsageError(f"use /think on or /think off, not {word!r}")
-    loaded = talk.engine.loaded
+    if word not in ("on", "off") and not word.isdecimal():
+        raise UsageError(f"use /think on, /think off or /think 512, not {word!r}")
+    loaded, settings = talk.engine.loaded, talk.app.settings
+    sampling = {name: value for name, value in settings.sampling.items() if name != "max_reasoning_tokens"}
+    if word.isdecimal():
+        _check_tags(talk)
+        SamplingParams(max_reasoning_tokens=int(word))
+        has_switch = loaded is not None and loaded.has_thinking_switch
+        sampling["max_reasoning_tokens"] = int(word)
+        _change(talk, sampling=sampling, thinks=True if has_switch else None)
+        talk.notify(f"next question: at most {plural(int(word), 'token')} of thought")
+        return
     if loaded is not None and not loaded.has_thinking_switch:
-        raise UsageError("this model's template cannot turn thinking on or off")
-    _change(talk, thinks=word == "on")
+        if not loaded.has_reasoning_tags:
+            raise UsageError("this model's template cannot turn thinking on or off")
+        _change(talk, sampling={**sampling, "max_reasoning_tokens": 0} if word == "off" else sampling, thinks=None)
+    else:
+        _change(talk, sampling=sampling, thinks=word == "on")
     talk.notify(f"next question: thinking {word}")
+
+
+def _check_tags(talk: ChatPane) -> None:
+    loaded = talk.engine.loaded
+    if loaded is not None and not loaded.has_reasoning_tags:
+        raise UsageError("this model has no <think> tags, so its thinking cannot be limited")
+
+
+@command("depths", "answers after several amounts of one thought", argument="N,N,…|off")
+async def choose_depths(talk: ChatPane, words: str) -> None:
+    if words == "off":
+        _change(talk, depths=())
+        talk.notify("next question: one answer")
+        return
+    numbers = words.replace(",", " ").split()
+    if not all(number.isdecimal() for number in numbers):
+        raise UsageError(f"use /depths 256,512,1024 or /depths off, not {words!r}")
+    depths = tuple(sorted(set(map(int, numbers))))
+    if not 2 <= len(depths) <= _MOST_DEPTHS:
+        raise UsageError(f"give from 2 to {_MOST_DEPTHS} different depths; /think 512 limits one answer")
+    _check_tags(talk)
+    SamplingParams(max_reasoning_tokens=depths[-1], reasoning_depths=depths[:-1])
+    _change(talk, depths=depths, thinks=talk.app.settings.thinks or None)
+    talk.notify(f"next question: answers after {', '.join(map(count, depths))} tokens of thought")
 
 
 @command("n", "get N answers to choose from", argument="N")
 async def choose_n(talk: ChatPane, number: str) -> None:
-    talk.app.settings = with_param(with_param(talk.app.settings, "beam_width", "1"), "n", number)
+    settings = replace(talk.app.settings, depths=())
+    talk.app.settings = with_param(with_param(settings, "beam_width", "1"), "n", number)
     talk.notify(f"next question: {plural(talk.app.settings.num_candidates, 'answer')}")
 
 
 @command("beams", "use beam search with N beams; 1: sample again", argument="N")
 async def choose_beams(talk: ChatPane, number: str) -> None:
+    _change(talk, depths=())
     await set_parameter(talk, f"beam_width {number}")
 
 

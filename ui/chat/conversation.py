@@ -19,13 +19,19 @@ LONGEST_TITLE = 60  # characters
 
 @dataclass
 class Candidate:
-    """One of several answers to choose from. Only a beam has a ``score`` and a ``logprob``."""
+    """One of several answers to choose from. Only a beam has a ``score`` and a ``logprob``.
+
+    ``depth`` is the number of reasoning tokens that it answers after, if these differ between the candidates.
+    ``num_shared`` of its tokens were computed for another candidate.
+    """
 
     text: str = ""
     num_tokens: int = 0
     finish_reason: str | None = None
     score: float | None = None
     logprob: float | None = None
+    depth: int | None = None
+    num_shared: int = 0
     tokens: list[TokenChoice] = field(default_factory=list)
 
 

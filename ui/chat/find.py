@@ -61,7 +61,8 @@ def texts_of(turn: Turn) -> list[str]:
 
     The texts of its files, which are folded on the screen, come last.
     """
-    question, candidates = shown_question(turn.question), [text_of(each) for each in turn.answer.candidates]
+    question, answer = shown_question(turn.question), turn.answer
+    candidates = [text_of(each, answer.in_reasoning) for each in answer.candidates]
     files = folded_files(clean(turn.question))[1].values()
     if candidates:
         common = num_common(candidates)

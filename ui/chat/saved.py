@@ -131,6 +131,7 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "dict": ("an object", lambda value: isinstance(value, dict)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("a whole number from 0", lambda value: type(value) is int and 0 <= value < _LARGEST),
+    "int | None": ("a whole number from 0, or null", lambda v: v is None or (type(v) is int and 0 <= v < _LARGEST)),
     "change": ("a whole number", lambda value: type(value) is int and abs(value) < _LARGEST),
     "float": ("a number", lambda value: _is_number(value)),
     "float | None": ("a number or null", lambda value: value is None or _is_number(value)),

@@ -94,6 +94,8 @@ def answer(command: Generate) -> None:
     word = question.split()[0]
     if "beam_width" in command.params:
         beams(name, command.params["beam_width"])
+    elif command.params.get("reasoning_depths"):
+        depths(name, command.params["reasoning_depths"], command.params["max_reasoning_tokens"])
     elif command.params.get("n", 1) > 1:
         samples(name, command.params["n"])
     elif word == "crash":
@@ -152,6 +154,20 @@ def samples(name: str, count: int) -> None:
         time.sleep(0.02)
 
 
+def depths(name: str, shallow: list[int], deepest: int) -> None:
+    """Let one thought go on word by word. At each depth an answer forks from it; the last depth is never reached."""
+    send(Started(name, 20, 4, 0.05, in_reasoning=True))
+    for number in range(1, deepest):
+        send(TextDelta(name, len(shallow), "hm ", 1))
+        if number in shallow:
+            index = shallow.index(number)
+            send(TextDelta(name, index, f"{'hm ' * number}Enough.</think>", number + 2, num_shared=number))
+            send(TextDelta(name, index, f"answer {index + 1}", 2))
+            send(Finished(name, index, "stop", number + 4, 50.0, 20))
+    send(TextDelta(name, len(shallow), "</think>the last answer", 4))
+    send(Finished(name, len(shallow), "stop", deepest + 3, 50.0, 20))
+
+
 def beams(name: str, width: int) -> None:
     """Let them overtake each other once."""
     send(Started(name, 20, 4, 0.05))
@@ -191,7 +207,9 @@ def load(command: Load) -> bool:
         time.sleep(600)
     send(Notice("served \x1b[31mby a script"))
     template, switch = command.model != "base", command.model == "thinker"
-    send(replace(LOADED, model=command.model, has_chat_template=template, has_thinking_switch=switch))
+    tags = command.model in ("thinker", "tags")
+    facts = {"has_thinking_switch": switch, "has_reasoning_tags": tags}
+    send(replace(LOADED, model=command.model, has_chat_template=template, **facts))
     send(CacheChanged())
     return True
 
