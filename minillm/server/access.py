@@ -21,9 +21,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minillm.server.generating import send_json
 from minillm.server.message_answers import error_at, is_messages
 from minillm.server.metrics import Metrics
+from minillm.server.sending import send_json
 
 _OPEN = ("/health", "/version")
 _LOCAL = ("127.0.0.1", "localhost", "::1")

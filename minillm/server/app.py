@@ -23,7 +23,6 @@ from minillm.server.access import Access, AccessRules
 from minillm.server.bodies import BadField
 from minillm.server.completion_routes import chat, complete
 from minillm.server.engine_process import EngineDied
-from minillm.server.generating import CONTEXT_LENGTH
 from minillm.server.message_answers import error_at
 from minillm.server.message_routes import count_tokens, create_message
 from minillm.server.openapi import document
@@ -34,6 +33,7 @@ from minillm.server.response_routes import (
     read_response,
     respond,
 )
+from minillm.server.sending import CONTEXT_LENGTH
 from minillm.server.service import Missing, Service, json_response
 from minillm.server.stream_routes import open_session, take_session_commands, watch_cache
 from minillm.server.tool_choice import shown_tools

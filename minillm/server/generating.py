@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from minillm.errors import UsageError
@@ -20,15 +19,14 @@ from minillm.server.fair_queue import FairQueue, Full, Place, num_seats
 from minillm.server.messages import Complete, Completion, Ended, Refused, Text
 from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine
+from minillm.server.sending import CONTEXT_LENGTH, Failed, body_message, send_json
 
-CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
 _TICK = 0.001  # seconds
 # A stream's head is sent after _HEAD_SECONDS if the engine has accepted the request by then. Otherwise it is sent once
 # the engine has, or after _MOST_HEAD_SECONDS. From then on, an error is an event instead of a status.
 _HEAD_SECONDS = 0.2
 _MOST_HEAD_SECONDS = 0.9
 _SILENT_SECONDS = 10.0  # after this long without an event, a ping is sent; proxies close connections after 60 s
-_TYPE_JSON = (b"content-type", b"application/json")
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -90,35 +88,6 @@ class Asked:
     def num_sequences(self) -> int:
         """Return the number of sequences that run at a time if memory allows."""
         return sum(num_seats(call.params) for call in self.calls)
-
-
-class Failed(Exception):
-    """Ends a request with an error response.
-
-    ``field`` is the request's invalid field, ``code`` is OpenAI's error code.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        headers: Sequence[tuple[bytes, bytes]] = (),
-        field: str = "",
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.headers, self.field, self.code = status, headers, field, code
-
-    def json(self) -> Json:
-        return error_json(self.status, str(self), self.field, self.code)
-
-
-def error_json(status: int, message: str, field: str = "", code: str | None = None) -> Json:
-    """Return an error in OpenAI's format. Without ``code``, it gets the code that is usual for ``status``."""
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
-    return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
 
 
 @dataclass
@@ -212,7 +181,7 @@ class Generating:
             elif self._sending < math.inf:  # the client does not read
                 await asyncio.sleep(_SILENT_SECONDS)
             else:
-                await send(_body(self.asked.frame.ping, more=True))
+                await send(body_message(self.asked.frame.ping, more=True))
 
     async def _work(self, send: Send) -> None:
         began = time.monotonic()
@@ -235,7 +204,7 @@ class Generating:
             self._keeping.cancel()
         frame = self.asked.frame
         if self._started:  # the headers are sent: report the error as an event and end the stream
-            await send(_body(frame.failed(failed.json()), more=False))
+            await send(body_message(frame.failed(failed.json()), more=False))
         else:
             await send_json(send, failed.status, frame.error(failed.json()), failed.headers)
 
@@ -349,16 +318,16 @@ class Generating:
                 usage = _so_far(answers, counts) if asked.counts else None
                 prompt = form.prompt(answers) if is_first else {}
                 chunks = frame.chunks(choices, usage, prompt, has_usage=asked.has_usage)
-                await send(_body(before + chunks, more=True))
+                await send(body_message(before + chunks, more=True))
                 if is_first:
                     self.metrics.first_token.observe(time.monotonic() - began)
         before = b"" if has_told else await self._start(send, engine_seconds)
-        await send(_body(before + frame.closing(self.usage, has_usage=asked.has_usage), more=False))
+        await send(body_message(before + frame.closing(self.usage, has_usage=asked.has_usage), more=False))
 
     async def _send_start(self, send: Send) -> None:
         """Send the head and the opening events of a stream, unless they were sent before."""
         if before := await self._start(send):
-            await send(_body(before, more=True))
+            await send(body_message(before, more=True))
 
     async def _start(self, send: Send, engine_seconds: float = 0.0) -> bytes:
         """Send the head of a stream, unless it was sent before.
@@ -376,14 +345,6 @@ class Generating:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._started = True
             return before
-
-
-async def send_json(send: Send, status: int, value: Json, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    """Send a complete response with ``value`` as JSON."""
-    body = msgspec.json.encode(value)
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [_TYPE_JSON, length, *headers]})
-    await send(_body(body, more=False))
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -418,7 +379,3 @@ def _as_text(request_id: str, each: Completion) -> Text:
         each.stop_reason,
         each.token_ids,
     )
-
-
-def _body(data: bytes, *, more: bool) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": data, "more_body": more}

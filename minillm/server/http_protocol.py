@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from minillm.server.generating import error_json, send_json
 from minillm.server.message_answers import error_at
+from minillm.server.sending import error_json, send_json
 
 HEADER_SECONDS = 20.0
 HEADER_BYTES = 64 << 10  # limit of a head, and of the bytes between two pieces of a body or after the last one

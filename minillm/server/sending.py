@@ -1,0 +1,56 @@
+"""Errors and JSON responses of the HTTP server, in OpenAI's format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.types import Send
+
+from minillm.server.answers import Json
+
+CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
+_TYPE_JSON = (b"content-type", b"application/json")
+
+
+class Failed(Exception):
+    """Ends a request with an error response.
+
+    ``field`` is the request's invalid field, ``code`` is OpenAI's error code.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        field: str = "",
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers, self.field, self.code = status, headers, field, code
+
+    def json(self) -> Json:
+        return error_json(self.status, str(self), self.field, self.code)
+
+
+def error_json(status: int, message: str, field: str = "", code: str | None = None) -> Json:
+    """Return an error in OpenAI's format. Without ``code``, it gets the code that is usual for ``status``."""
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
+    return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
+
+
+async def send_json(send: Send, status: int, value: Json, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """Send a complete response with ``value`` as JSON."""
+    body = msgspec.json.encode(value)
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [_TYPE_JSON, length, *headers]})
+    await send(body_message(body, more=False))
+
+
+def body_message(data: bytes, *, more: bool) -> dict[str, Any]:
+    """Return the ASGI message for a part of a response's body."""
+    return {"type": "http.response.body", "body": data, "more_body": more}
