@@ -22,10 +22,12 @@ def tree_search(llm: LLM, prompt: str, width: int = 3, depth: int = 4, tokens: i
             (score + (completion.cumulative_logprob or 0.0), branch)
             for (score, branch), completion in zip(children, completions, strict=True)
         ]
-        scored.sort(key=lambda pair: pair[0], reverse=True)
-        for _, branch in scored[width:]:
-            branch.free()
-        alive = scored[:width]
+        alive = []
+        for score, branch in sorted(scored, key=lambda pair: pair[0], reverse=True):
+            if len(alive) < width and branch.text not in {other.text for _, other in alive}:
+                alive.append((score, branch))
+            else:  # too improbable, or two samples gave the same text
+                branch.free()
     found = [(score, branch.text) for score, branch in alive]
     for _, branch in alive:
         branch.free()
