@@ -73,6 +73,7 @@ PARTS = "tests/jobs/test_part_files.py::"
 ENGINES = "tests/jobs/test_engines.py::"
 KERNELS = "tests/kernels/"
 FORKS = "tests/server/test_forks.py::"
+RESPONSE_STORE = "tests/server/test_response_store.py::"
 REPLICAS = "tests/server/test_replicas.py::"
 SHARING = "tests/server/test_sharing.py::"
 ACCESS = "tests/server/test_access.py::"
@@ -1213,6 +1214,16 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
         ("salt-of-another-tenant-in-facts", "CacheView.facts", "BoolOp 2", "False",
          FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
+    ],
+    "minillm/server/response_store.py": [
+        ("bytes-of-responses-unbounded", "ResponseStore.put", "BoolOp 1", "$values[0]",
+         RESPONSE_STORE + "test_bytes_are_bounded_for_each_tenant_and_for_all"),
+        ("responses-never-expire", "ResponseStore._drop_old", "BoolOp 0", "False",
+         RESPONSE_STORE + "test_responses_expire_after_their_last_use"),
+    ],
+    "minillm/server/prepare.py": [
+        ("end-of-an-answer-twice", "prompt_ids", "Compare 0", "False",
+         "tests/server/test_responses.py::test_the_end_of_an_answer_is_not_repeated"),
     ],
     "minillm/server/fair_queue.py": [
         ("tenants-not-told-apart", "FairQueue._rank", "BinOp 2", "-$right",

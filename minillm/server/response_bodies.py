@@ -89,7 +89,8 @@ class ResponseBody(CommonFields):
     include: list[str] | None = None
     truncation: Literal["disabled", "auto"] | None = None  # "auto" is rejected
     max_tool_calls: int | None = None  # has no effect: it counts calls of built-in tools
-    prompt_cache_options: Json | None = None  # has no effect
+    prompt_cache_options: Json | None = None  # has no effect, like the next
+    client_metadata: Json | None = None  # a label that Codex sets
     background: bool | None = None  # true is rejected
     conversation: str | Json | None = None  # this field and the next three are rejected
     prompt: Json | None = None

@@ -81,7 +81,7 @@ class ResponseStore:
         return found
 
     def delete(self, tenant: str, name: str) -> bool:
-        """Delete a tenant's response. Return False if there is none with this id."""
+        """Delete a tenant's response. Return whether it was stored."""
         found = self._own.get(tenant, OrderedDict()).pop(name, None)
         if found is None:
             return False

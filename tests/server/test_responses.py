@@ -180,6 +180,17 @@ def test_evicted_blocks_are_computed_again(client: openai.OpenAI, server: Server
     assert after.output_text == before.output_text
 
 
+def test_the_end_of_an_answer_is_not_repeated(client: openai.OpenAI, server: Server) -> None:
+    body, headers = {"prompt": "<|im_end|>", "parse_special": True}, {"authorization": "Bearer key-of-anna"}
+    *_, end = httpx.post(f"{server.url}/tokenize", json=body, headers=headers).json()["tokens"]
+    first = create(client, extra_body={"logit_bias": {str(end): 100}})
+    assert (first.status, first.output_text, first.usage.output_tokens) == ("completed", "", 1)
+    items = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": ""}]
+    two: Any = {"role": "user", "content": "Two"}
+    one = create(client, previous_response_id=first.id, input=[two], max_output_tokens=4)
+    assert one.usage.input_tokens == create(client, input=[*items, two], max_output_tokens=4).usage.input_tokens
+
+
 def test_text_after_a_stop_string_is_not_part_of_the_conversation(client: openai.OpenAI) -> None:
     first = create(client, extra_body={"structured_outputs": {"choice": ["One STOP"]}, "stop": "STOP"})
     assert first.output_text == "One "
@@ -192,7 +203,7 @@ def test_text_after_a_stop_string_is_not_part_of_the_conversation(client: openai
 def test_other_instructions_or_tools_begin_another_prompt(client: openai.OpenAI) -> None:
     first = create(client, "One", instructions="Be brief.")
     items = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "One"}]
-    for more in ({"instructions": "Be long."}, {"instructions": "Be brief.", "tools": TOOLS}, {}):
+    for more in ({"instructions": "Be long."}, {"instructions": "Be brief."}, {"tools": TOOLS}, {}):
         one = create(client, previous_response_id=first.id, input="Two", max_output_tokens=4, **more)
         other = create(client, input=[*items, {"role": "user", "content": "Two"}], max_output_tokens=4, **more)
         assert one.usage.input_tokens == other.usage.input_tokens
@@ -268,7 +279,8 @@ def test_fields_that_clients_send_are_taken(client: openai.OpenAI) -> None:
     own = create(
         client, input=items, include=["reasoning.encrypted_content"], reasoning={"effort": None, "summary": "auto"},
         text={"verbosity": "low"}, service_tier="auto", truncation="disabled", background=False, prompt_cache_key="x",
-        stream_options=None, max_tool_calls=3, user="u", safety_identifier="s", max_output_tokens=2,
+        extra_body={"client_metadata": {"a": 1}}, stream_options=None, max_tool_calls=3,
+        user="u", safety_identifier="s", max_output_tokens=2,
     )  # fmt: skip
     assert own.status == "incomplete"
 
