@@ -40,7 +40,7 @@ class BeamState:
 
 @dataclass
 class Choice:
-    """One search at one step: its beams with their rows of logits, and what is known of their continuations.
+    """One search at one step: its beams with their rows of logits, and the continuations found so far.
 
     A continuation is a `Candidate`: a beam and its next token. Texts and matchers are computed once and kept.
     """

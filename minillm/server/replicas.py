@@ -70,7 +70,7 @@ class Engine(Protocol):
 
 @dataclass
 class Places:
-    """Stores which engine has computed which beginnings of recent prompts."""
+    """Stores the engines that have computed prefixes of recent prompts."""
 
     _places: OrderedDict[int, int] = field(default_factory=OrderedDict)
 

@@ -95,7 +95,7 @@ class Session:
             self.read(0.05)
 
     def wait_for_keys_taken(self) -> None:
-        """Wait until the program has the terminal to itself, or has ended: before, Ctrl+Q does not reach it."""
+        """Wait until the program reads raw keys, or has ended. Before, the terminal takes Ctrl+Q itself."""
         patience = self._patience(60)
         while self.process.poll() is None and termios.tcgetattr(self._slave)[0] & termios.IXON:
             assert next(patience), f"it does not take the terminal; {self._story()}"

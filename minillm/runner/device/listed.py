@@ -26,5 +26,5 @@ def num_listed(draws: Sequence[Chunk], vocab: int) -> int:
 
 
 def listed(logits: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return log-probabilities and ids of each row's ``count`` most probable tokens, an empty tuple if that is 0."""
+    """Return log-probabilities and ids of each row's ``count`` most probable tokens. Empty if ``count`` is 0."""
     return kernels.top_log_probabilities(logits, count) if count else ()
