@@ -1,4 +1,4 @@
-"""Running out of memory gives one line, from any library."""
+"""Test that running out of memory gives one line, whichever library reports it."""
 
 from __future__ import annotations
 

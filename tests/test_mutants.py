@@ -1,4 +1,4 @@
-"""The table of seeded faults fits the code, and other changes of the code are drawn in a stable way."""
+"""Test that the table of seeded faults fits the code, and that random mutations are reproducible."""
 
 from __future__ import annotations
 

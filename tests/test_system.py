@@ -1,4 +1,4 @@
-"""The system below: what is freed goes back to it."""
+"""Test that freed memory returns to the system."""
 
 from __future__ import annotations
 

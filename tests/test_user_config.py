@@ -1,4 +1,4 @@
-"""config.toml and MINILLM_MODEL: their precedence, the settings of a request, and the names of mistakes."""
+"""Test config.toml and MINILLM_MODEL: precedence, settings of a request, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workloads that `minillm bench memory` replays, against facts that are known without it."""
+"""Test the workloads of `minillm bench memory` against independent facts."""
 
 from __future__ import annotations
 

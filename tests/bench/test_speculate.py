@@ -1,4 +1,4 @@
-"""The benchmark's weights that count, and its texts."""
+"""Test the weights of `minillm bench speculate` that continue token t with t + 1, and its texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``minillm fit``: the table, the JSON, one line for each mistake; without network, and without torch where it can."""
+"""Test ``minillm fit``: table, JSON, and one line for each mistake, without network and mostly without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands about models, and the completion of words."""
+"""Test the commands for models, and shell completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Markdown pages name files, headings, tests, packages and a version that exist."""
+"""Test that the Markdown pages name existing files, headings, tests and packages, and the right version."""
 
 from __future__ import annotations
 

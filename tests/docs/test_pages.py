@@ -1,4 +1,4 @@
-"""Every command and every Python block of README.md, CONTRIBUTING.md and docs/ runs, and its output is read.
+"""Run every command and Python block of README.md, CONTRIBUTING.md and docs/, and compare the output.
 
 The convention for a page. A fence has one of these names, and no other:
 

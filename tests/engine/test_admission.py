@@ -1,4 +1,4 @@
-"""The arithmetic of admission, on groups that are only counted."""
+"""Test the arithmetic of admission, on groups without an engine."""
 
 from __future__ import annotations
 

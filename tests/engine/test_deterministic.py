@@ -1,4 +1,4 @@
-"""`deterministic`: the same tokens by other ops, and on a GPU the same bits in every batch."""
+"""Test `deterministic`: the same tokens with other ops, and on a GPU bitwise reproducible results in every batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine over a KV cache in 8 bits: load changes no token of a request, and scales go with their blocks.
+"""Test the engine with an 8-bit KV cache: load changes no token of a request, and scales move with their blocks.
 
 Every pool here is full of NaN at first, so that a block whose scales were left behind gives no tokens at all.
 """

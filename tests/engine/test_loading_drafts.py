@@ -1,4 +1,4 @@
-"""A draft model by its name: what is loaded, what is refused and how, and what it costs in memory."""
+"""Test draft models by name: the loaded model, the errors, and the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exception in a decoding method ends the one request that it is about: the others keep their tokens."""
+"""Test that an exception in a decoding method ends only its own request. The others keep their tokens."""
 
 from __future__ import annotations
 

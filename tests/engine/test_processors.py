@@ -1,4 +1,4 @@
-"""``allowed_token_ids`` and ``logits_processor``: the caller's own say, against transformers' processors."""
+"""Test ``allowed_token_ids`` and ``logits_processor`` against transformers' logits processors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``prompt_logprobs``: how probable the model finds each token of a prompt, against transformers."""
+"""Test ``prompt_logprobs``, the log-probabilities of a prompt's tokens, against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``max_reasoning_tokens``: exact in every way of decoding. The oracles look at whole outputs and at plain requests."""
+"""Test ``max_reasoning_tokens`` in every way of decoding, against whole outputs and plain requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The division of a device's memory, against the code that sizes the pool."""
+"""Test the forecast of a device's memory against the code that sizes the pool."""
 
 from __future__ import annotations
 

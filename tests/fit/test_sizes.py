@@ -1,4 +1,4 @@
-"""Bytes by the headers: against loaded models, against published sizes, and against headers that lie."""
+"""Test the bytes computed from headers: against loaded models, published sizes, and false headers."""
 
 from __future__ import annotations
 

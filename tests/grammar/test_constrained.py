@@ -1,4 +1,4 @@
-"""Answers under a grammar, from the whole engine: checked by programs that know nothing of ours."""
+"""Test answers under a grammar from the whole engine, with independent checkers."""
 
 from __future__ import annotations
 

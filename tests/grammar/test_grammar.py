@@ -1,4 +1,4 @@
-"""Grammars are checked when they are made: one line that names the fault, and no time lost on hostile ones."""
+"""Test the checks of grammars when they are created: one line that names the fault, in bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas of all kinds: their grammars accept valid values, and never one that is not."""
+"""Test grammars of JSON schemas of all kinds: they accept valid values, and no invalid one."""
 
 from __future__ import annotations
 

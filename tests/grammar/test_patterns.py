@@ -1,4 +1,4 @@
-"""Patterns of JSON schemas become languages: the same texts as Python's expressions have, also without look-ahead."""
+"""Test patterns of JSON schemas: they match the same texts as Python's regular expressions."""
 
 from __future__ import annotations
 

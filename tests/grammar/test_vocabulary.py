@@ -1,4 +1,4 @@
-"""Masks against brute force: which tokens a plain Python program would allow."""
+"""Test token masks against brute force in Python."""
 
 from __future__ import annotations
 

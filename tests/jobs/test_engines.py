@@ -1,4 +1,4 @@
-"""Several engines share rows: each row once, whoever dies; shards; the options that ask for them."""
+"""Test several engines on one file: each row is answered once, even if an engine dies; shards; options."""
 
 from __future__ import annotations
 

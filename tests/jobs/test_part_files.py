@@ -1,4 +1,4 @@
-"""Answers in part files: nothing is computed twice, nothing lost, and the output is in order."""
+"""Test part files: no answer is computed twice or lost, and the output is in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on a local Ray cluster: each row once, whichever actor or driver is killed; `Generate` under Ray Data."""
+"""Test engines on a local Ray cluster: each row once, even if an actor or driver dies; `Generate` in Ray Data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums in one shot: one rank against hand-written messages of the others; on a GPU also ranks that run at once."""
+"""Test the one-shot all-reduce: one rank with fake messages of the others, and on a GPU concurrent ranks."""
 
 from __future__ import annotations
 

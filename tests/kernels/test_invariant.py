@@ -1,4 +1,4 @@
-"""The ops that a model is made of where a request gets the same bits in every batch: of all kinds of weights."""
+"""Test the batch-invariant ops with all kinds of weights."""
 
 from __future__ import annotations
 

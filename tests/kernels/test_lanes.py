@@ -1,4 +1,4 @@
-"""Attention over a cache in 8 bits by lanes: its instructions, its products, and what must not reach a result."""
+"""Test lane kernels for attention over an 8-bit cache: instructions, matmuls, and values that they must ignore."""
 
 from __future__ import annotations
 

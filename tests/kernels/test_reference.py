@@ -1,4 +1,4 @@
-"""The specification itself, against sums written out by hand."""
+"""Test the reference ops against sums written out by hand."""
 
 from __future__ import annotations
 

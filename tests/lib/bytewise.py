@@ -1,4 +1,4 @@
-"""A vocabulary of single bytes: which texts does a schema's grammar accept, and which can it produce?"""
+"""A vocabulary of single bytes, to find the texts that a schema's grammar accepts and produces."""
 
 from __future__ import annotations
 

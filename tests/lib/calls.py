@@ -1,4 +1,4 @@
-"""Reading tool calls from a text that comes in pieces."""
+"""Read tool calls from a text that arrives in pieces."""
 
 from __future__ import annotations
 

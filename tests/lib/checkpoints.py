@@ -1,4 +1,4 @@
-"""Models of any size that take no room: real headers in front of holes in sparse files."""
+"""Write models of any size without using disk space: real headers, then holes in sparse files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on what this process may take."""
+"""Limits on the resources of this process."""
 
 from __future__ import annotations
 

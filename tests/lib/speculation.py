@@ -1,4 +1,4 @@
-"""Comparing the answers of an engine that guesses with those of one that does not."""
+"""Compare the answers of engines with and without speculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled layers are kept: one process for each shape of a layer, and what hinders it is said."""
+"""Test compiled layers: kept on disk, compiled by one process per shape, with a message if compiling fails."""
 
 from __future__ import annotations
 

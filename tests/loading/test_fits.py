@@ -1,4 +1,4 @@
-"""A model that cannot fit is one line before anything is allocated; a chat takes the best form that can."""
+"""Test that a model that cannot fit gives one line before allocation, and that a chat chooses a quantization."""
 
 from __future__ import annotations
 

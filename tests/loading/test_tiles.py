@@ -1,4 +1,4 @@
-"""Tiles of a loaded model: measured once for a kind of card, kept in a file, and read again; without a GPU."""
+"""Test the tile sizes of a loaded model: measured once per kind of GPU, saved and read again. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values in config.json and generation_config.json: end tokens, defaults of sampling, and nonsense."""
+"""Test the values of config.json and generation_config.json: end tokens, sampling defaults, invalid values."""
 
 from __future__ import annotations
 

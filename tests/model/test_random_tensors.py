@@ -1,4 +1,4 @@
-"""Random weights in the forms of files."""
+"""Test random weights in the quantizations of files."""
 
 from __future__ import annotations
 

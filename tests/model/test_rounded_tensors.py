@@ -1,4 +1,4 @@
-"""Matrices rounded while they are loaded: the model is the one of the rounded numbers; a CPU rounds none."""
+"""Test quantization while loading: the model computes with the rounded weights. A CPU rounds none."""
 
 from __future__ import annotations
 

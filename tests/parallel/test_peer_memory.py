@@ -1,4 +1,4 @@
-"""Peer memory without CUDA's driver: a request for it is refused by name. On GPUs `gpu_check.py` uses it."""
+"""Test the error of peer memory without CUDA's driver. On GPUs `gpu_check.py` uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default model with weights in 8 bits against the same weights in float32: how far predictions are apart."""
+"""Compare the predictions of the default model with weights in 8 bits and in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties by their definitions, on logits that are known."""
+"""Test penalties by their definitions, on known logits."""
 
 from __future__ import annotations
 

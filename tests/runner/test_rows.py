@@ -1,4 +1,4 @@
-"""Steps that run ahead of the host, with the sequences' state on the device: the same tokens, and balanced books."""
+"""Test steps that run ahead of the CPU, with device state: the same tokens, and correct bookkeeping."""
 
 from __future__ import annotations
 

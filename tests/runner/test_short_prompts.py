@@ -1,4 +1,4 @@
-"""Short prompts at padded sizes: the same logits, K and V, nothing else written, and only where they pay."""
+"""Test graphs of short prompts at padded sizes: the same logits, K and V, no other writes, only where faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs are captured on one stream: a third or a fourth makes every graph slower."""
+"""Test that all graphs are captured on one stream. A third or fourth stream makes every graph slower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that are computed as if each were of a sequence of its own: every one has its row, and no other is written."""
+"""Test steps with one row per token, as if each were its own sequence. No other row is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms of answers without a server: which completions, fields and log-probabilities they have."""
+"""Test the bodies of answers without a server: completions, fields and log-probabilities."""
 
 from __future__ import annotations
 

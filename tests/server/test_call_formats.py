@@ -1,4 +1,4 @@
-"""The formats in which models write calls: each is found however it is cut, and none in answers that look alike."""
+"""Test the formats of tool calls: each is found in any pieces, and none in similar text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events of the engine's process, as a pipe brings them."""
+"""Test the events of the engine's process, as they arrive through a pipe."""
 
 from __future__ import annotations
 

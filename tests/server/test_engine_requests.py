@@ -1,4 +1,4 @@
-"""The requests of the HTTP side on one engine, without its process: what is kept of them, and what is not."""
+"""Test the server's requests on one engine, without a process: which blocks are kept and which are freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue before the engine: bounded, fair between tenants, starving nobody."""
+"""Test the queue in front of the engine: bounded, fair between tenants, and without starvation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of any kind: each gets an answer, or an error in OpenAI's form that is the client's."""
+"""Fuzz request bodies: each gets an answer, or a client error in OpenAI's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that go away, bodies that make no sense, ends."""
+"""Test clients that disconnect, invalid bodies, and shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures that routers read of a server."""
+"""Test the metrics that routers read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bridge's commands without its process: what is asked again, and over how many connections."""
+"""Test the commands of `chat --server` without a process: retries, and the number of connections."""
 
 from __future__ import annotations
 

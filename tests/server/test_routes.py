@@ -1,4 +1,4 @@
-"""Answers' routes, which have a short way past all others: errors and figures are those of any route."""
+"""Test the routes for answers. They bypass the router, and have the errors and metrics of any route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's process: descriptors and what its log says."""
+"""Test the server's process: file descriptors and log."""
 
 from __future__ import annotations
 

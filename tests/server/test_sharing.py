@@ -1,4 +1,4 @@
-"""Tenants share threads, seats and the queue: none takes everything."""
+"""Test that tenants share threads, running requests and the queue."""
 
 from __future__ import annotations
 

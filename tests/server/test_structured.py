@@ -1,4 +1,4 @@
-"""Answers in a form, over HTTP."""
+"""Test structured output over HTTP."""
 
 from __future__ import annotations
 

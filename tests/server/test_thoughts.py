@@ -1,4 +1,4 @@
-"""Thoughts of a model: apart from its answer, in texts of any cut and over HTTP."""
+"""Test that a model's reasoning is separated from its answer, in any pieces and over HTTP."""
 
 from __future__ import annotations
 

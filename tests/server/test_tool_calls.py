@@ -1,4 +1,4 @@
-"""Calls of tools: found in texts, wherever they are cut."""
+"""Test that tool calls are found in a text, in any pieces."""
 
 from __future__ import annotations
 

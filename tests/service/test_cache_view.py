@@ -1,4 +1,4 @@
-"""The app's picture of the pool, made of messages alone, against the engine's own books."""
+"""Test the app's picture of the pool, built from messages, against the engine's bookkeeping."""
 
 from __future__ import annotations
 

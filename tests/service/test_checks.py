@@ -1,4 +1,4 @@
-"""Events that a stranger's server sends: what contradicts itself is an error, what remains is safe and bounded."""
+"""Test events of an untrusted server: contradictions are errors, and the rest is safe and bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations on an engine of this process: what they share, pin and free, at the bounds of its pool."""
+"""Test conversations on an engine in this process: shared, pinned and freed blocks, in a pool that is almost full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's process prepares what later steps would wait for, while nobody waits."""
+"""Test that an idle engine process prepares the work that later steps would wait for."""
 
 from __future__ import annotations
 

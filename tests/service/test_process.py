@@ -1,4 +1,4 @@
-"""The engine's process by itself: its exit codes, and what reaches the app."""
+"""Test the engine's process: exit codes, and messages to the app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of the engine's work: how far a prompt is, the memory, and the end of an answer without a token."""
+"""Test the engine's reports: progress of a prompt, memory, and the end of an answer without tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model's guesses: its K and V are those of the tokens that they are taken for, whatever happens to blocks."""
+"""Test draft models: their K and V belong to the right tokens after any change of the blocks."""
 
 from __future__ import annotations
 

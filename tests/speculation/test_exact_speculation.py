@@ -1,4 +1,4 @@
-"""Random requests with guesses: the same answers as without, and nothing lost, whatever happens meanwhile."""
+"""Test random requests with draft tokens: the same answers as without, under preemption and aborts."""
 
 from __future__ import annotations
 

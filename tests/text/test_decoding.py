@@ -1,4 +1,4 @@
-"""Ids to text, against the library's decoders: added tokens that hold their marks, and spaces that they strip."""
+"""Test decoding against the library's decoders: added tokens with the decoders' marks, and stripped spaces."""
 
 from __future__ import annotations
 

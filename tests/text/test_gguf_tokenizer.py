@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF metadata, against other ways to the same tokenizer."""
+"""Test tokenizers rebuilt from GGUF metadata against their originals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The splits that GGUF files name, against the same expressions applied one after the other by another engine."""
+"""Test the pre-tokenizers that GGUF files name, against another regular expression engine."""
 
 from __future__ import annotations
 

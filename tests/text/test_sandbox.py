@@ -1,4 +1,4 @@
-"""Untrusted tokenizers: their programs run elsewhere, give the same ids, and end in one line if they are bad."""
+"""Test untrusted tokenizers: they run in another process, give the same ids, and fail with one line."""
 
 from __future__ import annotations
 

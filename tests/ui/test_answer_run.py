@@ -1,4 +1,4 @@
-"""An answer's life as a plain object: its commands to the engine, and its endings; no screen, no engine."""
+"""Test an answer in progress, without screen and engine: its commands to the engine, and its ends."""
 
 from __future__ import annotations
 

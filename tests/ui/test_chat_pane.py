@@ -1,4 +1,4 @@
-"""The chat pane at its bounds: reports of the engine, a full context, candidates of an answer that is being given."""
+"""Test the chat pane's limits: reports of the engine, a full context, candidates of a running answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the app that know no terminal: the pool's picture, Markdown, settings, numbers."""
+"""Test the parts of the app that need no terminal: the pool's picture, Markdown, settings, numbers."""
 
 from __future__ import annotations
 

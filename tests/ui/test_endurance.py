@@ -1,4 +1,4 @@
-"""Hours at `minillm chat` in small: random keys, hostile pastes, other sizes, kills of engine and app. Nothing is lost.
+"""Test a long chat: random keys, hostile pastes, resizes, kills of engine and app. Nothing is lost.
 
 ``MINILLM_TYPING_MINUTES`` says for how long each engine is typed at.
 """

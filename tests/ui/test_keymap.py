@@ -1,4 +1,4 @@
-"""Keys that users choose, and the menu that needs neither function keys nor Alt."""
+"""Test keys from the user's config, and the menu that needs neither function keys nor Alt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation of hundreds of turns: only those near the screen are widgets, and none of it is to be noticed."""
+"""Test a conversation of hundreds of turns: only turns near the screen are widgets, which users cannot notice."""
 
 from __future__ import annotations
 

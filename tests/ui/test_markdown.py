@@ -1,4 +1,4 @@
-"""Markdown that grows: it may come in any pieces, and the widgets are those of the whole text."""
+"""Test growing Markdown: in any pieces, the widgets are those of the whole text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions above the prompt, files in a question, and help for the place that has the keyboard."""
+"""Test completions above the prompt, files in a question, and help for the focused widget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random typing at `minillm chat`, as a process on a terminal: with keys in any order, it goes on, and ends well."""
+"""Test random keys in `minillm chat` on a terminal: it keeps running, and ends normally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of saved conversations: every earlier version opens, broken files say why, and two chats lose nothing."""
+"""Test files of conversations: every earlier version opens, broken files give an error, and two chats lose nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved conversations: whole at any moment, searched, exported."""
+"""Test saved conversations: complete at any moment, searchable, exportable."""
 
 from __future__ import annotations
 

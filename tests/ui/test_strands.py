@@ -1,4 +1,4 @@
-"""The strands: what is folded, what stays in view, and what is said of answers that have no strand."""
+"""Test the strands: folds, scrolling, and lines about answers without a strand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every theme can be read: the contrast of each character on the screen, with all colors and with 256 of them."""
+"""Test that every theme is readable: the contrast of each character, with all colors and with 256."""
 
 from __future__ import annotations
 

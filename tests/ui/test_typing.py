@@ -1,4 +1,4 @@
-"""Keys and pastes on their way from the terminal into the prompt: nothing in a paste is a key, and nothing is lost."""
+"""Test keys and pastes from the terminal to the prompt: nothing in a paste is a key, and nothing is lost."""
 
 from __future__ import annotations
 

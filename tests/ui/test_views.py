@@ -1,4 +1,4 @@
-"""The six views of the memory, on an app that is nothing but their panel: from pictures fed in to the screen."""
+"""Test the six memory views in an app with only their panel: from events to the screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub small enough to break on purpose: the part of huggingface.co that the client needs, over files in memory."""
+"""A fake hub that breaks on purpose: the part of huggingface.co that the client needs, with files in memory."""
 
 from __future__ import annotations
 

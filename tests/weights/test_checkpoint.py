@@ -1,4 +1,4 @@
-"""Checkpoints: the tensors read are those written, and damage is named."""
+"""Test checkpoints: the tensors read are those written, and damage gives an error that names it."""
 
 from __future__ import annotations
 

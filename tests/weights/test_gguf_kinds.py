@@ -1,4 +1,4 @@
-"""GGUF files that lack tensors, or are only a part."""
+"""Test GGUF files that lack tensors, or are one part of a split file."""
 
 from __future__ import annotations
 

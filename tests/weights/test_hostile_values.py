@@ -1,4 +1,4 @@
-"""Values of the wrong kind and size in a model's files: each ends in a model or in one line, in bounded memory."""
+"""Test wrong values in a model's files: each gives a model or one line, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""weights.toml: the entries of ours, and the mistakes in others."""
+"""Test weights.toml: its own entries, and mistakes in users' copies."""
 
 from __future__ import annotations
 

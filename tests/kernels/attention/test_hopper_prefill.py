@@ -1,4 +1,4 @@
-"""Causal attention of chunks by Hopper's own kernel: compiled here, run where such a GPU is."""
+"""Test Hopper's kernel for causal attention of chunks: compile it anywhere, and run it on a Hopper GPU."""
 
 from __future__ import annotations
 

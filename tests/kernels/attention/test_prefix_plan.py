@@ -1,4 +1,4 @@
-"""The blocks that sequences share, found in their tables and cut into a list of work."""
+"""Test the plan for shared blocks: find them in the block tables, and split them into work items."""
 
 from __future__ import annotations
 

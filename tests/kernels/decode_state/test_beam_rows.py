@@ -1,4 +1,4 @@
-"""Steps of beam searches on the device: Triton against the reference, and the reference against the search itself."""
+"""Test beam search on the device: Triton against the reference, and the reference against the search on the CPU."""
 
 from __future__ import annotations
 

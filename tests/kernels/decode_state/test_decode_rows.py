@@ -1,4 +1,4 @@
-"""The device's rows of decoding sequences: Triton against the reference, and the reference against plain Python."""
+"""Test the device state of decoding sequences: Triton against the reference, and the reference against plain Python."""
 
 from __future__ import annotations
 

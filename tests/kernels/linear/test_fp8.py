@@ -1,4 +1,4 @@
-"""FP8 matrices: how they are made, and their products against float64 of the unpacked weights."""
+"""Test FP8 matrices: quantization, and matmuls against float64 with the dequantized weights."""
 
 from __future__ import annotations
 

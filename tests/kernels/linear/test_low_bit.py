@@ -1,4 +1,4 @@
-"""Low-bit matrices: their planes, and their products against float64 of the unpacked weights."""
+"""Test low-bit matrices: packing, and matmuls against float64 with the dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles of low-bit products: the candidates compute the product, and the fastest by a given clock is taken."""
+"""Test the tuning of low-bit matmuls: every candidate is right, and the fastest by a fake clock is chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of one token or a few."""
+"""Test matrix-vector kernels for one or a few tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's process, with its books checked after every step. A defect there ends it with exit code 1."""
+"""Run the engine's process and check its bookkeeping after every step. An error ends it with exit code 1."""
 
 from __future__ import annotations
 

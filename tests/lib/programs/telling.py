@@ -1,4 +1,4 @@
-"""The chat app, which says on SIGUSR1 what it does. Run as a program, it is ``minillm`` with its arguments."""
+"""Run ``minillm`` with a chat app that prints its state on SIGUSR1."""
 
 from __future__ import annotations
 
