@@ -77,6 +77,7 @@ RESPONSE_STORE = "tests/server/test_response_store.py::"
 REPLICAS = "tests/server/test_replicas.py::"
 SHARING = "tests/server/test_sharing.py::"
 ACCESS = "tests/server/test_access.py::"
+MESSAGES = "tests/server/test_messages.py::"
 SLOW_CLIENTS = "tests/server/test_slow_clients.py::"
 LANES = "tests/kernels/test_lanes.py::"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
@@ -1186,6 +1187,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ACCESS + "test_the_tenant_is_the_owner_of_the_key_however_the_scheme_is_spelled"),
         ("scheme-in-one-case", "Access._tenant", "Compare 0", "kind == 'Bearer'",
          ACCESS + "test_the_tenant_is_the_owner_of_the_key_however_the_scheme_is_spelled"),
+        ("anthropics-header-on-every-route", "Access._tenant", "BoolOp 1", "$values[0]",
+         ACCESS + "test_nobody_else_gets_in"),
         ("metrics-without-a-key", "", "Tuple 0", "('/health', '/version', '/metrics')",
          ACCESS + "test_each_route_but_two_needs_a_key"),
         ("second-host-header", "Access._refusal", "Compare 0", "False", ACCESS + "test_nobody_else_gets_in"),
@@ -1250,6 +1253,18 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/server/engine_process.py": [
         ("silence-not-noted", "EngineProcess._ping", "AugAssign 0", "pass",
          REPLICAS + "test_an_engine_that_is_stopped_is_told_by_health"),
+    ],
+    "minillm/server/message_answers.py": [
+        ("thoughts-without-a-signature", "MessageForm._close", "IfExp 0", "[]",
+         MESSAGES + "test_thoughts_come_back_and_may_be_omitted"),
+        ("cached-tokens-counted-twice", "_usage", "BinOp 0", "$left",
+         MESSAGES + "test_tokens_are_counted_as_they_are_used"),
+    ],
+    "minillm/server/message_routes.py": [
+        ("line-of-claude-code-kept", "_add", "BoolOp 3", "False",
+         MESSAGES + "test_the_line_that_claude_code_changes_every_time_is_no_part_of_the_prompt"),
+        ("later-system-message-kept", "_add", "BoolOp 1", "False",
+         MESSAGES + "test_a_conversation_with_results_is_the_same_as_that_of_a_chat"),
     ],
     "minillm/server/http_protocol.py": [
         ("head-without-end", "BoundedProtocol.data_received", "Compare 2", "False",
