@@ -37,17 +37,6 @@ def place_of(name: str) -> tuple[str, int]:
     return f"resp_{key}", int(number) if number.isdecimal() and len(number) < 5 else -1
 
 
-def usage_json(usage: Usage) -> Json:
-    """Return the token usage in the format of the Responses API."""
-    return {
-        "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached},
-        "output_tokens": usage.completion,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-        "total_tokens": usage.prompt + usage.completion,
-    }
-
-
 @dataclass(eq=False)
 class ResponseWriter:
     """Writes the output of one response.
@@ -193,12 +182,19 @@ class ResponseWriter:
 
     def response(self, status: str = "in_progress", usage: Usage | None = None, error: Json | None = None) -> Json:
         """Return the response in its present state."""
+        used = None if usage is None else {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+            "total_tokens": usage.prompt + usage.completion,
+        }  # fmt: skip
         return {
             **self.head,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "output": self.output,
-            "usage": None if usage is None else usage_json(usage),
+            "usage": used,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         }

@@ -67,10 +67,6 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     generate_summary: Summary | None = None  # older name of ``summary``
 
 
-class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_obfuscation: bool | None = None  # has no effect, because texts are not padded
-
-
 class ResponseBody(CommonFields):
     """The body of ``/v1/responses`` and ``/v1/responses/input_tokens``."""
 
@@ -78,7 +74,7 @@ class ResponseBody(CommonFields):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None  # true by default
-    stream_options: EventOptions | None = None
+    stream_options: Json | None = None  # has no effect: OpenAI's only option pads texts
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
     tools: list[Json] | None = None

@@ -59,27 +59,24 @@ async def respond(service: Service, request: Request) -> Responding:
     """Answer an input. With ``previous_response_id``, the input continues the conversation of that response."""
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
     name = f"resp_{secrets.token_hex(24)}"
-    turn = _turn(service, tenant, name, body)
-    call = turn.made.call
-    call.wants_ids = body.store is not False
-    head = _head(service, name, body, call.params)
+    chat, made, conversation, key = _turn(service, tenant, name, body)
+    made.call.wants_ids = body.store is not False
+    head = _head(service, name, body, made.call.params)
 
     def keep(response: Json, token_ids: Sequence[int]) -> None:
         answer = messages_of(response["output"], lambda name: None) or [{"role": "assistant", "content": ""}]
-        stored = Stored.of(response, [*turn.conversation, *answer], turn.key, token_ids)
-        service.responses.put(tenant, name, stored)
+        service.responses.put(tenant, name, Stored.of(response, [*conversation, *answer], key, token_ids))
 
-    writer = ResponseWriter(head, turn.made.reader, body.has_logprobs, keep)
-    field = turn.made.grammar_field or ("text.format" if turn.chat.response_format is not None else "")
-    made = generating(service, turn.chat, tenant, [call], ResponseFrame(writer), writer, grammar_field=field)
-    return Responding(made, writer, service.running, (tenant, name))
+    writer = ResponseWriter(head, made.reader, body.has_logprobs, keep)
+    field = made.grammar_field or ("text.format" if chat.response_format is not None else "")
+    response = generating(service, chat, tenant, [made.call], ResponseFrame(writer), writer, grammar_field=field)
+    return Responding(response, writer, service.running, (tenant, name))
 
 
 async def count_input_tokens(service: Service, request: Request) -> Response:
     """Return the number of prompt tokens that a response to this body would have."""
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
-    prompt = _turn(service, tenant, "", body).made.call.prompt
-    assert isinstance(prompt, messages.Conversation)
+    prompt: Any = _turn(service, tenant, "", body)[1].call.prompt
     found = await service.engine.ask(partial(messages.Tokenize, tenant=tenant, prompt=prompt))
     return json_response({"object": "response.input_tokens", "input_tokens": len(found["tokens"])})
 
@@ -113,24 +110,15 @@ async def cancel_response(service: Service, request: Request) -> Response:
     return _response(service, tenant, name)
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """A request, converted to a chat request.
+Turn = tuple[ChatBody, ChatCall, list[Json], bytes]
 
-    Attributes:
-        made: the engine's call for it.
-        conversation: its messages, without the instructions.
-        key: everything else that the prompt depends on, as JSON.
+
+def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> Turn:
+    """Convert a request to a chat request.
+
+    Return the chat request, the engine's call for it, its messages without the instructions, and everything else that
+    the prompt depends on, as JSON. Raises BadField, or Missing if the earlier response is unknown.
     """
-
-    chat: ChatBody
-    made: ChatCall
-    conversation: list[Json]
-    key: bytes
-
-
-def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> _Turn:
-    """Convert a request to a chat request. Raises BadField, or Missing if the earlier response is unknown."""
     body.check()
     service.check_model(body.model)
     before: Stored | None = None
@@ -149,7 +137,7 @@ def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> _Turn
     if before is not None and before.key == key:
         prompt.known_ids = before.token_ids.tolist()
         prompt.num_known = len(prompt.messages) - len(conversation) + len(history)
-    return _Turn(chat, made, conversation, key)
+    return chat, made, conversation, key
 
 
 def _response(service: Service, tenant: str, name: str) -> Response:
