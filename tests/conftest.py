@@ -53,7 +53,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """With ``--durations``, print what each folder of tests costs, also where several workers share the tests."""
+    """With ``--durations``, print the time of each folder of tests, also with several workers."""
     if not terminalreporter.config.option.durations:
         return
     folders: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
@@ -116,7 +116,7 @@ def _styles_are_parsed_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
-    """Each request of httpx reads all of them, which takes longer than most answers, though no test uses TLS."""
+    """Read the certificates once. httpx reads them for each client, which is slow, and no test uses TLS."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
@@ -169,7 +169,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def of_long_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Such a model with a context of 16,384 tokens: an answer can be so long that it is still given, on any machine."""
+    """Return such a model with a context of 16,384 tokens. A long answer runs until a test acts, on any machine."""
     from lib.models import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("long"), max_positions=16_384)

@@ -26,7 +26,7 @@ def models() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("eos", [[EOS], [EOS, 11, 40], []], ids=["one eos", "three eos", "no eos"])
 def test_the_same_beams_and_scores_as_transformers(models: tuple[Any, Any], eos: list[int]) -> None:
-    """All cases in one batch, with other requests among them."""
+    """Run all cases in one batch, together with other requests."""
     theirs, model = models
     requests: list[tuple[list[int], Any]] = []
     for number, (params, prompt) in enumerate(zip(CASES, prompts(len(CASES)), strict=True)):
@@ -184,7 +184,7 @@ def ending(length_penalty: float, early_stopping: bool, **options: Any) -> BeamS
 def test_groups_that_end_one_after_another_match_a_plain_reference(
     models: tuple[Any, Any], params: BeamSearchParams
 ) -> None:
-    """In one batch, with a request among them that knows nothing of groups."""
+    """Run diverse searches in one batch, together with a sampling request."""
     theirs, model = models
     eos = [EOS, 11, 40, 26, 82, 86]
     engine = engine_for(model, num_blocks=512, eos=frozenset(eos), max_num_seqs=64)

@@ -396,7 +396,7 @@ def test_what_a_freed_tail_held_is_not_found_and_what_takes_its_place_is() -> No
 
 
 def test_a_reset_forgets_blocks_that_tables_hold() -> None:
-    """They stay their tables', and are free with them."""
+    """Held blocks stay with their tables, and are freed with them."""
     manager, tokens = BlockManager(8, 4, prefix_caching=True), list(range(9))
     table, other = committed(manager, 0, tokens), committed(manager, 1, [*range(50, 59)])
     manager.free(other)

@@ -231,7 +231,7 @@ MISTAKES = [
 
 
 def test_what_is_not_downloaded_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In directories of its own: the user may have downloaded that very model."""
+    """Use temporary directories, because the user may have downloaded that model."""
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"MINILLM_{name}", str(tmp_path / name))
     result = minillm("rm", "smollm2-1.7b")

@@ -93,7 +93,7 @@ def test_a_busy_machine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_faster_way_is_named_where_the_best_is_slow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself a chat loads the model as it is."""
+    """By default a chat loads the model as published."""
     monkeypatch.setattr("minillm.fit.budget.CPU_KEEPS_LOW_BIT", False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     machine = ("llama-3.2-1b", "--device", "cpu", "--memory", "20GiB", "--bandwidth")
@@ -116,7 +116,7 @@ def test_a_context_in_8_bits_is_longer_and_stands_in_the_command(run: Run) -> No
 
 
 def test_a_draft_model_takes_its_room(run: Run) -> None:
-    """Its weights, its graphs, and its K and V of each token."""
+    """A draft model takes memory for weights, graphs, and K and V."""
     alone = rows(run, "llama-3.1-8b", "--memory", "24GiB")
     beside = rows(run, "llama-3.1-8b", "--memory", "24GiB", "--speculate", "llama-3.2-1b")
     full = "llama-3.1-8b"

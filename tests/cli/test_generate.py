@@ -254,7 +254,7 @@ def test_log_probabilities_bring_the_tokens_text(run: Run) -> None:
 
 
 def test_a_prompt_is_scored(run: Run, tiny_model: Path) -> None:
-    """As JSON, and as lines that no token of a stranger's can break or drive the terminal with."""
+    """Print scores as JSON, and as lines without control characters from an untrusted model's tokens."""
     prompt = "hi \x1b[2J\nyou"
     score = (prompt, "--max-tokens", "0", "--prompt-logprobs", "2")
     result = json.loads(run(*score, "--json")[1])

@@ -192,7 +192,7 @@ def llm_around(engine: Engine) -> LLM:
 def test_generate_returns_the_other_prompts_results(
     model: Llama, monkeypatch: pytest.MonkeyPatch, name: str, max_num_seqs: int
 ) -> None:
-    """Also where the failing request is all that a step computes."""
+    """This includes steps that compute only the failing request."""
     prompts, params = [[5, 6, 7], [8, 9, 10], [11, 12]], SamplingParams(temperature=0, max_tokens=4)
     whole = llm_around(engine_for(model)).generate(prompts, params)
     engine = engine_for(model, max_num_seqs=max_num_seqs)

@@ -71,7 +71,7 @@ def test_a_processor_gives_the_tokens_of_transformers(models: tuple[Any, Any], o
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_only_allowed_tokens_are_said(models: tuple[Any, Any], on_device: bool) -> None:
-    """Alone they are drawn as if all others had a bias of -inf; penalties act on them as ever."""
+    """Allowed tokens are drawn as if all others had a bias of -inf. Penalties still apply."""
     allowed = [7, 3, 50, 51, 3]
     barred = [[token_id] for token_id in range(97) if token_id not in allowed]
     requests = [([5, 9], with_values(params, allowed_token_ids=allowed)) for params in PARAMS]
@@ -115,7 +115,7 @@ def test_a_failing_processor_fails_its_request_alone(
 def test_what_is_impossible_stays_so_whatever_a_processor_says(
     models: tuple[Any, Any], params: Any, on_device: bool
 ) -> None:
-    """It sees what is possible, and cannot add to it."""
+    """The processor sees the allowed tokens, and cannot allow others."""
     seen: list[int] = []
 
     def upside_down(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:

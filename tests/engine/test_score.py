@@ -89,7 +89,7 @@ def test_continuations_are_scored_behind_their_prompt_and_share_its_blocks(llm: 
 @pytest.mark.parametrize("stride", [None, 1, 37, 80, 159])
 @pytest.mark.parametrize("count", [2, 160, 161, 401])
 def test_perplexity_is_that_of_a_sliding_window(llm: LLM, theirs: Any, stride: int | None, count: int) -> None:
-    """As the documentation of transformers computes it, in windows one after the other."""
+    """Compute it as in the documentation of transformers, one window after another."""
     rng = random.Random(count)
     ids = [rng.randrange(3, 640) for _ in range(count)]
     if stride == 1:

@@ -96,7 +96,7 @@ def assert_valid(text: str, schema: Any) -> None:
 
 
 def test_fifty_schemas_in_one_batch_of_samples_and_beams(llm: LLM) -> None:
-    """Each answer that ended is valid, and most answers of a model that knows nothing end."""
+    """Each ended answer is valid, and most answers of a random model end."""
     assert len(SCHEMAS) == 50
     requests: list[tuple[Any, Params]] = []
     for schema in SCHEMAS.values():
@@ -118,7 +118,7 @@ def test_fifty_schemas_in_one_batch_of_samples_and_beams(llm: LLM) -> None:
 
 @pytest.mark.soak
 def test_a_thousand_answers_by_fifty_schemas(llm: LLM) -> None:
-    """Each of them ends, for no answer can be too long, and each is valid."""
+    """Each answer is valid and ends, because the schemas bound its length."""
     assert len(BOUNDED) == 50
     for start in range(0, 20, 2):
         asked = [(name, number) for name in BOUNDED for number in range(start, start + 2)]
@@ -238,7 +238,7 @@ def test_min_tokens_hold_the_end_back_but_not_beyond_the_grammar(llm: LLM) -> No
 
 @pytest.mark.parametrize("kind", [SamplingParams, BeamSearchParams])
 def test_a_grammar_and_other_bounds_hold_together(llm: LLM, kind: Any) -> None:
-    """Both exclude tokens; where they leave none, the request fails, or the search has no beam left."""
+    """Both ban tokens. If none is left, the request fails, or the search loses all beams."""
     several = {"n": 8, "seed": 5} if kind is SamplingParams else {"beam_width": 4}
     [a], [b] = ids_of(llm, "a"), ids_of(llm, "b")
     grammar = Grammar.regex("[a-d]{4}")
@@ -317,7 +317,7 @@ def assert_alike(one: RequestOutput, other: RequestOutput) -> None:
     ids=["room", "recompute", "swap", "rows on the device"],
 )
 def test_a_mix_of_requests_gives_what_each_gives_alone(parts: tuple[Llama, Tokenizer], options: dict[str, Any]) -> None:
-    """With and without grammars, failing ones too, and while groups are preempted."""
+    """Run requests with grammars, without, and with failing ones, while groups are preempted."""
     rng = random.Random(7)
     requests = [mixed(rng, parts[1]) for _ in range(24)]
     together = results(parts, requests, **options)
@@ -333,7 +333,7 @@ def test_a_mix_of_requests_gives_what_each_gives_alone(parts: tuple[Llama, Token
 
 
 def test_a_grammar_that_fails_fails_alone(llm: LLM) -> None:
-    """While it takes a token, and while its mask is computed."""
+    """Let grammars fail while they take a token, and while their mask is computed."""
     later = Grammar.regex(r"(\w{1,100}\s?\p{L}+){100}")
     params: list[Params] = [
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),

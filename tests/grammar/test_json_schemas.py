@@ -356,7 +356,7 @@ def test_what_cannot_be_followed_is_rejected_by_name(name: str) -> None:
 
 
 def test_opposites_within_each_other_stay_small() -> None:
-    """Each level has two ways to be left, so all of them together would have 2^depth."""
+    """Each level has two ways to end. Multiplied out, the grammar would have 2^depth."""
     inner: dict[str, Any] = obj(z={"type": "string"})
     for depth in range(12):
         inner = {"oneOf": [obj(**{f"k{depth}": inner}), {"properties": {f"k{depth}": {"maxProperties": 3}}}]}

@@ -74,7 +74,7 @@ def test_a_rank_sends_its_part_and_adds_up_what_arrives(dtype: torch.dtype, rank
 def slice_messages(
     sent: Tensor, owner: int, inbox: Tensor, source: int, shot: int, numbers: list[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each program: the words of ``owner``'s slice in its sum, and their place among ``source``'s of that shot."""
+    """Yield, for each program, the words of ``owner``'s slice and their place in ``source``'s part of the inbox."""
     ranks = inbox.numel() // (4 * WORDS * len(numbers))
     length = slice_of(sent.numel() * sent.itemsize // 4, ranks)
     for program in range(-(-length // WORDS)):
@@ -156,7 +156,7 @@ def test_what_it_takes() -> None:
 @pytest.mark.skipif(not ON_GPU, reason="needs programs that run at once")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_that_run_at_once(dtype: torch.dtype) -> None:
-    """Many sums of all sizes on streams of one GPU, one after another, and replayed from graphs.
+    """Run many sums of all sizes on streams of one GPU, one after another, and replayed from graphs.
 
     There are two ranks: more streams may share one of the hardware's queues, where one would block another.
     """

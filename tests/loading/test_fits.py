@@ -317,7 +317,7 @@ def test_where_no_form_fits_the_name_stays(fetched: list[str]) -> None:
 
 
 def test_the_app_and_the_plain_chat_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both load the form, and the app is told its name."""
+    """Both load the chosen quantization, and the app gets its name."""
     from minillm.cli.main import main
     from minillm.errors import MinillmError
     from minillm.service import __main__ as service

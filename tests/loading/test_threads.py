@@ -74,7 +74,7 @@ def test_the_load_while_the_engine_was_idle_does_not_count(machine: Machine) -> 
 def test_weights_are_loaded_with_as_many_threads_as_cores_are_free(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From the first layer on: the cores are watched while the tokenizer is read, and then at each layer."""
+    """The free cores are measured while the tokenizer is read, and then at each layer."""
     for name in threads._USERS_OWN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(threads, "_busy_seconds", lambda: machine.busy)

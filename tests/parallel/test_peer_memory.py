@@ -25,7 +25,7 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_handle_carries_the_place_within_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a fake driver: the opened address lies as far into its allocation as the exported one."""
+    """With a fake driver, the opened address has the offset of the exported one in its allocation."""
     x = torch.zeros(16, dtype=torch.int64)
     base = x.data_ptr() - 4096
 

@@ -297,7 +297,7 @@ def test_ranks_compute_what_one_rank_computes(kind: str, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["odd vocabulary and intermediate", "dynamic rope"])
 def test_ranks_score_prompts_as_one_rank_does(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces of seven rows of logits, which all ranks must cut alike."""
+    """Score in pieces of seven rows of logits, which all ranks must split alike."""
     model = hf_model(**MODELS[kind])
     monkeypatch.setattr(scores, "_PIECE", 7 * model.config.vocab_size)
     rng = random.Random(size)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.weights
 
 
 def settings() -> list[BeamSearchParams]:
-    """Every width with every length penalty, early stopping in turn; then every way of stopping at width 4 and 8."""
+    """Return every width with every length penalty, then all kinds of early stopping at widths 4 and 8."""
     endings: tuple[bool | str, ...] = (False, True, "never")
     turn = itertools.cycle(endings)
     found = [

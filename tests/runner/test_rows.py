@@ -35,7 +35,7 @@ def model() -> Llama:
 
 
 def test_a_runner_is_gone_with_its_last_name(model: Llama) -> None:
-    """On a GPU its tensors would wait for the garbage collector: 200 MB of an 8B model's."""
+    """A reference cycle would keep its tensors until garbage collection: 200 MB for an 8B model."""
     engine = engine_for(model, on_device=True)
     kept = weakref.ref(engine.runner)
     collects = gc.isenabled()
@@ -49,7 +49,7 @@ def test_a_runner_is_gone_with_its_last_name(model: Llama) -> None:
 
 
 def banning_the_last(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
-    """Never the same token twice in a row."""
+    """Ban the last token, so that no token repeats."""
     logits[(output or prompt)[-1]] = float("-inf")
     return logits
 

@@ -33,7 +33,7 @@ def test_the_best_of_several_are_the_most_probable_by_token() -> None:
 
 
 def test_the_token_itself_is_among_the_most_probable() -> None:
-    """As in OpenAI's: the chosen token is always there, so there may be one more than was asked for."""
+    """As in OpenAI's API, the chosen token is always listed, so the list may have one token more than requested."""
     top = [("a", b"a", -0.1), ("b", b"b", -2.5)]
     drawn, best, first = Token(3, "c", b"c", -4.0, top), Token(1, "a", b"a", -0.1, top), Token(9, "start", b"", None)
     found = text_logprobs([first, drawn, best], 7)

@@ -40,7 +40,7 @@ def run(requests: EngineRequests) -> None:
 
 
 def test_as_many_tokens_are_remembered_as_have_room(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer here has 8 tokens with its prompt: of any number of them the latest two are remembered."""
+    """Each answer has 8 tokens with its prompt, so only the latest two are kept."""
     monkeypatch.setattr(engine_requests, "_MOST_REMEMBERED_TOKENS", 20)
     inside, _ = around(model)
     for number in range(6):

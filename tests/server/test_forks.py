@@ -163,7 +163,7 @@ def test_the_words_of_one_key_are_not_anothers_to_read(of_two: Server) -> None:
 
 
 def test_a_block_of_one_key_says_nothing_to_another(of_two: Server) -> None:
-    """Neither its tokens nor its salt, which names the key; and nobody commands another key's session."""
+    """Other keys see neither its tokens nor its salt, and cannot use the session."""
     text = "The words of Anna are hers alone. " * 2
     post(of_two, "/v1/completions", "key-of-anna", prompt=text, max_tokens=4, keep=True, cache_salt="annas-salt")
     tables = httpx.get(f"{of_two.url}/v1/cache", headers=bearer("anna")).json()["tables"]

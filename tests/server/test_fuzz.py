@@ -162,7 +162,7 @@ def test_half_a_character_in_a_body_is_named(server: Server, path: str, text: st
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/prefixes"])
 def test_values_of_any_depth_get_an_answer(server: Server, path: str) -> None:
-    """Also at the border, where one side can just read what the other can just not write."""
+    """This includes the limit, where the parser can read a depth that the encoder cannot write."""
     for depth in (*range(1, 1100, 60), *range(880, 1010, 3)):
         nested = "[" * depth + "]" * depth
         data = f'{{"messages": [{{"role": "user", "content": "Hi", "x": {nested}}}]}}'

@@ -170,7 +170,7 @@ def stranger(*lines: bytes, replies: bytes = b"") -> Iterator[str]:
 
 @pytest.mark.parametrize("rest", [b"", b'{"message": "Noti'])
 def test_a_server_that_ends_is_one_line(rest: bytes) -> None:
-    """Also in the midst of an event, while the app could still write."""
+    """This includes an end inside an event, while the app can still write."""
     with stranger(b'{"session":"s1"}\n', FACTS, rest) as url, bridge(url) as app:
         failed = app.wait_for(chat.LoadFailed)[0]
         assert isinstance(failed, chat.LoadFailed)

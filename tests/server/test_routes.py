@@ -139,7 +139,7 @@ def test_the_openapi_document_has_every_route() -> None:
 
 
 def test_the_openapi_document_says_what_each_route_takes() -> None:
-    """As https://spec.openapis.org/oas/v3.1.0 wants it: sections 4.8.10 and 4.8.12."""
+    """Check sections 4.8.10 and 4.8.12 of https://spec.openapis.org/oas/v3.1.0."""
     found = document()
     for path, operations in found["paths"].items():
         for method, each in operations.items():
@@ -171,7 +171,7 @@ def test_histograms_have_buckets_from_milliseconds_to_minutes() -> None:
 
 
 def test_every_parameter_of_a_request_has_a_field() -> None:
-    """All but a grammar, which has fields of its own, and a function, which no client can send."""
+    """Exceptions are a grammar, which has its own fields, and a function, which no client can send."""
     names = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)}
     names -= {"grammar", "logits_processor"}
     assert names <= set(bodies.CompletionBody.__struct_fields__)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 async def test_missing_descriptors_are_one_line_a_minute(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For all of them asyncio tries again: `BaseSelectorEventLoop._accept_connection`."""
+    """asyncio retries for each of these errors: `BaseSelectorEventLoop._accept_connection`."""
     loop, handle = asyncio.get_running_loop(), FewDescriptors()
     for now in (1000.0, 1030.0, 1061.0):
         monkeypatch.setattr(loop, "time", partial(float, now))

@@ -22,7 +22,7 @@ from minillm.server.sharing import SharedThreads, leaves_some
 
 @given(st.integers(1, 300), st.integers(1, 8), st.lists(st.integers(0, 3), max_size=400))
 def test_a_tenant_that_has_nothing_finds_something_free(total: int, times: int, comers: list[int]) -> None:
-    """Whoever came before, in whatever order, unless there are as many tenants as the shares allow."""
+    """A share stays free after tenants in any order, unless there are as many tenants as the shares allow."""
     taken = dict.fromkeys(range(4), 0)
     for tenant in comers:
         free = total - sum(taken.values())

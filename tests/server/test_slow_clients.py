@@ -91,7 +91,7 @@ async def test_a_client_that_takes_nothing_more_is_left(taken: int) -> None:
 
 
 async def test_a_slow_client_gets_all_of_it() -> None:
-    """Each message is taken late, and none too late; together they take longer than one may."""
+    """Each message is read late but in time. Together they take longer than one message may."""
     engine, queue, text = Engine(), FairQueue(1, 1), b""
 
     async def send(message: Any) -> None:

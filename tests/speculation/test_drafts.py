@@ -38,7 +38,7 @@ def draft() -> Llama:
 
 @pytest.fixture(scope="module")
 def stranger() -> Llama:
-    """Never of the model's mind, but by chance."""
+    """Return a draft model that agrees with the model only by chance."""
     return ours(hf_model(seed=9, num_hidden_layers=1, hidden_size=24, num_attention_heads=2, num_key_value_heads=1))
 
 
@@ -124,7 +124,7 @@ def test_what_is_known_of_a_draft_is_so(
     block_size: int,
     on_device: bool,
 ) -> None:
-    """After every step of random requests that fork, are preempted by either way, aborted, and find cached blocks."""
+    """Check after every step of random requests that fork, abort, hit the cache, and are preempted in both ways."""
     rng = random.Random(block_size)
     found = preempted = swapped = hits = right = 0
     for draw in range(9):
@@ -200,7 +200,7 @@ def test_right_guesses_become_many(model: Llama) -> None:
 
 @pytest.mark.parametrize("budget", [8, 24])
 def test_a_long_prompt_is_drafted_in_pieces(model: Llama, draft: Llama, budget: int) -> None:
-    """There are no guesses before the draft model has seen it all, and no step is longer than steps may be."""
+    """There are no draft tokens before the draft model has seen the prompt, and no step exceeds its limit."""
     prompt = [each for _ in range(20) for each in WORDS[0]]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     engine = engine_for(model, draft=draft, num_blocks=256, max_num_batched_tokens=budget, max_num_seqs=4)
@@ -245,7 +245,7 @@ def test_many_requests_are_not_drafted(model: Llama, draft: Llama) -> None:
 
 
 def test_on_the_device_guesses_are_computed_as_if_they_decoded(model: Llama, draft: Llama) -> None:
-    """By the path of decode steps, which graphs record, in the model and in its draft."""
+    """Draft tokens use the path of decode steps with CUDA graphs, in the model and the draft model."""
     engine = engine_for(model, draft=draft, num_blocks=256, on_device=True)
     seen, drafted = Seen(engine, draft=False), Seen(engine)
     requests = [(WORDS[i], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for i in range(3)]

@@ -70,7 +70,7 @@ def engine(parts: Parts, **options: Any) -> Engine:
 
 
 def some_params(rng: random.Random, tokenizer: Tokenizer, eos: int) -> Any:
-    """Every option, in any combination that makes sense. Few tokens are likely, so that many guesses are right."""
+    """Return options in random valid combinations. Few tokens are likely, so many draft tokens are accepted."""
     few = [each for word in WORDS for each in tokenizer.encode(word, add_special_tokens=False)]
     few = rng.sample(few, rng.randint(1, 5))
     length = rng.randint(1, 48)

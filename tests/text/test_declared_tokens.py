@@ -166,14 +166,14 @@ def test_damage_is_told_in_one_line(tmp_path: Path, config: dict[str, Any], file
 
 
 def test_a_template_may_spell_markers_that_are_no_tokens(tmp_path: Path) -> None:
-    """As TinyLlama's and Zephyr's do: their models have learned the letters."""
+    """TinyLlama's and Zephyr's templates do so: their models have learned the letters."""
     ours = compared(written(tmp_path, {}))
     assert len(ours.apply_chat_template(MESSAGES)) > 40
     assert Tokenizer.from_directory(byte_level(tmp_path)).eos_token_id is not None
 
 
 def test_thousands_of_control_tokens_load_together(tmp_path: Path) -> None:
-    """Each call that adds tokens takes time in proportion to all of them, so there must be few."""
+    """A call that adds tokens takes time in proportion to all tokens, so there must be few calls."""
     added = [AddedToken(f"<|{number}|>", special=True, normalized=True) for number in range(2000)]
     directory = written(tmp_path, {}, {}, added)
     calls: list[int] = []

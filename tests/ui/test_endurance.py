@@ -98,7 +98,7 @@ class Typist:
             self.counts["megabytes"] = max(self.counts["megabytes"], look["megabytes"])
 
     def check_disk(self) -> None:
-        """Everything that the app had seen ended is in the file."""
+        """Check that every answer that ended in the app is in the file."""
         self.look()
         if self.last and self.last["said"]:
             saved = self.store.load(self.directory / "conversations" / f"{self.last['conversation']}.json")

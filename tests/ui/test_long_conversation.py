@@ -99,7 +99,7 @@ async def test_ctrl_home_and_ctrl_end_go_all_the_way() -> None:
 
 
 async def test_the_end_is_mounted_where_a_layout_scrolls_there_first() -> None:
-    """While the list is held at its end, a layout scrolls it without a word to its watchers."""
+    """While the list is held at its end, a layout scrolls it without calling its watchers."""
     async with chat(size=(100, 40)) as pilot:
         transcript = await opened(pilot)
         await pilot.press("ctrl+home")

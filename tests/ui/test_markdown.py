@@ -51,7 +51,7 @@ _SHORT = 150  # characters, one by one
 
 
 def texts(widget: Widget) -> Iterator[tuple[str, Region]]:
-    """Every text below the widget, and its region."""
+    """Return every text below the widget, and its region."""
     for child in widget.walk_children(Static):
         yield str(child.visual), child.region.translate(-widget.region.offset)
 

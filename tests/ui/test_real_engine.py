@@ -137,7 +137,7 @@ async def test_the_default_model_talks(tmp_path: Path) -> None:
 
 @pytest.mark.weights
 def test_the_demo_shows_all_eight_steps() -> None:
-    """As a visitor runs it. On a CPU draft tokens once kept its last step from happening."""
+    """Run it as users do. On a CPU, draft tokens once prevented its last step."""
     command = (sys.executable, "-m", "minillm", "demo", "--speed", "10")
     with session(command, size=(160, 50), environment={"COLORFGBG": "15;0"}) as running:
         running.wait_for("The tour is over", 400)

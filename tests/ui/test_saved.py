@@ -98,7 +98,7 @@ def test_every_field_is_checked(path: str, value: Any, tmp_path: Path) -> None:
 
 
 def test_a_file_with_fields_of_a_later_version_opens() -> None:
-    """As versions without notes open a file with notes."""
+    """Versions without notes, for example, open a file with notes."""
     known = changed("title", "Memory")
     later = changed("later", [1])
     later["turns"][0] |= {"later": {"a": 1}}

@@ -47,7 +47,7 @@ async def test_a_server_that_cannot_be_reached_is_named_with_the_way_back(tmp_pa
 
 
 def test_the_status_tells_that_others_run() -> None:
-    """As the requests of the demo, or of other apps on a server: the screen moves while no answer is given."""
+    """Requests of the demo, or of other apps on a server, change the view while no answer runs."""
     pool = Pool(8, 16, 100)
     state = EngineState("ready", "fake", loaded=LOADED)
 

@@ -45,7 +45,7 @@ def test_the_root_and_the_fork_of_a_strand() -> None:
 
 
 async def test_the_trunk_stays_in_view_while_answers_grow() -> None:
-    """At 120x40 the second question of three answers once pushed the trunk out of sight."""
+    """At 120x40 the second question with three answers once scrolled the trunk out of view."""
     async with panel_of(view="strands", size=(120, 40)) as (pilot, panel, pool):
         for length in range(1, 30):
             answers = [table(n, "turn 2", n, "running", 16 * (9 + length), [*range(9), *range(30 * n, 30 * n + length)])

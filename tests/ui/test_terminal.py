@@ -338,7 +338,7 @@ def test_without_color_every_state_still_reads() -> None:
 @pytest.mark.weights
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_in_tmux_from_start_to_quit(tmp_path: Path) -> None:
-    """As people use it: typed keys, a captured screen, ctrl-c at bad moments, and an intact shell at the end."""
+    """Use it as people do: typed keys, a captured screen, ctrl-c at bad moments, and an intact shell at the end."""
     server = f"minillm-test-{os.getpid()}"
 
     def tmux(*arguments: str) -> str:

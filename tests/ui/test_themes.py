@@ -38,7 +38,7 @@ def color_of(color: RichColor | None, otherwise: str) -> Color:
 
 
 def words_of(pilot: Pilot[Any]) -> Iterator[tuple[str, Color, Color]]:
-    """Every piece of text on the screen, or in a dialog, its color, and that of its ground."""
+    """Yield every piece of text on the screen or in a dialog, with its color and background."""
     strips = pilot.app.screen._compositor.render_strips(pilot.app.size)
     boxes = [box.region for box in pilot.app.screen.query(".dialog, CommandInput, CommandList")]
     if boxes:  # all behind them is dim
@@ -146,7 +146,7 @@ async def test_dialogs_can_be_read_in_every_theme(in_all: bool) -> None:
 
 @in_every_theme
 async def test_the_palette_can_be_read_in_every_theme(in_all: bool) -> None:
-    """It has the colors of the moment in which it opens."""
+    """The palette takes the colors of the theme when it opens."""
     async with chat(size=(120, 40)) as pilot:
         found, app, below = [], pilot.app, pilot.app.screen
         for (turn, kind), (number, name) in itertools.product(enumerate(KINDS), enumerate(THEMES)):
@@ -209,7 +209,7 @@ def test_what_is_shared_and_four_answers_have_colors_that_differ(kind: str, name
 
 @pytest.mark.parametrize("name", THEMES)
 def test_people_tell_shared_blocks_from_those_of_an_answer(name: str) -> None:
-    """In nord the shared strand and the first candidate were once two light blues, 35 apart."""
+    """In nord the shared strand and the first candidate once had similar light blues, 35 apart."""
     theme = for_terminal(find_theme(name), "truecolor")
     shared, *own = (Color.parse(str(each)) for each in
                     (theme.secondary, theme.primary, theme.success, theme.warning, theme.error))  # fmt: skip

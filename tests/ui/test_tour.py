@@ -33,7 +33,7 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
     show_path = Transcript.show_path
 
     async def show_slowly(self: Transcript, conversation: Conversation) -> None:
-        """On a slow machine the tour looks while its question is being drawn."""
+        """Delay the drawing, as on a slow machine, so that the tour looks in between."""
         await asyncio.sleep(0.2)
         await show_path(self, conversation)
 

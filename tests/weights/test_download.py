@@ -90,7 +90,7 @@ def pull(*sources: Source, messages: list[str] | None = None, progress: list[Pro
 
 
 def leftovers() -> list[str]:
-    """Everything in our cache but locks and complete models."""
+    """Return everything in the cache except locks and complete models."""
     root = models_dir()
     return sorted(
         str(path.relative_to(root))

@@ -140,7 +140,7 @@ def test_no_value_is_beyond_the_bound() -> None:
 
 
 def test_the_largest_values_that_there_can_be(handed: list[Any]) -> None:
-    """All values lie at the bound; float16 holds what is kept of them."""
+    """All values are at the bound, and the stored results fit float16."""
     layer, (q, pool, residual) = Layer.of(), inputs([30, 90, 150])
     scale = layer.o.attended_scale
     assert scale is not None

@@ -129,7 +129,7 @@ def test_splits_follow_from_shapes_alone() -> None:
 
 @pytest.mark.parametrize(("dtype", "heads"), combined(DTYPES, [(9, 3, 64), (4, 1, 128), (8, 2, 128)]))
 def test_parts_without_tokens_change_nothing(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
-    """However many there are, by the width of the table: sums come in another order at most."""
+    """A wider table adds empty parts. Only the order of the sums may change."""
     num_heads, kv_heads, head_dim = heads
     for lengths in ([500], [130, 257, 512, 1]):
         pool = make_pool(lengths, kv_heads, head_dim, dtype, 16, seed=3)

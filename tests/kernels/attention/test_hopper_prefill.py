@@ -43,7 +43,7 @@ def check_prefill(
 
 @pytest.mark.slow
 def test_it_compiles_without_a_gpu() -> None:
-    """For 9.0, with a window, which has every loop; registers may spill a little outside of them."""
+    """Compile for 9.0 with a window, which uses every loop. A few registers may spill outside the loops."""
     script = Path(__file__).with_name("compile_hopper.py")
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)

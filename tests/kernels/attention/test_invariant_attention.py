@@ -28,7 +28,7 @@ def starts_of(counts: list[int]) -> Tensor:
 def test_decodes(
     dtype: torch.dtype, heads: tuple[int, int, int], window: int | None, block_size: int, in_8_bits: bool
 ) -> None:
-    """However contexts are split, the bits are the same; an empty one gives zeros."""
+    """Any split of the contexts gives bitwise the same result. An empty context gives zeros."""
     num_heads, kv_heads, head_dim = heads
     lengths = [1, 0, BORDER + LONG + 19, LONG - 1, BORDER]
     pages = make_pool(lengths, kv_heads, head_dim, dtype, block_size, in_8_bits=in_8_bits)._replace(window=window)
@@ -63,7 +63,7 @@ def test_chunks(dtype: torch.dtype, heads: tuple[int, int, int], window: int | N
 def test_a_decode_has_the_bits_of_any_chunk(
     heads: tuple[int, int, int], dtype: torch.dtype, window: int | None, in_8_bits: bool
 ) -> None:
-    """In the interpreter products come from a library that looks at their shapes, so only a GPU can show this."""
+    """Only a GPU can show this: the interpreter's matmuls come from a library that depends on shapes."""
     num_heads, kv_heads, head_dim = heads
     lengths = [1, 17, 128, 129, 512, 1023, 1025, 1500, 2100]
     pages = make_pool(lengths, kv_heads, head_dim, dtype, 16, in_8_bits=in_8_bits)._replace(window=window)

@@ -146,7 +146,7 @@ def test_a_dead_row_takes_full_blocks_and_copies_the_last(implementation: Any) -
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_padding_writes_nowhere(implementation: Any) -> None:
-    """As while a graph is recorded: the searches are those of another step, and all rows are padding."""
+    """Run it as during graph capture: the searches are another step's, and all rows are padding."""
     case = Case(0, [(4, [2]), (2, [])], 8)
     case.rows.fill_(-1)
     words = case.words.clone()

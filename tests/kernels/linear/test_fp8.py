@@ -31,7 +31,7 @@ TOKENS = (1, 2, 3, 20, 300) if ON_GPU else (1, 2, 3)
 
 
 def every_number() -> Tensor:
-    """All 256 numbers of the format, both NaN among them."""
+    """Return all 256 numbers of the format, including both NaN."""
     return torch.arange(256, dtype=torch.uint8, device=DEVICE).view(E4M3)
 
 
@@ -197,7 +197,7 @@ def test_tokens_are_rounded_each_by_its_largest_number(width: int, with_norm: bo
 
 
 def test_numbers_between_two_of_the_format_go_to_the_nearer() -> None:
-    """As torch rounds them; with 448 among them the scale is 1."""
+    """Round as torch does. A 448 in each row makes the scale 1."""
     grid = every_number()[:127].float()
     x = torch.cat((grid, (grid[1:] + grid[:-1]) / 2, grid[:-1] + torch.diff(grid) * torch.rand(126, device=DEVICE)))
     x = torch.stack((x, -x))

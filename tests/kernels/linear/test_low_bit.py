@@ -276,7 +276,7 @@ def test_matrices_that_read_x_in_different_orders_are_not_put_together() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_no_tokens_have_no_products(dtype: torch.dtype) -> None:
-    """As of a chunk that is not a prompt's last: its step wants no logits."""
+    """A step without the last chunk of a prompt needs no logits."""
     parts, x = (some(LAYOUTS["q6_k"], 8, 256),), randn(0, 256, dtype=dtype)
     norm = randn(256, dtype=dtype), 1e-5
     assert low_bit_linear.linear(x, parts, None, None, norm).shape == (0, 8)

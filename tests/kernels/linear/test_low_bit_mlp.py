@@ -112,7 +112,7 @@ def test_both_products_are_those_of_float64(
 
 
 def test_columns_behind_the_last_are_zeros_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From within a turn on, and whatever was in memory."""
+    """Padding starts inside a turn, and the memory held NaN before."""
     monkeypatch.setattr(
         low_bit_matmul, "empty_eights",
         lambda x, columns: x.new_full((2, low_bit_matmul._turns(columns), 4, 8, 4, 8), torch.nan, dtype=HALF),

@@ -12,7 +12,7 @@ from minillm.kernels.linear.low_bit.rounding import rounded
 
 
 def plainly(weight: Tensor, bits: int) -> Tensor:
-    """Each group's levels from its least to its largest number."""
+    """Quantize each group with levels from its smallest to its largest number."""
     groups = weight.double().view(-1, 32)
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
     step = (high - low) / (2**bits - 1)

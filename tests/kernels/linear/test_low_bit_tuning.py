@@ -53,7 +53,7 @@ def test_candidates_are_few_and_the_rule_is_the_first(shape: tuple[int, int]) ->
 @pytest.mark.parametrize("place", ["norm", "gated", "add"])
 @pytest.mark.parametrize("tokens", [2, 8])
 def test_candidates_compute_the_product(place: Place, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by the tile that it names, against float64 of the unpacked weights."""
+    """Compare each candidate with float64 of the dequantized weights."""
     for kernel in (low_bit_matvec, low_bit_matmul):
         monkeypatch.delattr(kernel, "tile_for")  # no tile falls back to the rule
     matrix = some(LAYOUTS["q4_k"], 32, 256)

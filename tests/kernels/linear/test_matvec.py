@@ -26,7 +26,7 @@ from minillm.kernels.linear import matvec
     ),
 )
 def test_matvec(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype) -> None:
-    """All four matmuls of a random weight; ``shape`` is (tokens, out features, in features)."""
+    """Check all four matmuls with a random weight. ``shape`` is (tokens, out features, in features)."""
     tokens, features, columns = shape
     x, norm_weight = randn(tokens, columns, dtype=dtype), randn(columns, dtype=dtype)
     weight = randn(features, columns, dtype=dtype) / columns**0.5
