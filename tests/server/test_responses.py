@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from lib.server import Server, served
 from minillm.server import response_routes
 from minillm.server.bodies import BadField
-from minillm.server.response_answers import item_id, place_of
+from minillm.server.parts import PlainReader
+from minillm.server.response_answers import ResponseFrame, ResponseWriter, item_id, place_of
 from minillm.server.response_bodies import messages_of
 from minillm.server.response_store import ResponseStore, Stored
 
@@ -306,6 +307,16 @@ def test_a_response_ends_with_its_client(client: openai.OpenAI, server: Server) 
         name = next(stream).response.id
     headers = {"authorization": "Bearer key-of-anna"}
     server.wait_until(lambda: httpx.get(f"{server.url}/v1/responses/{name}", headers=headers).status_code == 404)
+
+
+def test_a_stream_that_fails_ends_with_the_error() -> None:
+    frame = ResponseFrame(ResponseWriter({"id": "resp_1"}, lambda opened: PlainReader()))
+    for code, expected in ((None, "server_error"), ("rate_limit_exceeded", "rate_limit_exceeded")):
+        name, data = frame.failed({"error": {"message": "It broke", "code": code}}).decode().split("\n", 1)
+        last = json.loads(data.removeprefix("data: "))
+        assert name == "event: response.failed"
+        assert last["response"]["error"] == {"code": expected, "message": "It broke"}
+        assert last["response"]["status"] == "failed"
 
 
 def test_references_cannot_make_a_short_body_long(monkeypatch: pytest.MonkeyPatch) -> None:
