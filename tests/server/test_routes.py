@@ -171,8 +171,8 @@ def test_histograms_have_buckets_from_milliseconds_to_minutes() -> None:
 
 
 def test_every_parameter_of_a_request_has_a_field() -> None:
-    """Exceptions are a grammar, which has its own fields, and a function, which no client can send."""
+    """Exceptions are a grammar, which has its own fields, a function, which no client can send, and `LLM.depths`."""
     names = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)}
-    names -= {"grammar", "logits_processor"}
+    names -= {"grammar", "logits_processor", "reasoning_depths"}
     assert names <= set(bodies.CompletionBody.__struct_fields__)
     assert names <= set(bodies.ChatBody.__struct_fields__)
