@@ -127,7 +127,7 @@ class Thought:
     def may_open(self, token_ids: list[int]) -> int | None:
         """Return the id of the opening tag if it may be the first token of an answer with a grammar, else None."""
         starts = self._follow(token_ids) is _Stage.START
-        return self.tags.opening if starts and self._has_grammar and self.limit else None
+        return self.tags.opening if starts and self._has_grammar else None
 
     def covers(self, token_ids: list[int], token_id: int) -> bool:
         """Return whether ``token_id`` after ``token_ids`` belongs to the reasoning or is one of its tags."""
