@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Engines, Facts, RowEngine, Task
-from minillm.jobs.rows import Answer, Row, Style, num_tokens
+from minillm.jobs.rows import Answer, InputRow, Style, num_tokens
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams
 from minillm.progress import say
@@ -48,7 +48,7 @@ class _Engine:
         self._waiting: dict[int, tuple[int, asyncio.Future[Answer]]] = {}  # the caller's index and the answer to come
         threading.Thread(target=self._work, daemon=True).start()
 
-    async def answer(self, row: Row) -> Answer:
+    async def answer(self, row: InputRow) -> Answer:
         """Answer a row, batched with the rows of other calls."""
         number = next(self._numbers)  # rows of several calls may have one index
         self._waiting[number] = row.index, asyncio.get_running_loop().create_future()
@@ -77,7 +77,7 @@ class _Actor:
         self._engine = _Engine(self._task)
         return Facts.of(self._engine.llm)
 
-    async def answer(self, rows: list[Row]) -> list[Answer]:
+    async def answer(self, rows: list[InputRow]) -> list[Answer]:
         """Return the answers of rows, in the rows' order."""
         return await asyncio.gather(*map(self._engine.answer, rows))
 
@@ -138,7 +138,7 @@ class Generate:
             "error": answer["error"] or "",
         }
 
-    def _parsed(self, index: int, given: Mapping[str, Any]) -> Row:
+    def _parsed(self, index: int, given: Mapping[str, Any]) -> InputRow:
         own = given.get("params")
         own = json.loads(own or "{}") if isinstance(own, str) else dict(own or {})
         own = {name: _plain(value) for name, value in own.items() if value is not None}  # Arrow adds absent fields
@@ -150,7 +150,7 @@ class Generate:
             raise UsageError('a row has either "prompt" or "messages"')
         if messages is not None:
             messages = plain_messages(messages)
-        return Row(index, prompt, messages, {**common, **own})
+        return InputRow(index, prompt, messages, {**common, **own})
 
 
 def _plain(value: Any) -> Any:
@@ -184,7 +184,7 @@ class RayEngines(Engines):
     def __exit__(self, *raised: object) -> None:
         ray.shutdown()
 
-    def send(self, number: int, rows: list[Row]) -> None:
+    def send(self, number: int, rows: list[InputRow]) -> None:
         for start in range(0, len(rows), _ROWS_PER_CALL):
             self._calls[self._actors[number].answer.remote(rows[start : start + _ROWS_PER_CALL])] = number
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from minillm import kernels
-from minillm.bench.meter import Limits, read_bandwidth
+from minillm.bench.meter import LoadLimits, read_bandwidth
 from minillm.bench.ops import DEVICE, DTYPE, OPS, Case, paged_attention, prefix_attention, random
 from minillm.bench.table import NoOptions, computed, shape, shown, word
 from minillm.checks import integer
@@ -48,13 +48,13 @@ def measure(options: KernelOptions) -> dict[str, Any]:
         raise UsageError(f"unknown op {options.op!r}; known: {', '.join(OPS)}")
     if not torch.cuda.is_available():
         raise MinillmError("bench kernels needs a CUDA GPU, and torch finds none here")
-    limits = Limits.measure(DEVICE, 1 << 32)
+    limits = LoadLimits.measure(DEVICE, 1 << 32)
     torch.manual_seed(0)
     cases = ((op, make(*sizes)) for op, (make, each) in OPS.items() if options.op in (None, op) for sizes in each)
     return {"limits": limits, "results": (_measure(op, case, limits) for op, case in cases)}
 
 
-def _measure(op: str, case: Case, limits: Limits) -> KernelResult:
+def _measure(op: str, case: Case, limits: LoadLimits) -> KernelResult:
     error = case.error()
     microseconds = graph_microseconds(case.launch, case.launches)
     needed = {"memory": case.bytes / limits.copy_bandwidth, "compute": case.flops / limits.matmul_rate}  # seconds

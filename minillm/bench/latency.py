@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from minillm.bench.meter import Limits, metered, read_bandwidth
+from minillm.bench.meter import LoadLimits, metered, read_bandwidth
 from minillm.bench.peers import PEERS, Timing
 from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.bench.workloads import drive, times_of
@@ -80,7 +80,7 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
                     label += f", {others} busy" if others else ""
                     timings.setdefault(label, []).append(run(options.output_len))
     bandwidth = read_bandwidth(model.device)
-    with metered(llm.engine, Limits(bandwidth)) as meter:
+    with metered(llm.engine, LoadLimits(bandwidth)) as meter:
         _run(llm, prompts, options.output_len)
     floor_rate = options.batch_size * bandwidth / model.weight_bytes
     first, *rest = (_result(label, runs, options, floor_rate) for label, runs in timings.items())

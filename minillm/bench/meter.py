@@ -52,7 +52,7 @@ def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LoadLimits:
     """The best rates that were measured on this machine."""
 
     copy_bandwidth: float = shown("copy, TB/s", ".2f", 1e-12)  # bytes per second, see `read_bandwidth`
@@ -60,7 +60,7 @@ class Limits:
     matmul_rate: float = shown("bfloat16 matmuls, TFLOP/s", ".0f", 1e-12, default=math.inf)
 
     @classmethod
-    def measure(cls, device: torch.device, size: int = 1 << 29) -> Limits:
+    def measure(cls, device: torch.device, size: int = 1 << 29) -> LoadLimits:
         """Measure copies of ``size`` bytes, and on a GPU also large matmuls."""
         bandwidth = read_bandwidth(device, size)
         if device.type != "cuda":
@@ -77,7 +77,7 @@ class Meter(StepObserver):
     """
 
     engine: Engine
-    limits: Limits
+    limits: LoadLimits
     floor: float = 0.0  # seconds that all steps would take at the machine's limits
     idle_share: float | None = None  # share of time in which the GPU is idle between successive decode steps
     peak_blocks: int = 0  # maximum blocks in use
@@ -120,7 +120,7 @@ class Meter(StepObserver):
 
 
 @contextmanager
-def metered(engine: Engine, limits: Limits) -> Iterator[Meter]:
+def metered(engine: Engine, limits: LoadLimits) -> Iterator[Meter]:
     """Measure every step of ``engine`` inside the ``with``.
 
     The yielded meter has its final figures after the ``with``.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from minillm.bench.meter import Limits, metered, synchronize
+from minillm.bench.meter import LoadLimits, metered, synchronize
 from minillm.bench.table import ScaleOptions, Subject, shown
 from minillm.checks import integer, number
 from minillm.engine.engine import Engine
@@ -53,7 +53,7 @@ def measure(subject: Subject, options: ScaleOptions) -> WorkloadResult:
     run(subject, random.Random(0), options.scale)
     if subject.workload != "prefix":
         llm.reset_prefix_cache()
-    with metered(engine, Limits.measure(engine.runner.model.device)) as meter:
+    with metered(engine, LoadLimits.measure(engine.runner.model.device)) as meter:
         result = run(subject, random.Random(2), options.scale)
     floor, share = meter.floor, meter.peak_blocks / engine.cache.num_blocks
     result = replace(result, floor_seconds=floor, fraction_of_floor=floor / result.seconds)

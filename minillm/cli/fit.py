@@ -52,7 +52,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Row:
+class FitRow:
     """A row of the table that `minillm fit` prints: one model or quantization.
 
     ``best`` marks the recommended row of a model.
@@ -210,7 +210,7 @@ def _rate(speed: Bandwidth | None, given: int | None) -> str:
     return f"; it reads {speed.rate / 1e9:,.{0 if speed.rate >= 1e11 else 1}f} GB/s{source}"
 
 
-def _rows(models: list[Sized], machine: Machine) -> list[Row]:
+def _rows(models: list[Sized], machine: Machine) -> list[FitRow]:
     # On a CPU, a chat loads a model without further options if one fits, so the best row is then one of these.
     plain = [model for model in models if machine.budget.on_gpu or not model.options]
     order = _order(plain, machine) or _order(models, machine)
@@ -222,7 +222,7 @@ def _rows(models: list[Sized], machine: Machine) -> list[Row]:
         speed = None
         if machine.bandwidth is not None and fit.fits:
             speed = machine.budget.tokens_per_second(fit, model.shape, machine.bandwidth)
-        rows.append(Row(model, fit, speed, bool(order) and model is order[0][0]))
+        rows.append(FitRow(model, fit, speed, bool(order) and model is order[0][0]))
     return rows
 
 
@@ -234,7 +234,7 @@ def _name(model: Sized) -> str:
     return clean_line(model.name, 60) + model.options
 
 
-def _show(tables: list[list[Row]], machine: Machine) -> None:
+def _show(tables: list[list[FitRow]], machine: Machine) -> None:
     width = max(32, *(len(_name(row.model)) + 3 for rows in tables for row in rows))
     speed = f"{'tokens/s':>10}" if machine.bandwidth is not None else ""
     print(f"{'model':{width}}{'file':>10}{'weights':>10}  {'context':20}{speed}  fits")
@@ -256,7 +256,7 @@ def _show(tables: list[list[Row]], machine: Machine) -> None:
             print(f"{name:{width}}{file:>10}{weights:>10}  {context:20}{speed}  {marks}{here}")
 
 
-def _faster(rows: list[Row]) -> list[Row]:
+def _faster(rows: list[FitRow]) -> list[FitRow]:
     """Return, as a list, the largest model that reaches reading speed with an option.
 
     The list is empty if there is no such row, or if the best row is fast enough.
@@ -268,7 +268,7 @@ def _faster(rows: list[Row]) -> list[Row]:
     return sorted(fast, key=lambda row: (row.fit.roomy, row.model.size), reverse=True)[:1]
 
 
-def _advice(rows: list[Row], machine: Machine, name: str) -> str:
+def _advice(rows: list[FitRow], machine: Machine, name: str) -> str:
     """Return the command that runs the best row.
 
     If no row fits, say why: usually, how much memory the smallest one lacks.
@@ -294,7 +294,7 @@ def _advice(rows: list[Row], machine: Machine, name: str) -> str:
     return replace(best.model, name=best.model.name + (form if is_listed else "")).command + options
 
 
-def _as_json(machine: Machine, tables: list[list[Row]]) -> dict[str, Any]:
+def _as_json(machine: Machine, tables: list[list[FitRow]]) -> dict[str, Any]:
     budget = machine.budget
     return {
         "device": "gpu" if budget.on_gpu else "cpu",

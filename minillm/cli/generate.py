@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from minillm.cli.grammars import given_grammar
 from minillm.cli.options import given
-from minillm.cli.prompt_file import Request, read_requests
+from minillm.cli.prompt_file import FileRequest, read_requests
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError
-from minillm.jobs.rows import Answer, Row, Style, as_json, num_tokens
+from minillm.jobs.rows import Answer, InputRow, Style, as_json, num_tokens
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, loading_bar, say
@@ -37,12 +37,12 @@ MOST_ENGINES = 4096
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateJob:
     """The requests of one command, with their settings from the command line and the configuration file."""
 
     arguments: argparse.Namespace
     config: UserConfig
-    requests: list[Request]
+    requests: list[FileRequest]
     grammar: Mapping[str, Any] = field(default_factory=dict)  # the parameter ``grammar``, if it is set
     first: int = 0  # index of the first request among those of all shards
 
@@ -63,11 +63,11 @@ class Job:
     def style(self) -> Style:
         return Style(self.chat, self.arguments.system, bool(self.arguments.parse_special))
 
-    def rows(self, defaults: Mapping[str, Any] = {}) -> list[Row]:
+    def rows(self, defaults: Mapping[str, Any] = {}) -> list[InputRow]:
         """Return the requests with their sampling parameters. ``defaults`` are the model's own."""
         flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams), **self.grammar}
         return [
-            Row(
+            InputRow(
                 self.first + i,
                 each.prompt,
                 each.messages,
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
         raise UsageError("--parse-special is for raw prompts; in a chat, only the template adds control tokens")
     requests = read_requests(arguments.prompts, arguments.file, arguments.form)
     shard = _shard(arguments.shard, len(requests)) if arguments.shard else range(len(requests))
-    job = Job(arguments, config, requests[shard.start : shard.stop], given_grammar(arguments), shard.start)
+    job = GenerateJob(arguments, config, requests[shard.start : shard.stop], given_grammar(arguments), shard.start)
     _check_torchrun(int(job.engine.get("tensor_parallel_size", 1)))
     job.params()  # report errors in the requests before the model is loaded
     output = _output(arguments) if arguments.output else None
@@ -139,7 +139,7 @@ def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[s
     return {**ours, **of_model}
 
 
-def _suggest_template(job: Job, llm: LLM, params: list[Params]) -> None:
+def _suggest_template(job: GenerateJob, llm: LLM, params: list[Params]) -> None:
     """Print a hint if raw prompts go to a model that has a chat template."""
     from minillm.parallel.launch import Torchrun
 
@@ -152,7 +152,7 @@ def _suggest_template(job: Job, llm: LLM, params: list[Params]) -> None:
         say("completing the text as it is; this is a chat model, and --chat applies its chat template")
 
 
-def _with_seed(row: Row) -> Row:
+def _with_seed(row: InputRow) -> InputRow:
     """Return ``row``, with a random seed if it samples without a seed.
 
     So each run differs, and can be repeated with this seed.
@@ -215,13 +215,13 @@ def _output(arguments: argparse.Namespace) -> Path:
     return path.with_name(f"{path.stem}.{int(index):0{len(str(int(count)))}}-of-{int(count)}{path.suffix}")
 
 
-class Source(Protocol):
+class PromptSource(Protocol):
     """Computes answers: with the engine of this process, or with several engines in other processes."""
 
     def defaults(self) -> Mapping[str, Any]:
         """Return the model's own sampling parameters."""
 
-    def answers(self, rows: list[Row]) -> Iterator[Answer]:
+    def answers(self, rows: list[InputRow]) -> Iterator[Answer]:
         """Yield the answer of each row, as it finishes."""
 
 
@@ -236,7 +236,7 @@ class ThisProcess:
         """Return the model's own sampling parameters."""
         return self.llm.engine.defaults
 
-    def answers(self, rows: list[Row]) -> Iterator[Answer]:
+    def answers(self, rows: list[InputRow]) -> Iterator[Answer]:
         """Yield the answer of each row, as it finishes."""
         for row in rows:
             self.engine.submit(row)
@@ -245,7 +245,7 @@ class ThisProcess:
 
 
 @contextmanager
-def _source(job: Job, *, for_chat: bool) -> Iterator[Source]:
+def _source(job: GenerateJob, *, for_chat: bool) -> Iterator[PromptSource]:
     """Start the engines that the command line asks for. End them when the context closes."""
     arguments = job.arguments
     import_torch()
@@ -278,9 +278,9 @@ def _source(job: Job, *, for_chat: bool) -> Iterator[Source]:
 class Writer:
     """Writes outputs in the order of their prompts. An output that finishes early waits for the previous ones."""
 
-    job: Job
+    job: GenerateJob
     write_line: Callable[[str], None]
-    rows: list[Row]
+    rows: list[InputRow]
     tokenizer: Tokenizer | None
     several: bool  # there are several texts, so each gets a heading
     written: int = 0  # answers without failures
@@ -320,7 +320,7 @@ class Writer:
                 self.write_line(clean(completion.text))
 
 
-def _to_stdout(job: Job, llm: LLM, rows: list[Row]) -> int:
+def _to_stdout(job: GenerateJob, llm: LLM, rows: list[InputRow]) -> int:
     prompts, params = zip(*(job.style.request(row, llm) for row in rows), strict=True)
     alone = len(prompts) == 1 and params[0].num_sequences == 1 and isinstance(params[0], SamplingParams)
     if alone and not job.arguments.json and params[0].prompt_logprobs is None:
@@ -342,7 +342,7 @@ def _to_stdout(job: Job, llm: LLM, rows: list[Row]) -> int:
     return _tell_failures(len(prompts) - writer.written, len(prompts))
 
 
-def _to_file(job: Job, source: Source, rows: list[Row], path: Path) -> int:
+def _to_file(job: GenerateJob, source: PromptSource, rows: list[InputRow], path: Path) -> int:
     """Write the answers to the file ``path``. Answers that an earlier run has finished are not computed again.
 
     Return the exit code.

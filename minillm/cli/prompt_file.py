@@ -19,7 +19,7 @@ _PATIENCE = 10.0  # seconds to wait for piped text; with ``--file -`` there is n
 
 
 @dataclass(frozen=True)
-class Request:
+class FileRequest:
     """A prompt or a conversation, with parameters that override the command line's."""
 
     prompt: str | list[int] | None
@@ -29,7 +29,7 @@ class Request:
     where: str  # for error messages
 
 
-def read_requests(prompts: Sequence[str], file: str | None, form: str | None) -> list[Request]:
+def read_requests(prompts: Sequence[str], file: str | None, form: str | None) -> list[FileRequest]:
     """Return all requests, in order.
 
     Raises UsageError if there are none, or if one is invalid; the message names its line.
@@ -110,10 +110,10 @@ def _read(source: str) -> str:
     return data.decode("utf-8-sig", errors="replace")
 
 
-def _text_request(text: str, where: str, tail: str = "") -> Request:
+def _text_request(text: str, where: str, tail: str = "") -> FileRequest:
     if not text.strip():
         raise UsageError(f"{where} is empty")
-    return Request(text + tail, None, {}, None, where)
+    return FileRequest(text + tail, None, {}, None, where)
 
 
 def _check_keys(params: Mapping[str, Any], where: str) -> None:
@@ -125,7 +125,7 @@ def _check_keys(params: Mapping[str, Any], where: str) -> None:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _json_request(line: str, where: str) -> Request:
+def _json_request(line: str, where: str) -> FileRequest:
     """Parse ``{"prompt": text or ids}`` or ``{"messages": […]}``, with an optional "id" and sampling parameters.
 
     Raises UsageError if it is invalid. The message begins with ``where``.
@@ -152,4 +152,4 @@ def _json_request(line: str, where: str) -> Request:
             raise UsageError(f"{where}: the prompt is empty")
     elif not (isinstance(prompt, list) and all(type(each) is int for each in prompt)):
         raise UsageError(f'{where}: "prompt" is text or a list of token ids')
-    return Request(prompt, messages, params, None if name is None else str(name), where)
+    return FileRequest(prompt, messages, params, None if name is None else str(name), where)

@@ -56,7 +56,7 @@ def language(algebra: Algebra, pattern: str) -> Language:
 
     Raises BadPattern if the expression is invalid or not supported.
     """
-    return _found(algebra, _Reader(pattern).read())
+    return _found(algebra, _PatternReader(pattern).read())
 
 
 def _found(algebra: Algebra, node: _Node) -> Language:
@@ -129,7 +129,7 @@ def _cat(parts: tuple[_Node, ...]) -> _Node:
 
 
 @dataclass
-class _Reader:
+class _PatternReader:
     """A recursive-descent parser of an expression. Each method raises BadPattern on an error."""
 
     pattern: str

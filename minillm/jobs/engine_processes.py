@@ -20,7 +20,7 @@ from typing import Any, Self
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Engines, Facts, RowEngine, Task
 from minillm.jobs.placement import place
-from minillm.jobs.rows import Answer, Row, Style
+from minillm.jobs.rows import Answer, InputRow, Style
 from minillm.llm import LLM
 from minillm.progress import OnProgress, Progress, say
 from minillm.system import child_environment, exit_status
@@ -49,7 +49,7 @@ class EngineProcesses(Engines):
         for process in self._processes:
             process.wait()
 
-    def send(self, number: int, rows: list[Row]) -> None:
+    def send(self, number: int, rows: list[InputRow]) -> None:
         self._write(self._processes[number], *map(asdict, rows))
 
     def receive(self) -> tuple[int, list[Answer] | None]:
@@ -136,7 +136,7 @@ def main() -> int:
 
     def read() -> None:
         for line in sys.stdin.buffer:
-            engine.submit(Row(**parse_json(line)))
+            engine.submit(InputRow(**parse_json(line)))
         os._exit(0)  # no one waits for the running rows
 
     send({"ready": asdict(Facts.of(llm))})

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from minillm.errors import MinillmError
-from minillm.jobs.rows import Answer, Row, Style, as_json
+from minillm.jobs.rows import Answer, InputRow, Style, as_json
 from minillm.llm import LLM, refusal
 from minillm.params import Params
 from minillm.text.prompts import Prompt
@@ -52,11 +52,11 @@ class RowEngine:
 
     def __init__(self, llm: LLM, style: Style) -> None:
         self._llm, self._style = llm, style
-        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[InputRow | None] = queue.SimpleQueue()
         self._num_running = 0
         self._closed = False
 
-    def submit(self, row: Row) -> None:
+    def submit(self, row: InputRow) -> None:
         """Queue a row."""
         self._rows.put(row)
 
@@ -73,8 +73,8 @@ class RowEngine:
             self._num_running -= 1
             yield as_json(row, output, self._llm.engine.tokenizer)
 
-    def _take(self, room: int) -> list[tuple[Row, Callable[[], tuple[Prompt, Params]]]] | None:
-        taken: list[tuple[Row, Callable[[], tuple[Prompt, Params]]]] = []
+    def _take(self, room: int) -> list[tuple[InputRow, Callable[[], tuple[Prompt, Params]]]] | None:
+        taken: list[tuple[InputRow, Callable[[], tuple[Prompt, Params]]]] = []
         while len(taken) < room and not self._closed:
             try:
                 row = self._rows.get(block=not taken and not self._num_running)
@@ -100,7 +100,7 @@ class Engines(ABC):
         self.facts: dict[int, Facts] = {}
 
     @abstractmethod
-    def send(self, number: int, rows: list[Row]) -> None:
+    def send(self, number: int, rows: list[InputRow]) -> None:
         """Send rows to an engine that is ready."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Engines(ABC):
                 raise MinillmError(f"engines have died {deaths} times while loading the model")
         return next(iter(self.facts.values())).defaults
 
-    def answers(self, rows: list[Row]) -> Iterator[Answer]:
+    def answers(self, rows: list[InputRow]) -> Iterator[Answer]:
         """Yield each row's answer once, in the order in which rows finish. If an engine dies, others get its rows.
 
         While many rows are left, an engine gets many at a time. Near the end it gets one at a time, so that all engines
@@ -130,7 +130,7 @@ class Engines(ABC):
         again and again.
         """
         waiting = deque(rows)
-        given: list[dict[int, Row]] = [{} for _ in range(self.count)]
+        given: list[dict[int, InputRow]] = [{} for _ in range(self.count)]
         deaths = [0] * self.count
         while waiting or any(given):
             for number, facts in self.facts.items():

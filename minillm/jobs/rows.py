@@ -19,7 +19,7 @@ Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class InputRow:
     """One prompt or conversation.
 
     Attributes:
@@ -59,14 +59,14 @@ class Style:
     system: str | None = None
     parse_special: bool = False
 
-    def request(self, row: Row, llm: LLM) -> tuple[Prompt, Params]:
+    def request(self, row: InputRow, llm: LLM) -> tuple[Prompt, Params]:
         """Return a row's prompt and parameters. The model's chat template turns a conversation into token ids.
 
         Raises UsageError for a wrong row.
         """
         return self._prompt(row, llm), row.sampling()
 
-    def _prompt(self, row: Row, llm: LLM) -> str | list[int]:
+    def _prompt(self, row: InputRow, llm: LLM) -> str | list[int]:
         messages = row.messages
         if messages is None and (self.chat or self.system):
             if not isinstance(row.prompt, str):
@@ -80,7 +80,7 @@ class Style:
         return llm.token_ids(row.prompt, parse_special=True) if self.parse_special else row.prompt
 
 
-def as_json(row: Row, output: RequestOutput, tokenizer: Tokenizer | None) -> Answer:
+def as_json(row: InputRow, output: RequestOutput, tokenizer: Tokenizer | None) -> Answer:
     """Return a row's answer as a JSON object: the fields of RequestOutput, completed for readers.
 
     It adds the seed of samples and the texts of tokens, and gives durations in seconds instead of clock readings.

@@ -50,7 +50,7 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     from minillm.loading.device import choose_device
     from minillm.loading.engine import best_form, load_engine
     from minillm.loading.gpu_stacks import keep_small
-    from minillm.server.calls import CallReader
+    from minillm.server.calls import CallDispatcher
     from minillm.server.engine_requests import EngineRequests
     from minillm.server.sessions import Sessions
     from minillm.service.facts import loaded
@@ -70,7 +70,7 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     requests = EngineRequests(driver, send)
     sessions = Sessions(driver, requests, send)
     requests.others = sessions.owners
-    calls = CallReader(driver, requests, sessions, send)
+    calls = CallDispatcher(driver, requests, sessions, send)
     threading.Thread(target=calls.read, args=(sys.stdin.buffer,), daemon=True).start()
     facts = loaded(engine, name, time.monotonic() - began)
     sizes = (engine.scheduler.max_num_seqs, engine.runner.model.config.vocab_size)

@@ -18,7 +18,7 @@ _THREADS = 4  # one tenant uses at most two of them
 _SHORT = 512  # characters: encoding them takes about 0.25 ms; waking another thread takes 0.1 ms and more
 
 
-class CallReader:
+class CallDispatcher:
     """Reads calls in a thread of its own.
 
     Attributes:

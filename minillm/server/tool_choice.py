@@ -76,7 +76,7 @@ def call_formats(template: str) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ToolChoice:
     """The tools of a request, and whether the answer must call them.
 
     Attributes:
@@ -162,7 +162,7 @@ def shown_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
         raise BadField(str(error), "tools") from None
 
 
-def choice_of(body: ChatBody) -> Choice:
+def choice_of(body: ChatBody) -> ToolChoice:
     """Return the tools of a request, and whether it must call them.
 
     Raises BadField if its fields contradict each other.
@@ -173,23 +173,23 @@ def choice_of(body: ChatBody) -> Choice:
         raise BadField("tools: a fork continues the answer itself; leave tools out", "tools")
     most = 1 if body.parallel_tool_calls is False else _MOST_CALLS
     if wanted == "none" or (not tools and wanted in (None, "auto")):
-        return Choice()
+        return ToolChoice()
     if not tools:
         raise BadField("tool_choice: there are no tools; give tools as well", "tool_choice")
     if wanted in (None, "auto"):
         strict = frozenset(name for name in map(_strict_name, body.tools or ()) if name)
         if strict and body.grammar() is not None and not body.has_schema:
             raise BadField("tools: a strict tool has its own grammar; leave the other grammar or strict out", "tools")
-        return Choice(tools, most=most, strict=strict, has_schema=body.has_schema)
+        return ToolChoice(tools, most=most, strict=strict, has_schema=body.has_schema)
     if body.grammar() is not None:
         raise BadField("tool_choice: a tool call has its own grammar; leave the other grammar out", "tool_choice")
     if wanted == "required":
-        return Choice(tools, tools, most)
+        return ToolChoice(tools, tools, most)
     name = _named(wanted)
     named = tuple(tool for tool in tools if tool["function"]["name"] == name)
     if not named:
         raise BadField(f"tool_choice: there is no tool {name!r}; use a name from tools", "tool_choice")
-    return Choice(tools, named, 1)
+    return ToolChoice(tools, named, 1)
 
 
 def _strict_name(tool: dict[str, Any]) -> str:

@@ -50,7 +50,7 @@ def read_header(path: Path) -> Header:
     """Read and validate the header. Raises WeightsError if the file is not a GGUF file, or its header is damaged."""
     try:
         with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(path, data).header()
+            return _HeaderReader(path, data).header()
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from None
     except ValueError:
@@ -60,10 +60,10 @@ def read_header(path: Path) -> Header:
 def read_start(path: Path) -> dict[str, Any]:
     """Return the metadata of an incomplete file, as far as it is downloaded."""
     with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _Reader(path, data).start()
+        return _HeaderReader(path, data).start()
 
 
-class _Reader:
+class _HeaderReader:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._size, self._at = path, data, len(data), 0
 

@@ -75,7 +75,7 @@ _SOURCE_KINDS: dict[str, type[Source]] = {"path": PathSource, "hub": HubSource, 
 
 
 @dataclass(frozen=True)
-class Form:
+class ManifestForm:
     """A quantized version of a model: its name, the size of its file in bytes, and its source."""
 
     name: str
@@ -99,7 +99,7 @@ class ModelEntry:
     sources: tuple[Source, ...]
     gated: bool = False
     shape: Shape | None = None
-    forms: tuple[Form, ...] = ()
+    forms: tuple[ManifestForm, ...] = ()
 
     @property
     def form(self) -> str:
@@ -225,16 +225,16 @@ def _entry(name: str, value: Any, path: Path) -> ModelEntry:
     return ModelEntry(name=name, **values)
 
 
-def _form(value: Any, where: str, path: Path) -> Form:
+def _form(value: Any, where: str, path: Path) -> ManifestForm:
     """Read a form's table: ``name``, ``size``, optionally ``gated``, and the keys of one source."""
     if not isinstance(value, dict):
         raise UsageError(f"{where}: a form must be a table")
     own = {key: value[key] for key in value if key in ("name", "size", "gated")}
     source = _source({key: value[key] for key in value if key not in own}, where, path, ("path", "hub"))
-    found = _fields(Form, own, where, skip=("source",))
+    found = _fields(ManifestForm, own, where, skip=("source",))
     if not isinstance(found["name"], str) or not re.fullmatch(_FORM_NAME, found["name"], re.ASCII):
         raise UsageError(f"{where}: a form's name has at most 40 letters, digits and -_.+, not {shown(found['name'])}")
-    return Form(**found, source=source)
+    return ManifestForm(**found, source=source)
 
 
 def _source(value: Any, where: str, path: Path, allowed: Collection[str] = tuple(_SOURCE_KINDS)) -> Source:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minillm.bench.latency import RUNS, Options, measure
-from minillm.bench.meter import Limits, metered
+from minillm.bench.meter import LoadLimits, metered
 from minillm.bench.table import Subject
 from minillm.errors import UsageError
 from minillm.llm import LLM
@@ -82,7 +82,7 @@ def test_options_out_of_range_are_refused() -> None:
 
 def test_the_meter_counts_every_step_and_leaves_no_trace(subject: Subject) -> None:
     llm = subject.llm
-    one = Limits(float(llm.engine.runner.model.weight_bytes))  # a second for the weights
+    one = LoadLimits(float(llm.engine.runner.model.weight_bytes))  # a second for the weights
     before = dict(vars(llm.engine.runner))
     with metered(llm.engine, one) as meter:
         llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))

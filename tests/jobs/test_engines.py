@@ -18,7 +18,7 @@ from lib.rows import answers, command, requests_file
 from minillm.cli.main import main
 from minillm.errors import MinillmError
 from minillm.jobs.engines import Answer, Engines, Facts
-from minillm.jobs.rows import Row
+from minillm.jobs.rows import InputRow
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,10 +30,10 @@ class Scripted(Engines):
         super().__init__(count)
         self.rng, self.deaths = rng, deaths
         self.starting = set(range(count))
-        self.rows: list[deque[Row]] = [deque() for _ in range(count)]
+        self.rows: list[deque[InputRow]] = [deque() for _ in range(count)]
         self.most = 0
 
-    def send(self, number: int, rows: list[Row]) -> None:
+    def send(self, number: int, rows: list[InputRow]) -> None:
         assert number in self.facts, "it is not ready"
         self.rows[number].extend(rows)
         self.most = max(self.most, len(self.rows[number]))
@@ -59,7 +59,7 @@ def test_each_row_is_answered_once_whichever_engines_die(seed: int) -> None:
     engines = Scripted(rng.randint(1, 5), rng, deaths=3)
     total = rng.randint(0, 300)
     assert engines.defaults() == {"top_k": 5}
-    found = [answer["index"] for answer in engines.answers([Row(i, "x") for i in range(total)])]
+    found = [answer["index"] for answer in engines.answers([InputRow(i, "x") for i in range(total)])]
     assert sorted(found) == list(range(total))
     assert engines.most <= 8, "as many as it computes at a time"
 
@@ -69,7 +69,7 @@ def test_few_rows_are_given_to_all_engines() -> None:
     engines = Scripted(4, random.Random(0), deaths=0)
     while engines.starting:
         engines.receive()
-    next(engines.answers([Row(i, "x") for i in range(16)]))
+    next(engines.answers([InputRow(i, "x") for i in range(16)]))
     assert sorted(map(len, engines.rows)) in ([1, 2, 2, 2], [1, 1, 2, 2], [2, 2, 2, 2], [1, 2, 2, 1])
 
 
@@ -78,7 +78,7 @@ def test_an_engine_that_only_dies_ends_the_run() -> None:
     engines.defaults()
     engines.receive = lambda: (0, None)  # type: ignore[method-assign]
     with pytest.raises(MinillmError, match="engine 0 has died 4 times without an answer between"):
-        list(engines.answers([Row(0, "x")]))
+        list(engines.answers([InputRow(0, "x")]))
     engines.facts.clear()
     with pytest.raises(MinillmError, match="have died 4 times while loading"):
         engines.defaults()

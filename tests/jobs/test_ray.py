@@ -22,7 +22,7 @@ from lib.rows import answers, command, requests_file
 from minillm import LLM, BeamSearchParams, SamplingParams
 from minillm.cli.main import main
 from minillm.jobs.engines import Facts, Task
-from minillm.jobs.rows import Row, Style
+from minillm.jobs.rows import InputRow, Style
 
 ray = pytest.importorskip("ray")
 from minillm.ray import Generate, RayEngines, connect  # noqa: E402
@@ -152,7 +152,7 @@ class Stub:
     async def load(self) -> Facts:
         return Facts({}, 256, "cpu")
 
-    async def answer(self, rows: list[Row]) -> list[dict[str, Any]]:
+    async def answer(self, rows: list[InputRow]) -> list[dict[str, Any]]:
         await asyncio.sleep(0.05)
         return [{"index": row.index, "by": os.getpid()} for row in rows]
 
@@ -166,7 +166,7 @@ def test_ten_thousand_rows_and_twenty_killed_engines() -> None:
         when = sorted(rng.sample(range(9_000), 20))
         found: list[int] = []
         began = time.monotonic()
-        for answer in engines.answers([Row(i, f"row {i}") for i in range(10_000)]):
+        for answer in engines.answers([InputRow(i, f"row {i}") for i in range(10_000)]):
             found.append(answer["index"])
             if when and len(found) >= when[0]:
                 when.pop(0)

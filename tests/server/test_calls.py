@@ -46,7 +46,7 @@ def test_nothing_waits_behind_a_prompt_that_takes_long(
     )
     tokenizer = None if encodes_here is None else SimpleNamespace(encodes_here=encodes_here)
     driver: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer))
-    reader = calls.CallReader(driver, requests, None, lambda event: None)  # type: ignore[arg-type]
+    reader = calls.CallDispatcher(driver, requests, None, lambda event: None)  # type: ignore[arg-type]
     reader.take(Complete("x", "t", prompt, params))
     reader.take(Abort("y"))
     goes_on.set()

@@ -17,7 +17,7 @@ from minillm.server.parts import ArgumentsPart, CallPart, Part, TextPart
 from minillm.server.prepare import with_arguments
 from minillm.server.thoughts import ThoughtReader
 from minillm.server.tool_calls import FORMATS, CallReader, ForcedReader
-from minillm.server.tool_choice import CallForm, Choice, call_form, call_formats
+from minillm.server.tool_choice import CallForm, ToolChoice, call_form, call_formats
 
 F = '{"name": "f", "arguments": {"a": "} </tool_call> \\" {", "b": [1, {}]}}'
 G = '{"name": "g", "parameters": {}}'
@@ -148,7 +148,7 @@ def test_forms_are_told_apart() -> None:
 def test_a_forced_call_is_what_the_grammar_allows(form: CallForm) -> None:
     import llguidance
 
-    choice = Choice(tuple(TOOLS), tuple(TOOLS), 3)
+    choice = ToolChoice(tuple(TOOLS), tuple(TOOLS), 3)
     grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
     assert isinstance(grammar, Grammar)
     call = f'{{"name": "f", "{form.arguments}": {{"n": 3, "s": "a{{\\""}}}}'
@@ -183,7 +183,7 @@ FREE = ["Hello", "", "  \n", "a < b <tool", "I see [1] {"]
 def test_a_strict_call_is_what_the_schema_allows_in_an_answer_that_is_free(form: CallForm) -> None:
     import llguidance
 
-    choice = Choice(tuple(TOOLS), strict=frozenset({"f"}), most=2)
+    choice = ToolChoice(tuple(TOOLS), strict=frozenset({"f"}), most=2)
     grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
     assert isinstance(grammar, Grammar)
     before, between, behind = form.around
@@ -219,7 +219,7 @@ def test_no_other_call_of_a_strict_tool_is_found(pieces: list[str], form: CallFo
     """Read whatever the grammar allows as the server reads it, with all formats of the model."""
     import llguidance
 
-    choice, text = Choice(tuple(TOOLS[:1]), strict=frozenset({"f"})), "".join(pieces)
+    choice, text = ToolChoice(tuple(TOOLS[:1]), strict=frozenset({"f"})), "".join(pieces)
     grammar = with_arguments(choice.grammar(form)["lark"], choice.schemas)
     bytes_of = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(grammar))

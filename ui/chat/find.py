@@ -16,7 +16,7 @@ from minillm.ui.chat.turn_view import shown_question
 
 
 @dataclass(frozen=True)
-class Place:
+class FoundPlace:
     """The place of a match: the turn, and the number of the match within the texts of the turn."""
 
     turn: Turn
@@ -32,14 +32,14 @@ class Finder:
 
     _texts: WeakKeyDictionary[Turn, tuple[object, list[str]]] = field(default_factory=WeakKeyDictionary)
 
-    def find(self, turns: Sequence[Turn], words: str) -> list[Place]:
+    def find(self, turns: Sequence[Turn], words: str) -> list[FoundPlace]:
         """Return all matches of ``words`` in questions and answers, from top to bottom. Case is ignored."""
         if not words:
             return []
         pattern, found = pattern_of(words), []
         for turn in turns:
             count = sum(1 for text in self._texts_of(turn) for _ in pattern.finditer(text))
-            found += [Place(turn, number) for number in range(count)]
+            found += [FoundPlace(turn, number) for number in range(count)]
         return found
 
     def _texts_of(self, turn: Turn) -> list[str]:

@@ -13,7 +13,7 @@ MOST_LINES, _LONGEST_LABEL = 8, 60
 
 
 @dataclass(frozen=True)
-class Completion:
+class PopupEntry:
     """A line of the list. Its ``text`` replaces the characters of the prompt from ``start`` to the cursor."""
 
     start: tuple[int, int]  # line and column
@@ -28,12 +28,12 @@ class Popup(Options, can_focus=False):
 
     def __init__(self) -> None:
         super().__init__(id="popup", compact=True)
-        self._shown: list[Completion] = []
+        self._shown: list[PopupEntry] = []
 
     def on_mount(self) -> None:
         self.display = False
 
-    def show(self, completions: Sequence[Completion], above: Region) -> None:
+    def show(self, completions: Sequence[PopupEntry], above: Region) -> None:
         """Show ``completions`` above a region of the screen. Hide the list if there are none.
 
         If they have not changed, the selected line stays selected.
@@ -66,7 +66,7 @@ class Popup(Options, can_focus=False):
         if self._shown:
             self.highlighted = ((self.highlighted or 0) + step) % len(self._shown)
 
-    def chosen_of(self, completions: Sequence[Completion]) -> Completion | None:
+    def chosen_of(self, completions: Sequence[PopupEntry]) -> PopupEntry | None:
         """Return the selected one of ``completions`` if the list shows them, else the first one, or None if it is
         empty.
         """

@@ -28,7 +28,7 @@ from minillm.ui.chat.files import (
     mention,
     paths_begun,
 )
-from minillm.ui.chat.popup import Completion, Popup
+from minillm.ui.chat.popup import Popup, PopupEntry
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.engine_app import CommandAsked
 from minillm.ui.numbers import count, plural
@@ -104,11 +104,11 @@ class PromptInput(SteadyTextArea):
         self.move_cursor(self.document.end)
         self.focus()
 
-    def completions(self) -> list[Completion]:
+    def completions(self) -> list[PopupEntry]:
         """Return completions of the text before the cursor: commands, or files below the current folder."""
         if found := self._commands.completions(self.text):
             return [
-                Completion((0, 0), f"/{each.name}" + " " * bool(each.argument), each.usage, each.summary,
+                PopupEntry((0, 0), f"/{each.name}" + " " * bool(each.argument), each.usage, each.summary,
                            not each.needs_argument)
                 for each in found
             ]  # fmt: skip
@@ -124,7 +124,7 @@ class PromptInput(SteadyTextArea):
                 self._files = files_below(Path.cwd())
             names = best_matches(self._files, letters, _MOST_OFFERED)
         texts = [mention(name) + " " if name[-1] != "/" else mention(name).removesuffix('"') for name in names]
-        return [Completion((row, start), text, name) for text, name in zip(texts, names, strict=True)]
+        return [PopupEntry((row, start), text, name) for text, name in zip(texts, names, strict=True)]
 
     def offer(self) -> None:
         """Show the completions of the text, unless the text was brought back from the history."""

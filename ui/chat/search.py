@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widgets import Collapsible, Input, Static
 
 from minillm.ui.bars import hidden_keys
-from minillm.ui.chat.find import Finder, Place, pattern_of
+from minillm.ui.chat.find import Finder, FoundPlace, pattern_of
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.chat.turn_view import TurnView
 from minillm.ui.numbers import count
@@ -41,7 +41,7 @@ class SearchBar(Horizontal):
         super().__init__()
         self._transcript = transcript
         self._finder = Finder()
-        self._places: list[Place] = []
+        self._places: list[FoundPlace] = []
         self._at = 0
         self._unmarked: dict[Static, Content] = {}  # marked texts without their marks
         self._input = Input(placeholder="search in the conversation", compact=True)
@@ -89,7 +89,7 @@ class SearchBar(Horizontal):
             self._at = (self._at + step) % len(self._places)
         self._show()
 
-    def _find(self) -> list[Place]:
+    def _find(self) -> list[FoundPlace]:
         return self._finder.find(self._transcript.turns, self._input.value)
 
     def find(self) -> None:
@@ -154,7 +154,7 @@ class SearchBar(Horizontal):
         # A later call does not cancel this: the transcript must not be left in the middle of a change.
         self.run_worker(self._go(self._places[self._at]))
 
-    async def _go(self, place: Place) -> None:
+    async def _go(self, place: FoundPlace) -> None:
         """Mount the turn of a match, unfold the text that contains the match, and scroll to it."""
         view = await self._transcript.bring(place.turn)
         texts = [] if view is None else self._texts_found(view)
