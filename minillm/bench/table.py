@@ -32,6 +32,7 @@ WORKLOADS = {
     "forms": ("forms.measure", "measure the cost of answers that follow a JSON schema"),
     "start": ("start.measure", "measure the time from a fresh process to its first answer"),
     "throughput": ("workloads.measure", "run 256 requests of mixed lengths at once"),
+    "io": ("io.measure", "measure offline throughput and the first token, by lengths of prompts and answers"),
     "parallel": ("workloads.measure", "draw 8 samples of each of 32 prompts"),
     "prefix": ("workloads.measure", "run 128 requests that share 2,048 cached tokens"),
     "beam": ("workloads.measure", "run beam search of width 4 over 8 prompts"),
