@@ -96,7 +96,7 @@ FIELDS = {
     "profile.KernelShare": "kernel launches launches_per_layer microseconds bytes fraction",
     "kernels.MatvecResult": "op features columns floor cublas ours tile recorded",
     "kernels.ChunkAttentionResult": "prompt completion copied shared ours",
-    "kernels.Limits": "copy_bandwidth matmul_rate",
+    "kernels.LoadLimits": "copy_bandwidth matmul_rate",
     "kernels.KernelResult": "op shape microseconds bytes flops bound fraction error",
     "memory.MemoryResult": "table lengths setting value",
     "memory.SwapResult": "block_size num_tokens swap_out swap_in recompute",
