@@ -35,7 +35,7 @@ def _cases(name: str, value: Any) -> tuple[Case, ...]:
 
 @dataclass(frozen=True)
 class IoOptions(ModelOptions):
-    cases: Any = custom(
+    cases: Any = custom(  # noqa: RUF009
         _CASES, _cases, metavar="IN:OUT:REQUESTS,…", help="tokens of each prompt and answer, and number of requests"
     )
 
