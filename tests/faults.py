@@ -53,6 +53,10 @@ METHODS = "tests/engine/test_method_failures.py::"
 ANY_CALL = METHODS + "test_an_exception_at_any_call_of_a_method_ends_that_request_alone"
 BEAMS = "tests/beams/test_beam_search.py::"
 SEARCH = "tests/beams/test_search.py"
+REASONING = "tests/engine/test_reasoning_budget.py::"
+LIMIT = REASONING + "test_the_limit_is_exact"
+DEPTHS = REASONING + "test_answers_at_several_depths_are_those_of_separate_runs"
+DEPTH_COST = REASONING + "test_forks_of_a_thought_compute_only_their_own_tokens"
 THEIR_BEAMS = BEAMS + "test_the_same_beams_and_scores_as_transformers"
 DEVICE_BEAMS = "tests/beams/test_device_beams.py::"
 FOLLOWED_SWAP = DEVICE_BEAMS + "test_preemption_and_aborts_at_any_step"
@@ -342,7 +346,20 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a-place-is-tried-once", "Source.part", "BoolOp 0", "True",
          GUESSES + "test_a_text_may_go_on_with_what_it_has_parted_from"),
     ],
+    "minillm/text/reasoning_budget.py": [
+        ("thought-of-one-token-more", "Thought._push", "Compare 4", "$left > $comparators[0]", LIMIT + "[plain]"),
+        ("thought-that-never-ends-itself", "Thought._push", "Compare 3", "False", LIMIT + "[plain]"),
+        ("thought-with-drafts-beyond-its-limit", "Thought.num_free", "BinOp 1", "$ + 2",
+         REASONING + "test_accepted_drafts_stop_at_the_limit"),
+    ],
     "minillm/engine/samples.py": [
+        ("thought-forks-with-another-seed", "Samples._fork_reasoning", "Assign 3.value.elts[0]", "0",
+         DEPTHS + "[plain]"),
+        ("thought-forks-without-logits", "Samples._fork_reasoning", "Call 14", "0", DEPTH_COST),
+        ("thought-forks-while-saved", "Samples._fork_reasoning", "If 1.test", "False",
+         REASONING + "test_forks_of_a_request_that_is_just_being_swapped_out"),
+        ("thought-forks-too-early", "Samples._fork_reasoning", "Compare 2", "$left + 1 < $comparators[0]",
+         DEPTHS + "[plain]"),
         ("two-samples-of-one-seed", "Samples.prompt_computed", "BinOp 2", "($left - 1) * $right",
          ENGINE + "test_samples_share_the_prompt_and_differ"),
         ("samples-share-their-text", "Samples.prompt_computed", "IfExp 1", "$test.left",
@@ -462,6 +479,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          BUDGET + "test_the_step_that_is_measured_unpacks_as_much_as_any"),
     ],
     "minillm/runner/penalties.py": [
+        ("forced-tokens-cost-a-beam", "process_logits", "If 1.test", "False",
+         REASONING + "test_forced_tokens_cost_a_beam_nothing"),
         ("prompt-pays-for-its-tokens", "_penalize", "Subscript 3", "$value", PENALTIES),
         ("answer-alone-pays-for-repetition", "_penalize", "IfExp 0", "$body", PENALTIES),
         ("processor-is-not-heard", "_run", "Expr 1", "pass", PROCESSORS),
@@ -1116,6 +1135,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/weights/test_download.py::test_one_file_of_a_repository_is_a_model"),
     ],
     "minillm/runner/masks.py": [
+        ("thought-under-the-grammar", "grammar_now", "BoolOp 1", "False",
+         REASONING + "test_a_grammar_leaves_the_thought_alone"),
+        ("thought-ends-one-step-late", "needs_tokens", "BinOp 0", "$left",
+         REASONING + "test_a_limited_run_is_the_same_as_plain_runs_in_a_row[device]"),
         ("end-token-anywhere", "_follow_grammars", "BoolOp 1", "True",
          CONSTRAINED + "test_the_model_may_end_where_the_grammar_lets_it"),
         ("min-tokens-ignored-by-masks", "_follow_grammars", "UnaryOp 2", "True",

@@ -14,12 +14,16 @@ import torch
 
 from lib.engine import engine_for, run
 from lib.models import hf_model, ours, write_sentencepiece_model, write_tiny_model
+from lib.speculation import counting_model, guesses_of
 from lib.tokens import THINKING
 from minillm import LLM, BeamSearchParams, Grammar, SamplingParams
+from minillm.cache import check
 from minillm.engine.engine import Engine
+from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.model.llama import Llama
 from minillm.outputs import CompletionOutput, RequestOutput
+from minillm.sequence import Schedule
 from minillm.text.reasoning_budget import CLOSED, CLOSING
 from minillm.text.tokenizer import Tokenizer
 
@@ -110,14 +114,14 @@ def check_outputs(
     return num_cut, num_short
 
 
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"on_device": True},
-    {"on_device": True, "speculate": "lookup"},
-    {"speculate": "lookup"},
-    {"num_blocks": 100, "admission": "optimistic"},
-    {"num_blocks": 100, "host_blocks": 40, "admission": "optimistic", "on_device": True},
-]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "device": {"on_device": True},
+    "device-drafts": {"on_device": True, "speculate": "lookup"},
+    "drafts": {"speculate": "lookup"},
+    "recompute": {"num_blocks": 100, "admission": "optimistic"},
+    "swap": {"num_blocks": 100, "host_blocks": 40, "admission": "optimistic", "on_device": True},
+}
 
 
 def random_runs(parts: tuple[Llama, Tokenizer], seed: int, count: int, **way: Any) -> tuple[int, int]:
@@ -129,9 +133,9 @@ def random_runs(parts: tuple[Llama, Tokenizer], seed: int, count: int, **way: An
     return check_outputs(tokenizer, requests, outputs)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_limit_is_exact(parts: tuple[Llama, Tokenizer], way: dict[str, Any]) -> None:
-    num_cut, num_short = random_runs(parts, 0, 12, **way)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_limit_is_exact(parts: tuple[Llama, Tokenizer], way: str) -> None:
+    num_cut, num_short = random_runs(parts, 0, 12, **WAYS[way])
     assert num_cut > 5
     assert num_short > 1
 
@@ -139,11 +143,11 @@ def test_the_limit_is_exact(parts: tuple[Llama, Tokenizer], way: dict[str, Any])
 @pytest.mark.soak
 def test_the_limit_is_exact_in_a_thousand_runs(parts: tuple[Llama, Tokenizer]) -> None:
     for number in range(42):
-        random_runs(parts, 1 + number, 24, **WAYS[number % len(WAYS)])
+        random_runs(parts, 1 + number, 24, **[*WAYS.values()][number % len(WAYS)])
 
 
-@pytest.mark.parametrize("way", WAYS[:4], ids=str)
-def test_a_limited_run_is_the_same_as_plain_runs_in_a_row(parts: tuple[Llama, Tokenizer], way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", list(WAYS)[:4])
+def test_a_limited_run_is_the_same_as_plain_runs_in_a_row(parts: tuple[Llama, Tokenizer], way: str) -> None:
     """First the thought, as of a request without a limit; then the answer to a prompt that ends with the closing."""
     tokenizer = parts[1]
     prompt = [5, 9, 60, *ids_of(tokenizer, "<think>\n")]
@@ -154,10 +158,36 @@ def test_a_limited_run_is_the_same_as_plain_runs_in_a_row(parts: tuple[Llama, To
         before = first.outputs[0].token_ids + ids_of(tokenizer, CLOSING)
         [second] = run(engine(parts), [(prompt + before, SamplingParams(max_tokens=9, **drawn))])
         params = SamplingParams(max_reasoning_tokens=limit, max_tokens=len(before) + 9, **drawn)
-        [output] = run(engine(parts, **way), [(prompt, params)])
+        [output] = run(engine(parts, **WAYS[way]), [(prompt, params)])
         assert output.outputs[0].token_ids == before + second.outputs[0].token_ids
         assert output.outputs[0].logprobs is not None
         assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids)
+
+
+def test_accepted_drafts_stop_at_the_limit(parts: tuple[Llama, Tokenizer]) -> None:
+    """The model counts, and the prompt has counted before: draft tokens are accepted up to the limit."""
+    tokenizer = parts[1]
+    counting = counting_model(vocab_size=640, max_position_embeddings=512), tokenizer
+    [last] = ids_of(tokenizer, "\n")
+    prompt = [*range(last, last + 60), *ids_of(tokenizer, "<think>\n")]
+    closing = ids_of(tokenizer, CLOSING)
+    for limit in (20, 21, 22, 23):
+        running = engine(counting, speculate="lookup")
+        params = SamplingParams(temperature=0, max_tokens=limit + len(closing), max_reasoning_tokens=limit)
+        [output] = run(running, [(prompt, params)])
+        assert output.outputs[0].token_ids == [*range(last + 1, last + 1 + limit), *closing]
+        assert guesses_of(running).num_accepted > 10
+
+
+def test_a_grammar_leaves_the_thought_alone(parts: tuple[Llama, Tokenizer]) -> None:
+    tokenizer = parts[1]
+    prompt = [5, 9, 60, *ids_of(tokenizer, "<think>\n")]
+    params = SamplingParams(seed=3, max_tokens=90, max_reasoning_tokens=12, ignore_eos=True)
+    bound = replace(params, grammar=Grammar.regex(PATTERN))
+    [plain, restricted] = run(engine(parts), [(prompt, params), (prompt, bound)])
+    length = 12 + len(ids_of(tokenizer, CLOSING))
+    assert restricted.outputs[0].token_ids[:length] == plain.outputs[0].token_ids[:length]
+    assert re.fullmatch(PATTERN, tokenizer.decode(restricted.outputs[0].token_ids[length:]))
 
 
 def test_forced_tokens_cost_a_beam_nothing(parts: tuple[Llama, Tokenizer]) -> None:
@@ -264,17 +294,53 @@ def assert_like_separate_runs(parts: tuple[Llama, Tokenizer], seed: int, way: di
     return reached
 
 
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[2], WAYS[5]], ids=str)
-def test_answers_at_several_depths_are_those_of_separate_runs(
-    parts: tuple[Llama, Tokenizer], way: dict[str, Any]
+@pytest.mark.parametrize("way", ["plain", "device-drafts", "swap"])
+def test_answers_at_several_depths_are_those_of_separate_runs(parts: tuple[Llama, Tokenizer], way: str) -> None:
+    assert assert_like_separate_runs(parts, 0, WAYS[way])
+
+
+def test_forks_of_a_request_that_is_just_being_swapped_out(
+    parts: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert assert_like_separate_runs(parts, 0, way)
+    """A request forks at each token of its thought, and is swapped out while its next token is on the device."""
+    prompt = ids_of(parts[1], "Why<think>\n")
+    params = SamplingParams(seed=1, max_tokens=14, max_reasoning_tokens=12, ignore_eos=True)
+    depths = list(range(12))
+    alone = [
+        run(engine(parts), [(prompt, replace(params, max_reasoning_tokens=depth))])[0].outputs[0].token_ids
+        for depth in (*depths, 12)
+    ]
+    for step in range(1, 14):
+        running = engine(parts, num_blocks=200, host_blocks=200, on_device=True)
+        running.add_request("0", prompt, replace(params, reasoning_depths=depths))
+        outputs = []
+        for number in range(200):
+            if number == step:  # what `Scheduler._make_room` does when blocks run out
+                scheduler = running.scheduler
+
+                def preempting(scheduler: Scheduler = scheduler) -> Schedule:
+                    schedule, victim = Schedule(), scheduler.running.pop()
+                    scheduler.waiting.appendleft(victim)
+                    scheduler.preemption.take_out(victim, schedule)
+                    return schedule
+
+                monkeypatch.setattr(scheduler, "schedule", preempting)
+            running.step()
+            if number == step:
+                monkeypatch.undo()
+            outputs += running.take_finished()
+            check(running.cache)
+            if not running.has_work:
+                break
+        [output] = outputs
+        assert output.error is None
+        assert [each.token_ids for each in output.outputs] == alone
 
 
 @pytest.mark.soak
 def test_answers_at_random_depths_are_those_of_separate_runs(parts: tuple[Llama, Tokenizer]) -> None:
     for number in range(60):
-        assert_like_separate_runs(parts, 1 + number, WAYS[number % len(WAYS)])
+        assert_like_separate_runs(parts, 1 + number, [*WAYS.values()][number % len(WAYS)])
 
 
 def num_computed(running: Engine, prompt: list[int], params: SamplingParams) -> tuple[int, list[CompletionOutput]]:
