@@ -20,6 +20,7 @@ from textual import constants, events
 from textual._xterm_parser import XTermParser
 from textual.app import App, ComposeResult
 from textual.command import CommandList, CommandPalette
+from textual.css.model import RuleSet
 from textual.css.query import NoMatches
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Offset, Size
@@ -59,6 +60,9 @@ def _without_wide_looks(unicode_version: str = "auto") -> cells.CellTable:
     return _load_cell_table(unicode_version)._replace(narrow_to_wide=frozenset())
 
 
+# Styling a widget hashes every rule of the style sheets. Textual's `__hash__` is written in Python. With it, styling
+# all widgets of the chat takes 19 ms instead of 17.
+RuleSet.__hash__ = object.__hash__  # type: ignore[method-assign]
 cells.load_cell_table = _without_wide_looks  # a character has one width in all terminals; see `TerminalDriver.write`
 
 
