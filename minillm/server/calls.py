@@ -99,7 +99,7 @@ class CallDispatcher:
 
     def _pin(self, call: messages.PinPrefix) -> None:
         def work() -> None:
-            ids = prompt_ids(self._driver, call.prompt)
+            ids = prompt_ids(self._driver, call.prompt, call.tenant)
             self.jobs.put(partial(self._requests.prefixes.pin, call, ids))
 
         self._answer(call.call_id, work, silent=True)
@@ -122,7 +122,9 @@ class CallDispatcher:
         if isinstance(call, messages.Detokenize):
             return tokenizer.decode(call.token_ids)
         if isinstance(call.prompt, messages.Conversation):
-            ids, _ = with_thoughts(self._driver, prompt_ids(self._driver, call.prompt), is_bare=call.is_bare)
+            ids, _ = with_thoughts(
+                self._driver, prompt_ids(self._driver, call.prompt, call.tenant), is_bare=call.is_bare
+            )
         else:
             ids = self._driver.token_ids(
                 call.prompt, add_special_tokens=call.add_special_tokens, parse_special=call.parse_special

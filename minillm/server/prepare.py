@@ -36,7 +36,7 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
     """Convert a request to token ids and parameters. Raises MinillmError if the request is invalid."""
     params = _params(call)
     driver.engine.requests.grammars.matcher(params)  # compile the grammar now, so that the engine thread need not
-    token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, special=call.fork is None)
+    token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, call.tenant, special=call.fork is None)
     continuation = None
     if isinstance(call.prompt, str) and call.fork is not None:
         continuation = driver.tokenizer.encode(call.prompt, add_special_tokens=False, continues=True)
@@ -100,15 +100,17 @@ def _naming(tool: str) -> Iterator[None]:
         raise UsageError(f"grammar: {tool}: {str(error).removeprefix('grammar: ')}") from None
 
 
-def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, special: bool = True) -> list[int]:
-    """Return the token ids of a prompt. ``special``: include the special tokens that begin a text."""
+def prompt_ids(
+    driver: Driver, prompt: str | list[int] | Conversation, tenant: str, *, special: bool = True
+) -> list[int]:
+    """Return the token ids of a tenant's prompt. ``special``: include the special tokens that begin a text."""
     if isinstance(prompt, Conversation):
         if known := prompt.known_ids:
             if known[-1] in driver.engine.requests.eos_token_ids:  # the template ends the answer itself
                 known = known[:-1]
             with suppress(UsageError):  # for example a template that shows results of tools only after calls
-                return known + _chat_ids(driver, prompt, prompt.num_known)
-        return _chat_ids(driver, prompt)
+                return known + _chat_ids(driver, prompt, tenant, prompt.num_known)
+        return _chat_ids(driver, prompt, tenant)
     if isinstance(prompt, str):
         if not driver.engine.requests.tokenizer:
             raise UsageError("this model has no tokenizer; give token ids instead of text")
@@ -116,7 +118,7 @@ def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, specia
     return prompt
 
 
-def _chat_ids(driver: Driver, prompt: Conversation, num_known: int = 0) -> list[int]:
+def _chat_ids(driver: Driver, prompt: Conversation, tenant: str, num_known: int = 0) -> list[int]:
     return driver.tokenizer.apply_chat_template(
         prompt.messages,
         add_generation_prompt=prompt.add_generation_prompt,
@@ -124,6 +126,7 @@ def _chat_ids(driver: Driver, prompt: Conversation, num_known: int = 0) -> list[
         tools=prompt.tools,
         thinks=prompt.template_options.get("enable_thinking"),
         num_known=num_known,
+        owner=tenant,
     )
 
 

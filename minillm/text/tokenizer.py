@@ -33,6 +33,7 @@ from minillm.text.control_tokens import BREAK, CONTINUES, Spellings, admissible,
 from minillm.text.dummy_prefix import with_removal
 from minillm.text.gguf_tokenizer import rebuild
 from minillm.text.hf_tokenizer import encoder_of, read_directory
+from minillm.text.pieces import Pieces
 from minillm.text.reading import is_there
 from minillm.text.reasoning import CLOSE, OPEN
 from minillm.text.safe import clean_line
@@ -145,6 +146,9 @@ class Tokenizer:
         pre_tokenizer, puts_space = with_removal(own["pre_tokenizer"], "pretokenizers")
         self._adds_prefix = prepends or puts_space
         normalizer = {"type": "Sequence", "normalizers": [_DROP] if normalizer is None else [_DROP, normalizer]}
+        self._pieces = (
+            None if self._steps is not None else Pieces.of(backend.get_added_tokens_decoder(), own, self._whole_ids)
+        )
         if self._steps is not None:  # the whole tokenizer runs in a separate process
             steps = {**own, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
             return encoder_of({**json.loads(backend.to_str()), **steps})
@@ -248,7 +252,9 @@ class Tokenizer:
 
     def _ids(self, text: str, continues: bool = False) -> list[int]:
         """Encode ``text``. Raises UsageError if an id has no embedding in the model."""
-        ids = self._whole_ids(CONTINUES + text if continues and self._adds_prefix else text)
+        return self._with_embeddings(self._whole_ids(CONTINUES + text if continues and self._adds_prefix else text))
+
+    def _with_embeddings(self, ids: list[int]) -> list[int]:
         if self.vocab_size > self._num_rows and max(ids, default=0) >= self._num_rows:
             beyond = next(self._texts[i] for i in ids if i >= self._num_rows)
             raise UsageError(f"the model has no embedding for the token {clean_line(beyond, 60)!r}; leave it out")
@@ -286,8 +292,11 @@ class Tokenizer:
         thinks: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         num_known: int = 0,
+        owner: str | None = None,
     ) -> list[int]:
         """Encode a conversation. Control tokens come only from the template, never from a message or a tool.
+
+        Texts between control tokens are encoded once, and their ids kept for later turns of the same ``owner``.
 
         ``chat_template`` is a Jinja template to use instead of the model's own. `ChatTemplate.render` describes the
         other arguments.
@@ -312,9 +321,12 @@ class Tokenizer:
             tools=None if tools is None else with_texts(plain_tools(tools), self._user_broken),
             num_known=num_known,
         )
-        ids = self._ids(text, num_known > 0)
+        if self._pieces is None or num_known:
+            ids = self._ids(text, num_known > 0)
+        else:
+            ids = self._with_embeddings(self._pieces.ids(text, owner))
         meant = self._user_spellings.count(text)
-        if sum(token_id in self.control_ids for token_id in ids) > meant:
+        if sum(map(self.control_ids.__contains__, ids)) > meant:
             ids = self._ids_apart(text, num_known > 0)
         return ids
 

@@ -1,0 +1,77 @@
+"""The ids of the texts between a chat's control tokens, kept from turn to turn.
+
+The ``tokenizers`` library first searches a text for added tokens. Then it encodes each piece between two of them alone.
+So the ids of a chat are those of its pieces in order, and a new turn has to encode only its own pieces.
+"""
+
+import json
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Any
+
+from tokenizers import AddedToken
+
+_MOST_CHARACTERS = 1 << 21  # of all kept pieces: their ids take about one byte for each
+
+
+class Pieces:
+    """Encodes chats piece by piece. Threads may use it together.
+
+    Args:
+        added: the ids of the added tokens for which the library searches first, by their texts.
+        encode: encodes one piece with the library.
+    """
+
+    def __init__(self, added: Mapping[str, int], encode: Callable[[str], list[int]]) -> None:
+        self._added, self._encode = dict(added), encode
+        texts = sorted(added, key=len, reverse=True)  # the library, too, takes the longest of several
+        begins = "".join(re.escape(text[0]) for text in texts)
+        self._pattern = re.compile(f"((?=[{begins}])(?:{'|'.join(map(re.escape, texts))}))" if texts else "((?!))")
+        self._kept: OrderedDict[tuple[str | None, str], array[int]] = OrderedDict()
+        self._size, self._lock = 0, Lock()
+
+    @classmethod
+    def of(
+        cls, added: Mapping[int, AddedToken], steps: Mapping[str, Any], encode: Callable[[str], list[int]]
+    ) -> "Pieces | None":
+        """Return the pieces of a tokenizer; None if a piece's ids may depend on what stands next to it.
+
+        Args:
+            added: all added tokens by id, as the library searches for them.
+            steps: normalizer and pre-tokenizer, as in tokenizer.json.
+        """
+        first = {token.content: number for number, token in added.items() if not token.normalized and token.content}
+        strips = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
+        depends = '"prepend_scheme": "first"' in json.dumps(steps)  # a space before the first piece alone
+        return None if strips or depends or not first else cls(first, encode)
+
+    def ids(self, text: str, owner: str | None = None) -> list[int]:
+        """Return the ids of a text, the same as the library's.
+
+        Only requests of the same ``owner`` use each other's pieces: the time would tell others that a text is known.
+        """
+        found: list[int] = []
+        for number, part in enumerate(self._pattern.split(text)):
+            if number % 2:
+                found.append(self._added[part])
+            elif part:
+                found += self._piece(part, owner)
+        return found
+
+    def _piece(self, text: str, owner: str | None) -> "array[int]":
+        with self._lock:
+            if kept := self._kept.get((owner, text)):
+                self._kept.move_to_end((owner, text))
+                return kept
+        ids = array("I", self._encode(text))
+        with self._lock:
+            if (owner, text) not in self._kept and len(text) <= _MOST_CHARACTERS:
+                self._kept[owner, text] = ids
+                self._size += len(text)
+            while self._size > _MOST_CHARACTERS:
+                (_, oldest), _ = self._kept.popitem(last=False)
+                self._size -= len(oldest)
+        return ids
