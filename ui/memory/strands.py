@@ -211,7 +211,8 @@ class Strands(LineView):
         if line.tree.table is not None:
             is_one_of_many = self._is_current(line) and len(self.memory.current_tables) == 1 < len(self.memory.tables)
             mark = [("▸ ", "rail")] if is_one_of_many else []
-            return [rails, *mark, *self._leaf(line.tree.table, line.tree.node)]
+            room = width - sum(cell_len(text) for text, _ in (rails, *mark))
+            return [rails, *mark, *self._leaf(line.tree.table, line.tree.node, room)]
         assert line.tree.node is not None
         shared, sharers = plural(len(line.tree.node.blocks), "block"), line.tree.node.num_tables
         return [rails, (f"┏ {shared} ×{sharers}", "shared")]
@@ -232,7 +233,7 @@ class Strands(LineView):
         room = max(4, width - cell_len(rail) - sum(cell_len(mark) for mark, _ in marks))
         return [(rail, kind), (_cut(text or f"block {block}", room), words), *marks]
 
-    def _leaf(self, table: TableView, node: BlockNode | None) -> Parts:
+    def _leaf(self, table: TableView, node: BlockNode | None, room: int) -> Parts:
         pool, swapped = self.memory.pool, table.state == "swapped"
         assert pool is not None
         parts = [(self.memory.table_name(table), "name" if swapped else _color(table))]
@@ -241,11 +242,12 @@ class Strands(LineView):
         hit = pool.hits.get(table.seq_id)
         if hit is not None and hit.num_found and self._is_new(("hit", table.seq_id), hit.moment, _LEFT):
             return [*parts, (f"  {count(hit.num_found)} of {plural(hit.num_tokens, 'token')} were cached", "shared")]
-        if table.state != "idle":
-            parts.append((f" {table.state}", "swapped" if swapped else "fact"))
-        own = 0 if node is None else len(node.blocks)
-        parts.append((f"  {count(own)} {'on the CPU' if swapped else 'own'}", "swapped" if swapped else "fact"))
-        return parts
+        own, kind = 0 if node is None else len(node.blocks), "swapped" if swapped else "fact"
+        blocks = (f"  {count(own)} {'on the CPU' if swapped else 'own'}", kind)
+        state = [] if table.state == "idle" else [(f" {table.state}", kind)]
+        if table.state == "running" and sum(cell_len(text) for text, _ in (*parts, *state, blocks)) > room:
+            state = []  # the number of blocks says more
+        return [*parts, *state, blocks]
 
     def _gone(self, line: Fading, width: int) -> Parts:
         pool, left = self.memory.pool, line.left
