@@ -281,8 +281,8 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
 def attended_halves(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScale) -> HalfActivations | None:
     """Compute `paged_attention` as the input ``[sequences, heads * head_dim]`` of a low-bit matmul, scaled with ``by``.
 
-    Return None if contexts have only one part, because the merge writes that layout, or if the matmul would read
-    columns after the last head.
+    Return None if contexts are not split: only the kernel that merges the parts of a context can write that input. Also
+    return None if ``heads * head_dim`` is not a multiple of SPAN, because the matmul would read past the last head.
     """
     check_inputs(q, pages, q.shape[0])
     num_seqs, num_heads, head_dim = q.shape

@@ -179,7 +179,10 @@ class _Int8Linear:
 
 
 class _Scratch:
-    """A buffer for the activations of a matmul, and its views. Creating a view costs as much as adding a row."""
+    """A buffer for the activations of a matmul, and its views.
+
+    Views are created once: creating one takes as long as computing one more row of activations.
+    """
 
     @torch.inference_mode(False)  # tensors of inference mode cannot be written outside it
     def __init__(self, rows: int, in_features: int, width: int) -> None:

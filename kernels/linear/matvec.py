@@ -183,8 +183,9 @@ def norm_matvec(
 
 
 def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute RMSNorm, then ``silu(gate) * up``, ``[tokens, out / 2]``, of a fused weight: see
-    `reference.norm_gated_linear`.
+    """Return ``silu(gate) * up`` as ``[tokens, out / 2]``, where ``gate, up = rms_norm(x) @ weight.T + bias``.
+
+    The rows of gate come first in ``weight``. See `reference.norm_gated_linear`.
     """
     return launch(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
 

@@ -68,11 +68,11 @@ def places_of(
 def order_of_choice(
     forms: Iterable[Sized], budget: Budget, bandwidth: float | None
 ) -> tuple[list[tuple[Sized, Fit]], list[tuple[Sized, Fit]]]:
-    """Return the quantizations that fit in two orders.
+    """Return the quantizations that fit, as two lists in different orders.
 
     Returns:
-        The order in which a chat tries them, downloaded ones first.
-        The order of `ranked`, best first.
+        In the order in which a chat tries them: downloaded ones first, then best first.
+        In the order of `ranked`: best first.
     """
     fitting = ranked(forms, budget, bandwidth)
     return sorted(fitting, key=lambda each: not each[0].downloaded), fitting

@@ -8,7 +8,10 @@ class StepObserver:
     """Base class of objects that a runner calls at every step. Each method does nothing by default."""
 
     def prepare(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
-        """Apply the step's block moves and (source, destination) copies to other pools. Propose its optional tokens."""
+        """Repeat the step's block moves and (source, destination) copies in the observer's own KV pool, if it has one.
+
+        A draft model also proposes draft tokens for the step's chunks that have room for them.
+        """
 
     def begin(self, work: StepWork) -> None:
         """Handle the step's ``work`` before the device gets it, for example send it to other ranks."""

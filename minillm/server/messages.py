@@ -80,7 +80,7 @@ class Complete(Call):
 
     @property
     def is_bare(self) -> bool:
-        """Return whether the answer has no reasoning: its grammar allows none, and does not wait for the end of one."""
+        """Return whether the answer has no reasoning: its grammar begins with the answer and allows no reasoning."""
         return "grammar" in self.params and not self.thinks and self.params.get("max_reasoning_tokens") is None
 
 

@@ -55,8 +55,9 @@ class Tokenizer:
     """A model's tokenizer, created by `load`, `from_directory` or `from_gguf`.
 
     Args:
-        steps: untrusted normalizer, pre-tokenizer and post-processor, as in tokenizer.json. The backend lacks them. If
-            given, the whole tokenizer runs in a separate process.
+        backend: the tokenizer of the ``tokenizers`` library.
+        steps: normalizer, pre-tokenizer and post-processor, as in tokenizer.json, if they are not trusted. The backend
+            then has none, and the whole tokenizer runs in a separate process.
         num_rows: rows of the model's embedding; None: no limit. Added tokens may have larger ids, such as a ``<pad>``
             that the model was never trained with. The model cannot produce them, and a text that contains one is
             rejected.

@@ -17,9 +17,10 @@ def wants_logprobs(draws: Sequence[Chunk]) -> bool:
 
 
 def num_listed(draws: Sequence[Chunk], vocab: int) -> int:
-    """Return how many most probable tokens a graph should find for each row.
+    """Return the number of most probable tokens that a graph should find for each row.
 
-    0 if no request wants any. Also 0 if a request wants more than a graph can find: then they are found without one.
+    It is 0 if no request wants any, or if the largest number up to `MANY` is too large for a graph. Requests for more
+    than `MANY` do not count here, because the sampler sorts for them.
     """
     most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= MANY), default=0)
     return next((min(count, vocab) for count in _LISTED if count >= most), 0) if most else 0
