@@ -55,8 +55,9 @@ BEAMS = "tests/beams/test_beam_search.py::"
 SEARCH = "tests/beams/test_search.py"
 REASONING = "tests/engine/test_reasoning_budget.py::"
 LIMIT = REASONING + "test_the_limit_is_exact"
-DEPTHS = REASONING + "test_answers_at_several_depths_are_those_of_separate_runs"
-DEPTH_COST = REASONING + "test_forks_of_a_thought_compute_only_their_own_tokens"
+DEPTH = "tests/engine/test_depths.py::"
+DEPTHS = DEPTH + "test_answers_at_several_depths_are_those_of_separate_runs"
+DEPTH_COST = DEPTH + "test_forks_of_a_thought_compute_only_their_own_tokens"
 THEIR_BEAMS = BEAMS + "test_the_same_beams_and_scores_as_transformers"
 DEVICE_BEAMS = "tests/beams/test_device_beams.py::"
 FOLLOWED_SWAP = DEVICE_BEAMS + "test_preemption_and_aborts_at_any_step"
@@ -357,7 +358,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          DEPTHS + "[plain]"),
         ("thought-forks-without-logits", "Samples._fork_reasoning", "Call 14", "0", DEPTH_COST),
         ("thought-forks-while-saved", "Samples._fork_reasoning", "If 1.test", "False",
-         REASONING + "test_forks_of_a_request_that_is_just_being_swapped_out"),
+         DEPTH + "test_forks_of_a_request_that_is_just_being_swapped_out"),
         ("thought-forks-too-early", "Samples._fork_reasoning", "Compare 2", "$left + 1 < $comparators[0]",
          DEPTHS + "[plain]"),
         ("two-samples-of-one-seed", "Samples.prompt_computed", "BinOp 2", "($left - 1) * $right",

@@ -215,7 +215,8 @@ def test_a_group_does_not_pay_for_beams_that_a_stop_string_has_ended(models: tup
     """A stop string of one token's text ends a search as that token would if it were an end token."""
     theirs, model = models
     table = [chr(256 + token).encode() for token in range(97)]
-    tokenizer = SimpleNamespace(detokenizer=partial(StreamingDetokenizer, table))
+    no_tags: dict[str, Any] = {"encode": lambda text, **_: list(text.encode()), "chat_template": ""}
+    tokenizer = SimpleNamespace(detokenizer=partial(StreamingDetokenizer, table), **no_tags)
     params = ending(1.0, True, beam_width=6, num_beam_groups=3, diversity_penalty=0.7)
     for prompt in prompts(4, longest=8):
         engine = engine_for(model, num_blocks=256, tokenizer=cast(Any, tokenizer))

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import random
 import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lib.engine import engine_for, run
 from lib.models import hf_model, ours, write_sentencepiece_model, write_tiny_model
+from lib.reasoning import PATTERN, WAYS, engine, ids_of, request
 from lib.speculation import counting_model, guesses_of
 from lib.tokens import THINKING
 from minillm import LLM, BeamSearchParams, Grammar, SamplingParams
-from minillm.cache import check
-from minillm.engine.engine import Engine
-from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.model.llama import Llama
 from minillm.outputs import CompletionOutput, RequestOutput
-from minillm.sequence import Schedule
 from minillm.text.reasoning_budget import CLOSED, CLOSING
 from minillm.text.tokenizer import Tokenizer
-
-PATTERN = r"[a-c]{2,9}x"
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +31,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def parts(directory: Path) -> tuple[Llama, Tokenizer]:
     return ours(hf_model(vocab_size=640, max_position_embeddings=512)), Tokenizer.from_directory(directory)
-
-
-def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
-
-
-def engine(parts: tuple[Llama, Tokenizer], **options: Any) -> Engine:
-    model, tokenizer = parts
-    assert tokenizer.eos_token_id is not None
-    sizes: dict[str, Any] = {"num_blocks": 1000, "max_num_seqs": 128, **options}
-    return engine_for(model, tokenizer=tokenizer, eos=frozenset({tokenizer.eos_token_id}), **sizes)
 
 
 def thought_and_answer(tokenizer: Tokenizer, output: CompletionOutput, limit: int, is_open: bool) -> tuple[int, str]:
@@ -70,30 +52,6 @@ def thought_and_answer(tokenizer: Tokenizer, output: CompletionOutput, limit: in
     return limit, tokenizer.decode(ids[limit + len(forced) :])
 
 
-def request(rng: random.Random, tokenizer: Tokenizer, number: int) -> tuple[list[int], Any, bool]:
-    """Return a prompt, parameters, and whether the prompt has opened the thought."""
-    is_open = rng.random() < 0.7
-    prompt = [rng.randrange(10, 500) for _ in range(rng.randint(1, 30))]
-    prompt += ids_of(tokenizer, "<think>\n") if is_open else []
-    [opening], [closing] = ids_of(tokenizer, "<think>"), ids_of(tokenizer, "</think>")
-    shared: dict[str, Any] = {
-        "max_reasoning_tokens": rng.choice([0, 1, 2, 7, rng.randint(3, 25)]),
-        "max_tokens": rng.randint(50, 80),
-        "logit_bias": {closing: rng.choice([-100.0, 15.0, 25.0]), opening: 0.0 if is_open else 30.0},
-        "grammar": Grammar.regex(PATTERN) if rng.random() < 0.3 else None,
-        "ignore_eos": False,
-    }
-    if rng.random() < 0.25:
-        return prompt, BeamSearchParams(beam_width=rng.randint(1, 4), **shared), is_open
-    sampling: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0, "logprobs": 2, "repetition_penalty": 1.2},
-        {"n": rng.randint(1, 4), "top_p": 0.9, "frequency_penalty": rng.choice([0.0, 0.5])},
-        {"min_tokens": 28, "allowed_token_ids": [*range(20, 400), opening, closing]},
-    ]
-    return prompt, SamplingParams(seed=number, **{**shared, **rng.choice(sampling)}), is_open
-
-
 def check_outputs(
     tokenizer: Tokenizer, requests: list[tuple[list[int], Any, bool]], outputs: list[RequestOutput]
 ) -> tuple[int, int]:
@@ -112,16 +70,6 @@ def check_outputs(
             if params.grammar is not None and each.finish_reason == "stop":
                 assert re.fullmatch(PATTERN, answer), each.text
     return num_cut, num_short
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "device": {"on_device": True},
-    "device-drafts": {"on_device": True, "speculate": "lookup"},
-    "drafts": {"speculate": "lookup"},
-    "recompute": {"num_blocks": 100, "admission": "optimistic"},
-    "swap": {"num_blocks": 100, "host_blocks": 40, "admission": "optimistic", "on_device": True},
-}
 
 
 def random_runs(parts: tuple[Llama, Tokenizer], seed: int, count: int, **way: Any) -> tuple[int, int]:
@@ -254,172 +202,3 @@ def test_a_model_without_tags_says_so(tmp_path: Path) -> None:
         engine_for(model).add_request("a", [5], SamplingParams(max_reasoning_tokens=3))
     with pytest.raises(UsageError, match="max_reasoning_tokens must be"):
         SamplingParams(max_reasoning_tokens=-1)
-
-
-# --- answers at several depths ----------------------------------------------------------------------------------------
-
-
-def assert_like_separate_runs(parts: tuple[Llama, Tokenizer], seed: int, way: dict[str, Any]) -> int:
-    """Compare the answers at several depths with runs of these limits. Return how many depths were reached."""
-    rng, tokenizer = random.Random(seed), parts[1]
-    requests = []
-    for number in range(8):
-        prompt, params, is_open = request(rng, tokenizer, number)
-        while isinstance(params, BeamSearchParams) or params.n > 1:
-            prompt, params, is_open = request(rng, tokenizer, number)
-        depths = sorted(rng.sample(range(26), rng.randint(2, 4)))
-        params = replace(params, logprobs=1, max_reasoning_tokens=None)
-        requests.append((prompt, params, is_open, depths))
-    running = engine(parts, **way)
-    outputs = run(
-        running,
-        [
-            (prompt, replace(params, max_reasoning_tokens=depths[-1], reasoning_depths=depths[:-1]))
-            for prompt, params, _, depths in requests
-        ],
-    )
-    if "admission" in way:
-        assert running.scheduler.preemption.count > 0
-    reached = 0
-    for (prompt, params, _, depths), output in zip(requests, outputs, strict=True):
-        assert [each.index for each in output.outputs] == list(range(len(depths)))
-        alone = [(prompt, replace(params, max_reasoning_tokens=depth)) for depth in depths]
-        for one, separate in zip(output.outputs, run(engine(parts), alone), strict=True):
-            [other] = separate.outputs
-            assert (one.token_ids, one.text) == (other.token_ids, other.text)
-            assert (one.finish_reason, one.reasoning_tokens) == (other.finish_reason, other.reasoning_tokens)
-            logprobs = [[token.logprob for token in each.logprobs or []] for each in (one, other)]
-            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
-        reached += output.outputs[-1].reasoning_tokens > depths[0]
-    return reached
-
-
-@pytest.mark.parametrize("way", ["plain", "device-drafts", "swap"])
-def test_answers_at_several_depths_are_those_of_separate_runs(parts: tuple[Llama, Tokenizer], way: str) -> None:
-    assert assert_like_separate_runs(parts, 0, WAYS[way])
-
-
-def test_forks_of_a_request_that_is_just_being_swapped_out(
-    parts: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request forks at each token of its thought, and is swapped out while its next token is on the device."""
-    prompt = ids_of(parts[1], "Why<think>\n")
-    params = SamplingParams(seed=1, max_tokens=14, max_reasoning_tokens=12, ignore_eos=True)
-    depths = list(range(12))
-    alone = [
-        run(engine(parts), [(prompt, replace(params, max_reasoning_tokens=depth))])[0].outputs[0].token_ids
-        for depth in (*depths, 12)
-    ]
-    for step in range(1, 14):
-        running = engine(parts, num_blocks=200, host_blocks=200, on_device=True)
-        running.add_request("0", prompt, replace(params, reasoning_depths=depths))
-        outputs = []
-        for number in range(200):
-            if number == step:  # what `Scheduler._make_room` does when blocks run out
-                scheduler = running.scheduler
-
-                def preempting(scheduler: Scheduler = scheduler) -> Schedule:
-                    schedule, victim = Schedule(), scheduler.running.pop()
-                    scheduler.waiting.appendleft(victim)
-                    scheduler.preemption.take_out(victim, schedule)
-                    return schedule
-
-                monkeypatch.setattr(scheduler, "schedule", preempting)
-            running.step()
-            if number == step:
-                monkeypatch.undo()
-            outputs += running.take_finished()
-            check(running.cache)
-            if not running.has_work:
-                break
-        [output] = outputs
-        assert output.error is None
-        assert [each.token_ids for each in output.outputs] == alone
-
-
-@pytest.mark.soak
-def test_answers_at_random_depths_are_those_of_separate_runs(parts: tuple[Llama, Tokenizer]) -> None:
-    for number in range(60):
-        assert_like_separate_runs(parts, 1 + number, [*WAYS.values()][number % len(WAYS)])
-
-
-def num_computed(running: Engine, prompt: list[int], params: SamplingParams) -> tuple[int, list[CompletionOutput]]:
-    """Return the tokens that a request computes, prompt included, and its completions."""
-    running.add_request("one", prompt, params)
-    count = 0
-    while running.has_work:
-        running.step()
-        if (step := running.figures.last_step) is not None:
-            count += step.num_prefill_tokens + step.num_decodes
-    [output] = running.take_finished()
-    assert output.error is None
-    return count, output.outputs
-
-
-def scripted(tokenizer: Tokenizer, answer: int) -> dict[str, Any]:
-    """Return parameters of a thought that never ends by itself, and of ``answer`` tokens after it."""
-    [closing] = ids_of(tokenizer, "</think>")
-
-    def script(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        said = logits.clone()
-        said[closing] = -1e9
-        is_over = closing in output and len(output) - output.index(closing) > answer
-        said[tokenizer.eos_token_id] = 1e9 if is_over else -1e9
-        return said
-
-    return {"temperature": 0, "logits_processor": script}
-
-
-def test_forks_of_a_thought_compute_only_their_own_tokens(parts: tuple[Llama, Tokenizer]) -> None:
-    tokenizer = parts[1]
-    prompt = ids_of(tokenizer, "Count<think>\n")
-    told = SamplingParams(max_reasoning_tokens=64, max_tokens=200, **scripted(tokenizer, 9))
-    alone, [deepest] = num_computed(engine(parts, prefix_caching=False), prompt, told)
-    depths = (0, 4, 8, 16, 32)
-    together, outputs = num_computed(
-        engine(parts, prefix_caching=False), prompt, replace(told, reasoning_depths=depths)
-    )
-    assert outputs[-1] == replace(deepest, index=5)
-    own = [len(each.token_ids) - depth for each, depth in zip(outputs[:-1], depths, strict=True)]
-    assert together == alone + sum(own) - 1  # the first answer begins with the logits of the prompt
-    assert all(each.finish_reason == "stop" for each in outputs)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_six_depths_compute_a_tenth_more_than_the_deepest_alone() -> None:
-    """The tokenizer spells the closing sentence letter by letter, so the words of real tokenizers are counted."""
-    directory = Path(tempfile.mkdtemp())
-    tokenizer = Tokenizer.from_directory(write_tiny_model(directory))
-    parts = ours(hf_model(vocab_size=640, max_position_embeddings=9000)), tokenizer
-    prompt = ids_of(tokenizer, "Count<think>\n")
-    depths = [256 << number for number in range(6)]
-    sizes: dict[str, Any] = {"num_blocks": 3600, "block_size": 16, "prefix_caching": False}
-    told = SamplingParams(max_reasoning_tokens=depths[-1], max_tokens=8900, **scripted(tokenizer, 100))
-    alone, _ = num_computed(engine(parts, **sizes), prompt, told)
-    together, _ = num_computed(engine(parts, **sizes), prompt, replace(told, reasoning_depths=depths[:-1]))
-    print(f"{together} tokens computed, {alone} alone: {together / alone:.3f}")
-    assert together <= 1.10 * alone
-
-
-def test_depths_of_an_llm(directory: Path) -> None:
-    with LLM(str(directory), device="cpu", num_blocks=200) as llm:
-        prompt = ids_of(llm.tokenizer, "Count<think>\n")
-        params = SamplingParams(max_tokens=150, **scripted(llm.tokenizer, 9))
-        answers = llm.depths(prompt, [8, 0, 20, 8], params)
-        assert [each.depth for each in answers] == [8, 0, 20, 8]
-        assert answers[0] == answers[3]
-        for each in answers:
-            [output] = llm.generate(prompt, replace(params, max_reasoning_tokens=each.depth))
-            assert each.output.token_ids == output.outputs[0].token_ids
-            assert output.text.partition("</think>")[2].lstrip() == each.text
-            assert each.num_own_tokens == len(each.output.token_ids) - (each.depth if each.depth < 20 else 0)
-        biased = replace(params, logits_processor=None, logit_bias={ids_of(llm.tokenizer, "</think>")[0]: 100.0})
-        one, other = llm.depths(prompt, [3, 30], biased)
-        assert (one.text, one.num_own_tokens) == (other.text, 0)
-        with pytest.raises(UsageError, match="max_tokens is 150; it must be above"):
-            llm.depths(prompt, [200], params)
-        with pytest.raises(UsageError, match="n must be 1"):
-            llm.depths(prompt, [3, 5], replace(params, n=2))
-        with pytest.raises(UsageError, match="depths must be a list"):
-            llm.depths(prompt, [], params)
