@@ -63,14 +63,14 @@ async def test_the_trunk_stays_in_view_while_answers_grow() -> None:
         assert shown.count("⋮") > seen(pilot).split("✕")[0].count("⋮"), "there is space to unfold"
 
 
-@pytest.mark.parametrize(("columns", "line"), [(60, "a long name · 1 running  4 own"), (34, "a long name · 1  4 own")])
+@pytest.mark.parametrize(("columns", "line"), [(60, "1 running  4 own"), (34, "1  4 own"), (26, "a long name · 1")])
 async def test_a_narrow_line_keeps_the_number_of_blocks(columns: int, line: str) -> None:
     tables = [
         table(1, "turn 1", 0, "idle", 16 * 9, [*range(5), *range(30, 34)]),
         table(2, "a long name", 0, "running", 16 * 9, [*range(5), *range(60, 64)]),
     ]
     async with panel_of(picture(tables), view="strands", size=(columns, 40)) as (pilot, *_):
-        await until(pilot, lambda: line in seen(pilot))
+        await until(pilot, lambda: any(shown.rstrip().endswith(line) for shown in seen(pilot).splitlines()))
 
 
 async def test_ghosts_take_only_the_space_that_the_living_leave() -> None:

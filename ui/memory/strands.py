@@ -245,9 +245,11 @@ class Strands(LineView):
         own, kind = 0 if node is None else len(node.blocks), "swapped" if swapped else "fact"
         blocks = (f"  {count(own)} {'on the CPU' if swapped else 'own'}", kind)
         state = [] if table.state == "idle" else [(f" {table.state}", kind)]
-        if table.state == "running" and sum(cell_len(text) for text, _ in (*parts, *state, blocks)) > room:
-            state = []  # the number of blocks says more
-        return [*parts, *state, blocks]
+
+        def fits(facts: Parts) -> bool:
+            return sum(cell_len(text) for text, _ in (*parts, *facts)) <= room
+
+        return [*parts, *next(filter(fits, ([*state, blocks], [blocks])), [])]
 
     def _gone(self, line: Fading, width: int) -> Parts:
         pool, left = self.memory.pool, line.left
