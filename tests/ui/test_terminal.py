@@ -191,7 +191,7 @@ def test_a_key_in_the_midst_of_a_question(keys: str) -> None:
         start(running)
         running.type("echo whole\r")
         running.wait_for("50.0 tok/s")
-        running.type("\x11")
+        running.type("\x11\x11")  # on a busy machine a question may still wait, and the first key only says so
         assert running.end() == 0
         assert b"error" not in running.output
 
