@@ -90,7 +90,7 @@ def documented(cls: type[T]) -> type[T]:
 
 
 def integer(default: int | None, low: int, high: int, *, help: str, metavar: str = "N", cli: bool = True) -> Any:
-    """Declare an integer from ``low`` to ``high``. If the default is None, None is also valid."""
+    """Declare an integer from ``low`` to ``high``. A default of None makes None valid."""
 
     def check(name: str, value: Any) -> int | None:
         return None if value is None and default is None else check_integer(name, value, low, high)
@@ -121,7 +121,7 @@ def flag(default: bool, *, help: str) -> Any:
 def choice(
     default: str | None, choices: tuple[str, ...], *, help: str, metavar: str = "", aliases: Mapping[str, str] = {}
 ) -> Any:
-    """Declare a parameter that is one of ``choices``. If the default is None, None is also valid.
+    """Declare a parameter that is one of ``choices``. A default of None makes None valid.
 
     ``aliases`` maps other spellings to choices.
     """

@@ -97,7 +97,7 @@ def processor_features() -> str:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Return the system's description of its last processor; empty if there is none."""
+    """Return the system's description of its last processor; empty if the system has no description."""
     path = Path("/proc/cpuinfo")
     return _fields(path) if path.exists() else {}
 

@@ -74,7 +74,7 @@ class Kept:
         return known[name]
 
     def with_preset(self, name: str, sampling: Mapping[str, Any] | None) -> "Kept":
-        """Return a copy with a preset added, or deleted if ``sampling`` is None.
+        """Return a copy with a preset added. Without ``sampling``, it is deleted instead.
 
         Raises:
             UsageError: the name is invalid or built in, or there is no preset to delete.

@@ -341,7 +341,7 @@ def store_heads(
     out_ptr, lse_ptr, head_stride, maximum, divisor, out, TILE: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store the outputs of tile TILE's four heads, and their log-sum-exps in base 2 unless ``lse_ptr`` is None.
+    """Store the outputs of tile TILE's four heads, and, if ``lse_ptr`` is given, their log-sum-exps in base 2.
 
     Both pointers are addresses of the group's first head.
     """
@@ -379,7 +379,7 @@ def attend_group(
 ):  # fmt: skip
     """Compute attention of a kv head's query heads over tokens ``start … end - 1``, and store the outputs.
 
-    Also store log-sum-exps in base 2 unless ``lse_ptr`` is None. ``loaded`` are the queries from `load_group`, of dtype
+    Also store log-sum-exps in base 2 if ``lse_ptr`` is given. ``loaded`` are the queries from `load_group`, of dtype
     DTYPE; ``out_ptr`` and ``lse_ptr`` are addresses of the group's first head.
     """
     NUMBERS: tl.constexpr = HEAD_DIM // 8

@@ -196,7 +196,7 @@ def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 
 def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
-    """Check shapes and layouts. Return ``out``, or a new tensor for the result if it is None.
+    """Check shapes and layouts. Return ``out``, or a new tensor for the result without it.
 
     ``matrices`` is the number of matrices that the weight stacks by rows. Raises ValueError for a wrong shape or
     layout.

@@ -79,7 +79,7 @@ def order_of_choice(
 
 
 def verdicts(forms: Sequence[Sized | None], places: Sequence[Place]) -> list[Verdict]:
-    """Return a verdict for each of ``forms``, the quantizations of one model. A form of unknown size is None."""
+    """Return a verdict for each of ``forms``, the quantizations of one model; None is one of unknown size."""
     known = [form for form in forms if form is not None]
     orders = (order_of_choice(known, place.budget, place.bandwidth)[0] for place in places)
     taken = next((order[0][0] for order in orders if order), None)

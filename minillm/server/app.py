@@ -45,7 +45,7 @@ Handler = tuple[str, str, Callable[[Service, Request], Awaitable[Any]]]  # metho
 
 
 def make_app(service: Service, rules: AccessRules) -> ASGIApp:
-    """Return the ASGI application with all routes, behind access control."""
+    """Return the ASGI application with all routes. It checks access first."""
     generating: list[Handler] = [
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/completions", complete),

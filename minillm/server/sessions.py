@@ -45,7 +45,7 @@ class Sessions:
     def open(self, name: str, tenant: str, reader: str | None, salt: str | None = None) -> None:
         """Open a session.
 
-        The app gets the full state of the pool, with the text of tenant ``reader``, or of all if it is None.
+        The app gets the full state of the pool, with the text of tenant ``reader``, or of all without a reader.
         """
 
         def send(event: chat.Event) -> None:

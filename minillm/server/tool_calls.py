@@ -124,7 +124,7 @@ class CallReader:
     def _item(self, parts: list[Part], final: bool) -> bool:
         """Find the kind of call that begins here, and select the stage that reads it.
 
-        If there is none, the text is content.
+        Without one, the text is content.
         """
         self._open(len(self._held) - len(self._held.lstrip()))
         kind = self._kind()

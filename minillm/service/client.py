@@ -63,7 +63,7 @@ class EngineProcess:
         return self._process.returncode
 
     def last_words(self) -> str:
-        """Return the last line of the log, which names the cause after a crash. Empty if there is none."""
+        """Return the last line of the log, which names the cause after a crash. Empty without a log."""
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return lines[-1] if lines else ""
 

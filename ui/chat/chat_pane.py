@@ -191,7 +191,7 @@ class ChatPane(Vertical):
     def unfinished(self) -> str:
         """Return a description of the work that quitting now would lose: an answer, or unsent text.
 
-        Empty if there is none.
+        Empty if nothing would be lost.
         """
         if self.run is not None or self.compaction is not None:
             return "an answer is being generated"

@@ -137,7 +137,7 @@ class PromptInput(SteadyTextArea):
         return self.popup.close()
 
     def _complete(self, key: str) -> bool:
-        """Use the selected completion. Return False if there is none, or if Enter should send the text."""
+        """Use the selected completion. Return False without a selection, or if Enter should send the text."""
         chosen = self.popup.chosen_of(self.completions())
         if chosen is None or self._recalled is not None:
             return False
@@ -157,7 +157,7 @@ class PromptInput(SteadyTextArea):
         self._recalled = None
 
     def _recall(self, step: int) -> bool:
-        """Show the previous (``step`` -1) or next (1) text of the history. Return False if there is none."""
+        """Show the previous (``step`` -1) or next (1) text of the history. Return False at its end."""
         at = len(self._history) if self._recalled is None else self._recalled
         if not 0 <= at + step <= len(self._history) or not self._history:
             return False

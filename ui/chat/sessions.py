@@ -109,7 +109,7 @@ class SessionStore:
             raise MinillmError(f"the draft cannot be saved: {error}") from None
 
     def take_draft(self) -> str:
-        """Return the unsent text of the last chat and delete its file. Return an empty text if there is none."""
+        """Return the unsent text of the last chat and delete its file. Return an empty text if nothing was saved."""
         try:
             text = read_bytes(self._draft).decode("utf-8", "replace")
             self._draft.unlink()

@@ -34,7 +34,7 @@ class BlockNode:
 
 @dataclass(frozen=True)
 class TreeLine:
-    """A line of the drawn tree: a node, or a table that ends at a shared node. In that case, ``node`` is None."""
+    """A line of the drawn tree: a node, or a table that ends at a shared node. A table has no ``node``."""
 
     rails: str  # the characters to the left of it: "│  ├─ "
     node: BlockNode | None
@@ -117,7 +117,7 @@ def strand_lines(lines: Sequence[TreeLine], most: int = 6) -> list[StrandLine]:
 
 
 def most_that_fit(lines: Sequence[TreeLine], height: int) -> int:
-    """Return the largest ``most`` for which `strand_lines` returns at most ``height`` lines; 0 if there is none."""
+    """Return the largest ``most`` for which `strand_lines` returns at most ``height`` lines, or 0."""
     sizes = [num_drawn(line) for line in lines]
     low, high = 0, max(sizes, default=0)
     while low < high:

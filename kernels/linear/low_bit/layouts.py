@@ -119,7 +119,7 @@ def bucket(tokens: int) -> int:
 def concatenated(matrices: list[LowBit | None]) -> tuple[LowBit, ...]:
     """Stack matrices by rows. Adjacent matrices of one layout become one matrix.
 
-    Return an empty tuple if any matrix is None, or if they read the columns of x in different orders.
+    Return an empty tuple if a matrix is missing, or if they read the columns of x in different orders.
     """
     result: list[LowBit] = []
     for each in matrices:
