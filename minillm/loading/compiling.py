@@ -34,10 +34,11 @@ _SCRATCH = "minillm-"  # prefix of temporary directories
 def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMessage) -> Llama:
     """Return the model with its layers compiled for a single token, or report why they cannot be compiled.
 
-    Only layers with 4-bit matrices are compiled; other models are returned unchanged, without a message.
+    Only layers with 4-bit matrices are compiled; other models are returned unchanged, without a message. So is every
+    model on a machine with a GPU: there torch 2.11 crashed while it loaded such a library.
     """
     shape = one_token.layer_shape(model)
-    if shape is None:
+    if shape is None or torch.cuda.is_available():
         return model
     path = _path(shape)
     if not _is_whole(path):

@@ -179,3 +179,11 @@ def test_others_stay_as_they_are_without_a_word(machine: Machine) -> None:
     assert machine.load(model) is model
     assert not [*machine.messages, *machine.progress]
     assert machine.num_processes == 0
+
+
+def test_on_a_machine_with_a_gpu_nothing_is_compiled(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch 2.11 crashed while it loaded a library. The model computes without one."""
+    model = in_4_bits()
+    monkeypatch.setattr(compiling.torch.cuda, "is_available", lambda: True)
+    assert machine.load(model) is model
+    assert (machine.num_processes, machine.messages, machine.files) == (0, [], [])
