@@ -36,7 +36,9 @@ class CallDispatcher:
     def begin_templates(self) -> None:
         """Start the process for chat templates before the first conversation arrives, because that takes a while."""
         first = messages.Conversation([{"role": "user", "content": "hello"}])
-        self._pool.submit("", partial(prompt_ids, self._driver, first))  # an error is reported by later conversations
+        self._pool.submit(
+            "", partial(prompt_ids, self._driver, first, "")
+        )  # an error is reported by later conversations
 
     def read(self, stream: BinaryIO) -> None:
         """Read calls until the stream ends."""

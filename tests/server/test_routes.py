@@ -176,3 +176,10 @@ def test_every_parameter_of_a_request_has_a_field() -> None:
     names -= {"grammar", "logits_processor", "reasoning_depths"}
     assert names <= set(bodies.CompletionBody.__struct_fields__)
     assert names <= set(bodies.ChatBody.__struct_fields__)
+
+
+def test_nothing_that_the_server_does_by_itself_fails(server: Server) -> None:
+    """It prepares the chat template at its start; a chat waits for the same thread, so the start is over afterwards."""
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+    assert not [line for line in server.said if "failed" in line]
