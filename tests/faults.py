@@ -1146,7 +1146,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          CONSTRAINED + "test_min_tokens_hold_the_end_back_but_not_beyond_the_grammar"),
         ("stop-token-as-text", "_follow_grammars", "Expr 1", "pass",
          CONSTRAINED + "test_end_tokens_of_the_request_end_only_complete_texts"),
-        ("mask-of-the-neighbour", "masks_of", "ListComp 5.elt", "$value.slice",
+        ("mask-of-the-neighbour", "masks_of", "ListComp 2.elt", "$value.slice",
          CONSTRAINED + "test_a_mix_of_requests_gives_what_each_gives_alone"),
         ("end-one-token-too-early", "is_early", "BinOp 0", "$ + 1", PENALTIES),
         ("tokens-under-way-not-counted", "is_early", "Compare 0", "sequence.num_output_tokens < $comparators[0]",

@@ -16,6 +16,7 @@ from minillm.params import Params
 from minillm.prompt_scores import PromptScores
 from minillm.runner.masks import bits_of
 from minillm.sequence import Method, Sequence, SequenceGroup, Stage
+from minillm.text.reasoning import PROMPT_END
 from minillm.text.reasoning_budget import ReasoningTags, Thought, reasoning
 from minillm.text.tokenizer import Tokenizer
 
@@ -118,10 +119,9 @@ class Requests:
 
         Raises UsageError if the model has no reasoning tags.
         """
-        limit, tags = params.max_reasoning_tokens, self.reasoning_tags
-        if limit is None:
+        if (limit := params.max_reasoning_tokens) is None:
             return None
-        if tags is None:
+        if (tags := self.reasoning_tags) is None:
             raise UsageError("max_reasoning_tokens: this model has no <think> and </think> tags; leave it out")
         is_open = tags.is_open(token_ids, self.eos_token_ids)
         return Thought(tags, limit, is_open=is_open, first=len(token_ids), has_grammar=params.grammar is not None)
@@ -204,7 +204,7 @@ class Requests:
         if (tags := self.reasoning_tags) is None:
             return outputs
         limit, prompt = group.params.max_reasoning_tokens, group.sequences[0].token_ids[: group.num_prompt_tokens]
-        is_open = tags.is_open(prompt if limit is not None else prompt[-8:], self.eos_token_ids)
+        is_open = tags.is_open(prompt if limit is not None else prompt[-PROMPT_END:], self.eos_token_ids)
         depths = getattr(group.params, "reasoning_depths", ())
         found = []
         for each in outputs:

@@ -55,21 +55,23 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
     only if no other token is. If a grammar fails, its sequence gets no mask, and its matcher has the error. If
     ``device``, where the logits are, is a GPU, the masks are in pinned memory.
     """
-    needing = [(row, *pair) for row, pair in enumerate(sequences) if needs_mask(*pair)]
-    if not needing:
+    owned = [
+        (grammar_now(sequence), row, group, sequence)
+        for row, (group, sequence) in enumerate(sequences)
+        if needs_mask(group, sequence)
+    ]
+    if not owned:
         return Masks([], torch.empty(0, 0, dtype=torch.int32), [])
-    by_grammar = [(matcher, *each) for each in needing if (matcher := grammar_now(each[2])) is not None]
-    # The library's threads take consecutive parts of the list. Copies of one matcher wait for each other, so they are
-    # adjacent.
-    by_grammar.sort(key=lambda each: id(each[0].family))
-    masked = [each[1:] for each in by_grammar] + [each for each in needing if grammar_now(each[2]) is None]
-    there = torch.empty(len(masked), vocab // 32 + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    # Grammars first. The library's threads take consecutive parts of the list. Copies of one matcher wait for each
+    # other, so they are adjacent.
+    owned.sort(key=lambda each: (each[0] is None, 0 if each[0] is None else id(each[0].family)))
+    by_grammar = [(matcher, group, sequence) for matcher, _, group, sequence in owned if matcher is not None]
+    there = torch.empty(len(owned), vocab // 32 + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
     words = there.numpy().view(np.uint32)
-    _follow_grammars([(matcher, group, sequence) for matcher, _, group, sequence in by_grammar], words)
+    _follow_grammars(by_grammar, words)
     words[len(by_grammar) :] = _all_tokens(vocab)
     kept, empty, forced = [], [], {}
-    for number, (row, group, sequence) in enumerate(masked):
-        matcher = grammar_now(sequence)
+    for number, (matcher, row, group, sequence) in enumerate(owned):
         if matcher is not None and matcher.error is not None:
             continue
         kept.append(number)
@@ -88,8 +90,8 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
                 _exclude(words[number], group, sequence)
             if not words[number].any():
                 empty.append(row)
-    rows = [masked[number][0] for number in kept]
-    return Masks(rows, there if len(kept) == len(masked) else there[kept], empty, forced)
+    rows = [owned[number][1] for number in kept]
+    return Masks(rows, there if len(kept) == len(owned) else there[kept], empty, forced)
 
 
 def grammar_now(sequence: Sequence) -> Matcher | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 OPEN, CLOSE = "<think>", "</think>"  # tags around the reasoning
 Pieces = list[tuple[bool, str]]  # (is reasoning, text) without the tags; no text is empty
-_FEW = 8  # last tokens of a prompt to search for an opening tag, which may be followed by space
+PROMPT_END = 8  # last tokens of a prompt to search for an opening tag, which may be followed by space
 
 
 def is_opened(decode: Callable[[list[int]], str], prompt: list[int]) -> bool:
@@ -17,7 +17,7 @@ def is_opened(decode: Callable[[list[int]], str], prompt: list[int]) -> bool:
         decode: returns the text of token ids.
         prompt: the prompt's token ids.
     """
-    return decode(prompt[-_FEW:]).rstrip().endswith(OPEN)
+    return decode(prompt[-PROMPT_END:]).rstrip().endswith(OPEN)
 
 
 def _cut(text: str, tag: str) -> tuple[str, bool, str]:

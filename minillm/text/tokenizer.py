@@ -147,12 +147,11 @@ class Tokenizer:
         pre_tokenizer, puts_space = with_removal(own["pre_tokenizer"], "pretokenizers")
         self._adds_prefix = prepends or puts_space
         normalizer = {"type": "Sequence", "normalizers": [_DROP] if normalizer is None else [_DROP, normalizer]}
-        self._pieces = (
-            None if self._steps is not None else Pieces.of(backend.get_added_tokens_decoder(), own, self._whole_ids)
-        )
+        self._pieces: Pieces | None = None
         if self._steps is not None:  # the whole tokenizer runs in a separate process
             steps = {**own, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
             return encoder_of({**json.loads(backend.to_str()), **steps})
+        self._pieces = Pieces.of(backend.get_added_tokens_decoder(), own, self._whole_ids)
         backend.normalizer = _with_state(normalizers.Sequence([]), normalizer)
         if puts_space:
             backend.pre_tokenizer = _with_state(pre_tokenizers.Sequence([]), pre_tokenizer)
