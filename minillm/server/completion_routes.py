@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -121,3 +122,10 @@ def generating(
         tenant, calls, frame, form, bool(body.stream), body.has_usage, body.counts, grammar_field, body.priority
     )
     return Generating(asked, service.engine, service.queue, service.metrics, service.send_seconds)
+
+
+async def count_prompt_tokens(service: Service, call: messages.Complete) -> int:
+    """Return the number of prompt tokens of a chat's call, without generating an answer."""
+    assert isinstance(call.prompt, messages.Conversation)
+    make = partial(messages.Tokenize, tenant=call.tenant, prompt=call.prompt, is_bare=call.is_bare)
+    return len((await service.engine.ask(make))["tokens"])

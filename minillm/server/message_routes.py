@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -12,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minillm.checks import shown
-from minillm.server import bodies, messages
+from minillm.server import bodies
 from minillm.server.bodies import BadField, ChatBody
-from minillm.server.completion_routes import ChatCall, chat_call, generating
+from minillm.server.completion_routes import ChatCall, chat_call, count_prompt_tokens, generating
 from minillm.server.generating import Generating
 from minillm.server.message_answers import MessageForm, MessageFrame
 from minillm.server.service import Service, json_response
@@ -238,7 +237,4 @@ async def create_message(service: Service, request: Request) -> Generating:
 
 async def count_tokens(service: Service, request: Request) -> Response:
     call = _read(service, request, "")[2].call
-    assert isinstance(call.prompt, messages.Conversation)
-    make = partial(messages.Tokenize, tenant=call.tenant, prompt=call.prompt, is_bare=call.is_bare)
-    found = await service.engine.ask(make)
-    return json_response({"input_tokens": len(found["tokens"])})
+    return json_response({"input_tokens": await count_prompt_tokens(service, call)})

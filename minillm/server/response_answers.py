@@ -71,7 +71,7 @@ class ResponseWriter:
         self.answer, self._reader = answer, self.reader(answer.began is not None and answer.began.in_reasoning)
         return None
 
-    def pieces(self, number: int, text: Text) -> list[Json]:
+    def pieces(self, number: int, text: Text | Completion) -> list[Json]:
         assert self._reader is not None
         self._token_ids += text.token_ids
         if self.has_logprobs:
@@ -97,8 +97,7 @@ class ResponseWriter:
         [each] = completions
         ended = answer.ended
         self.answer, self._reader = answer, self.reader(isinstance(ended, Ended) and ended.in_reasoning)
-        reasons = (each.finish_reason, each.stop_reason)
-        self.pieces(number, Text(answer.request_id, 0, each.text, 0, each.tokens, *reasons, each.token_ids))
+        self.pieces(number, each)
         return []
 
     def prompt(self, answers: Sequence[Answer]) -> Json:

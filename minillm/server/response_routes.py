@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from minillm.checks import shown
 from minillm.errors import UsageError
 from minillm.server import messages
 from minillm.server.bodies import BadField, ChatBody, read_body
-from minillm.server.completion_routes import ChatCall, chat_call, generating
+from minillm.server.completion_routes import ChatCall, chat_call, count_prompt_tokens, generating
 from minillm.server.generating import Generating
 from minillm.server.response_answers import ResponseFrame, ResponseWriter, place_of
 from minillm.server.response_bodies import Json, NoBody, ResponseBody, messages_of, own_names
@@ -76,9 +75,8 @@ async def respond(service: Service, request: Request) -> Responding:
 async def count_input_tokens(service: Service, request: Request) -> Response:
     """Return the number of prompt tokens that a response to this body would have."""
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
-    prompt: Any = _turn(service, tenant, "", body)[1].call.prompt
-    found = await service.engine.ask(partial(messages.Tokenize, tenant=tenant, prompt=prompt))
-    return json_response({"object": "response.input_tokens", "input_tokens": len(found["tokens"])})
+    count = await count_prompt_tokens(service, _turn(service, tenant, "", body)[1].call)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def read_response(service: Service, request: Request) -> Response:
