@@ -27,7 +27,7 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class KernelShare:
-    """One kernel's part of a decode step. ``bytes`` is None where the benchmark does not count them."""
+    """One kernel's part of a decode step. Where ``bytes`` are not counted, they are None."""
 
     kernel: str = shown("kernel", width=48)
     launches: float = shown("launches", ".1f")  # per step

@@ -39,7 +39,7 @@ class Candidate:
 class Answer:
     """An answer: the raw model output, and figures about it. Times are in seconds.
 
-    ``finish_reason`` is None during generation. Then it is the engine's "stop", "length" or "abort", or "lost" if the
+    During generation, ``finish_reason`` is None. Then it is the engine's "stop", "length" or "abort", or "lost" if the
     engine process ended. If there are ``candidates``, ``text`` is empty until one is accepted.
     """
 

@@ -229,7 +229,7 @@ class Rows:
     def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
         """Return for each sequence how many first blocks the device cannot change, and the sum of this over all beams.
 
-        The list is None if the device changes no sequence's blocks.
+        If the device changes no sequence's blocks, there is no list.
         """
         common = sum(chunk.group.device.num_common_blocks for chunk in chunks if chunk.group.device)
         if not any(chunk.group.device for chunk in chunks):
