@@ -97,11 +97,12 @@ def check_scales(cache: Tensor, scales: Tensor | None) -> None:
 
 
 class HeadNorms(NamedTuple):
-    """The weights of an RMSNorm of each head of q and k, applied before the rotary embedding."""
+    """The weights of an RMSNorm of each head of q and k, applied before or after the rotary embedding."""
 
     q: Tensor  # [head_dim]
     k: Tensor  # the same
     eps: float
+    after_rotary: bool = False
 
 
 class Places(NamedTuple):

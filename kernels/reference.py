@@ -116,14 +116,17 @@ def rotary_write_kv(
 
     Args:
         q, k, v: ``[num_tokens, heads, head_dim]``; they may be strided views of one fused projection.
-        norms: if given, first apply `rms_norm` to each head of q and k (Henry et al. 2020).
+        norms: if given, apply `rms_norm` to each head of q and k (Henry et al. 2020), before or after they are rotated.
     """
     cos, sin, slots = places
-    if norms is not None:
+    if norms is not None and not norms.after_rotary:
         q.copy_(rms_norm(q, norms.q, norms.eps))
         k = rms_norm(k, norms.k, norms.eps)
     q.copy_(rotary(q, cos, sin))
     k = rotary(k, cos, sin)
+    if norms is not None and norms.after_rotary:
+        q.copy_(rms_norm(q, norms.q, norms.eps))
+        k = rms_norm(k, norms.k, norms.eps)
     kept = slots >= 0
     if not bool(kept.all()):
         k, v, slots = k[kept], v[kept], slots[kept]

@@ -1,6 +1,6 @@
 """Rotary embedding fused with the write of K and V into their blocks.
 
-    x = x / sqrt(mean(x^2) + eps) * weight, per head of q and k     (if the model has such norms)
+    x = x / sqrt(mean(x^2) + eps) * weight, per head of q and k     (if the model has such norms, here or at the end)
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)                  (Su et al. 2021, half-split layout)
 
 q is rotated in place; rotated k, and v, are written to their slots, quantized in a cache of 8 bits. Bytes: reads (heads
@@ -40,6 +40,20 @@ def _norm(first, second, weight_ptr, pairs, is_pair, HALF: tl.constexpr, EPS: tl
 def _rotate(first, second, cos, sin):
     first, second = first.to(tl.float32), second.to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _rotate_and_norm(
+    first, second, cos, sin, weight_ptr, pairs, is_pair, HALF: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr
+):
+    """Rotate heads. Unless ``EPS`` is None, normalize them before that, or after it if ``AFTER``: see `_norm`."""
+    if EPS is not None and not AFTER:
+        first, second = _norm(first, second, weight_ptr, pairs, is_pair, HALF, EPS)
+    turned_first, turned_second = _rotate(first, second, cos, sin)
+    turned_first, turned_second = turned_first.to(first.dtype), turned_second.to(first.dtype)
+    if EPS is not None and AFTER:
+        turned_first, turned_second = _norm(turned_first, turned_second, weight_ptr, pairs, is_pair, HALF, EPS)
+    return turned_first, turned_second
 
 
 @triton.jit
@@ -97,7 +111,7 @@ def _rotary_write_kv_kernel(
     num_heads, num_kv_heads,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -112,11 +126,9 @@ def _rotary_write_kv_kernel(
         first_ptr = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride + pairs[None, :]
         first = tl.load(first_ptr, mask=mask, other=0.0)
         second = tl.load(first_ptr + HALF, mask=mask, other=0.0)
-        if EPS is not None:
-            first, second = _norm(first, second, q_norm_ptr, pairs, is_pair, HALF, EPS)
-        turned_first, turned_second = _rotate(first, second, cos, sin)
-        tl.store(first_ptr, turned_first.to(first.dtype), mask=mask)
-        tl.store(first_ptr + HALF, turned_second.to(first.dtype), mask=mask)
+        first, second = _rotate_and_norm(first, second, cos, sin, q_norm_ptr, pairs, is_pair, HALF, EPS, AFTER)
+        tl.store(first_ptr, first, mask=mask)
+        tl.store(first_ptr + HALF, second, mask=mask)
     else:
         slot = tl.load(slot_ptr + token)
         if slot >= 0:
@@ -129,12 +141,10 @@ def _rotary_write_kv_kernel(
             v_out = v_cache_ptr + slot * slot_stride + heads[:, None] * HEAD_DIM
             first = tl.load(k_in + pairs[None, :], mask=mask, other=0.0)
             second = tl.load(k_in + HALF + pairs[None, :], mask=mask, other=0.0)
-            if EPS is not None:
-                first, second = _norm(first, second, k_norm_ptr, pairs, is_pair, HALF, EPS)
-            turned_first, turned_second = _rotate(first, second, cos, sin)
+            first, second = _rotate_and_norm(first, second, cos, sin, k_norm_ptr, pairs, is_pair, HALF, EPS, AFTER)
             if k_scales_ptr is None:
-                tl.store(k_out + pairs[None, :], turned_first.to(first.dtype), mask=mask)
-                tl.store(k_out + HALF + pairs[None, :], turned_second.to(first.dtype), mask=mask)
+                tl.store(k_out + pairs[None, :], first, mask=mask)
+                tl.store(k_out + HALF + pairs[None, :], second, mask=mask)
                 tl.store(v_out + pairs[None, :], tl.load(v_in + pairs[None, :], mask=mask), mask=mask)
                 tl.store(v_out + HALF + pairs[None, :], tl.load(v_in + HALF + pairs[None, :], mask=mask), mask=mask)
                 if REST_TILE:  # dimensions that are not rotated
@@ -146,8 +156,8 @@ def _rotary_write_kv_kernel(
                 rest = 2 * HALF + tl.arange(0, REST_TILE if REST_TILE else 1)
                 at = (slot // BLOCK_SIZE * num_kv_heads + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
                 _write_levels(
-                    k_out, k_scales_ptr + at, turned_first.to(first.dtype), turned_second.to(first.dtype), pairs, k_in,
-                    mask, is_head, rest, HALF, HEAD_DIM, REST_TILE,
+                    k_out, k_scales_ptr + at, first, second, pairs, k_in, mask, is_head, rest, HALF, HEAD_DIM,
+                    REST_TILE,
                 )  # fmt: skip
                 first = tl.load(v_in + pairs[None, :], mask=mask, other=0.0)
                 second = tl.load(v_in + HALF + pairs[None, :], mask=mask, other=0.0)
@@ -180,7 +190,7 @@ def rotary_write_kv(
     check_scales(v_cache, v_scales)
     if 2 * half > head_dim:
         raise ValueError(f"rotary dimension {2 * half} is larger than head_dim {head_dim}")
-    q_norm, k_norm, eps = (None, None, None) if norms is None else norms
+    q_norm, k_norm, eps, after = (None, None, None, False) if norms is None else norms
     if norms is not None and (2 * half != head_dim or norms.q.shape != (head_dim,) or norms.k.shape != (head_dim,)):
         raise ValueError(f"norms of q and k must be [{head_dim}], and all of a head must be rotated")
     if not tokens:
@@ -193,5 +203,6 @@ def rotary_write_kv(
         num_heads, num_kv_heads,
         BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
         REST_TILE=triton.next_power_of_2(rest) if rest else 0,
-        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads), EPS=eps, num_warps=4, **pdl_options(q.device),
+        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads), EPS=eps, AFTER=after, num_warps=4,
+        **pdl_options(q.device),
     )  # fmt: skip

@@ -152,19 +152,26 @@ def rotary_write_kv(
     if q.dtype != torch.float32 or 2 * half != q.shape[2] or not side_by_side or padded:
         reference.rotary_write_kv(q, k, v, places, cache, norms)
         return
-    if norms is not None:
-        for heads, weight in ((q, norms.q), (k, norms.k)):
-            heads.copy_(rms_norm(heads.flatten(0, 1), weight, norms.eps).view(heads.shape))
+    if norms is not None and not norms.after_rotary:
+        _normalize(q, k, norms)
     # [tokens, q and k heads, 2, half]
     both = q.as_strided((num_tokens, num_heads + k.shape[1], 2, half), (*q.stride()[:2], half, 1))
     straight, across = _turn(places) if plan is None else plan.turn
     changed_about = both.flip(2)
     both.mul_(straight).addcmul_(changed_about, across)
+    if norms is not None and norms.after_rotary:
+        _normalize(q, k, norms)
     if cache.k_scales is None:
         cache.k.view(-1, *k.shape[1:]).index_copy_(0, places.slots, k)
         cache.v.view(-1, *v.shape[1:]).index_copy_(0, places.slots, v)
     else:
         _write_in_8_bits(cache, places.slots, torch.stack((k, v)))
+
+
+def _normalize(q: Tensor, k: Tensor, norms: HeadNorms) -> None:
+    """Apply RMSNorm to each head of q and k, in place."""
+    for heads, weight in ((q, norms.q), (k, norms.k)):
+        heads.copy_(rms_norm(heads.flatten(0, 1), weight, norms.eps).view(heads.shape))
 
 
 def _write_in_8_bits(cache: LayerCache, slots: Tensor, rows: Tensor) -> None:

@@ -12,7 +12,13 @@ pytest.importorskip("triton")
 from minillm.kernels.cache import rotary
 
 
-@pytest.mark.parametrize("normed", [False, True])
+def norms_of(head_dim: int, dtype: torch.dtype, normed: str) -> HeadNorms | None:
+    if not normed:
+        return None
+    return HeadNorms(randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-5, normed == "after")
+
+
+@pytest.mark.parametrize("normed", ["", "before", "after"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim"),
@@ -27,10 +33,10 @@ from minillm.kernels.cache import rotary
     ],
 )
 def test_rotary_write_kv(
-    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, normed: bool
+    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, normed: str
 ) -> None:
-    norms = HeadNorms(randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-5) if normed else None
-    exact_norms = norms and HeadNorms(norms.q.double(), norms.k.double(), norms.eps)
+    norms = norms_of(head_dim, dtype, normed)
+    exact_norms = norms and norms._replace(q=norms.q.double(), k=norms.k.double())
     packed = randn(tokens, heads + 2 * kv_heads + 1, head_dim, dtype=dtype)
     q, k, v, _ = packed.clone().split((heads, kv_heads, kv_heads, 1), dim=1)
     angles = randn(tokens, rotary_dim // 2)
@@ -55,20 +61,20 @@ def test_rotary_write_kv(
     rotary.rotary_write_kv(q[:0], k[:0], v[:0], Places(cos[:0], sin[:0], slots[:0]), LayerCache(pool.k, pool.v))
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", ["", "before", "after"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotary_dim"), [(9, 3, 64, 64), (6, 2, 80, 80), (6, 2, 96, 64), (17, 1, 256, 8)]
 )
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_rows_are_rounded_as_the_reference_rounds_them(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, normed: bool, block_size: int
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, normed: str, block_size: int
 ) -> None:
     """Bit for bit what `quantize_rows` makes of the rows that a cache of q's dtype gets, zeros and NaN among them."""
     if normed and rotary_dim < head_dim:
         return
     tokens = 7
-    norms = HeadNorms(randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-5) if normed else None
+    norms = norms_of(head_dim, dtype, normed)
     packed = randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype) * 10 ** randn(tokens, 1, 1).to(dtype)
     packed[1, heads:] = 0
     packed[2, heads, 3] = packed[2, heads + kv_heads, head_dim - 1] = float("nan")

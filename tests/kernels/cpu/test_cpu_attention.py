@@ -84,15 +84,15 @@ def test_rotary_write_kv(dtype: torch.dtype, rotary_dim: int) -> None:
 
 
 @pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("normed", ["before", "after", ""])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(
-    planned: bool, normed: bool, tokens: int
+    planned: bool, normed: str, tokens: int
 ) -> None:
     packed = torch.randn(tokens, 8, 64)
     angles = torch.randn(tokens, 32)
     places = Places(angles.cos(), angles.sin(), torch.tensor([9, 2, 3, 4, 0])[:tokens])
-    norms = HeadNorms(torch.randn(64), torch.randn(64), 1e-5) if normed else None
+    norms = HeadNorms(torch.randn(64), torch.randn(64), 1e-5, normed == "after") if normed else None
     results = []
     for fast in (True, False):
         pools = [torch.zeros(3, SIZE, 2, 64) for _ in range(2)]
