@@ -219,12 +219,12 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_bad_token_ids_are_refused_before_they_reach_the_device"),
         ("stop-id-beyond-the-vocabulary", "check_ids", "Compare 0", "$left > $comparators[0]", BAD_WORDS),
     ],
-    "minillm/server/engine_requests.py": [
+    "minillm/service/engine_requests.py": [
         ("remembered-tokens-never-subtracted", "EngineRequests._remember", "AugAssign 1",
          "id(old.prompt_ids) + $value.right",
-         "tests/server/test_engine_requests.py::test_as_many_tokens_are_remembered_as_have_room"),
+         "tests/service/test_engine_requests.py::test_as_many_tokens_are_remembered_as_have_room"),
         ("abort-of-a-request-that-is-prepared-lost", "EngineRequests.abort", "Expr 2", "pass",
-         "tests/server/test_engine_requests.py::test_a_request_that_is_aborted_while_it_is_prepared_never_runs"),
+         "tests/service/test_engine_requests.py::test_a_request_that_is_aborted_while_it_is_prepared_never_runs"),
     ],
     "minillm/engine/idle.py": [
         ("held-sequence-keeps-a-token-too-many", "IdleSequences.keep_ended", "BoolOp 0", "False",
@@ -1248,7 +1248,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("responses-never-expire", "ResponseStore._drop_old", "BoolOp 0", "False",
          RESPONSE_STORE + "test_responses_expire_after_their_last_use"),
     ],
-    "minillm/server/prepare.py": [
+    "minillm/service/prepare.py": [
         ("end-of-an-answer-twice", "prompt_ids", "Compare 0", "False",
          "tests/server/test_responses.py::test_the_end_of_an_answer_is_not_repeated"),
     ],
@@ -1262,7 +1262,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("seats-given-back-twice", "FairQueue.release", "If 0", "pass",
          SHARING + "test_seats_stay_free_for_another_tenant"),
     ],
-    "minillm/server/sharing.py": [
+    "minillm/service/sharing.py": [
         ("all-threads-for-one-tenant", "SharedThreads._take", "Call 1", "$args[2]",
          SHARING + "test_threads_are_shared"),
         ("thread-ends-with-its-job", "SharedThreads._work", "ExceptHandler 0.type", "ZeroDivisionError",

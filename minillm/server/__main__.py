@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from minillm.errors import MinillmError
-from minillm.server import messages
+from minillm.service import call_messages as messages
 from minillm.service import messages as chat
 
 
@@ -50,10 +50,10 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     from minillm.loading.device import choose_device
     from minillm.loading.engine import best_form, load_engine
     from minillm.loading.gpu_stacks import keep_small
-    from minillm.server.calls import CallDispatcher
-    from minillm.server.engine_requests import EngineRequests
-    from minillm.server.sessions import Sessions
+    from minillm.service.calls import CallDispatcher
+    from minillm.service.engine_requests import EngineRequests
     from minillm.service.facts import loaded
+    from minillm.service.sessions import Sessions
 
     config = EngineConfig(**load.options)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from minillm.server.engine_process import Answer
-from minillm.server.messages import Completion, Ended, Token
+from minillm.service.call_messages import Completion, Ended, Token
 
 Json = dict[str, Any]
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import minillm
 from minillm.checks import shown
 from minillm.errors import ContextLengthError, MinillmError, UsageError
-from minillm.server import bodies, messages
+from minillm.server import bodies
 from minillm.server.access import Access, AccessRules
 from minillm.server.bodies import BadField
 from minillm.server.completion_routes import chat, complete
@@ -37,6 +37,7 @@ from minillm.server.sending import CONTEXT_LENGTH
 from minillm.server.service import Missing, Service, json_response
 from minillm.server.stream_routes import open_session, take_session_commands, watch_cache
 from minillm.server.tool_choice import shown_tools
+from minillm.service import call_messages as messages
 
 _MOST_TOKENS = 1 << 17  # maximum number of ids to decode in one request, unless the context is longer
 

@@ -15,7 +15,7 @@ import msgspec
 from minillm.checks import declared
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams, with_defaults
-from minillm.server.messages import Conversation, ForkPoint
+from minillm.service.call_messages import Conversation, ForkPoint
 from minillm.text.safe import clean_line
 
 MAX_N = 64

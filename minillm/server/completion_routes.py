@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 from starlette.requests import Request
 
-from minillm.server import bodies, messages
+from minillm.server import bodies
 from minillm.server.answers import Frame
 from minillm.server.bodies import ChatBody, CompletionBody
 from minillm.server.forms import ChatForm, TextForm
@@ -18,6 +18,7 @@ from minillm.server.generating import Asked, Form, Framing, Generating
 from minillm.server.service import Service
 from minillm.server.thoughts import ThoughtReader, template_options, with_effort
 from minillm.server.tool_choice import call_form, call_formats, choice_of
+from minillm.service import call_messages as messages
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import ContextLengthError, MinillmError, UsageError
-from minillm.server import messages
+from minillm.service import call_messages as messages
 from minillm.service import messages as chat
 from minillm.system import child_environment
 

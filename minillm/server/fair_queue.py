@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from minillm.server.sharing import leaves_some
+from minillm.service.sharing import leaves_some
 
 _PATIENCE = 10.0  # seconds of waiting that count as much as one step of priority or one seat of the tenant
 _TIMES = 7  # a tenant may have up to this many times the number of seats that stay free

@@ -8,8 +8,8 @@ from typing import Any
 
 from minillm.server.answers import Json, chat_logprobs, extras, prompt_entry, text_logprobs
 from minillm.server.engine_process import Answer
-from minillm.server.messages import Completion, Ended, Text, Token
 from minillm.server.parts import ArgumentsPart, CallPart, Part, Reader, TextPart, ThoughtPart
+from minillm.service.call_messages import Completion, Ended, Text, Token
 
 
 @dataclass

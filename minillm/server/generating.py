@@ -16,10 +16,10 @@ from minillm.errors import UsageError
 from minillm.server.answers import Json, Usage
 from minillm.server.engine_process import Answer, EngineDied
 from minillm.server.fair_queue import FairQueue, Full, Place, num_seats
-from minillm.server.messages import Complete, Completion, Ended, Refused, Text
 from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine
 from minillm.server.sending import CONTEXT_LENGTH, Failed, body_message, send_json
+from minillm.service.call_messages import Complete, Completion, Ended, Refused, Text
 
 _TICK = 0.001  # seconds
 # A stream's head is sent after _HEAD_SECONDS if the engine has accepted the request by then. Otherwise it is sent once

@@ -10,9 +10,9 @@ import msgspec
 
 from minillm.server.answers import Json, Usage, event
 from minillm.server.engine_process import Answer
-from minillm.server.messages import Completion, Ended, Text
 from minillm.server.parts import ArgumentsPart, CallPart, Part, Reader, TextPart
 from minillm.server.sending import CONTEXT_LENGTH, error_json
+from minillm.service.call_messages import Completion, Ended, Text
 from minillm.text.safe import parse_strict_json
 
 # Types of errors by status.

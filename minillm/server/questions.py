@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from minillm.server import messages
 from minillm.server.bodies import MAX_N, BadField
 from minillm.server.fair_queue import FairQueue, Full, num_seats
 from minillm.server.replicas import Engine
+from minillm.service import call_messages as messages
 from minillm.service import messages as chat
 
 

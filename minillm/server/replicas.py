@@ -18,8 +18,8 @@ import msgspec
 
 from minillm.errors import MinillmError
 from minillm.jobs.placement import place
-from minillm.server import messages
 from minillm.server.engine_process import COMMAND, Answer, EngineDied, EngineProcess
+from minillm.service import call_messages as messages
 from minillm.service import messages as chat
 
 MAX_REPLICAS = 64

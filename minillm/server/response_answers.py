@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from minillm.server.answers import Json, Usage, chat_logprobs, event
 from minillm.server.engine_process import Answer
-from minillm.server.messages import Completion, Ended, Text, Token
 from minillm.server.parts import ArgumentsPart, CallPart, Part, Reader, TextPart, ThoughtPart
+from minillm.service.call_messages import Completion, Ended, Text, Token
 
 _TYPES = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item -> type of its content, in events
 _THOUGHT = {"type": "reasoning"}

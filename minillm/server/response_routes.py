@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from minillm.checks import shown
 from minillm.errors import UsageError
-from minillm.server import messages
 from minillm.server.bodies import BadField, ChatBody, read_body
 from minillm.server.completion_routes import ChatCall, chat_call, count_prompt_tokens, generating
 from minillm.server.generating import Generating
@@ -23,6 +22,7 @@ from minillm.server.response_answers import ResponseFrame, ResponseWriter, place
 from minillm.server.response_bodies import Json, NoBody, ResponseBody, messages_of, own_names
 from minillm.server.response_store import Stored
 from minillm.server.service import Missing, Service, json_response
+from minillm.service import call_messages as messages
 
 # Fields of a request that its response returns.
 _RETURNED = (

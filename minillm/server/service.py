@@ -13,13 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from minillm.checks import shown
-from minillm.server import messages
 from minillm.server.fair_queue import FairQueue
 from minillm.server.metrics import Metrics
 from minillm.server.questions import Questions
 from minillm.server.replicas import Engine
 from minillm.server.response_answers import ResponseWriter
 from minillm.server.response_store import ResponseStore
+from minillm.service import call_messages as messages
 
 
 class Missing(HTTPException):

@@ -12,11 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from minillm.server import messages
 from minillm.server.fair_queue import Full
 from minillm.server.questions import Questions
 from minillm.server.service import Service, json_response
-from minillm.server.sharing import leaves_some
+from minillm.service import call_messages as messages
+from minillm.service.sharing import leaves_some
 
 _PING_SECONDS = 15.0  # between pings on a stream of events that has nothing to send
 _MOST_WATCHERS = 32

@@ -1,1 +1,1 @@
-"""The chat app's engine process, its client, and the messages that app and engine exchange."""
+"""The engine process: its messages, and the requests, pinned prefixes and chat sessions that run on the engine."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from minillm.server.engine_process import Answer
-from minillm.server.messages import Complete, Ended, Text
+from minillm.service.call_messages import Complete, Ended, Text
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,8 @@ import pytest
 from minillm.server.answers import text_logprobs
 from minillm.server.engine_process import Answer
 from minillm.server.forms import ChatForm, TextForm
-from minillm.server.messages import Began, Completion, Ended, Text, Token
 from minillm.server.parts import PlainReader
+from minillm.service.call_messages import Began, Completion, Ended, Text, Token
 
 
 def answer(began: Began | None = None) -> Answer:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from minillm.server import bodies, prepare
+from minillm.server import bodies
 from minillm.server.bodies import BadField, ChatBody, CompletionBody, read_body
-from minillm.server.prepare import with_arguments
+from minillm.service import prepare
+from minillm.service.prepare import with_arguments
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 

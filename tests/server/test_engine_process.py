@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minillm.server.engine_process import EventProtocol
-from minillm.server.messages import Ended, Event, Result, Stepped, Text, encode
+from minillm.service.call_messages import Ended, Event, Result, Stepped, Text, encode
 
 pytestmark = pytest.mark.anyio
 

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minillm.server.fair_queue import FairQueue
-from minillm.server.messages import Figures
 from minillm.server.metrics import Metrics
+from minillm.service.call_messages import Figures
 
 
 def figures(running: int, waiting: int, used: int) -> Figures:

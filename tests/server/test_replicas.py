@@ -25,8 +25,8 @@ from lib.server import ROOT, Server, served
 from minillm.jobs.placement import place
 from minillm.server import replicas
 from minillm.server.engine_process import EngineDied
-from minillm.server.messages import Conversation
 from minillm.server.replicas import Places, Replicas, keys_of
+from minillm.service.call_messages import Conversation
 
 TEXT = "".join(f"{number} " for number in range(500))
 

@@ -15,9 +15,9 @@ from minillm.server.answers import Frame
 from minillm.server.fair_queue import FairQueue, Full
 from minillm.server.forms import TextForm
 from minillm.server.generating import Asked, Generating
-from minillm.server.messages import Complete
 from minillm.server.metrics import Metrics
-from minillm.server.sharing import SharedThreads, leaves_some
+from minillm.service.call_messages import Complete
+from minillm.service.sharing import SharedThreads, leaves_some
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.lists(st.integers(0, 3), max_size=400))

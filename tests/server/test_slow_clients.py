@@ -28,8 +28,8 @@ from minillm.server.http_protocol import (
     BoundedProtocol,
     JoiningTransport,
 )
-from minillm.server.messages import Began, Complete, Ended, Refused, Text
 from minillm.server.metrics import Metrics
+from minillm.service.call_messages import Began, Complete, Ended, Refused, Text
 
 pytestmark = pytest.mark.anyio
 

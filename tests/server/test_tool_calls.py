@@ -14,10 +14,10 @@ from lib.calls import read, together
 from minillm.grammar.grammar import Grammar, grammar_of
 from minillm.server.call_formats import Scanner
 from minillm.server.parts import ArgumentsPart, CallPart, Part, TextPart
-from minillm.server.prepare import with_arguments
 from minillm.server.thoughts import ThoughtReader
 from minillm.server.tool_calls import FORMATS, CallReader, ForcedReader
 from minillm.server.tool_choice import CallForm, ToolChoice, call_form, call_formats
+from minillm.service.prepare import with_arguments
 
 F = '{"name": "f", "arguments": {"a": "} </tool_call> \\" {", "b": [1, {}]}}'
 G = '{"name": "g", "parameters": {}}'

@@ -12,9 +12,10 @@ from minillm.engine.driver import Driver
 from minillm.errors import UsageError
 from minillm.model.llama import Llama
 from minillm.params import SamplingParams
-from minillm.server import engine_requests, messages
-from minillm.server.engine_requests import EngineRequests
-from minillm.server.prepare import Prepared
+from minillm.service import call_messages as messages
+from minillm.service import engine_requests
+from minillm.service.engine_requests import EngineRequests
+from minillm.service.prepare import Prepared
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from minillm.server import calls
-from minillm.server.messages import Abort, Complete, Conversation
+from minillm.service import calls
+from minillm.service.call_messages import Abort, Complete, Conversation
 
 SHORT, LONG = "a word", "word " * 200
 CHAT = Conversation([{"role": "user", "content": "a word"}])

@@ -13,11 +13,11 @@ import msgspec
 
 from minillm.engine.driver import Driver
 from minillm.outputs import Delta, RequestOutput
-from minillm.server import messages
-from minillm.server.engine_requests import EngineRequests
+from minillm.service import call_messages as messages
 from minillm.service import messages as chat
 from minillm.service.cache_view import Owner
 from minillm.service.conversations import Conversations
+from minillm.service.engine_requests import EngineRequests
 
 _REFUSED = (chat.Load, chat.Pace)  # ignored commands, which would affect all other apps
 

@@ -14,7 +14,7 @@ from minillm.errors import UsageError
 from minillm.grammar.grammar import MAX_BYTES, Grammar
 from minillm.grammar.notation import WHITE_SPACE, followed
 from minillm.params import BeamSearchParams, Params, SamplingParams
-from minillm.server.messages import Complete, Conversation, Token
+from minillm.service.call_messages import Complete, Conversation, Token
 from minillm.text.reasoning import CLOSE, is_opened
 from minillm.text.tokenizer import Tokenizer
 

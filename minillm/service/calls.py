@@ -8,11 +8,11 @@ from typing import BinaryIO
 
 from minillm.engine.driver import Driver
 from minillm.errors import MinillmError
-from minillm.server import messages
-from minillm.server.engine_requests import EngineRequests
-from minillm.server.prepare import prepare, prompt_ids, with_thoughts
-from minillm.server.sessions import Sessions
-from minillm.server.sharing import SharedThreads
+from minillm.service import call_messages as messages
+from minillm.service.engine_requests import EngineRequests
+from minillm.service.prepare import prepare, prompt_ids, with_thoughts
+from minillm.service.sessions import Sessions
+from minillm.service.sharing import SharedThreads
 
 _THREADS = 4  # one tenant uses at most two of them
 _SHORT = 512  # characters: encoding them takes about 0.25 ms; waking another thread takes 0.1 ms and more

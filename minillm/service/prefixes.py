@@ -9,7 +9,7 @@ from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.errors import MinillmError
 from minillm.sequence import Sequence, SequenceGroup
-from minillm.server import messages
+from minillm.service import call_messages as messages
 
 
 @dataclass(slots=True)

@@ -15,11 +15,11 @@ from minillm.errors import MinillmError, UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, finite
 from minillm.params import BeamSearchParams
 from minillm.sequence import Sequence, SequenceGroup
-from minillm.server import messages
-from minillm.server.prefixes import Prefixes
-from minillm.server.prepare import Prepared, token_of
+from minillm.service import call_messages as messages
 from minillm.service.cache_view import CacheView, Owner
 from minillm.service.messages import TableState
+from minillm.service.prefixes import Prefixes
+from minillm.service.prepare import Prepared, token_of
 
 _MOST_REMEMBERED = 2_000  # number of ended answers that can be forked, the latest ones
 _MOST_REMEMBERED_TOKENS = 1_000_000
