@@ -78,12 +78,12 @@ PARTS = "tests/jobs/test_part_files.py::"
 ENGINES = "tests/jobs/test_engines.py::"
 KERNELS = "tests/kernels/"
 FORKS = "tests/server/test_forks.py::"
-RESPONSE_STORE = "tests/server/test_response_store.py::"
+RESPONSE_STORE = "tests/server/responses/test_store.py::"
 REPLICAS = "tests/server/test_replicas.py::"
 SHARING = "tests/server/test_sharing.py::"
-ACCESS = "tests/server/test_access.py::"
-MESSAGES = "tests/server/test_messages.py::"
-SLOW_CLIENTS = "tests/server/test_slow_clients.py::"
+ACCESS = "tests/server/http/test_access.py::"
+MESSAGES = "tests/server/anthropic/test_messages.py::"
+SLOW_CLIENTS = "tests/server/http/test_slow_clients.py::"
 LANES = "tests/kernels/test_lanes.py::"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
 EIGHT_BITS_WRITTEN = "tests/kernels/cache/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
@@ -1206,7 +1206,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("question-not-waited-for", "_play", "Expr 6", "pass",
          "tests/ui/test_tour.py::test_the_tour_forks_copies_frees_and_gives_the_settings_back"),
     ],
-    "minillm/server/access.py": [
+    "minillm/server/http/access.py": [
         ("tenant-by-address", "Access._tenant", "UnaryOp 0", "True",
          ACCESS + "test_the_tenant_is_the_owner_of_the_key_however_the_scheme_is_spelled"),
         ("scheme-in-one-case", "Access._tenant", "Compare 0", "kind == 'Bearer'",
@@ -1221,7 +1221,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("body-memory-unbounded", "BodyMemory._admit", "Compare 0", "True",
          ACCESS + "test_large_bodies_of_a_tenant_share_its_memory_in_their_order"),
     ],
-    "minillm/server/stream_routes.py": [
+    "minillm/server/sessions/routes.py": [
         ("session-of-any-key", "take_session_commands", "BoolOp 0", "$values[0]",
          FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
         ("all-streams-for-one-key", "_listening", "BoolOp 1", "False",
@@ -1242,7 +1242,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("salt-of-another-tenant-in-facts", "CacheView.facts", "BoolOp 2", "False",
          FORKS + "test_a_block_of_one_key_says_nothing_to_another"),
     ],
-    "minillm/server/response_store.py": [
+    "minillm/server/responses/store.py": [
         ("bytes-of-responses-unbounded", "ResponseStore.put", "BoolOp 1", "$values[0]",
          RESPONSE_STORE + "test_bytes_are_bounded_for_each_tenant_and_for_all"),
         ("responses-never-expire", "ResponseStore._drop_old", "BoolOp 0", "False",
@@ -1250,9 +1250,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "minillm/service/prepare.py": [
         ("end-of-an-answer-twice", "prompt_ids", "Compare 0", "False",
-         "tests/server/test_responses.py::test_the_end_of_an_answer_is_not_repeated"),
+         "tests/server/responses/test_responses.py::test_the_end_of_an_answer_is_not_repeated"),
     ],
-    "minillm/server/fair_queue.py": [
+    "minillm/server/http/fair_queue.py": [
         ("tenants-not-told-apart", "FairQueue._rank", "BinOp 2", "-$right",
          SHARING + "test_the_tenant_with_the_fewest_seats_is_next"),
         ("all-seats-for-one-tenant", "FairQueue._call", "ListComp 0", "[$elt for $elt in $generators[0].iter]",
@@ -1278,19 +1278,19 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("silence-not-noted", "EngineProcess._ping", "AugAssign 0", "pass",
          REPLICAS + "test_an_engine_that_is_stopped_is_told_by_health"),
     ],
-    "minillm/server/message_answers.py": [
+    "minillm/server/anthropic/answers.py": [
         ("thoughts-without-a-signature", "MessageForm._close", "IfExp 0", "[]",
          MESSAGES + "test_thoughts_come_back_and_may_be_omitted"),
         ("cached-tokens-counted-twice", "_usage", "BinOp 0", "$left",
          MESSAGES + "test_tokens_are_counted_as_they_are_used"),
     ],
-    "minillm/server/message_routes.py": [
+    "minillm/server/anthropic/routes.py": [
         ("line-of-claude-code-kept", "_add", "BoolOp 3", "False",
          MESSAGES + "test_the_line_that_claude_code_changes_every_time_is_no_part_of_the_prompt"),
         ("later-system-message-kept", "_add", "BoolOp 1", "False",
          MESSAGES + "test_a_conversation_with_results_is_the_same_as_that_of_a_chat"),
     ],
-    "minillm/server/http_protocol.py": [
+    "minillm/server/http/protocol.py": [
         ("head-without-end", "BoundedProtocol.data_received", "Compare 2", "False",
          SLOW_CLIENTS + "test_a_head_without_end_is_bounded"),
         ("large-head-at-once", "BoundedProtocol.on_headers_complete", "Compare 0",

@@ -94,9 +94,9 @@ def remote_engine(url: str) -> tuple[str, ...]:
 
     Raises UsageError for an invalid address.
     """
-    from minillm.server.remote import Address
+    from minillm.server.sessions.remote import Address
 
-    return (sys.executable, "-P", "-m", "minillm.server.remote", str(Address.parse(url)))
+    return (sys.executable, "-P", "-m", "minillm.server.sessions.remote", str(Address.parse(url)))
 
 
 def demo(arguments: argparse.Namespace) -> int:

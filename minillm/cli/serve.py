@@ -19,7 +19,7 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel.launch import Torchrun
 from minillm.progress import loading_bar, say
-from minillm.server.access import AccessRules
+from minillm.server.http.access import AccessRules
 from minillm.server.replicas import MAX_REPLICAS
 from minillm.server.service import Service
 from minillm.server.serving import ServerConfig, serve

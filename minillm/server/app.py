@@ -19,24 +19,24 @@ import minillm
 from minillm.checks import shown
 from minillm.errors import ContextLengthError, MinillmError, UsageError
 from minillm.server import bodies
-from minillm.server.access import Access, AccessRules
+from minillm.server.anthropic.answers import error_at
+from minillm.server.anthropic.routes import count_tokens, create_message
 from minillm.server.bodies import BadField
-from minillm.server.completion_routes import chat, complete
+from minillm.server.completions.routes import chat, complete
 from minillm.server.engine_process import EngineDied
-from minillm.server.message_answers import error_at
-from minillm.server.message_routes import count_tokens, create_message
-from minillm.server.openapi import document
-from minillm.server.response_routes import (
+from minillm.server.http.access import Access, AccessRules
+from minillm.server.http.sending import CONTEXT_LENGTH
+from minillm.server.openapi.document import document
+from minillm.server.parsers.tool_choice import shown_tools
+from minillm.server.responses.routes import (
     cancel_response,
     count_input_tokens,
     delete_response,
     read_response,
     respond,
 )
-from minillm.server.sending import CONTEXT_LENGTH
 from minillm.server.service import Missing, Service, json_response
-from minillm.server.stream_routes import open_session, take_session_commands, watch_cache
-from minillm.server.tool_choice import shown_tools
+from minillm.server.sessions.routes import open_session, take_session_commands, watch_cache
 from minillm.service import call_messages as messages
 
 _MOST_TOKENS = 1 << 17  # maximum number of ids to decode in one request, unless the context is longer

@@ -15,10 +15,10 @@ from starlette.types import Receive, Scope, Send
 from minillm.errors import UsageError
 from minillm.server.answers import Json, Usage
 from minillm.server.engine_process import Answer, EngineDied
-from minillm.server.fair_queue import FairQueue, Full, Place, num_seats
-from minillm.server.metrics import Metrics
+from minillm.server.http.fair_queue import FairQueue, Full, Place, num_seats
+from minillm.server.http.metrics import Metrics
+from minillm.server.http.sending import CONTEXT_LENGTH, Failed, body_message, send_json
 from minillm.server.replicas import Engine
-from minillm.server.sending import CONTEXT_LENGTH, Failed, body_message, send_json
 from minillm.service.call_messages import Complete, Completion, Ended, Refused, Text
 
 _TICK = 0.001  # seconds

@@ -13,12 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from minillm.checks import shown
-from minillm.server.fair_queue import FairQueue
-from minillm.server.metrics import Metrics
-from minillm.server.questions import Questions
+from minillm.server.http.fair_queue import FairQueue
+from minillm.server.http.metrics import Metrics
 from minillm.server.replicas import Engine
-from minillm.server.response_answers import ResponseWriter
-from minillm.server.response_store import ResponseStore
+from minillm.server.responses.answers import ResponseWriter
+from minillm.server.responses.store import ResponseStore
+from minillm.server.sessions.questions import Questions
 from minillm.service import call_messages as messages
 
 

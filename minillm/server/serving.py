@@ -16,11 +16,11 @@ from typing import Any
 import uvicorn
 
 from minillm.errors import UsageError
-from minillm.server.access import AccessRules
 from minillm.server.app import make_app
-from minillm.server.fair_queue import FairQueue
-from minillm.server.http_protocol import BoundedProtocol
-from minillm.server.metrics import Metrics
+from minillm.server.http.access import AccessRules
+from minillm.server.http.fair_queue import FairQueue
+from minillm.server.http.metrics import Metrics
+from minillm.server.http.protocol import BoundedProtocol
 from minillm.server.replicas import Engine, Replicas
 from minillm.server.service import Service
 from minillm.service import messages as chat

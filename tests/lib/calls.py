@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minillm.server.parts import ArgumentsPart, CallPart, Part, TextPart
+from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
 
 
 def together(parts: list[Part]) -> tuple[str, list[tuple[str, Any]]]:

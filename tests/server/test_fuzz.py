@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lib.server import Server
-from minillm.server.openapi import document
+from minillm.server.openapi.document import document
 
 SMALL = st.none() | st.booleans() | st.integers(-9, 99) | st.floats(0, 2) | st.text(max_size=9)
 VALUES = st.recursive(

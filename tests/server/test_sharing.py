@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from lib.server import Engine
 from minillm.server.answers import Frame
-from minillm.server.fair_queue import FairQueue, Full
-from minillm.server.forms import TextForm
+from minillm.server.completions.forms import TextForm
 from minillm.server.generating import Asked, Generating
-from minillm.server.metrics import Metrics
+from minillm.server.http.fair_queue import FairQueue, Full
+from minillm.server.http.metrics import Metrics
 from minillm.service.call_messages import Complete
 from minillm.service.sharing import SharedThreads, leaves_some
 

@@ -35,7 +35,7 @@ async def test_the_header_names_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_server_that_cannot_be_reached_is_named_with_the_way_back(tmp_path: Path) -> None:
-    bridge = (sys.executable, "-P", "-m", "minillm.server.remote", ADDRESS)
+    bridge = (sys.executable, "-P", "-m", "minillm.server.sessions.remote", ADDRESS)
     app = ChatApp(
         Settings(""), SessionStore(tmp_path), engine_command=bridge, server=ADDRESS, driver_class=HeadlessDriver
     )

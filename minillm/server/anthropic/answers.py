@@ -1,0 +1,204 @@
+"""Responses in the format of Anthropic's Messages API: one message, or a stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+
+from minillm.server.answers import Json, Usage, event
+from minillm.server.engine_process import Answer
+from minillm.server.http.sending import CONTEXT_LENGTH, error_json
+from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, Reader, TextPart
+from minillm.service.call_messages import Completion, Ended, Text
+from minillm.text.safe import parse_strict_json
+
+# Types of errors by status.
+_KINDS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error"}
+_NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequences"}  # our names of fields -> theirs
+
+
+@dataclass
+class MessageForm:
+    """Formats an answer as the events of a stream, or as the content blocks that these events describe.
+
+    Attributes:
+        reader: creates a reader of the answer's text. Its argument is whether the answer begins inside the reasoning.
+        signature: the signature of thinking blocks. Clients drop blocks without one. This server does not check it.
+        omits_thoughts: thinking blocks have no text.
+        stop: the fields of the message that say why the answer ended.
+    """
+
+    reader: Callable[[bool], Reader]
+    signature: str
+    omits_thoughts: bool = False
+    stop: Json = field(default_factory=lambda: {"stop_reason": None, "stop_sequence": None})
+    _reading: Reader = field(init=False)
+    _block: str = ""  # type of the open content block; empty: none is open
+    _index: int = -1  # index of the open block, or of the last one
+    _has_called: bool = False
+
+    def first(self, number: int, index: int, answer: Answer) -> Json | None:
+        self._reading = self.reader(answer.began is not None and answer.began.in_reasoning)
+        return None
+
+    def pieces(self, number: int, text: Text | Completion) -> list[Json]:
+        parts = self._reading.push(text.text)
+        if text.finish_reason:
+            parts += self._reading.finish()
+        found = [each for part in parts for each in self._events(part)]
+        if text.finish_reason:
+            found += self._close()
+            self.stop = self._stopped(text.finish_reason, text.stop_reason)
+        return found
+
+    def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
+        [completion] = completions
+        self._reading = self.reader(isinstance(answer.ended, Ended) and answer.ended.in_reasoning)
+        return [{"content": _joined(self.pieces(number, completion)), **self.stop}]
+
+    def prompt(self, answers: Sequence[Answer]) -> Json:
+        return {}
+
+    def _events(self, part: Part) -> Iterator[Json]:
+        match part:
+            case CallPart(_, name, function):
+                self._has_called = True
+                yield from self._open({"type": "tool_use", "id": name, "name": function, "input": {}})
+            case ArgumentsPart(_, text):
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
+            case TextPart(text):
+                if self._block != "text":
+                    yield from self._open({"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
+            case _:
+                if self._block != "thinking":
+                    yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
+                if not self.omits_thoughts:
+                    yield self._delta({"type": "thinking_delta", "thinking": part.text})
+
+    def _open(self, block: Json) -> list[Json]:
+        """Return the events that close the open block, if there is one, and begin ``block``."""
+        closing = self._close()
+        self._block, self._index = block["type"], self._index + 1
+        return [*closing, {"type": "content_block_start", "index": self._index, "content_block": block}]
+
+    def _close(self) -> list[Json]:
+        if not self._block:
+            return []
+        signature = {"type": "signature_delta", "signature": self.signature}
+        signed = [self._delta(signature)] if self._block == "thinking" else []
+        self._block = ""
+        return [*signed, {"type": "content_block_stop", "index": self._index}]
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _stopped(self, reason: str, stop: str | int | None) -> Json:
+        if isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        ends = "tool_use" if self._has_called else "end_turn"
+        return {"stop_reason": "max_tokens" if reason == "length" else ends, "stop_sequence": None}
+
+
+@dataclass
+class MessageFrame:
+    """Encodes the responses and events of one message. ``form`` formats the content of the message."""
+
+    id: str
+    model: str
+    form: MessageForm
+    ping: ClassVar[bytes] = event({"type": "ping"}, "ping")
+
+    def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
+        return self._message(_usage(usage), **choices[0])
+
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        count = sum(answer.began.num_prompt_tokens for answer in answers if answer.began is not None)
+        message = self._message(_usage(Usage(prompt=count)), content=[], **self.form.stop)
+        return _encoded([{"type": "message_start", "message": message}])
+
+    def chunks(self, choices: list[Json], usage: Usage | None, prompt: Json, *, has_usage: bool) -> bytes:
+        return _encoded(choices)
+
+    def closing(self, usage: Usage, *, has_usage: bool) -> bytes:
+        last = {"type": "message_delta", "delta": self.form.stop, "usage": _usage(usage)}
+        return _encoded([last, {"type": "message_stop"}])
+
+    def error(self, error: Json) -> Json:
+        return message_error(error)
+
+    def failed(self, error: Json) -> bytes:
+        return _encoded([message_error(error)])
+
+    def _message(self, usage: Json, **fields: Any) -> Json:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, **fields, "usage": usage}
+
+
+def _encoded(events: list[Json]) -> bytes:
+    return b"".join(event(each, each["type"]) for each in events)
+
+
+def _joined(events: list[Json]) -> list[Json]:
+    """Return the content blocks that the events of a stream describe."""
+    content: list[Json] = []
+    for each in events:
+        if "content_block" in each:
+            content.append(dict(each["content_block"]))
+        elif "delta" in each:
+            _, (name, text) = each["delta"].items()
+            content[-1][name] = content[-1].get(name, "") + text
+    for block in content:
+        if block["type"] == "tool_use":
+            block["input"] = _input(block.pop("partial_json", ""))
+    return content
+
+
+def _input(arguments: str) -> Any:
+    """Return a tool call's arguments as raw JSON; an empty object if the answer was cut off inside the arguments."""
+    try:
+        parse_strict_json(arguments)
+    except ValueError:
+        return {}
+    return msgspec.Raw(arguments.encode())
+
+
+def _usage(usage: Usage) -> Json:
+    """Return the token usage in Anthropic's format.
+
+    Input tokens do not include cached ones, because clients add both.
+    """
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+    }
+
+
+def message_error(error: Json, status: int = 0) -> Json:
+    """Convert an error from OpenAI's format to Anthropic's.
+
+    The type follows from ``status``, or if it is 0, from OpenAI's type.
+    """
+    message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
+    for ours, theirs in _NAMES.items():
+        message = message.replace(ours, theirs) if message.startswith((f"{ours}:", f"{ours} ")) else message
+    if code == CONTEXT_LENGTH:  # on these words, clients shorten the conversation
+        message = f"prompt is too long: {message}"
+    kind = _KINDS.get(status, "api_error" if kind == "server_error" else kind)
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def is_messages(path: str) -> bool:
+    """Return whether ``path`` belongs to the Messages API."""
+    return f"{path}/".startswith("/v1/messages/")
+
+
+def error_at(path: str, status: int, message: str, field: str = "", code: str | None = None) -> Json:
+    """Return an error in the format of the route at ``path``: Anthropic's for the Messages API, else OpenAI's."""
+    error = error_json(status, message, field, code)
+    return message_error(error, status) if is_messages(path) else error

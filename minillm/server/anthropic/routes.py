@@ -1,0 +1,240 @@
+"""The HTTP routes of Anthropic's Messages API. A request is converted to a chat request in OpenAI's format."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minillm.checks import shown
+from minillm.server import bodies
+from minillm.server.anthropic.answers import MessageForm, MessageFrame
+from minillm.server.bodies import BadField, ChatBody
+from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens, generating
+from minillm.server.generating import Generating
+from minillm.server.service import Service, json_response
+from minillm.text.reasoning import CLOSE
+
+# Fields that have the same name and meaning in the body of a chat request.
+_SAME = (
+    *("model", "max_tokens", "stream", "temperature", "top_p", "top_k"),
+    *("seed", "cache_salt", "priority", "structured_outputs"),
+)
+# Types of content blocks that a message may have, by role.
+_BLOCKS = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
+# Claude Code begins its system prompt with this line, which changes every time. It would make the prefix cache useless.
+_BILLING = "x-anthropic-billing-header:"
+
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """The tools that the answer may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # name of the tool, with the type tool
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """Settings of the model's reasoning before its answer."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None  # with the type enabled
+    display: Literal["summarized", "omitted"] | None = None  # omitted: thinking blocks have no text
+
+    def limits(self, effort: Effort | None) -> tuple[bodies.Effort | None, int | None]:
+        """Return ``reasoning_effort`` and ``max_reasoning_tokens`` of the chat request. Raises BadField."""
+        if self.type == "disabled":
+            return "none", None
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise BadField("thinking: budget_tokens is missing; give a limit, or the type adaptive", "thinking")
+        return "xhigh" if effort == "max" else effort or "high", self.budget_tokens if self.type == "enabled" else None
+
+
+class JsonFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Effort | None = None  # limits the reasoning, with the type adaptive
+    format: JsonFormat | None = None
+
+
+class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # labels and hints for Anthropic's own service; they have no effect
+    metadata: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None  # also in content blocks and tools; prefixes are cached without it
+    context_management: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
+    inference_geo: str | None = None
+    service_tier: str | None = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    # our own
+    seed: int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    structured_outputs: bodies.StructuredOutputs | None = None
+
+    def chat(self, *, can_think: bool) -> ChatBody:
+        """Return the chat request that this body asks for. Raises BadField if it is invalid.
+
+        Args:
+            can_think: the chat template supports reasoning, so ``reasoning_effort`` has an effect.
+        """
+        conversation, choice = self._conversation(), self.tool_choice
+        last = conversation[-1] if conversation else {}
+        if "tool_calls" in last:
+            raise BadField("messages: the last message has calls; add a message with their tool_result", "messages")
+        config = self.output_config or OutputConfig()
+        schema = None if config.format is None else bodies.SchemaFormat(config.format.schema)
+        effort, budget = (None, None) if self.thinking is None else self.thinking.limits(config.effort)
+        return ChatBody(
+            **{name: getattr(self, name) for name in _SAME},
+            messages=conversation,
+            continue_final_message=last.get("role") == "assistant",
+            stop=self.stop_sequences or None,
+            tools=[_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools or ())] or None,
+            tool_choice=None if choice is None else _choice(choice),
+            parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+            reasoning_effort=effort if can_think else None,
+            max_reasoning_tokens=budget,
+            response_format=None if schema is None else bodies.ResponseFormat("json_schema", schema),
+        )
+
+    def _conversation(self) -> list[dict[str, Any]]:
+        """Return the messages of the chat request. Adjacent messages with the same role become one."""
+        found: list[dict[str, Any]] = []
+        given = [] if self.system is None else [{"role": "system", "content": self.system}]
+        places = [("system", each) for each in given]
+        places += [(f"messages[{number}]", each) for number, each in enumerate(self.messages)]
+        for where, message in places:
+            role = message.get("role")
+            if not isinstance(role, str) or role not in _BLOCKS:
+                raise BadField(f"{where}: role must be user or assistant, not {shown(role)}", "messages")
+            for place, block in _blocks(message.get("content"), where):
+                _add(found, role, block, place)
+        return found
+
+
+def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each content block of a message, after its place for error messages."""
+    if isinstance(content, str):
+        yield where, {"type": "text", "text": content}
+    elif not isinstance(content, list):
+        raise BadField(f"{where}: content must be text or a list of content blocks, not {shown(content)}", "messages")
+    else:
+        for number, block in enumerate(content):
+            place = f"{where}.content[{number}]"
+            if not isinstance(block, Mapping):
+                raise BadField(f'{place} must be {{"type": "text", "text": "…"}}, not {shown(block)}', "messages")
+            yield place, block
+
+
+def _add(found: list[dict[str, Any]], role: str, block: Mapping[str, Any], where: str) -> None:
+    """Add a content block of a message with ``role`` to the messages of the chat request. Raises BadField."""
+    kind = block.get("type")
+    if kind not in _BLOCKS[role]:
+        known = ", ".join(_BLOCKS[role])
+        raise BadField(f"{where}: {shown(kind)} blocks are not supported in a {role} message; use {known}", "messages")
+    if kind == "tool_result":
+        text = "\n".join(_text(each, "text", place) for place, each in _blocks(block.get("content") or "", where))
+        text = f"Error: {text}" if block.get("is_error") else text
+        found.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": text})
+        return
+    if role == "system" and found and found[-1]["role"] != "system":
+        role = "user"  # many chat templates allow a system message only at the beginning
+    if not found or found[-1]["role"] != role:
+        found.append({"role": role, "content": []})
+    message = found[-1]
+    if kind == "text":
+        text = _text(block, "text", where)
+        if role == "system" and text.startswith(_BILLING):
+            text = text.partition("\n")[2]
+        message["content"] += [text] if text else []
+    elif kind == "thinking":
+        thought = _text(block, "thinking", where)
+        message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), thought)))
+    elif kind == "tool_use":
+        function = {"name": _text(block, "name", where), "arguments": block.get("input")}
+        if not isinstance(function["arguments"], Mapping):
+            raise BadField(f"{where}: input must be an object, not {shown(function['arguments'])}", "messages")
+        call = {"id": _text(block, "id", where), "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call)
+
+
+def _text(block: Mapping[str, Any], name: str, where: str) -> str:
+    kind, text = block.get("type"), block.get(name)
+    if name == "text" and kind != "text":
+        raise BadField(f"{where}: {shown(kind)} blocks are not supported in a tool_result; use text", "messages")
+    if not isinstance(text, str):
+        raise BadField(f"{where}: {name} must be text, not {shown(text)}", "messages")
+    return text
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Convert a tool to OpenAI's format. Raises BadField."""
+    kind, schema = tool.get("type") or "custom", tool.get("input_schema")
+    if kind != "custom":
+        raise BadField(f"{where}: {shown(kind)} tools are not supported; give a name and an input_schema", "tools")
+    if not isinstance(schema, Mapping):
+        raise BadField(f"{where}: input_schema must be a JSON schema, not {shown(schema)}", "tools")
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    return {"type": "function", "function": {**function, "parameters": schema}}
+
+
+def _choice(choice: ToolChoice) -> str | dict[str, Any]:
+    """Convert a choice of tools to OpenAI's format. Raises BadField."""
+    if choice.type != "tool":
+        return "required" if choice.type == "any" else choice.type
+    if not choice.name:
+        raise BadField("tool_choice: name is missing; give the name of a tool", "tool_choice")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatBody, ChatCall]:
+    """Return the body of a request, the equal chat request, and the engine's call. Raises BadField."""
+    body = bodies.read_body(MessagesBody, request.state.body)
+    chat = body.chat(can_think=service.facts.facts.has_thinking_switch or CLOSE in service.facts.chat_template)
+    chat.check()
+    service.check_model(chat.model)
+    return body, chat, chat_call(service, request.state.tenant, name, chat)
+
+
+async def create_message(service: Service, request: Request) -> Generating:
+    name = f"msg_{secrets.token_hex(12)}"
+    body, chat, made = _read(service, request, name)
+    omits = body.thinking is not None and body.thinking.display == "omitted"
+    form = MessageForm(made.reader, name, omits)
+    frame, tenant = MessageFrame(name, service.names[0], form), request.state.tenant
+    return generating(service, chat, tenant, [made.call], frame, form, grammar_field=made.grammar_field)
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    call = _read(service, request, "")[2].call
+    return json_response({"input_tokens": await count_prompt_tokens(service, call)})

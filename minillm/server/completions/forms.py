@@ -1,0 +1,178 @@
+"""The formats of completions in a response: chat messages and plain text. See `minillm.server.generating.Form`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minillm.server.answers import Json, chat_logprobs, extras, prompt_entry, text_logprobs
+from minillm.server.engine_process import Answer
+from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, Reader, TextPart, ThoughtPart
+from minillm.service.call_messages import Completion, Ended, Text, Token
+
+
+@dataclass
+class ChatForm:
+    """Formats answers as assistant messages.
+
+    ``reader`` creates a reader of an answer's text. Its argument is whether the answer begins inside the reasoning.
+    """
+
+    has_logprobs: bool
+    reader: Callable[[bool], Reader]
+    prompt_logprobs: bool = False
+    _readers: dict[int, Reader] = field(default_factory=dict)  # readers of a stream's completions, by index
+    _calling: set[int] = field(default_factory=set)  # completions that have called a tool
+
+    def first(self, number: int, index: int, answer: Answer) -> Json | None:
+        self._readers[index] = self.reader(answer.began is not None and answer.began.in_reasoning)
+        return _choice(index, delta={"role": "assistant", "content": ""})
+
+    def pieces(self, number: int, text: Text) -> list[Json]:
+        reader = self._readers[text.index]
+        parts = reader.push(text.text)
+        if text.finish_reason:
+            parts += reader.finish()
+        if any(isinstance(part, CallPart) for part in parts):
+            self._calling.add(text.index)
+        deltas = [_delta(part) for part in parts]
+        has_more = text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)
+        if not deltas and not has_more:
+            return []
+        found = [_choice(text.index, delta=delta) for delta in deltas or [{}]]
+        last = found[-1]
+        last["finish_reason"] = _reason(text.finish_reason, text.index in self._calling)
+        if self.has_logprobs and text.tokens:
+            last["logprobs"] = chat_logprobs(text.tokens)
+        return [*found[:-1], with_ids(last, text)]
+
+    def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
+        opened = isinstance(answer.ended, Ended) and answer.ended.in_reasoning
+        return [self._whole(each, self.reader(opened)) for each in completions]
+
+    def prompt(self, answers: Sequence[Answer]) -> Json:
+        [began] = [answer.began for answer in answers]
+        found: Json = {}
+        if began is not None and began.prompt_token_ids:
+            found["prompt_token_ids"] = began.prompt_token_ids
+        if began is not None and self.prompt_logprobs:
+            found["prompt_logprobs"] = [prompt_entry(token) for token in began.prompt_tokens]
+        return found
+
+    def _whole(self, each: Completion, reader: Reader) -> Json:
+        message = _message([*reader.push(each.text), *reader.finish()])
+        logprobs = chat_logprobs(each.tokens) if self.has_logprobs else None
+        reason = _reason(each.finish_reason, "tool_calls" in message)
+        found = {"index": each.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return with_ids({**found, **extras(each)}, each)
+
+
+def _message(parts: list[Part]) -> Json:
+    """Return the complete message that ``parts`` form together."""
+    said = "".join(part.text for part in parts if isinstance(part, TextPart))
+    message: Json = {"role": "assistant", "content": said, "refusal": None}
+    if thought := "".join(part.text for part in parts if isinstance(part, ThoughtPart)):
+        message["reasoning_content"] = thought
+    calls = [_call(part.id, part.name) for part in parts if isinstance(part, CallPart)]
+    for part in parts:
+        if isinstance(part, ArgumentsPart):
+            calls[part.index]["function"]["arguments"] += part.text
+    if calls:
+        message |= {"content": said or None, "tool_calls": calls}
+    return message
+
+
+def _delta(part: Part) -> Json:
+    """Return the change of a message by ``part``, for a chunk of a stream."""
+    match part:
+        case TextPart(text):
+            return {"content": text}
+        case ThoughtPart(text):
+            return {"reasoning_content": text}
+        case CallPart(index, name, function):
+            return {"tool_calls": [{"index": index, **_call(name, function)}]}
+        case ArgumentsPart(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _call(name: str, function: str) -> Json:
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": ""}}
+
+
+def _reason(reason: str | None, has_called: bool) -> str | None:
+    """Return the finish reason. It is "tool_calls" if the answer called tools and was not cut short."""
+    return "tool_calls" if has_called and reason == "stop" else reason
+
+
+@dataclass
+class TextForm:
+    """Formats answers as plain texts, preceded by their prompts if requested."""
+
+    n: int  # answers per prompt; the answers to all prompts are numbered consecutively
+    echo: bool
+    has_logprobs: bool
+    prompt_logprobs: bool = False
+    _offsets: dict[tuple[int, int], int] = field(default_factory=dict)  # characters so far, by prompt and completion
+
+    def first(self, number: int, index: int, answer: Answer) -> Json | None:
+        began = answer.began
+        if began is None or not (self.echo or began.prompt_token_ids):
+            return None
+        found = self._choice(number, index, self._prompt_of(answer))
+        if self.has_logprobs and self.echo:
+            found["logprobs"] = self._logprobs(number, index, began.prompt_tokens)
+        return _with_prompt_ids(found, answer)
+
+    def pieces(self, number: int, text: Text) -> list[Json]:
+        if not (text.text or text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)):
+            return []
+        found = self._choice(number, text.index, text.text, text.finish_reason)
+        if self.has_logprobs:
+            found["logprobs"] = self._logprobs(number, text.index, text.tokens)
+        return [with_ids(found, text)]
+
+    def _logprobs(self, number: int, index: int, tokens: list[Token]) -> Json:
+        """Return the log-probabilities of a stream's next ``tokens``."""
+        offset = self._offsets.get((number, index), 0)
+        self._offsets[number, index] = offset + sum(len(token.text) for token in tokens)
+        return text_logprobs(tokens, offset)
+
+    def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
+        best = completions
+        if len(completions) > self.n:  # best_of: choose those with the highest mean log-probability
+            best = sorted(completions, key=lambda each: -(each.cumulative_logprob or 0.0) / max(1, each.num_tokens))
+        choices = []
+        for index, each in enumerate(best[: self.n]):
+            prompt = self._prompt_of(answer)
+            found = self._choice(number, index, prompt + each.text, each.finish_reason)
+            before = answer.began.prompt_tokens if answer.began is not None else []
+            if self.has_logprobs:
+                found["logprobs"] = text_logprobs([*(before if self.echo else ()), *each.tokens])
+            if self.prompt_logprobs:
+                found["prompt_logprobs"] = [prompt_entry(token) for token in before]
+            choices.append(_with_prompt_ids(with_ids({**found, **extras(each)}, each), answer))
+        return choices
+
+    def prompt(self, answers: Sequence[Answer]) -> Json:
+        return {}
+
+    def _prompt_of(self, answer: Answer) -> str:
+        return answer.began.prompt_text if self.echo and answer.began is not None else ""
+
+    def _choice(self, number: int, index: int, text: str, reason: str | None = None) -> Json:
+        return {"index": number * self.n + index, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+def with_ids(choice: Json, of: Text | Completion) -> Json:
+    """Return a choice with its token ids, if they were requested."""
+    return {**choice, "token_ids": of.token_ids} if of.token_ids else choice
+
+
+def _with_prompt_ids(choice: Json, answer: Answer) -> Json:
+    ids = [] if answer.began is None else answer.began.prompt_token_ids
+    return {**choice, "prompt_token_ids": ids} if ids else choice
+
+
+def _choice(index: int, *, delta: dict[str, Any], reason: str | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

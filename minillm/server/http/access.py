@@ -1,0 +1,246 @@
+"""Access control: an ASGI layer in front of all routes. Access is closed by default.
+
+- The Host header must be one of this server's names, so that no web page can reach it by DNS rebinding.
+- If there are keys, every route but /health and /version needs one. Keys are compared in constant time. The tenant is
+  the owner of the verified key. Without keys, it is the client's address.
+- Web pages of other origins may not read responses unless the origin is listed.
+- Bodies are limited in size and time. The total size of one tenant's large bodies in transit is limited as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minillm.server.anthropic.answers import error_at, is_messages
+from minillm.server.http.metrics import Metrics
+from minillm.server.http.sending import send_json
+
+_OPEN = ("/health", "/version")
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_SINGLE = ("host", "authorization", "x-api-key", "content-type", "origin", "content-length", "transfer-encoding")
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
+_MOST_OF_BODIES = 16 << 20  # maximum bytes of one tenant's large bodies in transit
+
+
+@dataclass(frozen=True)
+class AccessRules:
+    """The rules that requests must follow.
+
+    Attributes:
+        keys: the owner's name by API key; if empty, every client is allowed.
+        hosts: names and addresses allowed in the Host header, without port; if empty, any.
+        origins: origins of web pages that may read responses.
+        max_body: maximum size of a body in bytes.
+        body_seconds: maximum seconds for a body to arrive.
+    """
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    hosts: Collection[str] = _LOCAL
+    origins: Sequence[str] = ()
+    max_body: int = 8 << 20
+    body_seconds: float = 60.0
+
+    def tenant_of(self, given: str) -> str | None:
+        """Return the name of the owner of key ``given``; None for an unknown key.
+
+        This takes equally long for every key.
+        """
+        found = None
+        for key, name in self.keys.items():
+            if hmac.compare_digest(_digest(key), _digest(given)):
+                found = name
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class BodyMemory:
+    """Memory for bodies that arrive in several pieces.
+
+    Each tenant has ``most`` bytes. If they are in use, its bodies wait.
+    """
+
+    def __init__(self, most: int = _MOST_OF_BODIES) -> None:
+        self._most = most
+        self._used: Counter[str] = Counter()  # bytes by tenant
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}  # by tenant, oldest first
+
+    @asynccontextmanager
+    async def take(self, tenant: str, size: int) -> AsyncIterator[None]:
+        """Wait until ``tenant`` may use ``size`` bytes. Free them when the context closes."""
+        size = min(size, self._most)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append((size, turn))
+        self._admit(tenant)
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._used[tenant] -= size
+            self._admit(tenant)
+
+    def _admit(self, tenant: str) -> None:
+        """Admit the oldest waiting bodies of ``tenant``, as long as they fit."""
+        waiting = self._waiting.get(tenant, deque())
+        while waiting and (waiting[0][1].done() or self._used[tenant] + waiting[0][0] <= self._most):
+            size, turn = waiting.popleft()
+            if not turn.done():
+                self._used[tenant] += size
+                turn.set_result(None)
+        if not waiting:
+            self._waiting.pop(tenant, None)
+        if not self._used[tenant]:
+            del self._used[tenant]
+
+
+@dataclass(frozen=True)
+class Access:
+    """An ASGI application that passes on the requests that follow the rules. It rejects all others.
+
+    ``scope["state"]`` gets the request's ``tenant`` and complete ``body``.
+    """
+
+    app: ASGIApp
+    rules: AccessRules
+    metrics: Metrics
+    memory: BodyMemory = field(default_factory=BodyMemory)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        counted = self._counted(scope, headers.get("origin", ""), send)
+        tenant = self._tenant(scope, headers)
+        refusal = self._refusal(scope, headers, tenant)
+        if refusal is not None:
+            status, message = refusal
+            more = [(b"www-authenticate", b"Bearer")] if status == 401 else []
+            await send_json(counted, status, error_at(scope["path"], status, message), more)
+            return
+        if scope["method"] == "OPTIONS" and headers.get("origin") in self.rules.origins:
+            await self._preflight(counted, headers.get("access-control-request-headers", ""))
+            return
+        state = scope.setdefault("state", {})
+        state["tenant"] = tenant or ""
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            read = await self._read(headers, receive, state["tenant"])
+            if isinstance(read, tuple):
+                status, message = read
+                error = error_at(scope["path"], status, message)
+                await send_json(counted, status, error, [(b"connection", b"close")])
+                return
+            state["body"] = read
+        await self.app(scope, receive, counted)
+
+    def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> str | None:
+        """Return the owner of the request's key; None without a known key.
+
+        If the server has no keys, return the client's address.
+        """
+        if not self.rules.keys:
+            return (scope.get("client") or ("",))[0]
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        tenant = self.rules.tenant_of(given.strip()) if kind.lower() == "bearer" else None  # RFC 7235: any case
+        if tenant is None and is_messages(scope["path"]):
+            tenant = self.rules.tenant_of(headers.get("x-api-key", ""))  # Anthropic's header
+        return tenant
+
+    def _refusal(self, scope: Scope, headers: Mapping[str, str], tenant: str | None) -> tuple[int, str] | None:
+        rules = self.rules
+        names = [name for name, _ in scope["headers"]]
+        for name in _SINGLE:
+            if names.count(name.encode()) > 1:
+                return 400, f"more than one {name} header; send one"
+        if rules.hosts and _hostname(headers.get("host", "")) not in rules.hosts:
+            return 403, "unknown Host header: use one of this server's names, or allow more by --allowed-host"
+        if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+            return 501, "transfer-encoding must be chunked; send the body without other encodings"
+        if scope["path"] in _OPEN or scope["method"] == "OPTIONS" or tenant is not None:
+            return None
+        return 401, "this server requires an API key: send Authorization: Bearer KEY"
+
+    async def _read(self, headers: Mapping[str, str], receive: Receive, tenant: str) -> bytes | tuple[int, str]:
+        """Return the request's body. If it is rejected, return the status and the message of the response."""
+        limit, length = self.rules.max_body, headers.get("content-length", "")
+        size = int(length) if length.isdecimal() and len(length) < 20 else limit
+        if size > limit:
+            return 413, f"the body is larger than {limit} bytes"
+        kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a web page could send other types without a preflight request
+            return 415, "content-type must be application/json"
+        try:
+            async with asyncio.timeout(self.rules.body_seconds):
+                first = await receive()
+                if first["type"] == "http.request" and not first.get("more_body", False):
+                    return self._joined([first.get("body", b"")])
+                async with self.memory.take(tenant, size):
+                    return await self._read_rest(first, receive)
+        except TimeoutError:
+            return 408, f"the body did not arrive within {self.rules.body_seconds:g} s"
+
+    async def _read_rest(self, message: Message, receive: Receive) -> bytes | tuple[int, str]:
+        parts, size = [], 0
+        while message["type"] != "http.disconnect":
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self.rules.max_body or not message.get("more_body", False):
+                return self._joined(parts)
+            message = await receive()
+        return 400, "the client has disconnected"
+
+    def _joined(self, parts: Sequence[bytes]) -> bytes | tuple[int, str]:
+        body = b"".join(parts)
+        return (
+            body if len(body) <= self.rules.max_body else (413, f"the body is larger than {self.rules.max_body} bytes")
+        )
+
+    def _counted(self, scope: Scope, origin: str, send: Send) -> Send:
+        """Wrap ``send`` to count the response, and to add the CORS headers if ``origin`` may read it."""
+        allowed = [
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-expose-headers", b"retry-after, server-timing"),
+            (b"vary", b"Origin"),
+        ]
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route: Any = scope.get("route")
+                self.metrics.requests.labels(getattr(route, "path", "other"), str(message["status"])).inc()
+                if origin and origin in self.rules.origins:
+                    message = {**message, "headers": [*message.get("headers", []), *allowed]}
+            await send(message)
+
+        return counted
+
+    async def _preflight(self, send: Send, wanted: str) -> None:
+        """Allow an origin all headers that it asks for. OpenAI's clients send a dozen of their own."""
+        headers = [
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            (b"access-control-allow-headers", (wanted or "authorization, content-type").encode("latin-1")),
+            (b"access-control-max-age", b"600"),
+            (b"content-length", b"0"),
+        ]
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _hostname(host: str) -> str:
+    """Return the name in a Host header, without its port. Empty if the header is invalid."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]).lower().rstrip(".") if found else ""

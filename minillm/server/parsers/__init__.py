@@ -1,0 +1,1 @@
+"""Parsers of model output: reasoning, content and tool calls."""

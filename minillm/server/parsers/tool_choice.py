@@ -1,0 +1,206 @@
+"""The tools that an answer may call, and the grammar of an answer that must call one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minillm.errors import UsageError
+from minillm.server.bodies import BadField, ChatBody
+from minillm.server.parsers.parts import PlainReader, Reader
+from minillm.server.parsers.tool_calls import FORMATS, NAMED, CallReader, ForcedReader
+from minillm.text.reasoning import OPEN
+from minillm.text.tools import knows_tools, plain_tools
+
+_MOST_CALLS = 16  # maximum number of calls in an answer
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The format in which a model writes tool calls.
+
+    Attributes:
+        around: the text before the first call, between two calls, and after the last one.
+        arguments: the key of the arguments.
+        has_many: the model can call several tools at once.
+        tag: the text that begins each call; empty: the whole answer is one call, or a list of calls.
+    """
+
+    around: tuple[str, str, str]
+    arguments: str = "arguments"
+    has_many: bool = True
+    tag: str = ""
+
+    @property
+    def formats(self) -> frozenset[str]:
+        """Return the formats for a `CallReader` that should find only calls in this form."""
+        return frozenset((self.tag or "json",))
+
+
+_ANY = {"type": "object"}
+_UNTAGGED = rf"[{{\[]|<\|python_tag\|>|{OPEN}"  # beginnings of an answer after which a reader may find calls
+_HERMES = CallForm(("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"), tag="<tool_call>")
+_LLAMA = CallForm(("", "", ""), "parameters", has_many=False)
+_MISTRAL = CallForm(("[", ", ", "]"))
+
+
+def call_form(template: str) -> CallForm:
+    """Return the form of calls that suits a model with this chat template best."""
+    if knows_tools(template) and "<tool_call>" not in template:
+        if "[TOOL_CALLS]" in template:
+            return _MISTRAL
+        if _is_llamas(template):
+            return _LLAMA
+    return _HERMES
+
+
+def _is_llamas(template: str) -> bool:
+    return '"parameters": ' in template or "<|python_tag|>" in template
+
+
+def call_formats(template: str) -> frozenset[str]:
+    """Return the formats in which a model with this chat template may write calls, for a `CallReader`.
+
+    If the template has a tag for calls, JSON without the tag is content.
+    """
+    if knows_tools(template):
+        if "<tool_call>" in template or "<function=" in template:
+            return FORMATS & {"<tool_call>", "<function=", "```"}
+        if "[TOOL_CALLS]" in template:
+            return FORMATS & {"[TOOL_CALLS]", "```", "json"} | {NAMED}
+        if _is_llamas(template):
+            return FORMATS & {"<function=", "```", "json", "python"}
+    return FORMATS
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """The tools of a request, and whether the answer must call them.
+
+    Attributes:
+        tools: the tools shown to the model.
+        required: the answer must call one of these tools; empty: it need not call any.
+        most: maximum number of calls in the answer.
+        strict: names of tools with arguments that must always follow the schema.
+        has_schema: the answer follows a JSON schema, so it contains no calls even if it looks like one.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    required: tuple[Mapping[str, Any], ...] = ()
+    most: int = _MOST_CALLS
+    strict: frozenset[str] = frozenset()
+    has_schema: bool = False
+
+    def reader(self, form: CallForm, formats: Collection[str]) -> Reader:
+        """Return a reader for the answer of a model that writes calls in ``formats``. ``form`` is the preferred one."""
+        if self.required:
+            return ForcedReader()
+        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
+        if not tools or self.has_schema:
+            return PlainReader()
+        return CallReader(tools, self.most, form.formats if self.strict else formats)
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the schemas that arguments must follow, by tool name. Empty if the answer is not restricted."""
+        if self.has_schema or not (self.required or self.strict):
+            return {}
+        functions = [tool["function"] for tool in self.required or self.tools]
+        enforced = {each["name"] for each in functions} if self.required else self.strict
+        return {each["name"]: _schema(each["parameters"]) if each["name"] in enforced else _ANY for each in functions}
+
+    def grammar(self, form: CallForm) -> dict[str, Any]:
+        """Return the parameter ``grammar`` of the answer.
+
+        The caller must add the rules ``arguments_0`` and so on, from `schemas`.
+        """
+        lines = _answer(form, self.most) if not self.required else [f"start: {_calls(form, self.most)}"]
+        lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(self.schemas)))}")
+        for number, name in enumerate(self.schemas):
+            head = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": ')
+            lines.append(f'call_{number}: {head} arguments_{number} "}}"')
+        return {"lark": "\n".join(lines)}
+
+
+def _calls(form: CallForm, most: int) -> str:
+    """Return the Lark expression of an answer that consists of calls."""
+    before, between, after = map(json.dumps, form.around)
+    calls = "call"
+    if form.has_many and most > 1:
+        calls += f" ({between} call){{0,{most - 1}}}"
+    # Lark has no empty strings.
+    return " ".join([*([before] if form.around[0] else ()), calls, *([after] if form.around[2] else ())])
+
+
+def _answer(form: CallForm, most: int) -> list[str]:
+    """Return the Lark rules of an answer that may contain calls.
+
+    A reader with the form's formats finds no other calls in it.
+    """
+    if form.tag:  # text in which each tag begins a call
+        before, after = json.dumps(form.around[0].removeprefix(form.tag)), json.dumps(form.around[2])
+        text = f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{form.tag}(.|\\n)*/"
+        return [f"start: (words {before} call {after}){{0,{most}}} TEXT?", f"words[lazy]: /(.|\\n)*{form.tag}/", text]
+    return [f"start: {_calls(form, most)} | TEXT?", f"TEXT: /(.|\\n)+/ & ~/\\s*({_UNTAGGED})(.|\\n)*/"]
+
+
+def _schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments: an object without unlisted properties, unless the tool allows them."""
+    schema = {"type": "object", **parameters}
+    if not {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys():
+        schema["additionalProperties"] = False
+    return schema
+
+
+def shown_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Check a request's tools and return them; None if there are none. Raises BadField."""
+    try:
+        return plain_tools(tools or []) or None
+    except UsageError as error:
+        raise BadField(str(error), "tools") from None
+
+
+def choice_of(body: ChatBody) -> ToolChoice:
+    """Return the tools of a request, and whether it must call them.
+
+    Raises BadField if its fields contradict each other.
+    """
+    tools = tuple(shown_tools(body.tools) or ())
+    wanted = body.tool_choice
+    if tools and body.fork_of is not None:
+        raise BadField("tools: a fork continues the answer itself; leave tools out", "tools")
+    most = 1 if body.parallel_tool_calls is False else _MOST_CALLS
+    if wanted == "none" or (not tools and wanted in (None, "auto")):
+        return ToolChoice()
+    if not tools:
+        raise BadField("tool_choice: there are no tools; give tools as well", "tool_choice")
+    if wanted in (None, "auto"):
+        strict = frozenset(name for name in map(_strict_name, body.tools or ()) if name)
+        if strict and body.grammar() is not None and not body.has_schema:
+            raise BadField("tools: a strict tool has its own grammar; leave the other grammar or strict out", "tools")
+        return ToolChoice(tools, most=most, strict=strict, has_schema=body.has_schema)
+    if body.grammar() is not None:
+        raise BadField("tool_choice: a tool call has its own grammar; leave the other grammar out", "tool_choice")
+    if wanted == "required":
+        return ToolChoice(tools, tools, most)
+    name = _named(wanted)
+    named = tuple(tool for tool in tools if tool["function"]["name"] == name)
+    if not named:
+        raise BadField(f"tool_choice: there is no tool {name!r}; use a name from tools", "tool_choice")
+    return ToolChoice(tools, named, 1)
+
+
+def _strict_name(tool: dict[str, Any]) -> str:
+    """Return the name of a checked tool if it is strict, else an empty text."""
+    return str(tool["function"]["name"]) if tool["function"].get("strict") else ""
+
+
+def _named(wanted: Any) -> str:
+    function = wanted.get("function") if isinstance(wanted, dict) and wanted.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or set(wanted) | set(function or ()) > {"type", "function", "name"}:
+        form = '{"type": "function", "function": {"name": "…"}}'
+        raise BadField(f"tool_choice must be none, auto, required or {form}", "tool_choice")
+    return name

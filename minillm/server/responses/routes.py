@@ -1,0 +1,202 @@
+"""The HTTP routes of OpenAI's Responses API. A request is converted to a chat request."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minillm.checks import shown
+from minillm.errors import UsageError
+from minillm.server.bodies import BadField, ChatBody, read_body
+from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens, generating
+from minillm.server.generating import Generating
+from minillm.server.responses.answers import ResponseFrame, ResponseWriter, place_of
+from minillm.server.responses.bodies import Json, NoBody, ResponseBody, messages_of, own_names
+from minillm.server.responses.store import Stored
+from minillm.server.service import Missing, Service, json_response
+from minillm.service import call_messages as messages
+
+# Fields of a request that its response returns.
+_RETURNED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
+    "safety_identifier", "top_logprobs", "user",
+)  # fmt: skip
+_MOST_REFERENCED = 16 << 20  # maximum size in bytes of the items that a request refers to
+
+
+@dataclass(frozen=True)
+class Responding:
+    """An ASGI response that generates a response of this API. Meanwhile other requests can read and cancel it.
+
+    Attributes:
+        running: the running responses of the service, by tenant and id.
+        key: the tenant and the id of this response.
+    """
+
+    generating: Generating
+    writer: ResponseWriter
+    running: dict[tuple[str, str], ResponseWriter]
+    key: tuple[str, str]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.running[self.key] = self.writer
+        try:
+            await self.generating(scope, receive, send)
+        finally:
+            del self.running[self.key]
+
+
+async def respond(service: Service, request: Request) -> Responding:
+    """Answer an input. With ``previous_response_id``, the input continues the conversation of that response."""
+    body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
+    name = f"resp_{secrets.token_hex(24)}"
+    chat, made, conversation, key = _turn(service, tenant, name, body)
+    made.call.wants_ids = body.store is not False
+    head = _head(service, name, body, made.call.params)
+
+    def keep(response: Json, token_ids: Sequence[int]) -> None:
+        answer = messages_of(response["output"], lambda name: None) or [{"role": "assistant", "content": ""}]
+        service.responses.put(tenant, name, Stored.of(response, [*conversation, *answer], key, token_ids))
+
+    writer = ResponseWriter(head, made.reader, body.has_logprobs, keep)
+    field = made.grammar_field or ("text.format" if chat.response_format is not None else "")
+    response = generating(service, chat, tenant, [made.call], ResponseFrame(writer), writer, grammar_field=field)
+    return Responding(response, writer, service.running, (tenant, name))
+
+
+async def count_input_tokens(service: Service, request: Request) -> Response:
+    """Return the number of prompt tokens that a response to this body would have."""
+    body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
+    count = await count_prompt_tokens(service, _turn(service, tenant, "", body)[1].call)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def read_response(service: Service, request: Request) -> Response:
+    """Return a response that is stored or running."""
+    name, tenant = request.path_params["name"], request.state.tenant
+    if request.query_params.get("stream", "false") != "false":
+        raise BadField("stream: a stored response cannot be streamed again; leave it out", "stream")
+    return _response(service, tenant, name)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    """Delete a stored response."""
+    name = request.path_params["name"]
+    if not service.responses.delete(request.state.tenant, name):
+        raise Missing(404, f"there is no response {shown(name)}")
+    return json_response({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel_response(service: Service, request: Request) -> Response:
+    """End a running response early, and return it. A finished response is returned as it is."""
+    read_body(NoBody, request.state.body or b"{}")
+    name, tenant = request.path_params["name"], request.state.tenant
+    writer = service.running.get((tenant, name))
+    if writer is not None and writer.answer is not None and writer.answer.ended is None:
+        answer, began, writer.is_cancelled = writer.answer, writer.answer.began, True
+        service.engine.leave(answer)
+        answer.ended = messages.Ended(answer.request_id, 0 if began is None else began.num_prompt_tokens, 0)
+        answer.news.set()
+    return _response(service, tenant, name)
+
+
+Turn = tuple[ChatBody, ChatCall, list[Json], bytes]
+
+
+def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> Turn:
+    """Convert a request to a chat request.
+
+    Return the chat request, the engine's call for it, its messages without the instructions, and everything else that
+    the prompt depends on, as JSON. Raises BadField, or Missing if the earlier response is unknown.
+    """
+    body.check()
+    service.check_model(body.model)
+    before: Stored | None = None
+    if (previous := body.previous_response_id) is not None:
+        before = _stored(service, tenant, previous, "previous_response_id", "previous_response_not_found")
+    history: list[Json] = [] if before is None else msgspec.json.decode(before.messages)
+    if body.input is None and before is None:
+        raise BadField("input is missing", "input")
+    conversation = [*history, *messages_of(body.input or [], _items(service, tenant))]
+    chat = body.chat(conversation)
+    with own_names():
+        made = chat_call(service, tenant, name, chat)
+    prompt = made.call.prompt
+    assert isinstance(prompt, messages.Conversation)
+    key = msgspec.json.encode([body.instructions or "", prompt.tools, prompt.template_options])
+    if before is not None and before.key == key:
+        prompt.known_ids = before.token_ids.tolist()
+        prompt.num_known = len(prompt.messages) - len(conversation) + len(history)
+    return chat, made, conversation, key
+
+
+def _response(service: Service, tenant: str, name: str) -> Response:
+    """Return a response that is stored or running. Raises Missing for an unknown id."""
+    writer = service.running.get((tenant, name))
+    if writer is not None and service.responses.get(tenant, name) is None:
+        return json_response(writer.response("cancelled" if writer.is_cancelled else "in_progress"))
+    return Response(_stored(service, tenant, name).response, media_type="application/json")
+
+
+def _stored(service: Service, tenant: str, name: str, field: str = "", code: str | None = None) -> Stored:
+    """Return a stored response. Raises Missing if the tenant has none with this id."""
+    found = service.responses.get(tenant, name)
+    if found is None:
+        raise Missing(404, f"there is no response {shown(name)}; it has expired, or was never stored", field, code)
+    return found
+
+
+def _items(service: Service, tenant: str) -> Callable[[str], Json | None]:
+    """Return a function that returns the output item with an id in a stored response, or None for an unknown id."""
+    num_bytes = 0
+
+    def item(name: str) -> Json | None:
+        nonlocal num_bytes
+        response, number = place_of(name)
+        found = service.responses.get(tenant, response)
+        if found is None or not 0 <= number < len(found.items):
+            return None
+        num_bytes += len(found.items[number])
+        if num_bytes > _MOST_REFERENCED:  # a short body may refer to a long item many times
+            raise BadField(f"input: item references stand for more than {_MOST_REFERENCED:,} bytes", "input")
+        value: Json = msgspec.json.decode(found.items[number])
+        return value if value["id"] == name else None
+
+    return item
+
+
+def _head(service: Service, name: str, body: ResponseBody, params: Json) -> Json:
+    """Return the fields of a response that its request determines. Raises UsageError if they cannot be encoded."""
+    given = msgspec.to_builtins
+    head: dict[str, Any] = {
+        **{each: getattr(body, each) for each in _RETURNED},
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": service.names[0],
+        "background": False,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": None, "summary": None} | given(body.reasoning or {}),
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": params.get("temperature", 1.0),
+        "text": {"format": {"type": "text"}} | given(body.text or {}),
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": params.get("top_p", 1.0),
+        "truncation": "disabled",
+    }
+    try:
+        msgspec.json.encode(head)
+    except RecursionError:
+        raise UsageError("values are nested too deep; send flatter ones") from None
+    return head
