@@ -53,6 +53,11 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O = (
+    _TEKKEN.replace(r"\p{M}]+|", r"\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|")
+    .replace(r"\p{M}]*|", r"\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|")
+    .replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+)
 _IDEOGRAPHS = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK_LLM = (
     r"[\r\n]",
@@ -63,6 +68,12 @@ _DEEPSEEK_LLM = (
     r"\p{N}+",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS_APART = (r"\p{N}", GPT2)
 
@@ -91,6 +102,8 @@ SPLITS = {
     **dict.fromkeys(_GPT2_NAMES, Split((GPT2,))),
     "deepseek-llm": Split(_DEEPSEEK_LLM),
     "deepseek-coder": Split(_DEEPSEEK_CODER),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Split(_DEEPSEEK_V3)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), Split((_GPT4O,))),
     "seed-coder": Split((_SEED_CODER,)),
     "viking": Split(_VIKING),
     "default": Split(_DEFAULT),  # for older files without the key
