@@ -6,7 +6,7 @@
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ if torch.cuda.is_available():  # Triton is imported only if a GPU can run it
     from minillm.kernels import gpu
     from minillm.kernels.attention import decode as decode_attention
     from minillm.kernels.linear import fp8 as fp8_linear
-    from minillm.kernels.linear import matvec
+    from minillm.kernels.linear import invariant, matvec
     from minillm.kernels.linear.low_bit import bound as low_bit_bound
     from minillm.kernels.linear.low_bit import choose as low_bit_linear
 
@@ -113,6 +113,18 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPla
     return cpu.paged_attention(q, pages, softmax_scale, plan)
 
 
+Norm = tuple[Tensor, float]  # weight, eps
+LOW_BIT = "low-bit"  # the name of a `Matmul` that chooses its kernel itself
+
+
+class Matmul(NamedTuple):
+    """A way to multiply by a weight, fastest up to a number of tokens. See `LinearWeight.matmuls`."""
+
+    most_tokens: int
+    name: str
+    compute: Callable[[Tensor, "LinearWeight", Tensor | None, Norm | None, bool, bool], Tensor]  # see `multiply`
+
+
 class LinearWeight:
     """A weight ``[out, in]`` and optional bias ``[out]``, in the layout that `linear` reads fastest.
 
@@ -175,6 +187,7 @@ class LinearWeight:
         if self.copied_bytes(dtype):
             self.weight = low_bit_linear.unpacked(self.parts, dtype)
             self.max_low_bit_tokens = low_bit_linear.most_tokens_beside_a_copy(self.parts, self.weight)
+            self.__dict__.pop("matmuls", None)
 
     def bound_gated(self, norm_weight: Tensor) -> None:
         """Choose the fixed scale with which `mlp` stores its gated result, ``silu(gate) * up``, in float16.
@@ -195,6 +208,34 @@ class LinearWeight:
             num_values = (qkv.out_features - self.in_features) // 2
             self.attended_scale = low_bit_bound.scale_of_attended(qkv.parts, qkv.bias, norm_weight, num_values)
 
+    @cached_property
+    def matmuls(self) -> list[Matmul]:
+        """The ways to multiply by this weight, by number of tokens. The last takes any number."""
+        low_bit = [Matmul(self.max_low_bit_tokens, LOW_BIT, _by_parts)] if self.parts else []
+        if self.max_low_bit_tokens == sys.maxsize:
+            return low_bit
+        if self.packed is not None:
+            return [Matmul(sys.maxsize, "packed for the CPU", _by_packed)]
+        return [*low_bit, *_matmuls_of(self.weight)]
+
+    def kernel_name(self, x: Tensor) -> str:
+        """Return the name of the kernel that multiplies ``x [tokens, in]`` by this weight."""
+        name = self._matmul(x.shape[0]).name
+        return low_bit_linear.name_of(x, self.parts) if name == LOW_BIT else name
+
+    def _matmul(self, tokens: int) -> Matmul:
+        return next(each for each in self.matmuls if tokens <= each.most_tokens)
+
+    def multiply(
+        self, x: Tensor, out: Tensor | None = None, norm: Norm | None = None, *, gated: bool = False, add: bool = False
+    ) -> Tensor:
+        """Return ``x [tokens, in] @ weight.T + bias``, after RMSNorm with ``norm`` (weight, eps) if given.
+
+        ``gated``: the weight is gate and up, and the result is ``silu(gate) * up``. The result is written to ``out`` if
+        given, or added to it if ``add``.
+        """
+        return self._matmul(x.shape[0]).compute(x, self, out, norm, gated, add)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the weight that a matmul of one token reads."""
@@ -203,14 +244,63 @@ class LinearWeight:
         return self.weight.nbytes if self.packed is None else self.packed.num_bytes
 
 
+def _by_parts(x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool) -> Tensor:
+    return low_bit_linear.product(x, weight.parts, weight.bias, out, norm, gated=gated, add=add)
+
+
+def _by_matvec(
+    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool
+) -> Tensor:
+    return matvec.product(x, weight.weight, weight.bias, out, norm, gated=gated, add=add)
+
+
+def _by_tensor_cores(
+    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool
+) -> Tensor:
+    x = x if norm is None else rms_norm(x, *norm)
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.out_features // (2 if gated else 1))
+    return invariant.product(x, weight.weight, weight.bias, out, gated=gated, add=add)
+
+
+def _by_packed(
+    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool
+) -> Tensor:
+    packed = weight.packed
+    assert packed is not None
+    if out is not None and add and packed.add_to is not None:
+        return packed.add_to(out, x)
+    result = packed.apply(x if norm is None else rms_norm(x, *norm))
+    if out is None:
+        return silu_mul(result) if gated else result
+    return out.add_(result) if add else out.copy_(result)
+
+
+def _by_library(
+    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool
+) -> Tensor:
+    x, matrix, bias = x if norm is None else rms_norm(x, *norm), weight.weight, weight.bias
+    if out is None:
+        result = functional.linear(x, matrix, bias)
+        return silu_mul(result) if gated else result
+    if add:
+        out.addmm_(x, matrix.t())  # the library adds for free
+        return out if bias is None else out.add_(bias)
+    return torch.mm(x, matrix.t(), out=out) if bias is None else torch.addmm(bias, x, matrix.t(), out=out)
+
+
+def _matmuls_of(weight: Tensor) -> list[Matmul]:
+    """Return the ways to multiply by a weight ``[out, in]`` of 16 or 32 bits."""
+    library = Matmul(sys.maxsize, "cuBLAS" if weight.is_cuda else "torch", _by_library)
+    if not weight.is_cuda:
+        return [library]
+    few = [Matmul(invariant.MOST_FEW, "tensor cores", _by_tensor_cores)] if invariant.is_fast(weight) else []
+    return [Matmul(matvec.most_tokens(weight), "matvec", _by_matvec), *few, library]
+
+
 def _is_by_parts(x: Tensor, weight: LinearWeight) -> bool:
     """Return whether a matmul of x's number of tokens reads the low-bit matrices, and not their 16-bit copy."""
     return x.shape[0] <= weight.max_low_bit_tokens
-
-
-def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
-    """Return whether x has few enough tokens for the GPU's matrix-vector kernel."""
-    return x.is_cuda and matvec.takes(x.shape[0], weight.weight)
 
 
 def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> Tensor:
@@ -227,49 +317,22 @@ def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> 
 
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """Return ``x [rows, in] @ weight.T + bias``. If ``out`` is given, the result is written to it."""
-    if _is_by_parts(x, weight):
-        return low_bit_linear.linear(x, weight.parts, weight.bias, out, None)
-    if weight.packed is not None:
-        result = weight.packed.apply(x)
-        return result if out is None else out.copy_(result)
-    if out is None and _is_for_matvec(x, weight):
-        return matvec.matvec(x, weight.weight, weight.bias)
-    if out is None:
-        return functional.linear(x, weight.weight, weight.bias)
-    if weight.bias is None:
-        return torch.mm(x, weight.weight.t(), out=out)
-    return torch.addmm(weight.bias, x, weight.weight.t(), out=out)
+    return weight.multiply(x, out)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """Compute RMSNorm, then `linear`: see `reference.norm_linear`. If ``out`` is given, the result is written to it."""
-    if _is_by_parts(x, weight):
-        return low_bit_linear.linear(x, weight.parts, weight.bias, out, (norm_weight, eps))
-    if _is_for_matvec(x, weight):
-        return matvec.norm_matvec(x, norm_weight, eps, weight.weight, weight.bias, out)
-    return linear(rms_norm(x, norm_weight, eps), weight, out)
+    return weight.multiply(x, out, (norm_weight, eps))
 
 
 def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
     """Compute RMSNorm, the fused projection to gate and up, and gating: see `reference.norm_gated_linear`."""
-    if _is_by_parts(x, weight):
-        return low_bit_linear.gated_linear(x, weight.parts, weight.bias, (norm_weight, eps))
-    if _is_for_matvec(x, weight):
-        return matvec.norm_gated_matvec(x, norm_weight, eps, weight.weight, weight.bias)
-    return silu_mul(linear(rms_norm(x, norm_weight, eps), weight))
+    return weight.multiply(x, None, (norm_weight, eps), gated=True)
 
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     """Compute ``residual += linear(x, weight)``, in place: see `reference.linear_add`."""
-    if _is_by_parts(x, weight):
-        return low_bit_linear.linear_add(x, weight.parts, weight.bias, residual)
-    if weight.packed is not None:
-        add_to = weight.packed.add_to
-        return residual.add_(weight.packed.apply(x)) if add_to is None else add_to(residual, x)
-    if _is_for_matvec(x, weight):
-        return matvec.matvec_add(x, weight.weight, weight.bias, residual)
-    residual.addmm_(x, weight.weight.t())  # cuBLAS adds the residual for free
-    return residual if weight.bias is None else residual.add_(weight.bias)
+    return weight.multiply(x, residual, add=True)
 
 
 def attend_add(

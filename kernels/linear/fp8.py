@@ -146,46 +146,25 @@ def _are_few(x: Tensor) -> bool:
     return 0 < x.shape[0] <= MOST_FUSED
 
 
-def linear(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
-    """Compute ``x [tokens, in] @ matrix.T + bias``, after RMSNorm if ``norm`` is given.
-
-    Write it to ``out`` if given, which is contiguous.
-    """
-    return _product(x, matrix, bias, x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out, norm)
-
-
-def gated_linear(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm) -> Tensor:
-    """Compute ``silu(gate) * up`` with ``gate, up = linear(x, …)``."""
-    return _product(x, matrix, bias, x.new_empty(x.shape[0], matrix.shape[0] // 2), norm, gated=True)
-
-
-def linear_add(x: Tensor, matrix: LowBit, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """Compute ``residual += linear(x, …)``."""
-    return _product(x, matrix, bias, residual, None, add=True)
-
-
-def _product(
-    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None,
+def product(
+    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, norm: Norm | None,
     *, gated: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Compute ``x [tokens, in] @ matrix.T + bias``, after RMSNorm if ``norm`` is given: see `matvec.product`."""
+    if out is None:
+        out = x.new_empty(x.shape[0], matrix.shape[0] // (2 if gated else 1))
     if not _are_few(x):
-        return _product_of_many(x, matrix, bias, out, norm, gated=gated, add=add)
+        return _multiply(*quantize(x, norm), matrix, bias, out, gated=gated, add=add)
     if fp8_matvec.takes(x.shape[0], matrix, gated=gated):
         return fp8_matvec.product(x, matrix, bias, out, norm, gated=gated, add=add)
     return matvec.launch(out, x, matrix.levels, bias, norm, gated=gated, add=add, scales=matrix.scales)
-
-
-def _product_of_many(
-    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None, *, gated: bool, add: bool
-) -> Tensor:
-    return _multiply(*quantize(x, norm), matrix, bias, out, gated=gated, add=add)
 
 
 def mlp(
     x: Tensor, norm: Norm, gate_up: LowBit, bias: Tensor | None, down: LowBit, down_bias: Tensor | None,
     residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute RMSNorm, `gated_linear` and the projection ``down``, for more than `MOST_FUSED` tokens.
+    """Compute RMSNorm, the gated `product` and the projection ``down``, for more than `MOST_FUSED` tokens.
 
     ``silu(gate) * up`` is quantized where it is computed, so it is never written in 16 bits. Return the sum with
     ``residual``, written to it, or without one a new tensor ``[tokens, out]``.

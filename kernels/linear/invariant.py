@@ -34,6 +34,8 @@ from minillm.kernels.compat import (
     wait_for_inputs,
 )
 
+MOST_FEW = 16  # up to this many tokens, matmuls with large 16-bit weights are faster than the library's: see `is_fast`
+_LARGE = 4096  # rows and columns of a large weight, at least
 _PROCESSORS = 132  # multiprocessors of an H100 or H200
 _FULL = 90  # number of programs that fill such a GPU
 
@@ -232,6 +234,12 @@ def product(
             **shared, TOKENS=width, ROWS=rows, COLUMNS=depth, STAGES=stages, GROUP=8, num_warps=warps, **options,
         )  # fmt: skip
     return out
+
+
+def is_fast(weight: Tensor) -> bool:
+    """Return whether `product` of up to `MOST_FEW` tokens is faster than the library: with large 16-bit weights."""
+    is_large = weight.element_size() == 2 and min(weight.shape) >= _LARGE
+    return is_large and has_large_shared_memory(weight.device)
 
 
 def _tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -7,9 +7,9 @@ program therefore loads it *before* it waits for that kernel (programmatic depen
 Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes per load; most rows fit into one tile. The norm
 needs no extra pass: ``sum(x^2)`` is accumulated along with the product and applied to its result, because it is a
 single factor. All arithmetic is float32 without tensor cores, so several tokens are computed here only if the weight is
-small (`takes`). FP8 weights take half the bytes; they are converted to float32 in registers, and their rows' scales are
-also factors of the result. `TILES` is measured; ``minillm bench matvec`` prints it again. `_tile_for` chooses the tiles
-of other shapes.
+small (`most_tokens`). FP8 weights take half the bytes; they are converted to float32 in registers, and their rows'
+scales are also factors of the result. `TILES` is measured; ``minillm bench matvec`` prints it again. `_tile_for`
+chooses the tiles of other shapes.
 """
 
 import triton
@@ -159,40 +159,29 @@ def _matvec_kernel(
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def takes(num_tokens: int, weight: Tensor) -> bool:
-    """Return whether these kernels are the fastest way to multiply a weight ``[out, in]`` by this number of tokens."""
-    return num_tokens == 1 or weight.numel() <= _LARGEST.get(num_tokens, 0)
+def most_tokens(weight: Tensor) -> int:
+    """Return up to how many tokens these kernels are the fastest way to multiply a weight ``[out, in]``."""
+    return max((1, *(tokens for tokens, largest in _LARGEST.items() if weight.numel() <= largest)))
 
 
-def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.T + bias``, ``[tokens, out]``.
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+) -> Tensor:
+    """Compute ``x @ weight.T + bias``, after RMSNorm with ``norm`` (weight, eps) if given.
 
-    This function and the next three take at most `MOST_TOKENS` tokens. Tensors must be contiguous. They raise
+    ``gated``: the weight is gate and up, stacked by rows, and the result is ``silu(gate) * up``. Write the result to
+    ``out [tokens, out]``, or add it if ``add``. x has at most `MOST_TOKENS` tokens. All tensors are contiguous. Raises
     ValueError otherwise.
     """
-    return launch(_target(x, weight), x, weight, bias)
-
-
-def norm_matvec(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """Compute ``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``: see `reference.norm_linear`. Write it to ``out`` if
-    given.
-    """
-    return launch(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
-
-
-def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``silu(gate) * up`` as ``[tokens, out / 2]``, where ``gate, up = rms_norm(x) @ weight.T + bias``.
-
-    The rows of gate come first in ``weight``. See `reference.norm_gated_linear`.
-    """
-    return launch(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
-
-
-def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """Compute ``residual += x @ weight.T + bias``, ``[tokens, out]``, in place: see `reference.linear_add`."""
-    return launch(_target(x, weight, residual), x, weight, bias, add=True)
+    out = _target(x, weight, out, 2 if gated else 1)
+    return launch(out, x, weight, bias, norm, gated=gated, add=add) if x.shape[0] else out
 
 
 def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
@@ -201,7 +190,7 @@ def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int 
     ``matrices`` is the number of matrices that the weight stacks by rows. Raises ValueError for a wrong shape or
     layout.
     """
-    fits = x.shape[1:] == weight.shape[1:] and 1 <= x.shape[0] <= MOST_TOKENS and x.dtype == weight.dtype
+    fits = x.shape[1:] == weight.shape[1:] and x.shape[0] <= MOST_TOKENS and x.dtype == weight.dtype
     if not (fits and x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
         raise ValueError(
             f"a matvec takes up to [{MOST_TOKENS}, {weight.shape[1]}] and a weight of its dtype, all contiguous, "
@@ -222,7 +211,7 @@ def launch(
     tile: tuple[int, int, int] | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Launch the kernel of the four functions above, after RMSNorm with ``norm`` (weight, eps) if given.
+    """Launch the kernel: see `product`. Nothing is checked.
 
     ``tile`` is (rows, columns, warps), by default the recorded or chosen one. ``scales [out, 1]`` float32 belong to an
     FP8 weight.

@@ -40,6 +40,7 @@ WORKLOADS = {
     "serve": ("workloads.serve", "send requests with random arrival times at a given rate"),
     "http": ("http.measure", "compare the engine in this process with `minillm serve`"),
     "profile": ("profile.measure", "profile a decode step on a GPU, kernel by kernel"),
+    "matmuls": ("matmuls.measure", "list the kernel of each of the model's matmuls, by number of tokens"),
     "matvec": ("kernels.tiles", "tune the tile sizes of the matrix-vector kernels on a GPU"),
     "chunk-attention": (
         "kernels.chunks",

@@ -74,10 +74,10 @@ def check_products(dtype: torch.dtype) -> None:
     activation.silu_mul(randn(3, 2 * 333, dtype=dtype))
     for tokens in (1, 3):
         few, residual = x[:tokens].contiguous(), randn(tokens, 90, dtype=dtype)
-        matvec.norm_matvec(few, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))
-        matvec.norm_gated_matvec(few, weight, 1e-5, randn(2 * 91, 577, dtype=dtype))
-        matvec.matvec(few, randn(90, 577, dtype=dtype))
-        matvec.matvec_add(few, randn(90, 577, dtype=dtype), None, residual)
+        matvec.product(few, randn(91, 577, dtype=dtype), randn(91, dtype=dtype), None, (weight, 1e-5))
+        matvec.product(few, randn(2 * 91, 577, dtype=dtype), None, None, (weight, 1e-5), gated=True)
+        matvec.product(few, randn(90, 577, dtype=dtype))
+        matvec.product(few, randn(90, 577, dtype=dtype), None, residual, add=True)
     for tokens in (1, 20, 150, 300):
         x, weight = randn(tokens, 520, dtype=dtype), randn(2 * 88, 520, dtype=dtype)
         invariant_linear.product(x, weight, randn(176, dtype=dtype), randn(tokens, 176, dtype=dtype), add=True)
@@ -106,8 +106,8 @@ def check_low_bit() -> None:
         x, weight = randn(300, 512, dtype=torch.bfloat16), randn(512, dtype=torch.bfloat16)
         for tokens in (1, 2, 3, 20, 300):
             few = x[:tokens]
-            few_bits.gated_linear(few, (matrix,), randn(154, dtype=torch.bfloat16), (weight, 1e-5))
-            few_bits.linear_add(few, (matrix, matrix), None, randn(tokens, 308, dtype=torch.bfloat16))
+            few_bits.product(few, (matrix,), randn(154, dtype=torch.bfloat16), None, (weight, 1e-5), gated=True)
+            few_bits.product(few, (matrix, matrix), None, randn(tokens, 308, dtype=torch.bfloat16), add=True)
         few_bits.embedding(torch.tensor([3, 153, 0], device=DEVICE), matrix, torch.bfloat16)
 
 

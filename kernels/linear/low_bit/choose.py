@@ -45,34 +45,38 @@ _TILE = 256  # the number of rows in a slab is a multiple of this
 _MOST_BESIDE_A_COPY = {4: 64, 5: 32, 6: 16, 8: 16}
 
 
-def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
-    """Compute ``x [tokens, in] @ matrix.T + bias``, after RMSNorm if ``norm`` is given.
-
-    Write it to ``out`` if given.
-    """
+def product(
+    x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor | None = None, norm: Norm | None = None,
+    *, gated: bool = False, add: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute ``x [tokens, in] @ matrix.T + bias``, after RMSNorm if ``norm`` is given: see `linear.matvec.product`."""
     if _is_for_fp8(x, parts):
-        return fp8_linear.linear(x, parts[0], bias, out, norm)
-    if out is None:
-        out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts))
-    return _compute(x, parts, bias, out, norm, add=False)
-
-
-def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm: Norm) -> Tensor:
-    """Compute ``silu(gate) * up`` with ``gate, up = linear(x, …)``."""
-    if _is_for_fp8(x, parts):
-        return fp8_linear.gated_linear(x, parts[0], bias, norm)
+        return fp8_linear.product(x, parts[0], bias, out, norm, gated=gated, add=add)
+    is_fused = _is_fused(x, parts)
     # Allocated first: later it would take a part of the memory of dequantized pieces, and the next pieces need more.
-    out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts) // 2)
-    if len(parts) > 1 or not _is_fused(x, parts):
-        return silu_mul_into(out, linear(x, parts, bias, None, norm))
-    return _multiply(x, parts, bias, out, norm, gated=True)
+    if out is None:
+        out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts) // (2 if gated else 1))
+    if gated and (len(parts) > 1 or not is_fused):
+        return silu_mul_into(out, product(x, parts, bias, None, norm))
+    if is_fused:
+        return _multiply(x, parts, bias, out, norm, gated=gated, add=add)
+    x = x if norm is None else rms_norm(x, *norm)
+    if parts[0].order is not None:  # all parts have one, or none
+        x = x[:, parts[0].order]
+    for part, bias_part, columns in columns_of(parts, bias, out):
+        _unpacked(x, part, bias_part, columns, add)
+    return out
 
 
-def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residual: Tensor) -> Tensor:
-    """Compute ``residual += linear(x, …)``."""
+def name_of(x: Tensor, parts: tuple[LowBit, ...]) -> str:
+    """Return the name of the kernel with which `product` computes this matmul."""
     if _is_for_fp8(x, parts):
-        return fp8_linear.linear_add(x, parts[0], bias, residual)
-    return _compute(x, parts, bias, residual, None, add=True)
+        return "FP8"
+    if not _is_fused(x, parts):
+        return "dequantized"
+    if x.shape[0] <= matvec.MOST_TOKENS:
+        return "one_token"
+    return "many_tokens" if dot.takes(x, parts) else "few_tokens"
 
 
 def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
@@ -96,7 +100,7 @@ def is_fp8_mlp(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ..
 
 
 def gated_halves(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm, by: FixedScale) -> HalfActivations:
-    """Compute `gated_linear`, scaled with ``by``. Return the result in the input layout of `linear_of_halves`."""
+    """Compute a gated `product`, scaled with ``by``. Return the result in the input layout of `linear_of_halves`."""
     return matmul.gated_halves(matmul.halve_activations(x, norm, matrix.order), matrix, bias, by)
 
 
@@ -109,19 +113,6 @@ def linear_of_halves(
     """
     for place, part, bias_part, columns in _placed(parts, bias, out):
         matmul.matmul(x, part, bias_part, columns, gated=gated, add=add, part=place)
-    return out
-
-
-def _compute(
-    x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None, *, add: bool
-) -> Tensor:
-    if _is_fused(x, parts):
-        return _multiply(x, parts, bias, out, norm, add=add)
-    x = x if norm is None else rms_norm(x, *norm)
-    if parts[0].order is not None:  # all parts have one, or none
-        x = x[:, parts[0].order]
-    for part, bias_part, columns in columns_of(parts, bias, out):
-        _unpacked(x, part, bias_part, columns, add)
     return out
 
 

@@ -104,10 +104,10 @@ def launcher(job: Job, matrices: Sequence[LowBit], dtype: torch.dtype) -> Callab
     norm = torch.ones_like(x[0]), 1e-5
     out = x.new_zeros(job.tokens, features)
     if place == "gated":
-        return lambda i: linear.gated_linear(x, cut[i % len(cut)], None, norm)
+        return lambda i: linear.product(x, cut[i % len(cut)], None, None, norm, gated=True)
     if place == "add":
-        return lambda i: linear.linear_add(x, cut[i % len(cut)], None, out)
-    return lambda i: linear.linear(x, cut[i % len(cut)], None, out, norm)
+        return lambda i: linear.product(x, cut[i % len(cut)], None, out, add=True)
+    return lambda i: linear.product(x, cut[i % len(cut)], None, out, norm)
 
 
 def prepared(

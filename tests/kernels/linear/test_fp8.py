@@ -61,13 +61,16 @@ def test_products_are_those_of_the_unpacked_weights(dtype: torch.dtype, shape: t
     tolerance = 5e-2 if rounds else 2 * TOLERANCE[dtype]
     for bias in (None, randn(out, dtype=dtype)):
         plain, gated, added = exact_products(x, matrix, bias, norm, residual)
-        assert relative_error(low_bit_linear.linear(x, (matrix,), bias, None, (norm, 1e-5)), plain) < tolerance
-        assert relative_error(low_bit_linear.gated_linear(x, (matrix,), bias, (norm, 1e-5)), gated) < 2 * tolerance
+        assert relative_error(low_bit_linear.product(x, (matrix,), bias, None, (norm, 1e-5)), plain) < tolerance
+        assert (
+            relative_error(low_bit_linear.product(x, (matrix,), bias, None, (norm, 1e-5), gated=True), gated)
+            < 2 * tolerance
+        )
         got = residual.clone()
-        assert low_bit_linear.linear_add(x, (matrix,), bias, got) is got
+        assert low_bit_linear.product(x, (matrix,), bias, got, add=True) is got
         assert relative_error(got, added) < tolerance
         into = torch.empty(tokens, out, dtype=dtype, device=DEVICE)
-        assert low_bit_linear.linear(x, (matrix,), bias, into, (norm, 1e-5)) is into
+        assert low_bit_linear.product(x, (matrix,), bias, into, (norm, 1e-5)) is into
         assert relative_error(into, plain) < tolerance
 
 
@@ -83,12 +86,12 @@ def test_products_on_the_matrix_unit(monkeypatch: pytest.MonkeyPatch, tokens: in
     residual, bias = randn(tokens, 48).bfloat16(), randn(48).bfloat16()
     _, _, added = exact_products(rounded[0], matrix, bias, norm, residual)
     plain = functional.linear(rounded[1].double(), dequantize(matrix, torch.float64), bias.double())
-    assert low_bit_linear.linear(x[:0], (matrix,), bias, None, (norm, 1e-5)).shape == (0, 48)
-    got = low_bit_linear.linear(x, (matrix,), bias, None, (norm, 1e-5))
+    assert low_bit_linear.product(x[:0], (matrix,), bias, None, (norm, 1e-5)).shape == (0, 48)
+    got = low_bit_linear.product(x, (matrix,), bias, None, (norm, 1e-5))
     assert relative_error(got, plain) < 1e-2
-    got = low_bit_linear.gated_linear(x, (matrix,), bias, (norm, 1e-5))
+    got = low_bit_linear.product(x, (matrix,), bias, None, (norm, 1e-5), gated=True)
     assert relative_error(got, reference.silu_mul(plain)) < 2e-2
-    assert relative_error(low_bit_linear.linear_add(x, (matrix,), bias, residual), added) < 1e-2
+    assert relative_error(low_bit_linear.product(x, (matrix,), bias, residual, add=True), added) < 1e-2
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -154,7 +157,7 @@ def test_beside_another_layout_it_is_unpacked(tokens: int) -> None:
     words = random_matrix(Layout(8, "plain"), (7, 64), 0.02, torch.Generator(DEVICE).manual_seed(0))
     parts, x = (some(5, 64), words), randn(tokens, 64)
     weight = torch.cat([dequantize(part, torch.float64) for part in parts])
-    assert relative_error(low_bit_linear.linear(x, parts, None, None, None), x.double() @ weight.t()) < 1e-4
+    assert relative_error(low_bit_linear.product(x, parts, None, None, None), x.double() @ weight.t()) < 1e-4
 
 
 @pytest.mark.parametrize("size", [1e-38, 1e-6, 1.0, 1e30])
@@ -215,7 +218,7 @@ def test_a_token_that_is_no_number_stays_so(value: float) -> None:
     assert bool(sums[1].isnan())
     assert sums[[0, 2]].isfinite().all()
     for tokens in (x[:2], x):
-        got = low_bit_linear.linear(tokens, (some(16, 64),), None, None, None)
+        got = low_bit_linear.product(tokens, (some(16, 64),), None, None, None)
         assert not got[1].isfinite().any()
         assert got[0].isfinite().all()
 
@@ -224,7 +227,7 @@ def test_a_weight_that_is_nan_spoils_its_row_only() -> None:
     matrix = some(16, 64)
     matrix.levels.view(torch.uint8)[2, 5] = 0xFF
     for tokens in (1, 5):
-        got = low_bit_linear.linear(randn(tokens, 64), (matrix,), None, None, None)
+        got = low_bit_linear.product(randn(tokens, 64), (matrix,), None, None, None)
         assert got[:, 2].isnan().all()
         assert got[:, [0, 1, *range(3, 16)]].isfinite().all()
 

@@ -210,13 +210,13 @@ def test_a_layer_of_several_layouts(tokens: int) -> None:
         x, bias, norm = randn(tokens, 256, dtype=dtype), randn(40, dtype=dtype), randn(256, dtype=dtype)
         residual = randn(tokens, 40, dtype=dtype)
         wide = (x.double(), norm.double(), 1e-5, weight, bias.double())
-        got = low_bit_linear.linear(x, parts, bias, None, (norm, 1e-5))
+        got = low_bit_linear.product(x, parts, bias, None, (norm, 1e-5))
         assert relative_error(got, reference.norm_linear(*wide)) < tolerance
-        got = low_bit_linear.gated_linear(x, parts, bias, (norm, 1e-5))
+        got = low_bit_linear.product(x, parts, bias, None, (norm, 1e-5), gated=True)
         assert relative_error(got, reference.norm_gated_linear(*wide)) < 2 * tolerance
         exact = residual.double() + torch.nn.functional.linear(x.double(), weight, bias.double())
         out = residual.clone()
-        assert low_bit_linear.linear_add(x, parts, bias, out) is out
+        assert low_bit_linear.product(x, parts, bias, out, add=True) is out
         assert relative_error(out, exact) < tolerance
 
 
@@ -231,11 +231,11 @@ def test_a_copy_multiplies_many_tokens(monkeypatch: pytest.MonkeyPatch, names: l
     assert relative_error(weight.weight, exact) < 1e-6
     taken: list[int] = []
 
-    def by_parts(x: Tensor, *others: object) -> Tensor:
+    def by_parts(x: Tensor, *others: object, **kinds: bool) -> Tensor:
         taken.append(x.shape[0])
         return x.new_zeros(x.shape[0], weight.out_features)
 
-    monkeypatch.setattr(low_bit_linear, "linear", by_parts)
+    monkeypatch.setattr(low_bit_linear, "product", by_parts)
     norm = randn(256)
     for tokens in (1, most, most + 1, 300):
         x = randn(tokens, 256)
@@ -260,9 +260,9 @@ def test_columns_in_an_order_of_their_own(tokens: int) -> None:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 5e-3)):
         x, norm, residual = randn(tokens, 256, dtype=dtype), randn(256, dtype=dtype), randn(tokens, 26, dtype=dtype)
         exact = reference.norm_linear(x.double(), norm.double(), 1e-5, weight, None)
-        assert relative_error(low_bit_linear.linear(x, parts, None, None, (norm, 1e-5)), exact) < tolerance
+        assert relative_error(low_bit_linear.product(x, parts, None, None, (norm, 1e-5)), exact) < tolerance
         exact = residual.double() + x.double() @ weight.t()
-        assert relative_error(low_bit_linear.linear_add(x, parts, None, residual), exact) < tolerance
+        assert relative_error(low_bit_linear.product(x, parts, None, residual, add=True), exact) < tolerance
 
 
 def test_matrices_that_read_x_in_different_orders_are_not_put_together() -> None:
@@ -279,9 +279,9 @@ def test_no_tokens_have_no_products(dtype: torch.dtype) -> None:
     """A step without the last chunk of a prompt needs no logits."""
     parts, x = (some(LAYOUTS["q6_k"], 8, 256),), randn(0, 256, dtype=dtype)
     norm = randn(256, dtype=dtype), 1e-5
-    assert low_bit_linear.linear(x, parts, None, None, norm).shape == (0, 8)
-    assert low_bit_linear.gated_linear(x, parts, None, norm).shape == (0, 4)
-    assert low_bit_linear.linear_add(x, parts, None, randn(0, 8, dtype=dtype)).shape == (0, 8)
+    assert low_bit_linear.product(x, parts, None, None, norm).shape == (0, 8)
+    assert low_bit_linear.product(x, parts, None, None, norm, gated=True).shape == (0, 4)
+    assert low_bit_linear.product(x, parts, None, randn(0, 8, dtype=dtype), add=True).shape == (0, 8)
 
 
 def test_concatenated_matrices_are_all_of_few_bits() -> None:
@@ -310,7 +310,7 @@ def test_activations_that_float16_could_not_hold() -> None:
 def test_numbers_that_are_none_are_seen(value: float, tokens: int) -> None:
     matrix, x = some(LAYOUTS["q4_0"], 8, 64), randn(tokens, 64, dtype=torch.float16)
     x[1, 7] = value
-    got = low_bit_linear.linear(x, (matrix,), None, None, None)
+    got = low_bit_linear.product(x, (matrix,), None, None, None)
     assert not got[1].isfinite().any()
     assert got[0].isfinite().all()
 
@@ -319,7 +319,7 @@ def test_a_scale_that_is_nan_spoils_its_row_only() -> None:
     matrix = some(LAYOUTS["q4_0"], 8, 64)
     matrix.scales[2, 1] = float("nan")
     for tokens in (1, 5, 17):
-        got = low_bit_linear.linear(randn(tokens, 64, dtype=torch.float16), (matrix,), None, None, None)
+        got = low_bit_linear.product(randn(tokens, 64, dtype=torch.float16), (matrix,), None, None, None)
         assert got[:, 2].isnan().all()
         assert got[:, [0, 1, 3, 4, 5, 6, 7]].isfinite().all()
 
