@@ -458,7 +458,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("user-types-a-control-token", "Tokenizer.encode", "Call 2", "self._ids($args[0].args[0], $args[1])",
          TOKENIZER + "test_what_a_user_types_never_becomes_a_control_token"),
         ("space-before-a-continuation", "Tokenizer._ids", "BoolOp 0", "False", TEXT_PREFIX),
-        ("turn-forged-by-the-user", "Tokenizer._broken", "Compare 0", "$left != 'assistant'",
+    ],
+    "minillm/text/control_tokens.py": [
+        ("turn-forged-by-the-user", "ControlTokens.broken_message", "Compare 0", "$left != 'assistant'",
          CHAT + "test_what_the_assistant_thought_is_still_found_by_the_template"),
     ],
     # --- requests -----------------------------------------------------------------------------------------------------

@@ -7,9 +7,14 @@ control tokens. The rest is tokenized like any other text, in its context.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import tokenizers
 from tokenizers import AddedToken
+
+from minillm.text.reasoning import CLOSE, OPEN
+from minillm.text.tools import with_texts
 
 BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for internal use; `admissible` removes it from input
 END_OF_MESSAGE = "\ufdd1"  # marks the end of the last message while a chat template is rendered
@@ -62,3 +67,52 @@ class Spellings:
         if any(text[:i] in self._ends for i in range(1, min(len(text) + 1, self._longest))):
             text = BREAK + text
         return text
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer. Their spellings in untrusted texts are broken.
+
+    Attributes:
+        ids: the ids of the control tokens.
+        longest: characters of the longest one.
+
+    Args:
+        added: the added tokens of the tokenizer, by id.
+    """
+
+    def __init__(self, added: Mapping[int, AddedToken]) -> None:
+        self._tokens = {token_id: token for token_id, token in added.items() if is_control(token)}
+        self.ids = frozenset(self._tokens)
+        self._spellings = Spellings(token.content for token in self._tokens.values())
+        self.longest = max(map(len, self._spellings.texts), default=0)
+        allowed = [text for text in self._spellings.texts if text not in (OPEN, CLOSE)]
+        few = len(allowed) < len(self._spellings.texts)
+        self._assistant_spellings = Spellings(allowed) if few else self._spellings
+
+    def search_first(self, backend: tokenizers.Tokenizer) -> None:
+        """Make the backend search for control tokens before it normalizes the text."""
+        found = [token for token in self._tokens.values() if token.normalized]
+        if found:  # in one call: each takes time linear in the number of tokens
+            backend.add_tokens([AddedToken(**{**token.__getstate__(), "normalized": False}) for token in found])
+
+    def count(self, text: str) -> int:
+        """Count the control tokens that are spelled out in ``text``."""
+        return self._spellings.count(text)
+
+    def broken(self, text: str) -> str:
+        """Return an untrusted text with every spelling broken, and without minillm's reserved characters."""
+        return self._spellings.broken(admissible(text))
+
+    def broken_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message of a conversation with every spelling in its texts broken.
+
+        ``<think>`` and ``</think>`` stay in the assistant's own texts, because templates look for them.
+        """
+        own = ("content", "reasoning_content") if message["role"] == "assistant" else ()
+        broken: dict[str, Any] = {}
+        for key, value in message.items():
+            if key in own:
+                broken[key] = self._assistant_spellings.broken(admissible(value))
+            else:
+                broken[key] = value if key == "role" else with_texts(value, self.broken)
+        return broken

@@ -19,23 +19,22 @@ Plain text gets the same ids as from the library, and thus from transformers, wi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from minillm.checks import shown
 from minillm.errors import ContextLengthError, UsageError, WeightsError
 from minillm.text.chat_template import ChatTemplate, plain_messages
-from minillm.text.control_tokens import BREAK, CONTINUES, Spellings, admissible, is_control
+from minillm.text.control_tokens import BREAK, CONTINUES, ControlTokens, admissible
 from minillm.text.dummy_prefix import with_removal
 from minillm.text.gguf_tokenizer import rebuild
 from minillm.text.hf_tokenizer import encoder_of, read_directory
 from minillm.text.pieces import Pieces
 from minillm.text.reading import is_there
-from minillm.text.reasoning import CLOSE, OPEN
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import SECONDS, Sandbox
 from minillm.text.stop import StreamingDetokenizer
@@ -76,35 +75,29 @@ class Tokenizer:
         *,
         added_as_written: bool = False,
     ) -> None:
-        self._backend, self._steps = backend, steps
+        self._backend = backend
         self.special_tokens = dict(special_tokens)
-        self._added = backend.get_added_tokens_decoder()
+        added = backend.get_added_tokens_decoder()
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._num_rows = self.vocab_size if num_rows is None else num_rows
-        self._check_sizes(vocabulary)
+        self._controls = ControlTokens(added)
+        _check_sizes(self.vocab_size, set(vocabulary.values()) - added.keys(), self._num_rows, self._controls.longest)
         self._decoding = TokenBytes.of(backend)
         self._texts = [""] * self.vocab_size
         for text, token_id in vocabulary.items():
             self._texts[token_id] = text
         self._longest = max(map(len, self._texts), default=0)
         self._table = self._decoding.table(self._texts)
-        for token_id, token in self._added.items():
+        for token_id, token in added.items():
             if token.special or added_as_written:
                 self._table[token_id] = b"" if token.special else token.content.encode()
-        self.control_ids = frozenset(i for i, token in self._added.items() if is_control(token))
-        self._user_spellings = Spellings(self._added[i].content for i in self.control_ids)
-        allowed = [
-            text for text in self._user_spellings.texts if text not in (OPEN, CLOSE)
-        ]  # templates look for the tags in them
-        few = len(allowed) < len(self._user_spellings.texts)
-        self._assistant_spellings = Spellings(allowed) if few else self._user_spellings
+        self.control_ids = self._controls.ids
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
-        self._own_normalizer, self._own_pre_tokenizer = backend.normalizer, backend.pre_tokenizer
-        self._find_controls_first()
-        self._sandbox = self._obey_marks()
-        self._prefix, self._suffix = self._wrapping()
+        self._controls.search_first(backend)
+        self._sandbox = self._obey_marks(steps)
+        self._wrapping = _wrapping(self._whole_ids("a"), self._whole_ids("a", special=True), self._num_rows)
         self.use_template(chat_template)
         self._given: ChatTemplate | None = None  # the last one passed by a caller
 
@@ -115,42 +108,23 @@ class Tokenizer:
         self.chat_template = chat_template or ""
         self.has_thinking_switch = self._template is not None and self._template.has_thinking_switch
 
-    def _check_sizes(self, vocabulary: Mapping[str, int]) -> None:
-        if self.vocab_size > _MAX_VOCAB:
-            raise WeightsError(f"the tokenizer has a token id of {self.vocab_size - 1}, beyond any vocabulary")
-        own = max(set(vocabulary.values()) - self._added.keys(), default=-1) + 1
-        if own > self._num_rows or self.vocab_size > self._num_rows + _MORE_THAN_ROWS:
-            raise WeightsError(
-                f"the tokenizer has {max(own, self.vocab_size)} ids and the model's embedding {self._num_rows} rows: "
-                "they belong to different models"
-            )
-        longest = max((len(token.content) for token in self._added.values() if is_control(token)), default=0)
-        if longest > _MAX_CONTROL:
-            raise WeightsError(f"the tokenizer has a control token of {longest} characters, which no model has")
-
-    def _find_controls_first(self) -> None:
-        """Make the backend search for control tokens before it normalizes the text."""
-        found = [self._added[token_id] for token_id in self.control_ids if self._added[token_id].normalized]
-        if found:  # in one call: each takes time linear in the number of tokens
-            self._backend.add_tokens([AddedToken(**{**token.__getstate__(), "normalized": False}) for token in found])
-
-    def _obey_marks(self) -> Sandbox | None:
+    def _obey_marks(self, steps: Mapping[str, Any] | None) -> Sandbox | None:
         """Make the tokenizer drop `BREAK`, and the prefix of a text that begins with `CONTINUES`.
 
         Return the sandbox in which the tokenizer runs, or None if it runs in this process.
         """
-        backend = self._backend
-        own = self._steps
+        backend, own = self._backend, steps
         if own is None:
             own = {"normalizer": _state(backend.normalizer), "pre_tokenizer": _state(backend.pre_tokenizer)}
+        self._own_steps = own
         normalizer, prepends = with_removal(own["normalizer"], "normalizers")
         pre_tokenizer, puts_space = with_removal(own["pre_tokenizer"], "pretokenizers")
         self._adds_prefix = prepends or puts_space
         normalizer = {"type": "Sequence", "normalizers": [_DROP] if normalizer is None else [_DROP, normalizer]}
         self._pieces: Pieces | None = None
-        if self._steps is not None:  # the whole tokenizer runs in a separate process
-            steps = {**own, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
-            return encoder_of({**json.loads(backend.to_str()), **steps})
+        if steps is not None:  # the whole tokenizer runs in a separate process
+            marked = {**own, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+            return encoder_of({**json.loads(backend.to_str()), **marked})
         self._pieces = Pieces.of(backend.get_added_tokens_decoder(), own, self._whole_ids)
         backend.normalizer = _with_state(normalizers.Sequence([]), normalizer)
         if puts_space:
@@ -176,11 +150,7 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json. `from_directory` and transformers can read them."""
-        backend = self._backend
-        ours = backend.normalizer, backend.pre_tokenizer
-        backend.normalizer, backend.pre_tokenizer = self._own_normalizer, self._own_pre_tokenizer
-        whole = {**json.loads(backend.to_str()), **(self._steps or {})}
-        backend.normalizer, backend.pre_tokenizer = ours
+        whole = {**json.loads(self._backend.to_str()), **self._own_steps}
         (directory / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.special_tokens
@@ -209,12 +179,12 @@ class Tokenizer:
         Raises UsageError if the text contains a token without an embedding, or cannot be encoded without control
         tokens.
         """
-        text = admissible(text)
         if parse_special:
-            ids = self._ids(text, continues)
+            ids = self._ids(admissible(text), continues)
         else:
-            ids = self._plain_ids(self._user_spellings.broken(text), continues)
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+            ids = self._plain_ids(self._controls.broken(text), continues)
+        before, after = self._wrapping
+        return [*before, *ids, *after] if add_special_tokens else ids
 
     def ends_in_text(self, ids: Sequence[int]) -> bool:
         """Return whether the last of ``ids`` has text. If so, encode a text that follows ``ids`` with ``continues``."""
@@ -312,40 +282,23 @@ class Tokenizer:
             template = self._given
         if template is None:
             raise UsageError("this model has no chat template; give plain prompts, or use an instruct model")
-        broken = [self._broken(message) for message in plain_messages(messages)]
+        broken = [self._controls.broken_message(message) for message in plain_messages(messages)]
         text = template.render(
             broken,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             thinks=thinks,
-            tools=None if tools is None else with_texts(plain_tools(tools), self._user_broken),
+            tools=None if tools is None else with_texts(plain_tools(tools), self._controls.broken),
             num_known=num_known,
         )
         if self._pieces is None or num_known:
             ids = self._ids(text, num_known > 0)
         else:
             ids = self._with_embeddings(self._pieces.ids(text, owner))
-        meant = self._user_spellings.count(text)
+        meant = self._controls.count(text)
         if sum(map(self.control_ids.__contains__, ids)) > meant:
             ids = self._ids_apart(text, num_known > 0)
         return ids
-
-    def _broken(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the message with every control token in its texts broken.
-
-        ``<think>`` and ``</think>`` stay in the assistant's own texts, because templates look for them.
-        """
-        own = ("content", "reasoning_content") if message["role"] == "assistant" else ()
-        broken: dict[str, Any] = {}
-        for key, value in message.items():
-            if key in own:
-                broken[key] = self._assistant_spellings.broken(admissible(value))
-            else:
-                broken[key] = value if key == "role" else with_texts(value, self._user_broken)
-        return broken
-
-    def _user_broken(self, text: str) -> str:
-        return self._user_spellings.broken(admissible(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``. Special tokens have no text. Invalid UTF-8 becomes U+FFFD."""
@@ -391,16 +344,6 @@ class Tokenizer:
         token_id = None if text is None else self._backend.token_to_id(text)
         return None if token_id is None or token_id >= self._num_rows else token_id
 
-    def _wrapping(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer adds before every text, and the ids that it adds after every text."""
-        bare, wrapped = self._whole_ids("a"), self._whole_ids("a", special=True)
-        if max(wrapped, default=0) >= self._num_rows:
-            raise WeightsError("the tokenizer adds a token to every text that the model has no embedding for")
-        for start in range(len(wrapped) - len(bare) + 1):
-            if wrapped[start : start + len(bare)] == bare:
-                return wrapped[:start], wrapped[start + len(bare) :]
-        raise WeightsError("tokenizer.json: its post-processor changes the text's own tokens, which is not supported")
-
 
 def _state(step: Any) -> dict[str, Any] | None:
     """Return a step of the backend as the object that tokenizer.json would contain; None for no step."""
@@ -411,3 +354,39 @@ def _with_state(step: Any, state: Any) -> Any:
     """Set ``step``, an empty sequence, to ``state``, an object as in tokenizer.json. Return ``step``."""
     step.__setstate__(json.dumps(state).encode())
     return step
+
+
+def _check_sizes(size: int, own_ids: Set[int], num_rows: int, longest_control: int) -> None:
+    """Raise WeightsError if a tokenizer with ids below ``size`` does not belong to the model.
+
+    Args:
+        own_ids: the ids of its vocabulary without added tokens.
+        num_rows: rows of the model's embedding.
+        longest_control: characters of the longest control token.
+    """
+    if size > _MAX_VOCAB:
+        raise WeightsError(f"the tokenizer has a token id of {size - 1}, beyond any vocabulary")
+    own = max(own_ids, default=-1) + 1
+    if own > num_rows or size > num_rows + _MORE_THAN_ROWS:
+        raise WeightsError(
+            f"the tokenizer has {max(own, size)} ids and the model's embedding {num_rows} rows: "
+            "they belong to different models"
+        )
+    if longest_control > _MAX_CONTROL:
+        raise WeightsError(f"the tokenizer has a control token of {longest_control} characters, which no model has")
+
+
+def _wrapping(bare: list[int], wrapped: list[int], num_rows: int) -> tuple[list[int], list[int]]:
+    """Return the ids that the tokenizer adds before every text, and the ids that it adds after every text.
+
+    Args:
+        bare: the ids of a text without these.
+        wrapped: the ids of the same text with them.
+        num_rows: rows of the model's embedding.
+    """
+    if max(wrapped, default=0) >= num_rows:
+        raise WeightsError("the tokenizer adds a token to every text that the model has no embedding for")
+    for start in range(len(wrapped) - len(bare) + 1):
+        if wrapped[start : start + len(bare)] == bare:
+            return wrapped[:start], wrapped[start + len(bare) :]
+    raise WeightsError("tokenizer.json: its post-processor changes the text's own tokens, which is not supported")

@@ -220,7 +220,7 @@ def test_special_tokens_are_llama_cpps(tmp_path: Path) -> None:
             metadata["tokenizer.ggml.bos_token_id"] = count - 4
         theirs, ours = LlamaCpp(written(metadata, tmp_path / f"{number}.gguf")), Tokenizer.from_gguf(metadata)
         assert set(end_ids(Values("m", metadata), count)) == theirs.ids("eog"), metadata
-        control = {each for each, token in ours._added.items() if token.special and each}
+        control = {each for each, token in ours._backend.get_added_tokens_decoder().items() if token.special and each}
         assert control == theirs.ids("control"), metadata
         assert (ours.bos_token_id, ours.eos_token_id) == (theirs.named("bos"), theirs.named("eos"))
         for text in ("the hen in the inn", "".join(extra), f" the{''.join(extra)} hen"):

@@ -81,22 +81,27 @@ class DeviceState:
         sharing: Costs | None,
     ) -> None:
         self.model, self.kv_cache, self.block_size = model, kv_cache, block_size
-        self.device, self.pinned = model.device, graphs
+        self.device = model.device
         self.width, self.capacity = -(-max_model_len // block_size), _capacity(max_num_seqs)
         self.shape, self.ranks = attention_shape(model), ranks_of(model)
         draws = self.ranks is None or self.ranks.rank == 0
-        self.vocab = model.config.vocab_size if draws else 0
+        vocab = model.config.vocab_size if draws else 0
         self.words = torch.zeros(max_num_seqs, Field.TABLE + self.width, dtype=torch.int32, device=self.device)
         self.inputs = DecodeInputs.allocate(self.capacity, self.width, self.device)
         self.rows = torch.full((self.capacity,), -1, dtype=torch.int32, device=self.device)
         self.size = 0
-        self.counts = torch.zeros(max_num_seqs, self.vocab, dtype=torch.int32, device=self.device)
-        self.logits = torch.zeros(self.capacity, self.vocab, dtype=model.dtype, device=self.device)
+        self.counts = torch.zeros(max_num_seqs, vocab, dtype=torch.int32, device=self.device)
+        self.logits = torch.zeros(self.capacity, vocab, dtype=model.dtype, device=self.device)
         self.tokens = TokenRows(padded_size(MOST_TOKENS), self.width, self.device, pinned=graphs)
         self.forwards = Graphs(self.rows, self.tokens.rows, enabled=graphs)
         self.draws = Graphs(self.rows, self.tokens.rows, enabled=graphs)
         plans = None if sharing is None else Sharing(self.shape, sharing)
         self.books = Rows(max_num_seqs, self.words.shape[1], block_size, plans)
+
+    @property
+    def vocab(self) -> int:
+        """Return the size of the vocabulary; 0 on a rank that draws no tokens."""
+        return self.logits.shape[1]
 
     def close(self) -> None:
         """Discard all graphs."""
@@ -118,7 +123,7 @@ class DeviceState:
     def change(self, places: list[int], values: list[int]) -> None:
         """Write ``values`` to ``words`` at the flat indices ``places``."""
         if places:
-            source = torch.tensor([places, values], pin_memory=self.pinned)
+            source = torch.tensor([places, values], pin_memory=self.tokens.pinned)
             at, words = source.to(self.device, non_blocking=True)
             self.words.view(-1)[at] = words.to(torch.int32)
 

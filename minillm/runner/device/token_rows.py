@@ -21,11 +21,12 @@ class TokenRows:
 
     Attributes:
         rows: ``[count]`` int32, the row numbers of a step's tokens, -1 for padding.
+        pinned: copies to the device are from pinned memory.
     """
 
     def __init__(self, count: int, width: int, device: torch.device, *, pinned: bool) -> None:
         self._all = torch.full((count * (1 + Field.TABLE + width),), -1, dtype=torch.int32, device=device)
-        self._count, self._pinned = count, pinned
+        self._count, self.pinned = count, pinned
         self.rows = self._all[:count]
 
     def words(self, size: int, blocks: int) -> Tensor:
@@ -39,7 +40,7 @@ class TokenRows:
         Args:
             sampling: for each chunk, the words that decide how its tokens are drawn; empty if nothing is drawn.
         """
-        there = torch.zeros(self._count + size * (Field.TABLE + blocks), dtype=torch.int32, pin_memory=self._pinned)
+        there = torch.zeros(self._count + size * (Field.TABLE + blocks), dtype=torch.int32, pin_memory=self.pinned)
         numbers = there.numpy()
         words = numbers[self._count :].reshape(size, -1)
         end = 0
