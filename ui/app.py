@@ -22,8 +22,9 @@ from minillm.text.safe import clean
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.quitting import offer_draft, unfinished_work
 from minillm.ui.chat.sessions import SessionStore
-from minillm.ui.chat_screen import ChatScreen, bindings_by_name
+from minillm.ui.chat_screen import ChatScreen, bindings_by_name, key_of
 from minillm.ui.engine_app import EngineApp, EngineEvent
 from minillm.ui.kept import Keeper
 from minillm.ui.settings import Settings
@@ -99,7 +100,7 @@ class ChatApp(EngineApp):
         self.call_after_refresh(self.load_model)
         if self._resumed is not None:
             self.chat.talk.call_later(self.chat.talk.open_conversation, self._resumed)
-        self.chat.talk.call_later(self.chat.talk.offer_draft)
+        self.chat.talk.call_later(offer_draft, self.chat.talk)
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # the terminal has lost the screen
         if self._question:
             self._ask(self._question)
@@ -164,8 +165,8 @@ class ChatApp(EngineApp):
 
     def action_leave(self) -> None:
         """Quit. If that would interrupt something, quit only when the user repeats the key."""
-        talk = self.chat.talk
-        if not talk.unfinished or talk.is_asked_twice_to_end(self.chat.key_of("quit"), talk.unfinished):
+        unfinished = unfinished_work(self.chat.talk)
+        if not unfinished or self.chat.quit_key.is_repeated(self.chat.talk, key_of(self, "quit"), unfinished):
             self.exit()
 
     def action_command_palette(self) -> None:

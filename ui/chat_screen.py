@@ -1,5 +1,7 @@
 """The chat's screen: the chat pane, the memory panel next to it, and the keys of both."""
 
+from functools import partial
+
 from textual import events, getters, on
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -7,17 +9,17 @@ from textual.containers import Container
 from textual.events import ScreenResume
 from textual.screen import Screen
 
-from minillm.service.messages import FILES, SYSTEM_PROMPT, BlockFacts, CacheChanged, MemoryUse, Stepped
+from minillm.service.messages import BlockFacts, CacheChanged, MemoryUse, Stepped
 from minillm.ui.bars import KeyBar, TitleBar, named_keys
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.chat_pane import ChatPane
 from minillm.ui.chat.commands import COMMANDS
+from minillm.ui.chat.quitting import QuitKey
 from minillm.ui.chat.sessions import SessionStore
-from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
-from minillm.ui.settings import Settings
+from minillm.ui.memory_drawing import MemoryDrawing
 from minillm.ui.textual_internals import AsLargeAsTerminal, BearsRemovals
 
 _SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl+down": "down", "ctrl+home": "home",
@@ -28,19 +30,6 @@ _KEYS = {
     "select-previous": ("alt+up", "select(-1)"), "select-next": ("alt+down", "select(1)"),
 }  # names of actions, their keys, and the actions  # fmt: skip
 _WIDTHS, _WIDTH_STEP, _USUAL_WIDTH = (25, 70), 5, 40  # of the memory panel, in percent: see `memory.tcss`
-
-
-def name_of_stranger(owner: str) -> str:
-    """Return a name for sequences that belong to no turn of this conversation.
-
-    On a server, they may belong to other clients. ``owner`` is then a request such as ``chatcmpl-…``, or
-    SESSION/REQUEST of another chat.
-    """
-    if "/" in owner:
-        return f"chat {owner.partition('/')[0][1:5]}"
-    kind, dash, number = owner.partition("-")
-    known = {"chatcmpl": "client", "cmpl": "client", "prefix": "prefix", "request": "request"}
-    return f"{known[kind]} {number[:4]}" if dash and kind in known else "another"
 
 
 class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
@@ -63,11 +52,10 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         super().__init__()
         self.talk = ChatPane(store, COMMANDS)
         self.pool: Pool | None = None
+        self.memory = MemoryDrawing(self, self.talk)
+        self.quit_key = QuitKey()
         self._phase = EngineState().phase
-        self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
         self._width = _USUAL_WIDTH
-        self._last_copier = ""  # the request that last copied a block
-        self._earlier_names: dict[str, str] = {}  # displayed names by request, including earlier conversations
 
     def compose(self) -> ComposeResult:
         yield TitleBar()
@@ -82,9 +70,9 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
 
     def on_mount(self) -> None:
         self.watch(self.app, "engine_state", self._engine_state_changed)
-        self.watch(self.app, "settings", self._settings_changed)
-        self.watch(self.talk, "beside_model", self._memory.pace)
-        self.watch(self.talk, "leaf", lambda _: self._memory.soon(), init=False)
+        self.watch(self.app, "settings", partial(setattr, self.query_one(TitleBar), "settings"))
+        self.watch(self.talk, "beside_model", self.memory.drawing.pace)
+        self.watch(self.talk, "leaf", lambda _: self.memory.drawing.soon(), init=False)
 
     def _engine_state_changed(self, state: EngineState) -> None:
         self.post_message(EngineEvent(state))  # to queue it after events that arrived before
@@ -99,16 +87,11 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
                                                  loaded.num_host_blocks, loaded.max_model_len)
             )  # fmt: skip
 
-    def _settings_changed(self, settings: Settings) -> None:
-        self.query_one(TitleBar).settings = settings
-
     def on_engine_event(self, message: EngineEvent) -> None:
         event = message.event
         if isinstance(event, CacheChanged | Stepped | MemoryUse):
             self.panel.take(event)
-            self._memory.soon()
-            if isinstance(event, CacheChanged):
-                self._show_first_copy(event)
+            self.memory.take(event)
         elif isinstance(event, BlockFacts):
             self.panel.show_facts(event)
         else:
@@ -116,63 +99,11 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
                 self._take_state(event)
             self.talk.post_message(EngineEvent(event))
 
-    def _show_first_copy(self, event: CacheChanged) -> None:
-        """Draw the first copy on write of each answer at once.
-
-        If a model runs on the same cores, the usual interval would show it late.
-        """
-        copier = next((entry.owner for entry in event.log if entry.kind == "copy"), self._last_copier)
-        if copier != self._last_copier:
-            self._last_copier = copier
-            self._memory.at_once()
-
     def show_pool(self, pool: Pool | None) -> None:
         """Show the pool of a newly loaded model. None: no model is loaded."""
         self.pool = self.talk.pool = pool
         self.panel.show_pool(pool)
         self.talk.transcript.show_blocks(pool)
-
-    async def _draw_memory(self) -> None:
-        if self.panel.display:
-            self._show_memory()
-        self.talk.transcript.show_blocks(self.pool)
-        if self.talk.run is None:  # during an answer, new text refreshes the status
-            self.talk.refresh_status()
-
-    def _show_memory(self) -> None:
-        leaf, origins = self.talk.conversation.leaf, self.talk.conversation.origins
-        if leaf is None:
-            self.panel.show_news(self.name_of, None)
-            return
-        current, beams = leaf.answer.request_id, [each for each in leaf.answer.candidates if each.score is not None]
-        num_beams = 0 if leaf.answer.is_open else len(beams)
-        self.panel.show_news(self.name_of, current, self.score_of, origins.get(current), num_beams)
-
-    def score_of(self, owner: str, index: int) -> float | None:
-        """Return the score of a beam of the last answer. Return None for any other sequence."""
-        leaf = self.talk.conversation.leaf
-        beams = leaf.answer.candidates if leaf is not None and leaf.answer.request_id == owner else []
-        return beams[index].score if index < len(beams) else None
-
-    def name_of(self, owner: str, index: int) -> str:
-        """Return a sequence's name for display: ``turn 2 · answer 3`` is the third candidate of the second turn.
-
-        ``owner`` is the sequence's request. A negative ``index`` stands for all of its sequences.
-        """
-        summing = self.talk.compaction
-        if summing is not None and summing.request_id == owner:
-            return "the summary"
-        name = self.talk.conversation.name_of(owner)
-        if name is None:
-            known = owner if owner in (SYSTEM_PROMPT, FILES) else self._earlier_names.get(owner)
-            return known or name_of_stranger(owner)
-        self._earlier_names[owner] = name
-        several = self.pool is not None and len(self.pool.tables_of(owner)) > 1
-        if not several and (leaf := self.talk.conversation.leaf) is not None and leaf.answer.request_id == owner:
-            several = bool(leaf.answer.candidates)
-        if not several or index < 0:
-            return name
-        return f"{name.replace('answer', 'branch')} · answer {index + 1}"
 
     def action_command(self, name: str, argument: str = "") -> None:
         """Queue a slash command, to run after all messages that the chat pane has already received.
@@ -229,14 +160,8 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.app.copy_to_clipboard(selected)
         elif self.talk.run is not None or self._phase == "loading":
             self.action_stop()
-        elif self.talk.is_asked_twice_to_end(self.key_of("interrupt")):
+        elif self.quit_key.is_repeated(self.talk, key_of(self.app, "interrupt")):
             self.app.exit()
-
-    def key_of(self, action: str) -> str:
-        """Return the key bound to a named action, for display."""
-        from minillm.ui.keymap import bound_keys, shown_keys
-
-        return shown_keys(bound_keys(self.app.settings.keymap, bindings_by_name())[action])
 
     def lead(self, event: events.Key | events.Paste) -> None:
         """Focus the prompt before it gets a letter or pasted text, unless the focused widget uses the key itself.
@@ -277,7 +202,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.panel.view = name
             if self.has_class("-short"):  # no space next to the chat pane
                 self.add_class("-expanded")
-            self._show_memory()
+            self.memory.show()
         else:
             self.remove_class("-expanded")
 
@@ -340,6 +265,13 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
 
     def action_scroll(self, where: str) -> None:
         getattr(self.talk.transcript, f"scroll_{where}")(animate=False)
+
+
+def key_of(app: EngineApp, action: str) -> str:
+    """Return the key bound to a named action, for display."""
+    from minillm.ui.keymap import bound_keys, shown_keys
+
+    return shown_keys(bound_keys(app.settings.keymap, bindings_by_name())[action])
 
 
 def bindings_by_name() -> list[Binding]:

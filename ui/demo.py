@@ -22,6 +22,7 @@ from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.conversation import Answer
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat_screen import key_of
 from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import plural
 from minillm.ui.settings import Settings, with_param
@@ -236,7 +237,7 @@ class DemoApp(ChatApp):
 
     def _tell(self, text: str) -> None:
         state = "paused" if self.paused else f"speed {self.speed:g}"
-        keys = (f"\n{state} · space: next · p: pause · + −: speed · {self.chat.key_of('quit')}: quit", "$text-muted")
+        keys = (f"\n{state} · space: next · p: pause · + −: speed · {key_of(self, 'quit')}: quit", "$text-muted")
         line = Content.assemble((f"{self.number}/{len(STOPS)}  {text}", "bold"), keys)
         self.chat.query_one(Narration).update(line)
 

@@ -176,7 +176,7 @@ def test_of_a_cards_facts_those_are_shown_that_have_room() -> None:
 async def test_the_first_copy_of_an_answer_is_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with chat() as pilot:
         drawn: list[str] = []
-        monkeypatch.setattr(screen(pilot)._memory, "at_once", lambda: drawn.append("at once"))
+        monkeypatch.setattr(screen(pilot).memory.drawing, "at_once", lambda: drawn.append("at once"))
         for owner in ("a", "a", "b"):
             log = [LogEntry(1.0, "allocate", 1, owner, [3]), LogEntry(1.0, "copy", 1, owner, [3, 4])]
             screen(pilot).post_message(EngineEvent(CacheChanged(log=log)))
@@ -187,11 +187,11 @@ async def test_a_sequence_is_called_as_its_card_and_once_it_is_accepted_as_its_t
     async with chat(sampling={"n": 3}) as pilot:
         turn = await ask(pilot, "choose")
         owner = turn.answer.request_id
-        assert screen(pilot).name_of(owner, 2) == "turn 1 · answer 3"
-        assert screen(pilot).name_of(owner, -1) == "turn 1"
+        assert screen(pilot).memory.name_of(owner, 2) == "turn 1 · answer 3"
+        assert screen(pilot).memory.name_of(owner, -1) == "turn 1"
         await say(pilot, "/accept 3")
         await until(pilot, lambda: not turn.answer.candidates)
-        assert screen(pilot).name_of(owner, 2) == "turn 1 · answer 3"
+        assert screen(pilot).memory.name_of(owner, 2) == "turn 1 · answer 3"
 
 
 async def test_a_question_that_waits_comes_back_where_one_has_to_choose_first() -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace as changed
 
 from lib.ui import ask, chat, notes, say, screen, until
 from minillm.ui.bars import FULL
-from minillm.ui.chat import chat_pane, prompt
+from minillm.ui.chat import prompt, quitting
 from minillm.ui.chat.conversation import Answer, Candidate, Conversation
 from minillm.ui.chat.markdown import harmless_parser
 from minillm.ui.chat.sessions import SessionStore
@@ -36,9 +36,9 @@ async def test_a_key_quits_where_it_comes_again_within_two_seconds(monkeypatch: 
     now = 1000.0
     async with chat() as pilot:
         pane = screen(pilot).talk
-        monkeypatch.setattr(chat_pane, "time", SimpleNamespace(monotonic=lambda: now))
+        monkeypatch.setattr(quitting, "time", SimpleNamespace(monotonic=lambda: now))
         for now, quits in ((1000.0, False), (1003.0, False), (1004.9, True), (1010.0, False)):  # noqa: B007
-            assert pane.is_asked_twice_to_end("ctrl+q") == quits
+            assert screen(pilot).quit_key.is_repeated(pane, "ctrl+q") == quits
 
 
 @anyio

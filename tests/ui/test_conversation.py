@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from minillm.errors import UsageError
 from minillm.ui.chat.candidates import num_common
 from minillm.ui.chat.conversation import Candidate, Conversation, Turn
 from minillm.ui.chat.export import to_markdown
@@ -107,13 +108,14 @@ def test_a_choice_can_be_undone_until_something_was_said_after_it() -> None:
     conversation = Conversation()
     turn = with_candidates(conversation)
     before = copy.deepcopy(turn.answer)
-    choice = conversation.accept(turn, 0)
-    assert conversation.undo(choice)
+    conversation.accept(turn, 0)
+    assert conversation.undo() is turn
     assert (turn.answer, conversation.siblings(turn), conversation.leaf) == (before, [turn], turn)
-    choice = conversation.accept(turn, 0)
+    conversation.accept(turn, 0)
     conversation.switch(turn, 1)
     conversation.ask("on the other branch")
-    assert not conversation.undo(choice)
+    with pytest.raises(UsageError, match="no choice to undo"):
+        conversation.undo()
     assert turn.answer.text == "one"
 
 

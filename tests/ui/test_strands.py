@@ -194,7 +194,7 @@ async def test_names_and_the_words_of_a_view_are_on_the_screen() -> None:
     async with chat(size=(160, 50)) as pilot:
         await say(pilot, "/n 3")
         turn = await ask(pilot, "echo one")
-        assert screen(pilot).name_of(turn.answer.request_id, 1) == "turn 1 · answer 2"
+        assert screen(pilot).memory.name_of(turn.answer.request_id, 1) == "turn 1 · answer 2"
         for view in ("tables", "strands", "events", "memory", "steps"):
             await say(pilot, f"/{view}") if screen(pilot).memory_view != view else None
             await until(pilot, partial(is_framed, pilot, view))

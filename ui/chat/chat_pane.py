@@ -10,12 +10,13 @@ from textual.reactive import var
 from textual.widgets import TextArea
 
 from minillm.errors import MinillmError, UsageError
-from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
-from minillm.ui.bars import FULL, LoadingBar, StatusBar
+from minillm.service.messages import Command, Forget, Keep, Notice
+from minillm.ui.bars import LoadingBar, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.compact import Compaction
-from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, Fork, Turn
-from minillm.ui.chat.engine_words import notes_of, status_of
+from minillm.ui.chat.conversation import Candidate, Conversation, Turn
+from minillm.ui.chat.engine_options import EngineOptions
+from minillm.ui.chat.engine_words import full_context, notes_of, reason_to_wait, status_of
 from minillm.ui.chat.files import with_files
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
@@ -27,11 +28,9 @@ from minillm.ui.chat.waiting import WaitingQuestions
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, EngineEvent, EngineState
 from minillm.ui.memory.pool import Pool
-from minillm.ui.numbers import count
 
 _SAVE_INTERVAL = 2.0  # seconds between saves while an answer grows
 _LINES_AHEAD = 6  # lines that a growing paragraph reserves if the model computes on the same cores
-_GRACE = 2.0  # maximum seconds between two presses of a key that quits
 LONG_ANSWER = 10.0  # seconds after which a finished answer rings the bell
 
 
@@ -71,10 +70,7 @@ class ChatPane(Vertical):
         self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
         self._saved_at = 0.0
         self._warned_full = False
-        self._choice: Choice | None = None  # the last candidate accepted
-        self._pinned_system = ""
-        self._report_every = 0.0  # interval of the last `Report` sent to the engine, in seconds
-        self._end_asked_at = -_GRACE
+        self._options = EngineOptions(self.send)
 
     def compose(self) -> ComposeResult:
         yield self.waiting.transcript
@@ -86,7 +82,7 @@ class ChatPane(Vertical):
 
     def on_mount(self) -> None:
         self.prompt.focus()
-        self.watch(self.app, "settings", self._pin_system)
+        self.watch(self.app, "settings", lambda settings: self._options.pin(settings.system))
         for each in ("scroll_y", "virtual_size", "container_size"):
             self.watch(self.transcript, each, self.waiting.show, init=False)
 
@@ -101,15 +97,14 @@ class ChatPane(Vertical):
         if state.phase == before.phase:
             return
         if state.phase != "ready":
-            self._pinned_system = ""
             self.compaction = None
             if self.run is not None:
                 await self._end(Ending("lost"))
         for text, kind in notes_of(state):
             await self.transcript.add_note(text, kind)
+        self._options.reset(ready=state.phase == "ready")
         if state.loaded is not None:
-            self._report_every = 0.0
-            self._pin_system()
+            self._options.pin(self.app.settings.system)
             await self._ask_waiting()
         elif state.phase != "loading":
             self.waiting.take_back()
@@ -128,23 +123,14 @@ class ChatPane(Vertical):
             else:
                 self._text.soon()
         elif (summing := self.compaction) is not None and summing.take(event):
-            await self._end_compaction(summing)
-
-    async def _end_compaction(self, compaction: Compaction) -> None:
-        self.compaction = None
-        try:
-            await self.transcript.add_note(compaction.finish())
-        except UsageError as error:
-            await self.transcript.add_note(str(error), "warning")
-        self.save()
-        self.refresh_status()
-        await self._ask_waiting()
-
-    def _pin_system(self) -> None:
-        system = self.app.settings.system
-        if self.engine.phase == "ready" and system != self._pinned_system:
-            self._pinned_system = system
-            self.send(Pin(system))
+            self.compaction = None
+            try:
+                await self.transcript.add_note(summing.finish())
+            except UsageError as error:
+                await self.transcript.add_note(str(error), "warning")
+            self.save()
+            self.refresh_status()
+            await self._ask_waiting()
 
     def send(self, command: Command) -> None:
         self.post_message(EngineCommand(command))
@@ -187,35 +173,6 @@ class ChatPane(Vertical):
             else:
                 await self._ask(question)
 
-    @property
-    def unfinished(self) -> str:
-        """Return a description of the work that quitting now would lose: an answer, or unsent text.
-
-        Empty if nothing would be lost.
-        """
-        if self.run is not None or self.compaction is not None:
-            return "an answer is being generated"
-        return "your text is not sent" if self.waiting.unsent else ""
-
-    def is_asked_twice_to_end(self, key: str, reason: str = "") -> bool:
-        """Return whether a key that quits was pressed twice within `_GRACE` seconds.
-
-        After the first press, show a notice.
-
-        ``reason`` says what would be lost.
-        """
-        before, self._end_asked_at = self._end_asked_at, time.monotonic()
-        if self._end_asked_at - before < _GRACE:
-            return True
-        self.notify(": ".join(filter(None, [reason, f"press {key} again to quit"])), timeout=_GRACE)
-        return False
-
-    async def offer_draft(self) -> None:
-        """Let ↑ bring back the text that was not sent before the last chat ended."""
-        if draft := self.store.take_draft():
-            self.prompt.remember(draft)
-            await self.transcript.add_note("press ↑ to bring back your unsent text")
-
     async def on_command_asked(self, message: CommandAsked) -> None:
         await self.run_command(message.name, message.argument)
 
@@ -240,15 +197,11 @@ class ChatPane(Vertical):
 
     def can_ask(self) -> bool:
         """Return whether the engine is free for a question. If it is not, show a notification with the reason."""
-        reason = ""
-        if self.run is not None:
-            reason = "an answer is being generated; Escape stops it"
-        elif self.compaction is not None:
-            reason = "the conversation is being summarized; Escape stops it"
-        elif self.engine.phase == "loading":
-            reason = "the model is still loading"
-        elif self.engine.phase != "ready":
-            reason = "no model is loaded: F2 chooses one, /reload loads it again"
+        reason = reason_to_wait(self.run, self.compaction)
+        if not reason and self.engine.phase != "ready":
+            is_loading = self.engine.phase == "loading"
+            advice = "no model is loaded: F2 chooses one, /reload loads it again"
+            reason = "the model is still loading" if is_loading else advice
         if reason:
             self.notify(reason)
         return not reason
@@ -264,25 +217,12 @@ class ChatPane(Vertical):
         self.transcript.select(None)
         await self.transcript.show_path(self.conversation)
         self.app.give_title_back()
-        self._begin(turn).ask()
+        self.begin(turn).ask()
         self.refresh_status()
         self.save()
 
-    async def fork(self, turn: Turn, fork: Fork) -> None:
-        """Continue an answer from another token. The result is a new branch next to ``turn``."""
-        if not self.can_ask():
-            return
-        branch = self.conversation.fork(turn, fork)
-        await self.transcript.show_path(self.conversation)
-        self.continue_answer(branch)
-        self.save()
-
-    def continue_answer(self, turn: Turn) -> None:
-        """Request a continuation of a turn's answer."""
-        self._begin(turn).go_on()
-        self.refresh_status()
-
-    def _begin(self, turn: Turn) -> AnswerRun:
+    def begin(self, turn: Turn) -> AnswerRun:
+        """Begin an answer of a turn. The caller requests it from the engine."""
         longest = self.engine.loaded.max_model_len if self.engine.loaded is not None else 1
         self.run = AnswerRun(turn, self.conversation, self.app.settings, self.transcript, self.send, longest)
         return self.run
@@ -308,7 +248,9 @@ class ChatPane(Vertical):
         self.save()
         if run.seconds > LONG_ANSWER and self.app.settings.bell:
             self.app.call_user(self.conversation.shown_title)
-        await self._warn_if_full(run.answer)
+        if not self._warned_full and (warning := full_context(self.engine.loaded, run.answer)):
+            self._warned_full = True
+            await self.transcript.add_note(warning, "warning")
         if ending.error:
             await self.transcript.add_note(ending.error, "error")
         if ending.reason in ("stop", "length") and not run.answer.candidates:
@@ -316,36 +258,15 @@ class ChatPane(Vertical):
         elif self.waiting.take_back() and run.answer.candidates:
             self.notify("choose an answer first, or press Enter to take the first one and ask")
 
-    async def _warn_if_full(self, answer: Answer) -> None:
-        loaded = self.engine.loaded
-        if loaded is None or self._warned_full or answer.num_context_tokens < FULL * loaded.max_model_len:
-            return
-        self._warned_full = True
-        await self.transcript.add_note(
-            f"the context is nearly full ({count(answer.num_context_tokens)} of {count(loaded.max_model_len)} tokens): "
-            "when it is, the oldest half will be left out; /compact summarizes it, Ctrl+N starts a new one", "warning"
-        )  # fmt: skip
-
     async def accept(self, turn: Turn, index: int) -> None:
-        """Use candidate ``index`` as the answer. The other candidates become branches. `undo` reverses this."""
-        self._choice = self.conversation.accept(turn, index)
+        """Use candidate ``index`` as the answer. The other candidates become branches."""
+        self.conversation.accept(turn, index)
         self.send(Keep(turn.answer.request_id, index))
-        await self._show_anew(turn)
+        await self.show_again(turn)
         self.notify(f"answer {index + 1} accepted · Alt+← → shows the others · Alt+U undoes")
 
-    async def undo(self) -> None:
-        """Restore the candidates of the last accepted answer.
-
-        Raises:
-            UsageError: no candidate was accepted, or a question has been asked since.
-        """
-        self.prompt.forget_pick()
-        choice, self._choice = self._choice, None
-        if choice is None or not self.conversation.undo(choice):
-            raise UsageError("there is no choice to undo; Alt+← → shows the other branches")
-        await self._show_anew(choice.turn)
-
-    async def _show_anew(self, turn: Turn) -> None:
+    async def show_again(self, turn: Turn) -> None:
+        """Show a turn with its new answer or candidates."""
         view = self.transcript.view_of(turn)
         if view is not None:
             await view.show_answer()
@@ -369,10 +290,7 @@ class ChatPane(Vertical):
         on_cpu = loaded is not None and loaded.device == "cpu"
         self.beside_model = self.run is not None and on_cpu and not self.is_paced
         self._text.pace(self.beside_model)
-        every = self._text.interval
-        if abs(every - self._report_every) > 0.2 * self._report_every:
-            self._report_every = every
-            self.send(Report(every))
+        self._options.report(self._text.interval)
         self.prompt.num_picks = len(leaf.answer.candidates) if leaf is not None else 0
         # A blinking cursor would cost two drawings a second while the model computes.
         self.prompt.cursor_blink = self.run is None
@@ -397,7 +315,7 @@ class ChatPane(Vertical):
     async def open_conversation(self, conversation: Conversation) -> None:
         """Show another conversation. The engine frees the blocks of the old one."""
         self.send(Forget(self.conversation.conversation_id))
-        self.run = self.editing = self._choice = self.compaction = None
+        self.run = self.editing = self.compaction = None
         self.waiting.clear()
         self._warned_full = False
         self.search.close()

@@ -20,8 +20,9 @@ from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.chat_pane import ChatPane
 from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.compact import undo as undo_summary
-from minillm.ui.chat.conversation import Conversation, Turn
+from minillm.ui.chat.conversation import Conversation, Fork, Turn
 from minillm.ui.chat.editor import edited
+from minillm.ui.chat.engine_words import reason_to_wait
 from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.kept import BUILT_IN
@@ -110,10 +111,8 @@ async def write_to_file(talk: ChatPane, name: str) -> None:
 
 
 def _check_idle(talk: ChatPane) -> None:
-    if talk.run is not None:
-        raise UsageError("an answer is being generated; Escape stops it")
-    if talk.compaction is not None:
-        raise UsageError("the conversation is being summarized; Escape stops it")
+    if reason := reason_to_wait(talk.run, talk.compaction):
+        raise UsageError(reason)
 
 
 def _turn(talk: ChatPane) -> Turn:
@@ -150,7 +149,21 @@ async def go_on(talk: ChatPane, _: str) -> None:
         raise UsageError("there is no question yet")
     if talk.can_ask():
         await talk.accept_best()
-        talk.continue_answer(leaf)
+        _continue(talk, leaf)
+
+
+def _continue(talk: ChatPane, turn: Turn) -> None:
+    talk.begin(turn).go_on()
+    talk.refresh_status()
+
+
+async def _fork(talk: ChatPane, turn: Turn, fork: Fork) -> None:
+    """Continue an answer from another token. The result is a new branch next to ``turn``."""
+    if talk.can_ask():
+        branch = talk.conversation.fork(turn, fork)
+        await talk.transcript.show_path(talk.conversation)
+        _continue(talk, branch)
+        talk.save()
 
 
 _BRANCH_KEYS: dict[str, Any] = {"keys": {"alt+left": "previous", "alt+right": "next"}, "shown_key": "Alt+← →"}
@@ -189,7 +202,8 @@ async def accept(talk: ChatPane, number: str) -> None:
 @command("undo", "undo the choice of a candidate", "alt+u")
 async def undo(talk: ChatPane, _: str) -> None:
     _check_idle(talk)
-    await talk.undo()
+    talk.prompt.forget_pick()
+    await talk.show_again(talk.conversation.undo())
 
 
 @command("copy", "copy the selected answer, or its last code block", "alt+y", argument="[code]")
@@ -218,7 +232,7 @@ async def show_probabilities(talk: ChatPane, _: str) -> None:
         raise UsageError("choose an answer first")
     if not turn.answer.tokens:
         raise UsageError("this answer has no probabilities: they are not known for beams and saved answers")
-    _ask(talk, ProbabilityScreen(turn.answer.tokens), lambda fork: talk.call_later(talk.fork, turn, fork))
+    _ask(talk, ProbabilityScreen(turn.answer.tokens), lambda fork: talk.call_later(_fork, talk, turn, fork))
 
 
 def _change(talk: ChatPane, **changes: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from minillm.errors import UsageError
 from minillm.service.messages import TokenChoice
 from minillm.text.safe import clean_line
 
@@ -141,6 +142,7 @@ class Conversation:
     is_trial: bool = False  # saved only once the user continues after its first answer
     copy_id: str = ""  # id of the file, if another program changed the file with ``conversation_id``
     file_version: tuple[int, ...] | None = None  # version of the file when it was last read or written
+    choice: Choice | None = field(default=None, compare=False)  # the last candidate accepted; not saved
 
     @property
     def file_id(self) -> str:
@@ -214,10 +216,10 @@ class Conversation:
         self.leaf = turn
         return turn.answer
 
-    def accept(self, turn: Turn, index: int) -> Choice:
+    def accept(self, turn: Turn, index: int) -> None:
         """Use candidate ``index`` as the answer of ``turn``.
 
-        Each other candidate with text becomes a branch next to it.
+        Each other candidate with text becomes a branch next to it. `undo` reverses this.
         """
         before, siblings = replace(turn.answer), self.siblings(turn)
         turns = []
@@ -232,7 +234,7 @@ class Conversation:
                 turns.append(Turn(turn.question, answer, turn.parent))
         at = siblings.index(turn)
         siblings[at : at + 1] = turns
-        return Choice(turn, before, [each for each in turns if each is not turn])
+        self.choice = Choice(turn, before, [each for each in turns if each is not turn])
 
     def fork(self, turn: Turn, fork: Fork) -> Turn:
         """Add a branch next to ``turn``. Its answer begins with the fork's tokens and should then be continued."""
@@ -243,15 +245,21 @@ class Conversation:
         siblings.insert(siblings.index(turn) + 1, self.leaf)
         return self.leaf
 
-    def undo(self, choice: Choice) -> bool:
-        """Restore all candidates of a choice. Return False if one of their branches has been continued or is gone."""
-        turn, siblings = choice.turn, self.siblings(choice.turn)
-        if any(each.children or each not in siblings for each in (turn, *choice.others)):
-            return False
-        for other in choice.others:
-            siblings.remove(other)
-        turn.answer, self.leaf = choice.before, turn
-        return True
+    def undo(self) -> Turn:
+        """Restore all candidates of the last choice. Return its turn.
+
+        Raises:
+            UsageError: no candidate was accepted, or one of the branches has been continued or is gone.
+        """
+        choice, self.choice = self.choice, None
+        if choice is not None:
+            turn, siblings = choice.turn, self.siblings(choice.turn)
+            if not any(each.children or each not in siblings for each in (turn, *choice.others)):
+                for other in choice.others:
+                    siblings.remove(other)
+                turn.answer, self.leaf = choice.before, turn
+                return turn
+        raise UsageError("there is no choice to undo; Alt+← → shows the other branches")
 
     def new_request_id(self) -> str:
         return f"{self.conversation_id}-{uuid.uuid4().hex[:8]}"

@@ -1,11 +1,13 @@
 """Describe the state of the engine in words, for notes between the turns and for the status bar."""
 
-from minillm.ui.bars import Status
+from minillm.service.messages import Loaded
+from minillm.ui.bars import FULL, Status
 from minillm.ui.chat.answer_run import AnswerRun
+from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.conversation import Answer, Conversation
 from minillm.ui.engine_app import EngineState
 from minillm.ui.memory.pool import Pool
-from minillm.ui.numbers import duration
+from minillm.ui.numbers import count, duration
 
 _ADVICE = {
     "failed": (" (F2 chooses a model, /reload tries again)", "error"),
@@ -28,6 +30,23 @@ def notes_of(engine: EngineState) -> list[tuple[str, str]]:
             advice = " (/reload connects again; the conversation is kept)"
         return [(engine.error + advice, kind)]
     return []
+
+
+def reason_to_wait(run: AnswerRun | None, compaction: Compaction | None) -> str:
+    """Return why nothing can be asked now: an answer or a summary is being generated. Return "" if neither is."""
+    if run is not None:
+        return "an answer is being generated; Escape stops it"
+    return "the conversation is being summarized; Escape stops it" if compaction is not None else ""
+
+
+def full_context(loaded: Loaded | None, answer: Answer) -> str:
+    """Return a warning if the context is nearly full after an answer, else ""."""
+    if loaded is None or answer.num_context_tokens < FULL * loaded.max_model_len:
+        return ""
+    return (
+        f"the context is nearly full ({count(answer.num_context_tokens)} of {count(loaded.max_model_len)} tokens): "
+        "when it is, the oldest half will be left out; /compact summarizes it, Ctrl+N starts a new one"
+    )
 
 
 def status_of(

@@ -1,0 +1,29 @@
+"""Options that the chat sets in a running engine process: the pinned system prompt, and the interval of reports."""
+
+from collections.abc import Callable
+
+from minillm.service.messages import Command, Pin, Report
+
+
+class EngineOptions:
+    """The options that the engine has. A command is sent only for a change."""
+
+    def __init__(self, send: Callable[[Command], None]) -> None:
+        self._send = send
+        self.reset(ready=False)
+
+    def reset(self, *, ready: bool) -> None:
+        """Forget the options, because another engine process runs. ``ready``: it has loaded its model."""
+        self._ready, self._system, self._seconds = ready, "", 0.0
+
+    def pin(self, system: str) -> None:
+        """Pin the blocks of a system prompt instead of those of the previous one."""
+        if self._ready and system != self._system:
+            self._system = system
+            self._send(Pin(system))
+
+    def report(self, seconds: float) -> None:
+        """Set the minimum seconds between two reports. Small changes are ignored."""
+        if self._ready and abs(seconds - self._seconds) > 0.2 * self._seconds:
+            self._seconds = seconds
+            self._send(Report(seconds))
