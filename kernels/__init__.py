@@ -59,7 +59,9 @@ def _op(contract: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 
 rms_norm = _op(reference.rms_norm)
+norm_add = _op(reference.norm_add)
 silu_mul = _op(reference.silu_mul)
+gelu_mul = _op(reference.gelu_mul)
 prefix_attention = _op(reference.prefix_attention)
 prefill_attention = _op(reference.prefill_attention)
 block_copy = _op(reference.block_copy)

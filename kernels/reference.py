@@ -37,6 +37,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(_wide(gate)).to(gate_up.dtype) * up
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Return ``gelu(gate) * up`` like `silu_mul`, with the tanh approximation of GELU (Hendrycks & Gimpel 2016)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(_wide(gate), approximate="tanh").to(gate_up.dtype) * up
+
+
+def norm_add(x: Tensor, norm_weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    """Compute ``residual += rms_norm(x)``, in place."""
+    return residual.add_(rms_norm(x, norm_weight, eps))
+
+
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``rms_norm(x) @ weight.T + bias``."""
     return torch.nn.functional.linear(rms_norm(x, norm_weight, eps), weight, bias)

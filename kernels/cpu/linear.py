@@ -126,3 +126,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return reference.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Compute `reference.gelu_mul`."""
+    if gate_up.dtype != torch.float32:
+        return reference.gelu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def norm_add(x: Tensor, norm_weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    """Compute `reference.norm_add`."""
+    return residual.add_(rms_norm(x, norm_weight, eps))

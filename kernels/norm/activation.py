@@ -1,6 +1,7 @@
-"""SwiGLU's activation on the fused projection.
+"""The activation of a gated MLP on the fused projection.
 
     out = silu(gate) * up,   gate, up = the halves of each row      (Shazeer 2020)
+    out = gelu(gate) * up,   with GELU's tanh approximation: gate * sigmoid(1.596 * (gate + 0.0447 * gate^3))
 
 Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops move 5. Memory-bound. Grid: (rows, tiles
 of a row). Tile: 2,048 columns of gate and up, 16 bytes per thread and load.
@@ -16,7 +17,7 @@ _TILE = 2048
 
 
 @triton.jit
-def _silu_mul_kernel(out_ptr, gate_up_ptr, stride, size, TILE: tl.constexpr, PDL: tl.constexpr):
+def _gated_kernel(out_ptr, gate_up_ptr, stride, size, GELU: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -25,25 +26,39 @@ def _silu_mul_kernel(out_ptr, gate_up_ptr, stride, size, TILE: tl.constexpr, PDL
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + size + offsets, mask=mask, other=0.0)
     # Rounded to the input's dtype before the multiplication, as in Llama's two ops.
-    silu = (gate * tl.sigmoid(gate)).to(up.dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + offsets, (silu * up.to(tl.float32)).to(up.dtype), mask=mask)
+    steepness = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    active = (gate * tl.sigmoid(steepness)).to(up.dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + offsets, (active * up.to(tl.float32)).to(up.dtype), mask=mask)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Compute `reference.silu_mul`. Rows may be strided. Raises ValueError for a wrong shape or layout."""
-    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
-        raise ValueError(f"silu_mul takes [rows, 2 * size] with contiguous rows, not {tuple(gate_up.shape)}")
-    return silu_mul_into(gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2), gate_up)
+    return silu_mul_into(_result(gate_up), gate_up)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Compute `reference.gelu_mul`, with the arguments of `silu_mul`."""
+    return _launch(_result(gate_up), gate_up, gelu=True)
 
 
 def silu_mul_into(out: Tensor, gate_up: Tensor) -> Tensor:
     """Compute `silu_mul`, and write the result to ``out [rows, size]``, which is contiguous."""
+    return _launch(out, gate_up, gelu=False)
+
+
+def _result(gate_up: Tensor) -> Tensor:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"silu_mul takes [rows, 2 * size] with contiguous rows, not {tuple(gate_up.shape)}")
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+def _launch(out: Tensor, gate_up: Tensor, *, gelu: bool) -> Tensor:
     rows, size = out.shape
     if rows:
         tile = min(_TILE, triton.next_power_of_2(size))
         grid = (rows, triton.cdiv(size, tile))
         warps = min(8, max(1, tile // 256))
-        _silu_mul_kernel[grid](
-            out, gate_up, gate_up.stride(0), size, TILE=tile, num_warps=warps, **pdl_options(out.device)
+        _gated_kernel[grid](
+            out, gate_up, gate_up.stride(0), size, GELU=gelu, TILE=tile, num_warps=warps, **pdl_options(out.device)
         )
     return out

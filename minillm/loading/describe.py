@@ -12,6 +12,7 @@ from minillm.fit.forms import shape_of
 from minillm.fit.weights import QUANTIZED, weights_in_memory
 from minillm.loading.device import choose_dtype
 from minillm.model.config import ModelConfig, ignored_settings
+from minillm.model.llama_tensors import LlamaTensors, is_vision
 from minillm.model.loader import TensorSource, parameter_shapes
 from minillm.model.random_tensors import RandomTensors
 from minillm.model.shapes import SHAPES
@@ -50,10 +51,14 @@ def describe(
         if ignored := ignored_settings(checkpoint.generation_config):
             on_message(f"generation_config.json: {', '.join(ignored)} not supported, so answers ignore it")
         tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
+        tensors = LlamaTensors(checkpoint, model)
         stored = tuple(
-            StoredTensor(key, checkpoint.shape(key), checkpoint.stored_as(key)) for key in checkpoint.names()
+            StoredTensor(key, tensors.shape(key), checkpoint.stored_as(tensors.stored_name(key)))
+            for key in tensors.names()
         )
-        return Description(name, model, stored, lambda device: checkpoint, files.source, tokenizer)
+        if ignored_tensors := sum(map(is_vision, checkpoint.names())):
+            on_message(f"{name}: only the language model is loaded, not {ignored_tensors} tensors for images")
+        return Description(name, model, stored, lambda device: tensors, files.source, tokenizer)
     model, tokenizer = _without_weights(name, on_progress, on_message)
     stored = tuple(StoredTensor(key, shape, "BF16") for key, shape in parameter_shapes(model))
     form = config.load_format.partition(":")[2] or None

@@ -7,32 +7,21 @@ hundred tokens and nonsense afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from minillm.errors import WeightsError
 from minillm.forms import kv_row_bytes
-from minillm.model.rope_config import RopeConfig, read_rope
+from minillm.model.architectures import ARCHITECTURES, Architecture
+from minillm.model.rope_config import RopeConfig, read_ropes
 from minillm.text.reading import Values, shown
 
-_LLAMA, _MISTRAL, _SMOLLM3 = "LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM"
-_QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-_INTERNLM3 = "InternLM3ForCausalLM"  # Llama, but with different keys for the biases
-_ARCHITECTURES = {
-    "llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3, "smollm3": _SMOLLM3,
-    "internlm3": _INTERNLM3,
-}  # fmt: skip
-# Defaults of missing config.json keys that differ between architectures in transformers.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    _MISTRAL: {"sliding_window": 4096},
-    _QWEN2: {"sliding_window": 4096, "max_window_layers": 28},
-    _QWEN3: {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-    _INTERNLM3: {"head_dim": 128},
-    _SMOLLM3: {"no_rope_layer_interval": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
-}
-_FULL, _WINDOWED = "full_attention", "sliding_attention"  # possible values in layer_types
+# Values of an MLP's activation in config.json, by its name here, and the key that has them.
+_ACTIVATIONS = {"silu": ("hidden_act", ("silu", "swish")), "gelu": ("hidden_activation", ("gelu_pytorch_tanh",))}
+# Vision models. Their text_config describes a language model of another architecture.
+VISION = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 
 # Limits far above any model, so that a forged size cannot cause long loops. Sizes are checked against the file later.
 _MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_VOCAB = 1 << 14, 1 << 16, 1 << 24, 1 << 24
@@ -69,7 +58,14 @@ class ModelConfig:
     attention_bias: bool = False  # whether q, k and v have biases
     output_bias: bool = False  # whether o has a bias
     mlp_bias: bool = False  # whether gate, up and down have biases
-    qk_norm: bool = False  # RMSNorm of each head of q and k before the rotary embedding
+    norms: Literal["before", "after", "both"] = "before"  # RMSNorms of a layer: before attention and MLP, after them
+    qk_norm: Literal["", "heads", "all"] = ""  # RMSNorm of each head of q and k before rotary, or of all heads at once
+    activation: Literal["silu", "gelu"] = "silu"  # of the MLP; gelu is its tanh approximation
+    attention_scale: float | None = None  # factor on q @ k; None: 1 / sqrt(head_dim)
+    embedding_scale: float = 1.0  # factor on embeddings
+    logits_scale: float = 1.0  # factor on logits
+    norm_offset: float = 0.0  # added to the stored weights of RMSNorms
+    local_rope: RopeConfig | None = None  # of layers with a window, if it is not ``rope``
     layers_without_rope: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()  # each layer's attention window in tokens, see `Pages.window`; empty: none
     bos_token_id: int | None = None
@@ -83,12 +79,19 @@ class ModelConfig:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         if self.attention_bias:
             attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        attention += (self.hidden_size if self.output_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
+        attention += self.hidden_size if self.output_bias else 0
+        heads_normed = {"": 0, "all": self.num_heads + self.num_kv_heads}.get(self.qk_norm, 2)
+        norms = heads_normed * self.head_dim + self.hidden_size * (4 if self.norms == "both" else 2)
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.mlp_bias:
             mlp += 2 * self.intermediate_size + self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+        return embeddings + self.num_layers * (attention + mlp + norms) + self.hidden_size
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the product of q and k."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Return the bytes of one token's K and V over all layers.
@@ -122,7 +125,8 @@ class ModelConfig:
         """
         values, of_generation = Values("config.json", config), Values("generation_config.json", generation or {})
         architecture = _architecture(values)
-        values = Values(values.where, {**_DEFAULTS.get(architecture, {}), **config})
+        of_text = values.part("text_config").values if _name(values) in VISION else {}
+        values = Values(values.where, {**architecture.defaults, **config, **of_text})
         num_layers = values.integer("num_hidden_layers", most=_MAX_LAYERS)
         heads = values.integer("num_attention_heads", most=_MAX_HEADS)
         kv_heads = values.integer("num_key_value_heads", heads, most=_MAX_HEADS)
@@ -134,58 +138,53 @@ class ModelConfig:
             )
         context = values.integer("max_position_embeddings")
         vocab = values.integer("vocab_size", most=_MAX_VOCAB)
-        _refuse_unsupported(values)
-        attention_bias, output_bias, mlp_bias = _biases(values, architecture)
-        no_rope = _layers_without_rope(values, num_layers) if architecture == _SMOLLM3 else ()
+        fields = {**architecture.fields, **architecture.read(values, num_layers)}
+        _refuse_unsupported(values, fields.get("activation", "silu"))
+        rope, local_rope = read_ropes(values, context, head_dim, architecture)
         ends = of_generation.token_ids("eos_token_id", vocab), values.token_ids("eos_token_id", vocab)
-        dtype = config.get("dtype") or config.get("torch_dtype")
-        return cls(
-            architecture=architecture,
-            vocab_size=vocab,
-            hidden_size=hidden,
-            num_layers=num_layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=values.integer("intermediate_size", most=_MAX_WIDTH),
-            rms_norm_eps=values.number("rms_norm_eps"),
-            max_position_embeddings=context,
-            rope=read_rope(values, context, head_dim),
-            tie_word_embeddings=values.flag("tie_word_embeddings"),
-            attention_bias=attention_bias,
-            output_bias=output_bias,
-            mlp_bias=mlp_bias,
-            qk_norm=architecture == _QWEN3,
-            layers_without_rope=no_rope,
-            windows=_windows(values, architecture, num_layers, no_rope),
-            bos_token_id=next(iter(values.token_ids("bos_token_id", vocab)), None),
-            eos_token_ids=ends[0] or ends[1],
-            dtype=dtype if isinstance(dtype, str) else None,
-            generation_defaults=_generation_defaults(of_generation),
-        )
+        dtype = values.values.get("dtype") or values.values.get("torch_dtype")
+        common: dict[str, Any] = {
+            "architecture": architecture.name,
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "num_layers": num_layers,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "intermediate_size": values.integer("intermediate_size", most=_MAX_WIDTH),
+            "rms_norm_eps": values.number("rms_norm_eps"),
+            "max_position_embeddings": context,
+            "rope": rope,
+            "local_rope": local_rope,
+            "tie_word_embeddings": values.flag("tie_word_embeddings"),
+            "bos_token_id": next(iter(values.token_ids("bos_token_id", vocab)), None),
+            "eos_token_ids": ends[0] or ends[1],
+            "dtype": dtype if isinstance(dtype, str) else None,
+            "generation_defaults": _generation_defaults(of_generation),
+        }
+        return cls(**{**common, **fields})
 
 
-def _architecture(values: Values) -> str:
-    names, known = values.values.get("architectures"), _ARCHITECTURES.values()
+def _name(values: Values) -> str:
+    """Return the name of the architecture. If it is missing, return the model's type."""
+    names = values.values.get("architectures")
     if not names:
-        kind = values.text("model_type", "(none named)")
-        names = [_ARCHITECTURES.get(kind, kind)]
+        return values.text("model_type", "(none named)")
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise values.error("architectures", "a list of names")
-    if names[0] not in known:
-        raise WeightsError(
-            f"config.json: architecture {shown(names[0])} is not supported; supported: {', '.join(known)}"
-        )
     return names[0]
 
 
-def _biases(values: Values, architecture: str) -> tuple[bool, bool, bool]:
-    """Return three flags: whether q, k and v have biases, whether o has one, and whether the MLP has biases."""
-    if architecture == _INTERNLM3:
-        others = values.flag("bias", values.flag("mlp_bias"))
-        return values.flag("qkv_bias", values.flag("attention_bias")), others, others
-    of_attention = values.flag("attention_bias")
-    return of_attention or architecture == _QWEN2, of_attention and architecture != _QWEN2, values.flag("mlp_bias")
+def _architecture(values: Values) -> Architecture:
+    name = _name(values)
+    if name in VISION:
+        name = values.part("text_config").text("model_type", "(none named)")
+    by_type = {each.model_type: each for each in ARCHITECTURES.values()}
+    found = ARCHITECTURES.get(name) or by_type.get(name)
+    if found is None:
+        known = ", ".join(each.removesuffix("ForCausalLM") for each in ARCHITECTURES)
+        raise WeightsError(f"config.json: architecture {shown(name)} is not supported; supported: {known}")
+    return found
 
 
 def _head_dim(values: Values, hidden: int, heads: int) -> int:
@@ -199,10 +198,10 @@ def _head_dim(values: Values, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _refuse_unsupported(values: Values) -> None:
-    activation = values.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise WeightsError(f"config.json: hidden_act {shown(activation)} is not supported; supported: 'silu'")
+def _refuse_unsupported(values: Values, activation: str) -> None:
+    key, supported = _ACTIVATIONS[activation]
+    if (given := values.text(key, supported[0])) not in supported:
+        raise WeightsError(f"config.json: {key} {shown(given)} is not supported; supported: {supported[0]!r}")
     quantization = values.part("quantization_config")
     if quantization.values:
         method = quantization.text("quant_method", "unknown")
@@ -210,45 +209,6 @@ def _refuse_unsupported(values: Values) -> None:
             f"config.json: quantized weights ({shown(method)}) are not supported; "
             "use the unquantized model or a .gguf file"
         )
-
-
-def _layers_without_rope(values: Values, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers that do not rotate q and k.
-
-    They have a 0 in ``no_rope_layers``. Without that key, every ``no_rope_layer_interval``-th layer is one.
-    """
-    if not values.has("no_rope_layers"):
-        interval = values.integer("no_rope_layer_interval")
-        return tuple(range(interval - 1, num_layers, interval))
-    turns = values.values["no_rope_layers"]
-    if not isinstance(turns, list) or len(turns) < num_layers or any(each not in (0, 1) for each in turns):
-        raise values.error("no_rope_layers", f"a list of {num_layers} numbers, 0 or 1")
-    return tuple(index for index in range(num_layers) if not turns[index])
-
-
-def _windows(values: Values, architecture: str, num_layers: int, no_rope: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Return each layer's attention window, interpreted as in transformers. Return an empty tuple if no layer has one.
-
-    Llama has none: transformers ignores these keys in its config.json.
-    """
-    if architecture in (_LLAMA, _INTERNLM3):
-        return ()
-    window = None
-    if values.has("sliding_window") and (architecture == _MISTRAL or values.flag("use_sliding_window")):
-        window = values.integer("sliding_window")
-    having: Collection[int] = no_rope if architecture == _SMOLLM3 else range(num_layers)
-    if architecture in (_QWEN2, _QWEN3):
-        having = range(values.integer("max_window_layers", least=0), num_layers)
-    kinds = [_WINDOWED if window is not None and i in having else _FULL for i in range(num_layers)]
-    if values.has("layer_types"):
-        given = values.values["layer_types"]
-        known = isinstance(given, list) and all(each in (_FULL, _WINDOWED) for each in given)
-        if not known or len(given) != num_layers:
-            raise values.error("layer_types", f"a list of {num_layers} of {_FULL!r} and {_WINDOWED!r}")
-        if (_WINDOWED in given and window is None) or (architecture == _MISTRAL and given != kinds):
-            raise WeightsError("config.json: layer_types and sliding_window contradict each other")
-        kinds = given
-    return tuple(window if each == _WINDOWED else None for each in kinds) if _WINDOWED in kinds else ()
 
 
 def ignored_settings(generation: Mapping[str, Any]) -> list[str]:

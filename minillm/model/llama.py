@@ -6,7 +6,8 @@
     logits = head(norm(x))
 
 Other Llama-family models differ in config values: biases (only of q, k and v in Qwen2), norms of q and k before rotary
-(Qwen3), layers without rotary (SmolLM3), and layers with sliding-window attention (Mistral, Qwen2).
+(Qwen3), layers without rotary (SmolLM3), layers with sliding-window attention (Mistral, Qwen2), norms after attention
+and MLP instead of before them (OLMo 2) or in both places (Gemma 3). `minillm.model.architectures` lists all.
 
 Every op comes from `kernels` and covers one line above. It fuses a norm with the projection after it, and an addition
 with the projection before it. Projections of the same input are one matrix: q, k, v and gate, up. A sharded model
@@ -74,32 +75,34 @@ class CompiledLayers(Protocol):
     def takes(self, batch: Batch) -> bool:
         """Return whether the compiled layers can compute this batch."""
 
-    def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
-        """Write the tokens' K and V, and return the last layer's output.
-
-        ``x`` are the embeddings, ``angles`` the result of `RotaryTable.rows` for the batch.
-        """
+    def __call__(self, x: Tensor, batch: Batch, angles: "Angles", kv_cache: KVCache) -> Tensor:
+        """Write the tokens' K and V, and return the last layer's output. ``x`` are the embeddings."""
 
 
 class Attention(NamedTuple):
     """A kind of attention. All layers of one kind share a step's rotary angles, slots and plan."""
 
-    has_rope: bool
+    rotary: RotaryTable | None  # None: q and k are not rotated
     window: int | None  # see `Pages.window`
+
+
+Angles = dict[Attention, tuple[Tensor, Tensor]]  # cos and sin, each [num_tokens, head_dim / 2]
 
 
 @dataclass(frozen=True)
 class Layer:
     """The weights of one decoder layer."""
 
-    input_norm: Tensor  # [hidden]
+    input_norm: Tensor | None  # [hidden], before attention
     qkv: LinearWeight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
     o: LinearWeight  # [hidden, num_heads * head_dim]
-    post_attention_norm: Tensor  # [hidden]
+    post_attention_norm: Tensor | None  # [hidden], before the MLP
     gate_up: LinearWeight  # [2 * intermediate, hidden], gate first
     down: LinearWeight  # [hidden, intermediate]
     head_norms: HeadNorms | None
     attention: Attention
+    attention_output_norm: Tensor | None = None  # [hidden]
+    mlp_output_norm: Tensor | None = None  # [hidden]
 
     @property
     def linears(self) -> tuple[LinearWeight, LinearWeight, LinearWeight, LinearWeight]:
@@ -186,7 +189,7 @@ class Llama:
         """Write the tokens' K and V, and return the last layer's output ``[num_tokens, hidden]``."""
         x = self.embed(batch.token_ids)  # [num_tokens, hidden]
         if self.one_token is not None and self.one_token.takes(batch):
-            return self.one_token(x, batch, self.rotary.rows(batch.positions, batch.rope_lengths), kv_cache)
+            return self.one_token(x, batch, self.angles(batch), kv_cache)
         steps = self.steps(batch, kv_cache.layers[0])
         for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
             qkv = self.project(x, layer)
@@ -203,18 +206,35 @@ class Llama:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings ``[num_tokens, hidden]`` of ``token_ids [num_tokens]``."""
-        return kernels.embedding(token_ids, self.embedding, self.dtype)
+        x, scale = kernels.embedding(token_ids, self.embedding, self.dtype), self.config.embedding_scale
+        return x if scale == 1 else x.mul_(scale)
 
     def project(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         """Return q, k and v ``[num_tokens, (heads + 2 kv) * head_dim]`` of a layer, from its input ``x``.
 
         If ``out`` is given, the result is written to it.
         """
-        return self.ops.norm_linear(x, layer.input_norm, self.config.rms_norm_eps, layer.qkv, out)
+        return self._norm_linear(x, layer.input_norm, layer.qkv, out)
 
     def finish(self, attended: Tensor, layer: Layer, x: Tensor) -> Tensor:
         """Return a layer's output from its input ``x`` and the result of `attend`, in place if possible."""
-        return self._add_mlp(self._linear_add(attended, layer.o, x), layer)
+        return self._add_mlp(self._add_output(attended, layer, x), layer)
+
+    def _norm_linear(self, x: Tensor, norm: Tensor | None, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
+        """Return the projection of the normalized ``x``, or of ``x`` itself without a ``norm``."""
+        if norm is None:
+            return self.ops.linear(x, weight, out)
+        return self.ops.norm_linear(x, norm, self.config.rms_norm_eps, weight, out)
+
+    def _add_output(self, attended: Tensor, layer: Layer, x: Tensor) -> Tensor:
+        """Return ``x + o(attended)``, or ``x + norm(o(attended))`` if the layer has that norm, in place if possible."""
+        if layer.attention_output_norm is None:
+            return self._linear_add(attended, layer.o, x)
+        return self._norm_add(self.ops.linear(attended, layer.o), layer.attention_output_norm, x)
+
+    def _norm_add(self, branch: Tensor, norm: Tensor, x: Tensor) -> Tensor:
+        """Return ``x + norm(branch)``, in place."""
+        return kernels.norm_add(branch, norm, self.config.rms_norm_eps, x)
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         """Return ``residual + linear(x, weight)``, in place if possible."""
@@ -222,16 +242,28 @@ class Llama:
 
     def _attend_add(self, q: Tensor, pages: Pages, layer: Layer, residual: Tensor, plan: HostPlan | None) -> Tensor:
         """Return ``residual + o(attention)``, in place if possible, for a batch of decoding tokens only."""
-        return self.ops.attend_add(q, pages, self.local.head_dim**-0.5, layer.o, residual, plan)
+        return self.ops.attend_add(q, pages, self.config.softmax_scale, layer.o, residual, plan)
 
     def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
         """Return ``x + down(silu(gate) * up)``, in place if possible."""
-        return self._mlp(x, layer, x)
+        if layer.mlp_output_norm is None:
+            return self._mlp(x, layer, x)
+        return self._norm_add(self._mlp(x, layer, None), layer.mlp_output_norm, x)
+
+    def fuses_mlp(self, layer: Layer) -> bool:
+        """Return whether one op computes the layer's MLP: SwiGLU after a norm."""
+        return layer.post_attention_norm is not None and self.config.activation == "silu"
 
     def _mlp(self, x: Tensor, layer: Layer, residual: Tensor | None) -> Tensor:
         """Return the MLP of the normalized ``x``, plus ``residual`` if there is one."""
-        eps = self.config.rms_norm_eps
-        return self.ops.mlp(x, layer.post_attention_norm, eps, layer.gate_up, layer.down, residual)
+        c, norm = self.config, layer.post_attention_norm
+        if self.fuses_mlp(layer):
+            return self.ops.mlp(x, norm, c.rms_norm_eps, layer.gate_up, layer.down, residual)
+        gate_up = self._norm_linear(x, norm, layer.gate_up)
+        gated = kernels.silu_mul(gate_up) if c.activation == "silu" else kernels.gelu_mul(gate_up)
+        return (
+            self.ops.linear(gated, layer.down) if residual is None else self.ops.linear_add(gated, layer.down, residual)
+        )
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
         """Return the logits ``[n, vocab]`` of ``x [n, hidden]``: the final norm, then the output head."""
@@ -242,13 +274,19 @@ class Llama:
 
         They are equal in all layers of one kind. ``cache`` may be that of any layer.
         """
-        cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
         steps = {}
-        for kind in {layer.attention for layer in self.layers}:
-            angles = (cos, sin) if kind.has_rope else (torch.ones_like(cos), torch.zeros_like(sin))
+        for kind, angles in self.angles(batch).items():
             places, pages = Places(*angles, batch.slot_mapping), cache.pages(*batch.decodes, kind.window)
             steps[kind] = places, kernels.plan_step(places, pages, self.local.num_heads)
         return steps
+
+    def angles(self, batch: Batch) -> Angles:
+        """Return cos and sin of the tokens' rotary angles, for each kind of attention."""
+        kinds = {layer.attention for layer in self.layers}
+        rows = {table: table.rows(batch.positions, batch.rope_lengths) for kind in kinds if (table := kind.rotary)}
+        cos, sin = next(iter(rows.values())) if rows else self.rotary.rows(batch.positions, batch.rope_lengths)
+        unturned = torch.ones_like(cos), torch.zeros_like(sin)
+        return {kind: unturned if kind.rotary is None else rows[kind.rotary] for kind in kinds}
 
     def _add_attention(
         self,
@@ -264,8 +302,9 @@ class Llama:
 
         ``qkv`` is the layer's projection of the tokens. Their K and V are first written to its ``cache``.
         """
-        if batch.num_decodes < qkv.shape[0] or batch.shared is not None:
-            return self._linear_add(self.attend(qkv, cache, batch, layer, places, plan), layer.o, x)
+        is_fused = layer.attention_output_norm is None
+        if batch.num_decodes < qkv.shape[0] or batch.shared is not None or not is_fused:
+            return self._add_output(self.attend(qkv, cache, batch, layer, places, plan), layer, x)
         q, pages = self._rotated(qkv, cache, layer, places, plan), cache.pages(*batch.decodes, layer.attention.window)
         return self._attend_add(q, pages, layer, x, plan)
 
@@ -276,7 +315,7 @@ class Llama:
 
         Return the result of all tokens, ``[num_tokens, num_heads * head_dim]``.
         """
-        q, n, scale = self._rotated(qkv, cache, layer, places, plan), batch.num_decodes, self.local.head_dim**-0.5
+        q, n, scale = self._rotated(qkv, cache, layer, places, plan), batch.num_decodes, self.config.softmax_scale
         window, outputs = layer.attention.window, []
         if n:
             pages = cache.pages(*batch.decodes, window)
@@ -292,8 +331,12 @@ class Llama:
 
     def _rotated(self, qkv: Tensor, cache: LayerCache, layer: Layer, places: Places, plan: HostPlan | None) -> Tensor:
         """Rotate q and k, and write k and v to their slots. Return q ``[num_tokens, num_heads, head_dim]``."""
-        c = self.local
+        c, norms = self.local, layer.head_norms
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
         q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        kernels.rotary_write_kv(q, k, v, places, cache, layer.head_norms, plan)
+        if norms is not None and c.qk_norm == "all":
+            for part, weight in ((q.flatten(1), norms.q), (k.flatten(1), norms.k)):  # views
+                part.copy_(kernels.rms_norm(part, weight, norms.eps))
+            norms = None
+        kernels.rotary_write_kv(q, k, v, places, cache, norms, plan)
         return q

@@ -5,6 +5,7 @@ them, slice by slice. With tensor parallelism, only this rank's rows and columns
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -28,7 +29,7 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
 
 class TensorSource(Protocol):
-    """The interface through which the loader reads a checkpoint: tensors by Hugging Face names, or slices of them."""
+    """The interface through which the loader reads a checkpoint: tensors by name, or slices of them."""
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -42,17 +43,20 @@ class TensorSource(Protocol):
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the Hugging Face name and the shape of every parameter of a model. A tied output head is not listed."""
+    """Yield the name and the shape of every parameter of a model. A tied output head is not listed.
+
+    Names are Llama's, and those of norms after attention and MLP are GLM-4's: see `minillm.model.llama_tensors`.
+    """
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     yield _EMBEDDING, (c.vocab_size, c.hidden_size)
     for i in range(c.num_layers):
         prefix = f"model.layers.{i}."
-        yield prefix + "input_layernorm.weight", (c.hidden_size,)
-        yield prefix + "post_attention_layernorm.weight", (c.hidden_size,)
+        for name in norm_names(c):
+            yield f"{prefix}{name}.weight", (c.hidden_size,)
         if c.qk_norm:
-            yield prefix + "self_attn.q_norm.weight", (c.head_dim,)
-            yield prefix + "self_attn.k_norm.weight", (c.head_dim,)
+            yield prefix + "self_attn.q_norm.weight", (q if c.qk_norm == "all" else c.head_dim,)
+            yield prefix + "self_attn.k_norm.weight", (kv if c.qk_norm == "all" else c.head_dim,)
         attention = ("q_proj", q, c.hidden_size), ("k_proj", kv, c.hidden_size), ("v_proj", kv, c.hidden_size)
         mlp = ("gate_proj", c.intermediate_size, c.hidden_size), ("up_proj", c.intermediate_size, c.hidden_size)
         for part, linears, biased in (
@@ -67,6 +71,13 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
     yield "model.norm.weight", (c.hidden_size,)
     if not c.tie_word_embeddings:
         yield HEAD, (c.vocab_size, c.hidden_size)
+
+
+def norm_names(config: ModelConfig) -> list[str]:
+    """Return the names of a layer's RMSNorms, without those of q and k."""
+    before, after = config.norms != "after", config.norms != "before"
+    names = ["input_layernorm", "post_attention_layernorm"] if before else []
+    return names + (["post_self_attn_layernorm", "post_mlp_layernorm"] if after else [])
 
 
 def load_llama(
@@ -170,8 +181,16 @@ def load_llama(
     def attention_of(index: int) -> Attention:
         """Return a layer's kind of attention. A window as long as the longest sequence counts as none."""
         window = config.windows[index] if config.windows else None
-        return Attention(index not in config.layers_without_rope, None if (window or 0) >= max_positions else window)
+        table = local_rotary if window is not None else rotary
+        is_rotated = index not in config.layers_without_rope
+        return Attention(table if is_rotated else None, None if (window or 0) >= max_positions else window)
 
+    def layer_norm(name: str) -> Tensor | None:
+        return vector(name) if name in held else None
+
+    rotary = local_rotary = RotaryTable(config, max_positions, device)
+    if config.local_rope is not None:
+        local_rotary = RotaryTable(replace(config, rope=config.local_rope), max_positions, device)
     embedding = vocabulary(_EMBEDDING)
     taken.add(_EMBEDDING)
     layers = []
@@ -179,14 +198,16 @@ def load_llama(
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         layer = Layer(
-            input_norm=vector(prefix + "input_layernorm.weight"),
+            input_norm=layer_norm(prefix + "input_layernorm.weight"),
             qkv=fused(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
             o=fused(attention + "o_proj"),
-            post_attention_norm=vector(prefix + "post_attention_layernorm.weight"),
+            post_attention_norm=layer_norm(prefix + "post_attention_layernorm.weight"),
             gate_up=fused(mlp + "gate_proj", mlp + "up_proj"),
             down=fused(mlp + "down_proj"),
             head_norms=head_norms(attention),
             attention=attention_of(index),
+            attention_output_norm=layer_norm(prefix + "post_self_attn_layernorm.weight"),
+            mlp_output_norm=layer_norm(prefix + "post_mlp_layernorm.weight"),
         )
         layers.append(layer)
         on_progress(index + 1, config.num_layers)
@@ -206,7 +227,7 @@ def load_llama(
         head_weight = held_linear(partial(expanded, (head,)), head.shape, None, (head,))
     else:
         head_weight = held_linear(head.contiguous, (head.shape[0], head.shape[1]), None, ())
-    parts = (config, embedding, layers, norm, head_weight, RotaryTable(config, max_positions, device))
+    parts = (config, embedding, layers, norm, head_weight, rotary)
     return Llama(*parts) if ranks is None else ShardedLlama(*parts, shard, ranks)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from minillm.kernels import FASTEST, KVCache, LinearWeight
 from minillm.kernels.linear.low_bit.layouts import GROUP
-from minillm.model.llama import Attention, Batch, Llama
+from minillm.model.llama import Angles, Attention, Batch, Llama
 from minillm.model.llama import Layer as Weights
 
 _FEWEST_SLOTS = 2  # torch.export would specialize the function for a length of 1
@@ -35,6 +35,7 @@ class LayerShape:
     num_kv_heads: int
     head_dim: int
     intermediate: int
+    softmax_scale: float
     eps: float
     biases: tuple[bool, ...]  # whether these have a bias: q k v, o, gate and up, down
     has_head_norms: bool
@@ -60,7 +61,7 @@ def layer_shape(model: Llama) -> LayerShape | None:
     if not is_plain or model.device.type != "cpu" or model.dtype != torch.float32:
         return None
     config = model.config
-    if 2 * model.rotary.cos.shape[1] != config.head_dim:
+    if config.norms != "before" or config.activation != "silu" or config.qk_norm == "all":
         return None
     biases = {tuple(each.bias is not None for each in layer.linears) for layer in model.layers}
     norms = {layer.head_norms is not None for layer in model.layers}
@@ -72,6 +73,7 @@ def layer_shape(model: Llama) -> LayerShape | None:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         intermediate=config.intermediate_size,
+        softmax_scale=config.softmax_scale,
         eps=config.rms_norm_eps,
         biases=biases.pop(),
         has_head_norms=norms.pop(),
@@ -132,7 +134,7 @@ class Layer(torch.nn.Module):
             q, k = norm(q), norm(k)
         keys.index_copy_(0, slot, turn(k)[None])
         values.index_copy_(0, slot, v[None])
-        query = turn(q).view(num_kv_heads, -1, dim) * dim**-0.5
+        query = turn(q).view(num_kv_heads, -1, dim) * shape.softmax_scale
         # Sums instead of matmuls, so that the compiled loops read K and V in place.
         # [visible tokens, kv heads, query heads per kv head]
         shares = (query * keys[slots][:, :, None]).sum(-1).softmax(0)
@@ -150,6 +152,8 @@ def layer_weights(layer: Weights) -> list[Tensor]:
         assert in_4_bits is not None
         linears.append([*in_4_bits, *([] if linear.bias is None else [linear.bias])])
     head_norms = [] if layer.head_norms is None else [layer.head_norms.q, layer.head_norms.k]
+    assert layer.input_norm is not None
+    assert layer.post_attention_norm is not None
     return _in_order(layer.input_norm, head_norms, layer.post_attention_norm, linears)
 
 
@@ -237,17 +241,12 @@ class OneToken:
         length = int(batch.context_lens[0])
         return all(min(length, kind.window or length) >= _FEWEST_SLOTS for kind, _ in self.layers)
 
-    def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
-        """Compute all layers: see `Llama.hidden`. ``angles`` is the result of `RotaryTable.rows` for the token's
-        position.
-        """
+    def __call__(self, x: Tensor, batch: Batch, angles: Angles, kv_cache: KVCache) -> Tensor:
+        """Compute all layers: see `Llama.hidden`."""
         length, block_size = int(batch.context_lens[0]), kv_cache.values.shape[3]
         blocks = batch.block_tables[0, : -(-length // block_size)]
         slots = torch.add(torch.arange(block_size), blocks[:, None], alpha=block_size).flatten()[:length]
-        facts = {}
-        for kind in {kind for kind, _ in self.layers}:
-            turned = angles if kind.has_rope else (torch.ones_like(angles[0]), torch.zeros_like(angles[1]))
-            facts[kind] = turned, slots[-(kind.window or length) :]
+        facts = {kind: (turned, slots[-(kind.window or length) :]) for kind, turned in angles.items()}
         for (kind, weights), pool in zip(self.layers, kv_cache.slots, strict=True):
             turned, in_sight = facts[kind]
             (x,) = self.run([x, *turned, *pool, batch.slot_mapping, in_sight, *weights])

@@ -34,12 +34,13 @@ class RotaryTable:
         self.config, self.device = config, device
         limit = config.rope_changes_beyond
         self.dynamic = limit is not None and max_positions > limit
-        inverse, self.factor = inverse_frequencies(config)
+        inverse, factor = inverse_frequencies(config)
+        self.factor = factor.to(device)
         if self.dynamic:
             inverse_frequencies(config, max_positions)  # raises now rather than in the middle of an answer
         angles = torch.outer(torch.arange(max_positions).float(), inverse)
-        self.cos = angles.cos().mul_(self.factor).to(device)
-        self.sin = angles.sin_().mul_(self.factor).to(device)
+        self.cos = angles.cos().mul_(factor).to(device)
+        self.sin = angles.sin_().mul_(factor).to(device)
 
     def rows(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Return ``(cos, sin)``, each ``[num_tokens, head_dim / 2]``, for ``positions [num_tokens]`` int64.

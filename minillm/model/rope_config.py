@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import WeightsError
+from minillm.model.architectures import FULL, WINDOWED, Architecture
 from minillm.text.reading import Values
 from minillm.text.safe import clean_line
 
@@ -17,6 +18,8 @@ class RopeConfig:
 
     Attributes:
         theta: the base of the frequencies.
+        dims: the first dimensions of a head that rotate; 0: all of them.
+        has_adjacent_pairs: in the checkpoint, the two dimensions of a rotary pair are adjacent.
         type: the kind of scaling, by its Hugging Face name.
         factor: the scaling factor.
         original_max_position_embeddings: the context in tokens before scaling, if the type needs it.
@@ -27,6 +30,8 @@ class RopeConfig:
     """
 
     theta: float
+    dims: int = 0
+    has_adjacent_pairs: bool = False
     type: str = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
@@ -71,16 +76,37 @@ def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) 
     return {key: original, "factor": factor, "options": optional("attention_factor"), **divisors}
 
 
-def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
-    """Read the rotary embedding of a config.json, in both layouts: ``rope_parameters`` (new) and ``rope_scaling``
-    (old).
+def read_ropes(
+    config: Values, context: int, head_dim: int, architecture: Architecture
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Read the rotary embeddings of a config.json: that of layers without a window, and that of layers with a window.
 
-    Keys that a type does not use (such as ``finetuned``) are ignored, as in transformers. ``context`` is the model's
-    context in tokens.
+    The second one is None if all layers have the same. Both layouts are read: ``rope_parameters`` (new)
+    and ``rope_scaling`` (old). Keys that a type does not use (such as ``finetuned``) are ignored, as in transformers.
+    ``context`` is the model's context in tokens.
 
     Raises:
         WeightsError: a value is missing, invalid or unsupported.
     """
+    if not architecture.has_two_ropes:
+        return _read_rope(config, context, head_dim, architecture), None
+    by_kind, given = config.part("rope_parameters"), dict(config.values)
+    is_nested = any(isinstance(by_kind.values.get(kind), Mapping) for kind in (FULL, WINDOWED))
+    if is_nested:
+        given["rope_parameters"] = dict(by_kind.part(FULL).values)
+    local = {"rope_type": "default", "rope_theta": given.get("rope_local_base_freq") or given.get("rope_theta")}
+    if is_nested:
+        local |= by_kind.part(WINDOWED).values
+    given_local = {**given, "rope_scaling": None, "rope_parameters": local}
+    full, windowed = (
+        _read_rope(Values(config.where, each), context, head_dim, architecture) for each in (given, given_local)
+    )
+    if windowed.type in ("dynamic", "longrope"):
+        raise WeightsError(f"{config.where}: rope type {windowed.type} of layers with a window is not supported")
+    return full, windowed
+
+
+def _read_rope(config: Values, context: int, head_dim: int, architecture: Architecture) -> RopeConfig:
     rope = config.part("rope_parameters")
     if rope.values and config.part("rope_scaling").values:
         raise WeightsError(f"{config.where}: both rope_parameters and rope_scaling are given; remove one")
@@ -92,15 +118,22 @@ def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
         raise WeightsError(
             f"{config.where}: rope type {clean_line(repr(kind), 60)} is not supported; supported: {', '.join(TYPES)}"
         )
-    for values in (config, rope):
-        if kind != "proportional" and values.number("partial_rotary_factor", 1.0) != 1.0:
-            raise WeightsError(f"{values.where}: partial_rotary_factor other than 1 is not supported")
+    key, dims = "partial_rotary_factor", head_dim
+    values = rope if rope.has(key) else config
+    if kind != "proportional" and (share := values.number(key, 1.0, most=1.0)) != 1.0:
+        if not architecture.has_partial_rope:
+            raise WeightsError(f"{values.where}: {key} other than 1 is not supported")
+        dims = int(head_dim * share)
+    if dims < 2 or dims % 2 or (head_dim - dims) % 2:
+        raise WeightsError(f"{config.where}: {key} rotates {dims} of {head_dim} dimensions, not pairs")
     theta = rope if "rope_theta" in rope.values else config
     return RopeConfig(
         # The default is 10,000: Llama 1 and 2 were saved before the key existed.
         theta=theta.positive("rope_theta") if "rope_theta" in theta.values else 10_000.0,
+        dims=0 if dims == head_dim else dims,
+        has_adjacent_pairs=architecture.has_adjacent_pairs,
         type=kind,
-        frequency_factors=rope.numbers("frequency_factors", head_dim // 2) if rope.has("frequency_factors") else None,
+        frequency_factors=rope.numbers("frequency_factors", dims // 2) if rope.has("frequency_factors") else None,
         amplitude=rope.positive("amplitude", 1.0),
-        **_stretch(kind, rope, config, context, head_dim // 2),
+        **_stretch(kind, rope, config, context, dims // 2),
     )

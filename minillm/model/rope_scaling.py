@@ -10,16 +10,17 @@ from minillm.model.config import ModelConfig
 from minillm.model.rope_config import RopeConfig
 
 
-def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple[Tensor, float]:
-    """Return the inverse frequencies and the factor on cos and sin.
+def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the inverse frequencies and the factors on cos and sin, each ``[head_dim / 2]`` float32.
 
-    Inverse frequencies, ``[head_dim / 2]`` float32, are the angle per position of each pair of dimensions. The types
+    Inverse frequencies are the angle per position of each pair of dimensions. Pairs that do not rotate have 0, and the
+    factor 1. The types
     ``dynamic`` and ``longrope`` also depend on the sequence's ``length`` in tokens. Raises WeightsError if the config's
     numbers give no finite angles.
     """
     rope = config.rope
     try:
-        inverse, factor = _scaled(rope, config.head_dim, config.max_position_embeddings, length)
+        inverse, factor = _scaled(rope, rope.dims or config.head_dim, config.max_position_embeddings, length)
     except (ArithmeticError, ValueError):
         inverse, factor = torch.tensor(math.nan), math.nan
     if rope.frequency_factors is not None:
@@ -31,7 +32,8 @@ def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple
             f"config.json: rope type {rope.type!r} with rope_theta {rope.theta:g} and factor {rope.factor:g} "
             "gives no finite angles; one of its numbers is wrong"
         )
-    return inverse, factor
+    still = config.head_dim // 2 - len(inverse)
+    return torch.cat((inverse, torch.zeros(still))), torch.cat((torch.full_like(inverse, factor), torch.ones(still)))
 
 
 def _scaled(rope: RopeConfig, dim: int, context: int, length: int | None) -> tuple[Tensor, float]:

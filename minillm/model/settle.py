@@ -37,6 +37,8 @@ def bound_results(model: Llama) -> None:
 
     See `LinearWeight.bound_gated` and `LinearWeight.bound_attended`.
     """
-    for layer in model.layers:
-        layer.gate_up.bound_gated(layer.post_attention_norm)
-        layer.o.bound_attended(layer.qkv, layer.input_norm)
+    for layer in model.layers:  # a layer's other norms precede no fused pair of matmuls
+        if layer.post_attention_norm is not None:
+            layer.gate_up.bound_gated(layer.post_attention_norm)
+        if layer.input_norm is not None:
+            layer.o.bound_attended(layer.qkv, layer.input_norm)

@@ -90,7 +90,12 @@ def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """Raise UsageError if the model has too few heads for ``size`` ranks."""
+    """Raise UsageError if the model has too few heads for ``size`` ranks, or norms that need all heads."""
+    if size > 1 and config.qk_norm == "all":
+        raise UsageError(
+            f"tensor_parallel_size {size}: {config.architecture} normalizes q and k over all heads, which runs on one "
+            "rank only; leave tensor_parallel_size out"
+        )
     most = min(config.num_heads, config.intermediate_size)
     if size > most:
         raise UsageError(
@@ -150,7 +155,8 @@ class ShardedLlama(Llama):
         vocab = self.shard.vocab
         elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
         x = kernels.embedding((token_ids - vocab.start).masked_fill_(elsewhere, 0), self.embedding, self.dtype)
-        return self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+        x = self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+        return x if self.config.embedding_scale == 1 else x.mul_(self.config.embedding_scale)
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         """Return ``residual + linear(x, weight)``: the sum of all ranks' partial sums.
@@ -161,11 +167,17 @@ class ShardedLlama(Llama):
         return self.ranks.all_reduce(self.ops.linear_add(x, weight, residual) if first else self.ops.linear(x, weight))
 
     def _attend_add(self, q: Tensor, pages: Pages, layer: Layer, residual: Tensor, plan: HostPlan | None) -> Tensor:
-        attended = self.ops.paged_attention(q, pages, self.local.head_dim**-0.5, plan)
+        attended = self.ops.paged_attention(q, pages, self.config.softmax_scale, plan)
         return self._linear_add(attended.flatten(1), layer.o, residual)
+
+    def _norm_add(self, branch: Tensor, norm: Tensor, x: Tensor) -> Tensor:
+        """Return ``x + norm(branch)``, where ``branch`` is the sum of all ranks' partial sums."""
+        return super()._norm_add(self.ranks.all_reduce(branch), norm, x)
 
     def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
         """Return ``x`` plus the MLP's result: the sum of all ranks' partial sums. Rank 0 adds ``x`` to its own."""
+        if layer.mlp_output_norm is not None:
+            return super()._add_mlp(x, layer)
         return self.ranks.all_reduce(self._mlp(x, layer, x if self.ranks.rank == 0 else None))
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from minillm.errors import WeightsError
 from minillm.kernels import LowBit
 from minillm.kernels.linear.low_bit.layouts import GROUP, in_eight_bits
+from minillm.model.architectures import ARCHITECTURES, FULL, OF_GGUF, WINDOWED
 from minillm.text.gguf_tokens import end_ids, special_ids
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
@@ -40,16 +42,9 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}
+}  # those of Llama: see `Architecture.gguf_names`
 _ROPE_FACTORS = "rope_freqs.weight"
 _MAX_ROPE_FACTORS = 1 << 16
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-_PERMUTED = ("llama", "smollm3")
 _SCALING_TYPES = ("none", "linear", "yarn")
 _FOLLOWED = (
     *("type", "factor", "attn_factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow"),
@@ -70,10 +65,11 @@ class GGUFCheckpoint:
             self._span(info)
         self.config: dict[str, Any] = _config(header, self._rope_factors(header), path)
         found = (each for info in header.tensors.values() for each in self._unfused(info))
-        self._tensors = {_hf_name(info.name): info for info in found if info.name != _ROPE_FACTORS}
+        self._architecture = OF_GGUF[header.metadata["general.architecture"]]
+        names = {**_LAYER_NAMES, **self._architecture.gguf_names}
+        self._tensors = {_hf_name(info.name, names): info for info in found if info.name != _ROPE_FACTORS}
         self.generation_config: dict[str, Any] = {}
         self.tokenizer_source = header.metadata
-        self._permuted = header.metadata["general.architecture"] in _PERMUTED
         self._zeros = _absent_biases(self._tensors, self.config)
 
     def names(self) -> list[str]:
@@ -90,6 +86,8 @@ class GGUFCheckpoint:
         if name in self._zeros:
             return torch.zeros(self._zeros[name])[rows or slice(None)]
         tensor = torch.from_numpy(self._in_order(name, self._dequantized(self._tensors[name])))
+        if name.endswith("norm.weight"):  # llama.cpp's converter adds the offset
+            tensor = tensor - self._architecture.fields.get("norm_offset", 0.0)
         return tensor[rows or slice(None)] if columns is None else tensor[rows or slice(None), columns]
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
@@ -117,7 +115,7 @@ class GGUFCheckpoint:
     def _in_order(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return a tensor's rows in Hugging Face's order: some GGUF files permute the rows of q and k."""
         projection = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
-        if projection is None or not self._permuted:
+        if projection is None or not self._architecture.gguf_is_permuted:
             return values
         heads = self.config["num_attention_heads" if projection[1] == "q" else "num_key_value_heads"]
         if values.shape[0] % (2 * heads):
@@ -197,12 +195,12 @@ def _whole_header(path: Path) -> Header:
     )
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
     if name in _NAMES:
         return _NAMES[name]
     parts = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if parts and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    if parts and parts[2] in layer_names:
+        return f"model.layers.{parts[1]}.{layer_names[parts[2]]}.{parts[3]}"
     return name  # the loader rejects it by name
 
 
@@ -212,7 +210,7 @@ def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> di
     (Each bias is optional in llama.cpp: some models have them on q, k and v only.)
     """
     flags = {"self_attn": config["attention_bias"], "mlp": config["mlp_bias"]}
-    kinds = "q|k|v" if config["architectures"] == [_ARCHITECTURES["qwen2"]] else r"\w+"
+    kinds = "q|k|v" if config["model_type"] == "qwen2" else r"\w+"
     found = {}
     for name, info in tensors.items():
         parts = re.fullmatch(rf"model\.layers\.\d+\.(self_attn|mlp)\.({kinds})_proj\.weight", name)
@@ -236,8 +234,8 @@ def check_architecture(metadata: Values) -> str:
             "base model (`llama-export-lora`) and load the result"
         )
     architecture = metadata.text("general.architecture", "(none named)")
-    if architecture not in _ARCHITECTURES:
-        known = ", ".join(map(repr, _ARCHITECTURES))
+    if architecture not in OF_GGUF:
+        known = ", ".join(map(repr, OF_GGUF))
         raise WeightsError(f"{metadata.where}: architecture {shown(architecture)} is not supported; supported: {known}")
     if metadata.values.get(f"{architecture}.expert_count", 0):
         raise WeightsError(
@@ -250,6 +248,7 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
     """Return the content of the config.json that corresponds to the file's metadata."""
     metadata = Values(str(path), header.metadata)
     architecture = check_architecture(metadata)
+    found = OF_GGUF[architecture]
 
     def count(key: str, default: int | None = None, least: int = 1) -> int:
         return metadata.integer(f"{architecture}.{key}", default, least=least)
@@ -259,12 +258,12 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
     vocab_size = embedding.shape[0] if embedding else count("vocab_size")
     head_dim = count("attention.key_length", hidden // heads)
     turned = count("rope.dimension_count", head_dim)
-    if turned != head_dim:
+    if turned != head_dim and not found.has_partial_rope:
         raise WeightsError(f"{path}: rotary over {turned} of {head_dim} dimensions (partial rotary) is not supported")
     biases = any(re.search(r"attn_(q|k|v|qkv|output)\.bias$", name) for name in header.tensors)
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [found.name],
+        "model_type": found.model_type,
         "hidden_size": hidden,
         "num_hidden_layers": count("block_count"),
         "num_attention_heads": heads,
@@ -281,13 +280,34 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
         "bos_token_id": special_ids(metadata, vocab_size).get("bos"),
         "eos_token_id": end_ids(metadata, vocab_size),
     }
-    if window := count("attention.sliding_window", 0, least=0):
-        if architecture != "llama":
-            raise WeightsError(f"{path}: {architecture}.attention.sliding_window is not supported")
-        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    if turned != head_dim:
+        config["partial_rotary_factor"] = math.nextafter(turned / head_dim, 1.0)  # rounded down to ``turned`` again
+    config |= {
+        name: metadata.number(f"{architecture}.{key}", least=-1e30)
+        for key, name in found.gguf_keys.items()
+        if metadata.has(f"{architecture}.{key}")
+    }
+    config |= _windows(metadata, architecture, config["num_hidden_layers"])
+    if architecture == "gemma3":  # llama.cpp knows the factor on q by the number of layers
+        config["query_pre_attn_scalar"] = hidden / heads if config["num_hidden_layers"] == 62 else head_dim
     if scaling := _rope_scaling(metadata, f"{architecture}.rope.", factors):
         config["rope_scaling"] = scaling
     return config
+
+
+def _windows(metadata: Values, architecture: str, num_layers: int) -> dict[str, Any]:
+    """Return the config.json keys of a file's attention windows. Empty if it has none."""
+    found, prefix = OF_GGUF[architecture], f"{architecture}.attention.sliding_window"
+    if not (window := metadata.integer(prefix, 0, least=0)):
+        return {}
+    windowed = ARCHITECTURES.get(found.gguf_with_windows, found)
+    if windowed is found and "attention.sliding_window" not in found.gguf_keys:
+        raise WeightsError(f"{metadata.where}: {prefix} is not supported")
+    config = {"architectures": [windowed.name], "model_type": windowed.model_type, "sliding_window": window}
+    pattern = metadata.values.get(f"{prefix}_pattern")
+    if not isinstance(pattern, list):
+        return config | ({} if pattern is None else {"sliding_window_pattern": pattern})
+    return config | {"layer_types": [WINDOWED if each else FULL for each in pattern]}
 
 
 def _rope_scaling(metadata: Values, rope: str, frequency_factors: list[float] | None) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def prompts(count: int, longest: int = 20) -> list[list[int]]:
     return [[rng.randrange(3, 97) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-def expected(theirs: Any, prompt: list[int], params: BeamSearchParams, eos: list[int]) -> tuple[list[list[int]], list]:
+def expected(
+    theirs: Any, prompt: list[int], params: BeamSearchParams, eos: list[int], *, use_cache: bool = True
+) -> tuple[list[list[int]], list]:
     result = theirs.generate(
         torch.tensor([prompt], device=DEVICE),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=DEVICE),
@@ -44,6 +46,7 @@ def expected(theirs: Any, prompt: list[int], params: BeamSearchParams, eos: list
         eos_token_id=eos or None,
         pad_token_id=0,
         do_sample=False,
+        use_cache=use_cache,
         return_dict_in_generate=True,
         output_scores=True,
     )

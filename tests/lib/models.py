@@ -15,6 +15,7 @@ from minillm.forms import Held
 from minillm.kernels.cpu.linear import FBGEMM
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
+from minillm.model.llama_tensors import LlamaTensors
 from minillm.model.loader import load_llama
 from minillm.model.rounded_tensors import RoundedTensors
 from minillm.model.settle import settle
@@ -64,7 +65,8 @@ def hf_model(seed: int = 0, kind: str = "Llama", **overrides: Any) -> Any:
     """Return a small random transformers model with logits far from flat."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**{**TINY, **overrides})
+    config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    config = config_class(**{**TINY, **overrides})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -87,7 +89,7 @@ def ours(model: Any, *, max_positions: int | None = None, dtype: torch.dtype = t
         if not (config.tie_word_embeddings and name == "lm_head.weight")
     }
     return load_llama(
-        StateDict(tensors),
+        LlamaTensors(StateDict(tensors), config),
         config,
         device=DEVICE,
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""SwiGLU's activation."""
+"""The activations of gated MLPs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from minillm.kernels.norm import activation
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33), (0, 8), (2, 1536), (7, 5000)])
-def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_gated_activation(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     gate_up = randn(shape[0], 2 * shape[1] + 5, dtype=dtype)[:, : 2 * shape[1]]
-    assert relative_error(activation.silu_mul(gate_up), reference.silu_mul(gate_up.double())) < TOLERANCE[dtype]
+    expected = getattr(reference, name)(gate_up.double())
+    assert relative_error(getattr(activation, name)(gate_up), expected) < TOLERANCE[dtype]
 
 
 BAD: list[tuple[str, Any]] = [

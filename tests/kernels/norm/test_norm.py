@@ -22,6 +22,10 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight = randn(hidden, dtype=dtype)
     exact = reference.rms_norm(x.double(), weight.double(), 1e-5)
     assert relative_error(norm.rms_norm(x, weight, 1e-5), exact) < TOLERANCE[dtype]
+    residual = randn(*shape, dtype=dtype)
+    exact = reference.norm_add(x.double(), weight.double(), 1e-5, residual.double())
+    assert norm.norm_add(x, weight, 1e-5, residual) is residual
+    assert relative_error(residual, exact) < TOLERANCE[dtype]
 
 
 def test_norms_cast_as_llama_does() -> None:
@@ -38,6 +42,7 @@ def test_norms_cast_as_llama_does() -> None:
 BAD: list[tuple[str, Any]] = [
     ("rows", lambda: norm.rms_norm(randn(4, 4).T, randn(4), 1e-5)),
     ("weight", lambda: norm.rms_norm(randn(4, 4), randn(5), 1e-5)),
+    ("residual", lambda: norm.norm_add(randn(4, 4), randn(4), 1e-5, randn(4, 8)[:, :4])),
     ("weight", lambda: norm.rms_norm(randn(4, 4), randn(4, dtype=torch.float16), 1e-5)),
 ]
 

@@ -1,0 +1,285 @@
+"""The supported architectures: how each one's config.json, tensors and GGUF files differ from Llama's.
+
+An `Architecture` is data: defaults, names, flags. Its ``read`` function adds the `ModelConfig` fields that depend on
+keys of config.json. ``docs/add-a-model.md`` follows the addition of one architecture.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from minillm.errors import WeightsError
+from minillm.text.reading import Values, shown
+
+FULL, WINDOWED = "full_attention", "sliding_attention"  # possible values in layer_types
+Fields = dict[str, Any]  # of `ModelConfig`
+
+
+def _attention_biases(values: Values, num_layers: int) -> Fields:
+    of_attention = values.flag("attention_bias")
+    return {"attention_bias": of_attention, "output_bias": of_attention}
+
+
+def _biases(values: Values, num_layers: int) -> Fields:
+    return {**_attention_biases(values, num_layers), "mlp_bias": values.flag("mlp_bias")}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Describe how the checkpoints of one architecture differ from Llama's.
+
+    Attributes:
+        name: the name in the ``architectures`` of config.json.
+        model_type: the ``model_type`` of config.json.
+        defaults: values of missing config.json keys, where transformers' default differs from Llama's.
+        fields: constant fields of `ModelConfig`.
+        read: returns further fields of `ModelConfig`, from config.json and the number of layers.
+        names: components of tensor names in the checkpoint, and the names in `parameter_shapes`.
+        packed: matrices that the checkpoint stacks by rows, and the matrices in them.
+        has_partial_rope: ``partial_rotary_factor`` is the fraction of each head that rotates.
+        has_adjacent_pairs: the two dimensions of a rotary pair are adjacent. In Llama they are half a head apart.
+        has_two_ropes: layers with a window have their own rotary embedding.
+        gguf: ``general.architecture`` of GGUF files, if llama.cpp knows the architecture.
+        gguf_is_permuted: llama.cpp's converter makes rotary pairs adjacent.
+        gguf_with_windows: the architecture of GGUF files of the same ``gguf`` that have a window.
+        gguf_names: names of a layer's tensors in GGUF files, where they differ from Llama's, and in the checkpoint.
+        gguf_keys: further metadata keys, without the architecture, and the config.json keys with the same value.
+    """
+
+    name: str
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Values, int], Fields] = _biases
+    names: Mapping[str, str] = field(default_factory=dict)
+    packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    has_partial_rope: bool = False
+    has_adjacent_pairs: bool = False
+    has_two_ropes: bool = False
+    gguf: str = ""
+    gguf_is_permuted: bool = False
+    gguf_with_windows: str = ""
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_keys: Mapping[str, str] = field(default_factory=dict)
+
+
+def _windows(values: Values, num_layers: int, having: Collection[int], window: int | None) -> tuple[int | None, ...]:
+    """Return each layer's attention window, as in transformers. Return an empty tuple if no layer has one.
+
+    Without ``layer_types``, the layers ``having`` have a window.
+    """
+    kinds = [WINDOWED if window is not None and i in having else FULL for i in range(num_layers)]
+    if values.has("layer_types"):
+        given = values.values["layer_types"]
+        known = isinstance(given, list) and all(each in (FULL, WINDOWED) for each in given)
+        if not known or len(given) != num_layers:
+            raise values.error("layer_types", f"a list of {num_layers} of {FULL!r} and {WINDOWED!r}")
+        if WINDOWED in given and window is None:
+            raise WeightsError("config.json: layer_types and sliding_window contradict each other")
+        kinds = given
+    return tuple(window if each == WINDOWED else None for each in kinds) if WINDOWED in kinds else ()
+
+
+def _window(values: Values) -> int | None:
+    return values.integer("sliding_window") if values.has("sliding_window") else None
+
+
+def _used_window(values: Values) -> int | None:
+    return _window(values) if values.has("sliding_window") and values.flag("use_sliding_window") else None
+
+
+def _mistral(values: Values, num_layers: int) -> Fields:
+    window = _window(values)
+    windows = _windows(values, num_layers, range(num_layers), window)
+    if values.has("layer_types") and windows != (() if window is None else (window,) * num_layers):
+        raise WeightsError("config.json: layer_types and sliding_window contradict each other")
+    return {**_biases(values, num_layers), "windows": windows}
+
+
+def _qwen3(values: Values, num_layers: int) -> Fields:
+    having = range(values.integer("max_window_layers", least=0), num_layers)
+    windows = _windows(values, num_layers, having, _used_window(values))
+    return {**_biases(values, num_layers), "windows": windows}
+
+
+def _qwen2(values: Values, num_layers: int) -> Fields:
+    return {**_qwen3(values, num_layers), "attention_bias": True, "output_bias": False}
+
+
+def _smollm3(values: Values, num_layers: int) -> Fields:
+    no_rope = _layers_without_rope(values, num_layers)
+    windows = _windows(values, num_layers, no_rope, _used_window(values))
+    return {**_biases(values, num_layers), "layers_without_rope": no_rope, "windows": windows}
+
+
+def _layers_without_rope(values: Values, num_layers: int) -> tuple[int, ...]:
+    """Return the indices of the layers that do not rotate q and k.
+
+    They have a 0 in ``no_rope_layers``. Without that key, every ``no_rope_layer_interval``-th layer is one.
+    """
+    if not values.has("no_rope_layers"):
+        interval = values.integer("no_rope_layer_interval")
+        return tuple(range(interval - 1, num_layers, interval))
+    turns = values.values["no_rope_layers"]
+    if not isinstance(turns, list) or len(turns) < num_layers or any(each not in (0, 1) for each in turns):
+        raise values.error("no_rope_layers", f"a list of {num_layers} numbers, 0 or 1")
+    return tuple(index for index in range(num_layers) if not turns[index])
+
+
+def _internlm3(values: Values, num_layers: int) -> Fields:
+    others = values.flag("bias", values.flag("mlp_bias"))
+    return {
+        "attention_bias": values.flag("qkv_bias", values.flag("attention_bias")),
+        "output_bias": others,
+        "mlp_bias": others,
+    }
+
+
+def _every(values: Values, num_layers: int, default: int) -> tuple[int | None, ...]:
+    """Return the windows of a model in which every ``sliding_window_pattern``-th layer has none."""
+    period = num_layers + 1 if values.has("layer_types") else values.integer("sliding_window_pattern", default)
+    return _windows(values, num_layers, [i for i in range(num_layers) if (i + 1) % period], _window(values))
+
+
+def _olmo3(values: Values, num_layers: int) -> Fields:
+    return {**_attention_biases(values, num_layers), "windows": _every(values, num_layers, 4)}
+
+
+def _exaone4(values: Values, num_layers: int) -> Fields:
+    """Layers without a window do not rotate q and k, unless no layer has a window."""
+    windows = _every(values, num_layers, 4)
+    without = tuple(i for i, window in enumerate(windows) if window is None) if _window(values) else ()
+    no_rope = tuple(range(num_layers)) if _window(values) and not windows else without
+    return {"windows": windows, "layers_without_rope": no_rope}
+
+
+def _glm4(values: Values, num_layers: int) -> Fields:
+    return {"attention_bias": values.flag("attention_bias")}
+
+
+def _gemma3(values: Values, num_layers: int) -> Fields:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if values.has(key):
+            raise WeightsError(f"config.json: {key} {shown(values.values[key])} is not supported; supported: null")
+    if values.flag("use_bidirectional_attention"):
+        raise WeightsError("config.json: use_bidirectional_attention is not supported")
+    return {
+        **_attention_biases(values, num_layers),
+        "windows": _every(values, num_layers, 6),
+        "attention_scale": values.positive("query_pre_attn_scalar") ** -0.5,
+        "embedding_scale": values.integer("hidden_size") ** 0.5,
+    }
+
+
+# Names of norms of a checkpoint that has none before attention and MLP.
+_NORMS_AFTER = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+_GGUF_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+_WINDOW_KEY = {"attention.sliding_window": "sliding_window"}
+
+_ALL = (
+    Architecture(
+        "LlamaForCausalLM", "llama", gguf="llama", gguf_is_permuted=True, gguf_with_windows="MistralForCausalLM"
+    ),
+    Architecture("MistralForCausalLM", "mistral", {"sliding_window": 4096}, read=_mistral),
+    Architecture(
+        "Qwen2ForCausalLM", "qwen2", {"sliding_window": 4096, "max_window_layers": 28}, read=_qwen2, gguf="qwen2"
+    ),
+    Architecture(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+        {"qk_norm": "heads"},
+        _qwen3,
+        gguf="qwen3",
+    ),
+    Architecture(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        {"no_rope_layer_interval": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+        read=_smollm3,
+        gguf="smollm3",
+        gguf_is_permuted=True,
+    ),
+    Architecture("InternLM3ForCausalLM", "internlm3", {"head_dim": 128}, read=_internlm3),
+    Architecture(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        fields={"norms": "after", "qk_norm": "all"},
+        read=_attention_biases,
+        names=_NORMS_AFTER,
+        gguf="olmo2",
+        gguf_names=_GGUF_NORMS_AFTER,
+        gguf_with_windows="Olmo3ForCausalLM",
+    ),
+    Architecture(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        {"sliding_window": 4096, "rope_theta": 500_000.0},
+        {"norms": "after", "qk_norm": "all"},
+        _olmo3,
+        names=_NORMS_AFTER,
+        has_two_ropes=True,
+    ),
+    Architecture(
+        "Exaone4ForCausalLM",
+        "exaone4",
+        {"sliding_window": 4096},
+        {"norms": "after", "qk_norm": "heads"},
+        _exaone4,
+        names=_NORMS_AFTER,
+        gguf="exaone4",
+        gguf_names=_GGUF_NORMS_AFTER,
+        gguf_keys=_WINDOW_KEY,
+    ),
+    Architecture(
+        "Glm4ForCausalLM",
+        "glm4",
+        {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+        {"norms": "both"},
+        _glm4,
+        packed=_GATE_UP,
+        has_partial_rope=True,
+        has_adjacent_pairs=True,
+        gguf="glm4",
+        gguf_names={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+        {"norms": "both", "qk_norm": "heads", "activation": "gelu", "norm_offset": 1.0},
+        _gemma3,
+        names={**_NORMS_AFTER, "pre_feedforward_layernorm": "post_attention_layernorm"},
+        has_two_ropes=True,
+        gguf="gemma3",
+        gguf_names={**_GGUF_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
+        gguf_keys={**_WINDOW_KEY, "rope.freq_base_swa": "rope_local_base_freq"},
+    ),
+)
+ARCHITECTURES = {each.name: each for each in _ALL}
+OF_GGUF = {each.gguf: each for each in _ALL if each.gguf}
