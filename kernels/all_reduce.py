@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 
 WORDS = 512  # of 4 bytes, per program
 _TURNS = 2
@@ -145,6 +146,7 @@ def _summed(
     return low, high
 
 
+@launched
 @triton.jit
 def _all_reduce_kernel(
     x_ptr, inboxes_ptr, sums_ptr, stop_ptr, num_words, capacity,
@@ -170,6 +172,7 @@ def _all_reduce_kernel(
     tl.store(x_ptr + offsets, _packed(low, high, DTYPE), mask=mask)
 
 
+@launched
 @triton.jit
 def _all_reduce_in_two_kernel(
     x_ptr, inboxes_ptr, sums_ptr, stop_ptr, num_words, slice_words, capacity,

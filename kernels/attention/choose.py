@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from contextlib import suppress
 from types import ModuleType
 
 import torch
@@ -10,13 +11,19 @@ from torch import Tensor
 from minillm.kernels.arguments import Pages
 from minillm.kernels.attention import prefill
 from minillm.kernels.compat import has_wgmma
+from minillm.kernels.launch import NotCompiledError
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """Compute `reference.prefill_attention`, with Hopper's kernel if it supports the chunks."""
+    """Compute `reference.prefill_attention`, with Hopper's kernel if it supports the chunks.
+
+    Under `only_compiled`, the general kernel replaces a variant of Hopper's that is not compiled: that takes seconds.
+    """
     hopper = _hopper_prefill(q.device)
-    by = hopper if hopper is not None and hopper.takes(q, pages) else prefill
-    return by.prefill_attention(q, pages, cu_seqlens, softmax_scale)
+    if hopper is not None and hopper.takes(q, pages):
+        with suppress(NotCompiledError):
+            return hopper.prefill_attention(q, pages, cu_seqlens, softmax_scale)
+    return prefill.prefill_attention(q, pages, cu_seqlens, softmax_scale)
 
 
 @functools.cache

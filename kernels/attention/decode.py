@@ -29,6 +29,7 @@ from minillm.kernels.attention import int8_decode as attention_lanes
 from minillm.kernels.attention.int8_decode import TOKENS, attend_group, load_group
 from minillm.kernels.attention.plan import most_parts
 from minillm.kernels.compat import INTERPRETED, dot, num_multiprocessors, pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.few_tokens import SPAN, FixedScale, HalfActivations, by_eights, empty_eights
 
 
@@ -119,6 +120,7 @@ def _part(context, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
     return start, tl.minimum(start + size, context)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def _paged_attention_kernel(
     out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
@@ -173,6 +175,7 @@ def _paged_attention_kernel(
         tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)  # base 2
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def _lanes_attention_kernel(
     out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
@@ -202,6 +205,7 @@ def _lanes_attention_kernel(
     )  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
     out_ptr, growth_ptr, partial_ptr, lse_ptr, lens_ptr, num_turns, num_heads, num_splits,

@@ -34,11 +34,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from minillm.kernels.arguments import Pages
 from minillm.kernels.attention.prefill import check_chunks
 from minillm.kernels.compat import INTERPRETED, has_wgmma
+from minillm.kernels.launch import NotCompiledError, launched
 
 ROWS = 128  # queries of a tile, 64 for each consumer
 TILE = 128  # tokens of a tile
 _STAGES = 3
-_LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
+_LAUNCH = {"num_warps": 4}
 _LEAST_CHUNK = 192  # average tokens of a chunk: one tile of queries alone is slower than the general kernel's two
 _LEAST_CONTEXT = 1024  # tokens that block tables can hold: below, creating descriptors takes longer than the kernel
 _HIDDEN = tl.constexpr(-1.0e6)  # score of masked tokens: finite, because all tokens of a tile may be masked
@@ -239,6 +240,7 @@ def _consume(
     gl.store(out_ptr + offsets, out.to(q_s.dtype), mask=gl.expand_dims(rows < length, 1))
 
 
+@launched
 @gluon.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _prefill_kernel(
     out_ptr, q_desc, k_desc, v_desc, tables_ptr, lens_ptr, cu_seqlens_ptr,
@@ -365,13 +367,23 @@ def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=2)
 
 
-@functools.cache
 def _is_there(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the kernel can be used now: this Triton compiles it, and need not do so now (`only_compiled`)."""
+    try:
+        return _compiles(device, dtype, head_dim)
+    except NotCompiledError:
+        return False
+
+
+@functools.cache
+def _compiles(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether this Triton compiles the kernel for this GPU. Warn if it does not."""
     if INTERPRETED.value or not has_wgmma(device):
         return False
     try:
         compile_ahead(device, dtype, head_dim)
+    except NotCompiledError:
+        raise
     except Exception as error:  # other compiler versions may raise anything
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(

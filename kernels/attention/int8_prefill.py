@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
+from minillm.kernels.launch import launched
 
 _ROWS = 64  # per program: tokens times kv heads
 _LARGEST_TILE = tl.constexpr(128)  # maximum tokens that attention reads at a time
@@ -27,6 +28,7 @@ def staged_begin(lens_ptr, seq, num_seqs, SEQS_TILE: tl.constexpr):
     return tl.sum(tl.load(lens_ptr + seqs, mask=(seqs < num_seqs) & (seqs < seq), other=0), 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr", "capacity"])
 def _stage_kernel(
     k_out_ptr, v_out_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,

@@ -35,6 +35,7 @@ from minillm.kernels.compat import (
     plain_operand,
     wait_for_inputs,
 )
+from minillm.kernels.launch import launched
 
 _COLUMNS = tl.constexpr(16)  # of ones: the minimum of the tensor cores
 _JOINED = tl.constexpr(4 if INTERPRETED.value else 32)  # segments to load results of at a time
@@ -131,6 +132,7 @@ def _segments_of(context, TILE: tl.constexpr, WINDOW: tl.constexpr):
     return _segment_of(seen_begin, TILE), tl.where(context > 0, _segment_of(context - 1, TILE) + 1, 0), seen_begin
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits", "table_stride", "num_segments"])
 def _decode_kernel(
     out_ptr, parts_ptr, sums_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
@@ -182,6 +184,7 @@ def _decode_kernel(
         tl.store(out_ptr + at, _divided(out, total[:, None]).to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_segments"])
 def _join_kernel(
     out_ptr, parts_ptr, sums_ptr, lens_ptr, num_heads, num_segments,
@@ -210,6 +213,7 @@ def _join_kernel(
     tl.store(out_ptr + (seq * num_heads + head) * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), dims < HEAD_DIM)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr"])
 def _prefill_kernel(
     out_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,

@@ -160,10 +160,11 @@ class AttentionShape:
         """Return the number of parts into which to split each tail, if tails have ``tokens`` tokens on average.
 
         A program waits for each of its loads, so a multiprocessor should have several programs, and twice as many for
-        long tails. Short tails get fewer parts, because merging more of them would cost more than it saves.
+        long tails. Short tails get fewer parts, because merging more of them would cost more than it saves. The number
+        is a power of two, because kernels are compiled for each number.
         """
         splits, more = (programs * self.num_processors // (num_seqs * self.num_kv_heads) for programs in _TAIL_PROGRAMS)
-        return max(1, min(64, more if tokens >= more * _LONG_PART else splits))
+        return 1 << (max(1, min(64, more if tokens >= more * _LONG_PART else splits)).bit_length() - 1)
 
     def max_items(self, num_seqs: int) -> int:
         """Return the maximum number of items in a plan for ``num_seqs`` sequences."""

@@ -20,6 +20,7 @@ from minillm.kernels.arguments import Pages
 from minillm.kernels.attention.decode import check_inputs, k_numbers, load_scales, share, v_numbers
 from minillm.kernels.attention.int8_prefill import seqs_tile, stage, staged_begin
 from minillm.kernels.compat import dot, has_int8_mma, has_large_shared_memory
+from minillm.kernels.launch import launched
 
 _LEAST_STAGED = 256  # average tokens of a chunk from which dequantizing first pays
 
@@ -104,6 +105,7 @@ def _fold_masked(
 
 
 # Avoids recompiling for tables of another width and chunks at other offsets in the batch.
+@launched
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr", "capacity"])
 def _prefill_attention_kernel(
     out_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,

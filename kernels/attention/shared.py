@@ -45,6 +45,7 @@ from minillm.kernels.compat import (
     wait_for_inputs,
     wait_then_release,
 )
+from minillm.kernels.launch import launched
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
 
@@ -118,6 +119,7 @@ def _load_item(items_ptr, order_ptr, starts_ptr, number, GROUP: tl.constexpr, RO
     return count, member, begin, end, seqs, results
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride"])
 def _chunk_first_kernel(
     partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr,
@@ -178,6 +180,7 @@ def _chunk_first_kernel(
             item = _load_item(items_ptr, order_ptr, starts_ptr, following // num_kv_heads, GROUP, ROWS)
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride"])
 def _sequence_first_kernel(
     partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr,
@@ -234,6 +237,7 @@ def _sequence_first_kernel(
         wait(PDL)
 
 
+@launched
 @triton.jit
 def _merge_results_kernel(
     out_ptr, partial_ptr, lse_ptr, order_ptr, starts_ptr, out_seq_stride, out_head_stride, num_heads, max_results,

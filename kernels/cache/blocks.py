@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.launch import launched
+
 _TILE_WORDS = 2048
 
 
+@launched
 @triton.jit
 def _move_blocks_kernel(
     target_ptr, source_ptr, target_ids_ptr, source_ids_ptr, ids_stride,

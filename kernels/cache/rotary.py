@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import HeadNorms, LayerCache, Places, check_scales
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 
 _Q_HEADS_PER_PROGRAM = 16
 
@@ -103,6 +104,7 @@ def _write_levels(
         tl.store(out + rest[None, :], _levels(others, scales), mask=rest_mask)
 
 
+@launched
 @triton.jit
 def _rotary_write_kv_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Field, SearchField
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 from minillm.kernels.sampling.scan import ordered
 
 _TABLE_TILE = 1024
@@ -32,6 +33,7 @@ _MOST_ENDS = tl.constexpr(SearchField.MOST_ENDS)
 _SEARCH_WORDS = tl.constexpr(SearchField.WORDS)
 
 
+@launched
 @triton.jit
 def _choose_beams_kernel(
     words_ptr, rows_ptr, searches_ptr, values_ptr, ids_ptr, parents_ptr, logprobs_ptr, choices_ptr,
@@ -102,6 +104,7 @@ def _choose_beams_kernel(
         tl.store(parents_ptr + first + slot, first + parents, mask=written)
 
 
+@launched
 @triton.jit
 def _fork_rows_kernel(
     words_ptr, rows_ptr, parents_ptr, copies_ptr, row_stride,

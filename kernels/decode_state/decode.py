@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import DecodeInputs, Field
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 
 _PIECE = 4096  # of the vocabulary per program
 _TABLE_TILE = 1024
@@ -42,6 +43,7 @@ def row_float(words_ptr):
     return tl.load(words_ptr).to(tl.float32, bitcast=True)
 
 
+@launched
 @triton.jit
 def _begin_decode_kernel(
     words_ptr, rows_ptr,
@@ -88,6 +90,7 @@ def _begin_decode_kernel(
         tl.store(word_ptr + _POSITION, position + 1)
 
 
+@launched
 @triton.jit(do_not_specialize=["n"])
 def _end_decode_kernel(
     words_ptr, counts_ptr, rows_ptr, tokens_ptr, n, row_stride, vocab,
@@ -104,6 +107,7 @@ def _end_decode_kernel(
     tl.store(count_ptr, tl.load(count_ptr, mask=draws, other=0) + 2, mask=draws)
 
 
+@launched
 @triton.jit
 def _penalize_kernel(
     out_ptr, logits_ptr, words_ptr, counts_ptr, rows_ptr, row_stride, logits_stride, vocab,

@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import has_fp8, narrow, pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 from minillm.kernels.linear import fp8_matvec, matvec
 from minillm.kernels.linear.fp8_matvec import Norm
 from minillm.kernels.linear.low_bit.layouts import LARGEST_FP8, LowBit
@@ -42,6 +43,7 @@ _TILE = 1024
 _LEAST = tl.constexpr(1e-30)  # minimum scale: zeros stay zeros, and much smaller numbers become zeros
 
 
+@launched
 @triton.jit
 def _quantize_kernel(
     out_ptr, scales_ptr, x_ptr, norm_ptr, x_stride, eps,
@@ -80,6 +82,7 @@ def quantize(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
     return levels, scales
 
 
+@launched
 @triton.jit
 def _gate_kernel(
     out_ptr, out_scales_ptr, sums_ptr, token_scales_ptr, scales_ptr, bias_ptr, num_columns,
@@ -105,6 +108,7 @@ def _gate_kernel(
     tl.store(out_scales_ptr + token, scale)
 
 
+@launched
 @triton.jit
 def _finish_kernel(
     out_ptr, sums_ptr, token_scales_ptr, scales_ptr, bias_ptr, num_columns, out_stride,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import LowBit
 from minillm.kernels.linear.matvec import load_weights
 
@@ -28,6 +29,7 @@ def _sums(weights, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.sum(tl.reshape(widen(weights) * x[None, :], [ROWS, COLUMNS // _RUN, _RUN]), axis=2)
 
 
+@launched
 @triton.jit
 def _product_kernel(
     out_ptr, x_ptr, weight_ptr, scales_ptr, norm_ptr, bias_ptr, num_rows, num_columns, eps,

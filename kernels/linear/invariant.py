@@ -33,6 +33,7 @@ from minillm.kernels.compat import (
     prefetch_l2,
     wait_for_inputs,
 )
+from minillm.kernels.launch import launched
 
 MOST_FEW = 16  # up to this many tokens, matmuls with large 16-bit weights are faster than the library's: see `is_fast`
 _LARGE = 4096  # rows and columns of a large weight, at least
@@ -67,6 +68,7 @@ def _call(ptr, rows, last_row, num_columns, COLUMNS: tl.constexpr):
     prefetch_l2(ptr + at)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens"])
 def _few_kernel(
     out_ptr, x_ptr, weight_ptr, bias_ptr, num_tokens, num_rows, num_columns, x_stride, out_stride,
@@ -110,6 +112,7 @@ def _few_kernel(
     )  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens"])
 def _many_kernel(
     out_ptr, x_tiles, weight_tiles, bias_ptr, num_tokens, num_rows, num_columns, out_stride,
@@ -138,6 +141,7 @@ def _many_kernel(
         )  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens"])
 def _two_parts_kernel(
     out_ptr, x_tiles, more_tiles, weight_tiles, bias_ptr, num_tokens, num_rows, num_columns, out_stride,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.launch import launched
 
 # Tokens, rounded up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps), measured on an H200
 # with a cold L2. For one token, the 135m's shapes were measured in a chain of whole layers.
@@ -94,6 +95,7 @@ def _product(weights, x, TOKENS: tl.constexpr):
         return tl.sum(weights[None, :, :] * x, axis=2)
 
 
+@launched
 @triton.jit
 def _matvec_kernel(
     out_ptr, x_ptr, weight_ptr, scales_ptr, norm_ptr, bias_ptr, num_tokens, num_rows, num_columns, eps,

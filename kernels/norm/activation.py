@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 
 _TILE = 2048
 
 
+@launched
 @triton.jit
 def _gated_kernel(out_ptr, gate_up_ptr, stride, size, GELU: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)

@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 
 
+@launched
 @triton.jit
 def _rms_norm_kernel(
     out_ptr, x_ptr, weight_ptr, x_stride, eps,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import SamplingInputs
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 from minillm.kernels.sampling.scan import PIECE, check_logits, exponential, ordered, read_parts, scan
 from minillm.kernels.sampling.top_k import collect, is_above, keep_top, row_above, row_top_k
 
@@ -46,6 +47,7 @@ def _row_best(row_ptr, vocab, key, token, least, anchor, temperature, seed, posi
     return tl.min(tl.where(best == tl.max(best, axis=0), best_ids, vocab - 1), axis=0)
 
 
+@launched
 @triton.jit
 def _draw_kernel(
     tokens_ptr, logprobs_ptr, groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr,
@@ -155,6 +157,7 @@ def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor
     return tokens, logprobs
 
 
+@launched
 @triton.jit
 def _log_probability_kernel(
     logprobs_ptr, parts_ptr, logits_ptr, tokens_ptr, row_stride, num_pieces,

@@ -8,10 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 
 _PIECE = 4096  # of the vocabulary per program
 
 
+@launched
 @triton.jit
 def _mask_kernel(
     out_ptr, logits_ptr, masks_ptr, words_ptr, out_stride, logits_stride, words_stride, vocab,

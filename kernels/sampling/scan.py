@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import SamplingInputs
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 
 PIECE = 4096  # logits per program of the scan
 _GROUP = 32  # adjacent logits that share one maximum
@@ -72,6 +73,7 @@ def _store_group_maxima(
     tl.store(maxima_ptr + row * num_groups + groups, group_maxima, mask=groups < num_groups)
 
 
+@launched
 @triton.jit
 def _scan_kernel(
     parts_ptr, maxima_ptr, logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, positions_ptr,

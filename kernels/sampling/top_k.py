@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minillm.kernels import reference
 from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 from minillm.kernels.sampling.scan import PIECE, check_logits, ordered, read_parts, scan
 
 _MOST = 256  # maximum count to rank by comparing all pairs
@@ -142,6 +143,7 @@ def keep_top(keys, held, n, threshold, low, high):
     return held & ((keys > cut) | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= missing)))
 
 
+@launched
 @triton.jit
 def _top_kernel(
     out_logprobs_ptr, out_ids_ptr, groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr, logits_ptr,
@@ -203,6 +205,7 @@ def _before(x, ids):
     return (ordered(x).to(tl.int64) << 32) + (0x7FFFFFFF - ids).to(tl.int64)
 
 
+@launched
 @triton.jit
 def _few_kernel(
     out_logprobs_ptr, out_ids_ptr, parts_ptr, maxima_ptr, logits_ptr,

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, columns4, eight_weights, load_row, row_factors
 from minillm.kernels.linear.low_bit.layouts import GROUP, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, pair, planes_of
@@ -67,6 +68,7 @@ def by_eights(tokens, token, columns, column, num_turns):
     return (tokens * num_turns + turn) * 1024 + word * 256 + token * 32 + group * 8 + column
 
 
+@launched
 @triton.jit
 def _halve_kernel(
     out_ptr, scales_ptr, x_ptr, norm_ptr, order_ptr, num_columns, num_turns, eps,
@@ -190,6 +192,7 @@ def _end_span(out_ptr, num_tokens, num_columns, num_turns, TILES: tl.constexpr):
             tl.store(at, (place * 0).to(tl.float16), mask=is_behind & (tokens * 8 + place // 32 < num_tokens))
 
 
+@launched
 @triton.jit
 def _matmul_kernel(
     out_ptr, x_ptr, x_scales_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr, growth_ptr,

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, dot, finished, has_wgmma, pdl_options, wait_for_inputs
+from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.few_tokens import HalfActivations
 from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, row_factors
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit
@@ -116,6 +117,7 @@ def _weights(
     return unpacked(tl.permute(words, (0, 2, 1, 3, 5, 4)), ROWS, 128, tl.float16)
 
 
+@launched
 @triton.jit
 def _dot_kernel(
     out_ptr, x_ptr, x_scales_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,
@@ -171,6 +173,7 @@ def _dot_kernel(
         tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit
 def _add_kernel(
     out_ptr, sums_ptr, x_scales_ptr, bias_ptr, num_tokens, num_rows, out_stride,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, begin_part, end_part, num_multiprocessors, pdl_options
+from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
 
@@ -135,6 +136,7 @@ def _tile_product(
     return tl.sum(part, 1)
 
 
+@launched
 @triton.jit
 def _product_kernel(
     out_ptr, x_ptr, norm_ptr, order_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import FP8, GROUP, LowBit
 from minillm.kernels.linear.low_bit.planes import constants_of, level_bytes, load_factors, load_levels, planes_of
 
@@ -37,6 +38,7 @@ def _weights(levels, factors, ROWS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl
     return tl.reshape(tl.permute(both, (0, 1, 2, 5, 3, 4)), [ROWS, GROUPS * 32])
 
 
+@launched
 @triton.jit
 def _dequantize_kernel(
     out_ptr, index_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, num_out, num_rows, num_groups,
@@ -60,6 +62,7 @@ def _dequantize_kernel(
     tl.store(out_ptr + at, weights.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit
 def _widen_kernel(
     out_ptr, index_ptr, levels_ptr, scales_ptr, num_columns,

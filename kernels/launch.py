@@ -1,0 +1,192 @@
+"""Launch Triton kernels, or only find out which variants of them a piece of work needs.
+
+Triton compiles a variant of a kernel for each combination of argument types, alignments and constants, when it is first
+launched. That takes 0.2 to 5 s. `missing_variants` runs work without launching anything, and returns the variants that
+are neither in this process nor in Triton's cache. Another process can compile them: `Variant.compile`. `only_compiled`
+lets work fail instead of compiling.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
+
+from minillm.kernels.compat import INTERPRETED
+
+try:  # not part of Triton's documented interface: without it, kernels compile at their first launch
+    from triton.runtime._async_compile import active_mode
+except ImportError:
+    active_mode = None
+
+
+class NotCompiledError(Exception):
+    """A kernel is to be launched under `only_compiled`, and its variant is not compiled."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """All that a compiler needs to know about one variant of a kernel. Two variants are equal if their keys are.
+
+    Attributes:
+        key: the SHA-256 by which Triton's cache knows the compiled variant.
+        arguments: signature, constants, attributes and options, as Triton's compiler takes them.
+    """
+
+    key: str
+    module: str
+    name: str
+    target: GPUTarget
+    arguments: tuple[dict[str, Any], dict[Any, Any], dict[Any, Any], dict[str, Any]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Variant) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether the variant is in Triton's cache."""
+        return _is_cached(self.key)
+
+    def compile(self) -> None:
+        """Compile the variant into Triton's cache. No GPU is needed, but `pretend` must have been called without one.
+
+        Raises any exception of Triton's compiler.
+        """
+        kernel = getattr(import_module(self.module), self.name).jit
+        signature, constants, attributes, options = self.arguments
+        kernel.device_caches[0]  # sets the next two attributes
+        kernel.compile(kernel.ASTSource(kernel, signature, constants, attributes), target=self.target, options=options)
+
+
+class Kernel:
+    """A Triton or Gluon function that Python launches: ``kernel[grid](*arguments, **options)``.
+
+    Multiplications and additions are contracted, unless the option ``enable_fp_fusion`` says otherwise. (Triton 3.9
+    warns if a launch does not say it, and 3.10 does not contract then.)
+    """
+
+    def __init__(self, jit: Any) -> None:
+        self.jit = jit
+        self.__doc__, self.__name__, self.__module__ = jit.__doc__, jit.__name__, jit.__module__
+        jit._do_compile = functools.partial(_compile, jit, jit._do_compile)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        if _mode.found is None:
+            return functools.partial(self.jit.run, grid=grid, warmup=False, enable_fp_fusion=True)
+        return functools.partial(self._find, grid=grid)
+
+    def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
+        """Compile or load the variant for these arguments, without launching it."""
+        return self.jit.warmup(*args, grid=grid, **{"enable_fp_fusion": True, **options})
+
+    def _find(self, *args: Any, grid: Any, **options: Any) -> None:
+        with suppress(NotCompiledError):  # `_compile` has noted it
+            self.jit.run(*args, grid=grid, warmup=True, **{"enable_fp_fusion": True, **options})
+
+
+def launched(jit: Any) -> Any:
+    """Return a function of `triton.jit` or `gluon.jit` as a `Kernel`, and for the interpreter unchanged."""
+    return jit if INTERPRETED.value else Kernel(jit)
+
+
+class _Mode(threading.local):
+    found: list[Variant] | None = None  # of `missing_variants`
+    only_compiled = False
+
+
+_mode = _Mode()
+
+
+def missing_variants(work: Callable[[], object]) -> list[Variant]:
+    """Run ``work`` without launching kernels. Return the variants to compile before they can be launched.
+
+    PyTorch's own operations run as usual, so the work's results are meaningless, and must not be used as indices.
+    """
+    kept, _mode.found = _mode.found, []
+    try:
+        work()
+        return list(dict.fromkeys(_mode.found))
+    finally:
+        _mode.found = kept
+
+
+@contextmanager
+def only_compiled() -> Iterator[None]:
+    """Raise `NotCompiledError` instead of compiling a kernel, in this thread."""
+    kept, _mode.only_compiled = _mode.only_compiled, active_mode is not None
+    try:
+        yield
+    finally:
+        _mode.only_compiled = kept
+
+
+class _NotCachedError(Exception):
+    """A variant is not in the cache; the argument is its key."""
+
+
+class _FromCache:
+    """Stands in for Triton's `AsyncCompileMode`: loads variants that are in the cache, and compiles nothing."""
+
+    def submit(self, key: str, load: Callable[[], Any], finish: Callable[[Any], object], *_rest: object) -> Any:
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        if not _is_cached(digest):
+            raise _NotCachedError(digest)
+        kernel = load()
+        finish(kernel)
+        return kernel
+
+
+def _is_cached(key: str) -> bool:
+    return any(Path(get_cache_manager(key).cache_dir).glob("__grp__*.json"))
+
+
+def _compile(jit: Any, compile_now: Callable[..., Any], *args: Any) -> Any:
+    """Compile or load a variant, in the place of `JITFunction._do_compile`."""
+    if active_mode is None or (_mode.found is None and not _mode.only_compiled):
+        return compile_now(*args)
+    token = active_mode.set(_FromCache())
+    try:
+        return compile_now(*args)
+    except _NotCachedError as error:
+        _, signature, _, constants, options, attributes, *_ = args
+        target = jit.device_caches[driver.active.get_current_device()][2]
+        arguments = (signature, constants, attributes, dict(options.__dict__))
+        if _mode.found is not None:
+            _mode.found.append(Variant(error.args[0], jit.__module__, jit.__name__, target, arguments))
+        raise NotCompiledError(jit.__name__) from None
+    finally:
+        active_mode.reset(token)
+
+
+class _Absent:
+    """The driver of a GPU that a compiling process does not have."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def pretend(target: GPUTarget) -> None:
+    """Let Triton compile for a GPU that this machine, or this process, does not have."""
+    driver.set_active(_Absent(target))
