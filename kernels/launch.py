@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
@@ -55,6 +57,17 @@ class Variant:
     def __hash__(self) -> int:
         return hash(self.key)
 
+    @classmethod
+    def decode(cls, text: str | bytes) -> Variant:
+        """Return the variant that `encode` has encoded."""
+        key, module, name, target, arguments = _from_json(json.loads(text))
+        return cls(key, module, name, GPUTarget(*target), arguments)
+
+    def encode(self) -> str:
+        """Return the variant as JSON. Raises TypeError for a constant of a kind that no kernel here has."""
+        target = (self.target.backend, self.target.arch, self.target.warp_size)
+        return json.dumps(_to_json((self.key, self.module, self.name, target, self.arguments)))
+
     @property
     def is_compiled(self) -> bool:
         """Return whether the variant is in Triton's cache."""
@@ -69,6 +82,33 @@ class Variant:
         signature, constants, attributes, options = self.arguments
         kernel.device_caches[0]  # sets the next two attributes
         kernel.compile(kernel.ASTSource(kernel, signature, constants, attributes), target=self.target, options=options)
+
+
+def _to_json(value: Any) -> Any:
+    """Return a value as JSON. A list with a mark replaces each value that JSON lacks."""
+    if isinstance(value, tuple | list):
+        return ["tuple" if isinstance(value, tuple) else "list", *map(_to_json, value)]
+    if isinstance(value, dict):
+        return ["dict", *([_to_json(name), _to_json(each)] for name, each in value.items())]
+    if isinstance(value, tl.constexpr):
+        return ["constexpr", _to_json(value.value)]
+    if isinstance(value, tl.dtype):
+        return ["dtype", value.name]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{value!r} cannot be sent to a compiler")
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    mark, *rest = value
+    if mark == "dtype":
+        return tl.dtype(*rest)
+    if mark == "dict":
+        return {_from_json(name): _from_json(each) for name, each in rest}
+    values = map(_from_json, rest)
+    return tl.constexpr(*values) if mark == "constexpr" else tuple(values) if mark == "tuple" else list(values)
 
 
 class Kernel:
@@ -138,7 +178,7 @@ class _NotCachedError(Exception):
 
 
 class _FromCache:
-    """Stands in for Triton's `AsyncCompileMode`: loads variants that are in the cache, and compiles nothing."""
+    """Load variants that are in the cache, and compile nothing, in the place of Triton's `AsyncCompileMode`."""
 
     def submit(self, key: str, load: Callable[[], Any], finish: Callable[[Any], object], *_rest: object) -> Any:
         digest = hashlib.sha256(key.encode()).hexdigest()

@@ -6,6 +6,7 @@ import platform
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -118,6 +119,21 @@ def child_environment() -> dict[str, str]:
     """
     places = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Let a thread end this process's own group when the process ``parent`` is no longer its parent.
+
+    By default, ``parent`` is the parent now.
+    """
+    parent = parent or os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def exit_status(code: int) -> str:

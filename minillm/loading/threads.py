@@ -37,7 +37,7 @@ class FreeCores(StepObserver):
 
     def __init__(self, read: Callable[[], float] | None = None, since: Clocks | None = None) -> None:
         self._read = read or _busy_seconds
-        self._most = max(1, min(torch.get_num_threads(), _quota()))
+        self._most = max(1, min(torch.get_num_threads(), quota()))
         self._cores = len(os.sched_getaffinity(0))
         self._ours = torch.get_num_threads()
         self._seen = since or clocks(self._read)
@@ -89,7 +89,7 @@ def _busy_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _quota() -> int:
+def quota() -> int:
     """Return the number of cores that the process's container may use."""
     try:
         quota, period = _QUOTA.read_text().split()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import warnings
@@ -17,9 +16,9 @@ from minillm.kernels import launch
 from minillm.kernels.norm import activation, rms_norm
 
 COMPILER = """
-import pickle, sys
+import sys
 from minillm.kernels import launch
-variants = pickle.loads(sys.stdin.buffer.read())
+variants = [launch.Variant.decode(line) for line in sys.stdin]
 launch.pretend(variants[0].target)
 for variant in variants:
     variant.compile()
@@ -48,7 +47,8 @@ def main() -> None:
             work()
         except launch.NotCompiledError:
             refused += 1
-    subprocess.run([sys.executable, "-W", "error", "-c", COMPILER], input=pickle.dumps(missing), check=True)
+    lines = "".join(f"{variant.encode()}\n" for variant in missing)
+    subprocess.run([sys.executable, "-W", "error", "-c", COMPILER], input=lines, text=True, check=True)
     after, compiled = [variant.is_compiled for variant in missing], entries()
     left = launch.missing_variants(work)
     with suppress(AttributeError):  # the launch itself, which needs a driver

@@ -1,4 +1,4 @@
-"""Test that variants found without a launch are those that a launch needs, and compile in another process."""
+"""Test that a launch needs the variants found without a launch, and that another process can compile them."""
 
 from __future__ import annotations
 

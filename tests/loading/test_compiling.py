@@ -138,7 +138,8 @@ def test_rests_of_a_killed_compilation_are_removed(machine: Machine) -> None:
 
 
 def test_a_compilation_ends_with_the_process_that_wants_it() -> None:
-    code = "import sys, time; from minillm.loading.compiling_process import _end_with; _end_with(int(sys.argv[1]))"
+    code = "import sys, time; from minillm.system import end_with_parent; end_with_parent(int(sys.argv[1]))"
+    code += "; time.sleep(60)"
     started = subprocess.Popen([sys.executable, "-c", code, "1"], start_new_session=True)  # its parent is another
     assert started.wait(30) == -signal.SIGKILL
 

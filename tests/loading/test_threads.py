@@ -40,7 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(time, "monotonic", lambda: machine.now)
     monkeypatch.setattr(time, "process_time", lambda: machine.own)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3})
-    monkeypatch.setattr(threads, "_quota", lambda: 4)
+    monkeypatch.setattr(threads, "quota", lambda: 4)
     torch.set_num_threads(4)
     yield machine
     torch.set_num_threads(before)

@@ -1,0 +1,73 @@
+"""Test background compilation of kernels: into the cache, with one message at most, ended with the parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+from minillm.loading import kernel_cache
+
+SCRIPT = Path(__file__).with_name("compiling_kernels.py")
+
+
+def run(directory: Path, what: str, **variables: str) -> Any:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "MINILLM_CACHE": str(directory), **variables}
+    done = subprocess.run([sys.executable, SCRIPT, what], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_variants_are_compiled_into_the_cache(tmp_path: Path) -> None:
+    first = run(tmp_path, "compile")
+    assert first == {"ended": True, "missing": 2, "left": 0, "done": 2, "pending": 0, "messages": []}
+    second = run(tmp_path, "compile")
+    assert second == {**first, "missing": 0, "done": 0}
+
+
+def test_without_compilers_kernels_compile_later(tmp_path: Path) -> None:
+    result = run(tmp_path, "killed")
+    (message,) = result.pop("messages")
+    assert "ended of signal 9: kernels compile at their first use" in message
+    assert result == {"ended": True, "missing": 2, "left": 2, "done": 0, "pending": 0}
+
+
+def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a directory")
+    result = run(tmp_path, "compile", TRITON_CACHE_DIR=str(file / "below"))
+    (message,) = result["messages"]
+    assert message.startswith(f"{file / 'below'} cannot be written (Not a directory)")
+    assert result["left"] == 0
+
+
+def test_compilers_end_with_their_parent(tmp_path: Path) -> None:
+    left = run(tmp_path, "die")
+    assert len(left) >= 3
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{each}").exists() for each in left) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [each for each in left if Path(f"/proc/{each}").exists()]
+
+
+def test_unused_kernels_of_other_versions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    for name, days in (("older", 3), ("old", 2), ("recent", 1.5), ("today", 0.5)):
+        mark = tmp_path / "kernels" / name / "used"
+        mark.parent.mkdir(parents=True)
+        mark.touch()
+        os.utime(mark, (time.time() - days * 86400,) * 2)
+    kernel_cache.use_kernel_cache(pytest.fail)
+    used = Path(os.environ["TRITON_CACHE_DIR"])
+    assert used.parent == tmp_path / "kernels"
+    assert {each.name for each in used.parent.iterdir()} == {"today", used.name}
+    kernel_cache.use_kernel_cache(pytest.fail)
+    assert os.environ["TRITON_CACHE_DIR"] == str(used)
