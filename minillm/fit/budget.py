@@ -15,46 +15,48 @@ from minillm.forms import Held
 from minillm.progress import size
 from minillm.weights.shape import Shape
 
-CPU_KEEPS_LOW_BIT = False  # its matmuls need dequantized weights
-CPU_DEQUANTIZED_SHARE = 0.5  # maximum share of dequantized weights: low-bit prompts are slower, but others need memory
+CPU_KEEPS_LOW_BIT = False  # a CPU's default matmuls need dequantized weights
+CPU_DEQUANTIZED_SHARE = 0.5  # maximum share of the free memory for dequantized weights, which speed up prompts
 CPU_POOL_TOKENS, CPU_POOL_SHARE = 32768, 0.5
 CPU_STEP_TOKENS = 512  # about one second for a 135M model
 GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
 _COPY_SHARE = 1 / 4  # maximum share of the available memory for a 16-bit copy of low-bit weights
-_GPU_STEP_SHARE = 1 / 3  # of the memory after weights: smaller steps leave more context
+_GPU_STEP_SHARE = 1 / 3  # maximum share of the memory after weights for a step: smaller steps leave more context
 GRAPH_BYTES = 512 << 20  # CUDA graphs, cuBLAS's workspace, and allocator overhead
 # Memory of a process before its first tensor: CUDA's context and the compiled kernels, or torch's libraries.
 GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 512 << 20, 384 << 20
 _PACKING = ("x86_64", "AMD64")  # processors on which `kernels.cpu.packed_linear` keeps matrices in float16
 _CPU_BYTES = 64 << 20  # allocator overhead
-LEAST_TOKENS, ROOMY_TOKENS = 512, 4096  # of context: the minimum, and enough for a conversation
+LEAST_TOKENS, ROOMY_TOKENS = 512, 4096  # context lengths: the minimum, and enough for a conversation
 
-# A step reads its bytes at this share of the measured bandwidth (measured: 0.88 to 1.0 of a GPU's copy bandwidth with
-# 16-bit weights, 0.8 of a CPU's reads). A GPU also needs this time per layer: `minillm bench latency` on an H200
-# measured 445 us for 30 layers and 0.3 GB, 840 for 16 and 2.5, 4,000 for 32 and 15.
+# A step reads weights and KV cache at this share of the measured bandwidth. (Measured: 0.88 to 1.0 of a GPU's copy
+# bandwidth with 16-bit weights, 0.8 of a CPU's read bandwidth.) A GPU also needs a fixed time per layer. With
+# `minillm bench latency` an H200 took 445 us for 30 layers with 0.3 GB of weights, 840 us for 16 layers with 2.5 GB,
+# and 4,000 us for 32 layers with 15 GB.
 EFFICIENCY = 0.85
 _GPU_SECONDS_PER_LAYER = 13e-6
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory that a model needs, in bytes, and how many tokens of context fit, up to the model's limit."""
+    """The memory that a model needs on a device, and the context that fits."""
 
     weights: Weights
-    copied: int  # bytes of a 16-bit copy of the weights
+    copied: int  # bytes of a 16-bit copy of low-bit weights; 0 without one
     steps: int  # bytes of activations, logits and graphs
     least_context: int  # bytes of the shortest useful context
     needed: int  # bytes in all, with the shortest useful context
-    context: int  # tokens
+    context: int  # tokens of context that fit, up to the model's limit; 0 if the model does not fit
     fits: bool
     roomy: bool  # the context is long enough for a conversation, or reaches the model's limit
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A device's memory in bytes, and the options of `EngineConfig` that divide it.
+    """A device's memory, and the options of `EngineConfig` that divide it.
 
-    The weights, the steps, the context and a draft model share ``available`` bytes.
+    The weights, the steps, the context and a draft model share ``available`` bytes. ``free`` and ``total`` are also in
+    bytes. ``element_size`` is the number of bytes of an element in the engine's dtype.
     """
 
     free: int
@@ -62,8 +64,8 @@ class Budget:
     on_gpu: bool
     element_size: int
     config: EngineConfig
-    draft_bytes: int = 0  # of a draft model, without its context
-    draft_bytes_per_token: int = 0  # of its context
+    draft_bytes: int = 0  # memory of a draft model without its KV cache
+    draft_bytes_per_token: int = 0  # memory of a draft model's KV cache per token
 
     def beside(self, draft: Weights, shape: Shape) -> Budget:
         """Return this budget with the memory of a draft model reserved."""
@@ -76,7 +78,7 @@ class Budget:
         return max(0, int(self.free - kept))
 
     def layout(self, quantize: str = "") -> Layout:
-        """Return how the engine stores weights in memory. ``quantize`` replaces the engine's option of that name."""
+        """Return how the engine stores weights in memory. A nonempty ``quantize`` replaces the engine's option."""
         asked = quantize or self.config.quantize or ""
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
@@ -84,12 +86,12 @@ class Budget:
 
     @property
     def chooses_weights(self) -> bool:
-        """Return whether a model's size and the free memory decide if low-bit matrices are dequantized."""
+        """Return whether the engine chooses, by model size and free memory, if it dequantizes low-bit matrices."""
         return self.config.weights == "auto" and not self.on_gpu and not CPU_KEEPS_LOW_BIT
 
     @property
     def most_dequantized(self) -> int:
-        """Maximum bytes of dequantized weights if `chooses_weights`."""
+        """Maximum bytes of a model's weights that the engine dequantizes if `chooses_weights`."""
         return int((self.available - self.draft_bytes) * CPU_DEQUANTIZED_SHARE)
 
     def with_weights(self, weights: str) -> Budget:
@@ -105,9 +107,10 @@ class Budget:
         return "int4" if packs and weights == "stored" else "expanded"
 
     def keeps_copy(self, weights: Weights, shape: Shape) -> bool:
-        """Return whether the option ``weights`` makes the engine keep a 16-bit copy next to low-bit weights.
+        """Return whether the engine keeps a 16-bit copy of low-bit weights next to them, on a GPU.
 
-        In deterministic mode no copy is kept: the free memory must not decide which kernel computes a result.
+        The option ``weights`` asks for a copy with "both". With "auto" a copy is kept if there is enough memory. In
+        deterministic mode no copy is kept, because the free memory must not decide which kernel computes a result.
         """
         if self.config.deterministic:
             return False
@@ -122,9 +125,13 @@ class Budget:
         return 0 < weights.copied <= self.available * _COPY_SHARE and needed <= self.available
 
     def step_bytes(self, shape: Shape, num_tokens: int, left: int) -> int:
-        """Estimate the bytes of the steps, without weights and pool; `pool_size.activation_bytes` measures them.
+        """Estimate the peak memory of a step in bytes, without weights and KV cache.
 
-        ``left`` is the memory that the weights leave.
+        On a GPU `pool_size.activation_bytes` measures this memory after loading.
+
+        Args:
+            num_tokens: number of tokens in the step.
+            left: bytes that the weights leave. They limit the longest sequence.
         """
         ranks, element = self.config.tensor_parallel_size, self.element_size
         heads, intermediate = -(-shape.heads // ranks), -(-shape.intermediate // ranks)
@@ -140,7 +147,7 @@ class Budget:
         return max(activations, logits) + kept + GRAPH_BYTES
 
     def step_tokens(self, shape: Shape, left: int) -> int:
-        """Return the maximum number of tokens of a step. ``left``: the bytes that the weights leave."""
+        """Return the maximum number of tokens in a step, if the weights leave ``left`` bytes."""
         asked, least = self.config.max_num_batched_tokens, self.config.max_num_seqs
         if asked is not None:
             return asked
@@ -152,7 +159,7 @@ class Budget:
         return max(least, next(fitting, GPU_STEP_TOKENS[-1]))
 
     def fit(self, weights: Weights, shape: Shape) -> Fit:
-        """Return how a model of this shape fits. ``weights``: the bytes of one rank's weights."""
+        """Return whether and how a model of this shape fits. ``weights``: the bytes of one rank's weights."""
         copied = weights.copied if self.keeps_copy(weights, shape) else 0
         memory = weights.memory + copied + self.draft_bytes
         left = self.available - memory
@@ -175,7 +182,10 @@ class Budget:
         return Fit(weights, copied, steps, least * per_token, needed, context if fits else 0, fits, is_roomy)
 
     def longest_context(self, shape: Shape, left: int) -> int:
-        """Return the tokens of the longest possible sequence, in whole blocks, if the weights leave ``left`` bytes."""
+        """Return the maximum length of a sequence in tokens, if the weights leave ``left`` bytes.
+
+        The length is rounded up to whole blocks.
+        """
         per_token = self.kv_bytes_per_token(shape) + self.draft_bytes_per_token + self._unpacked_bytes_per_token(shape)
         block, most = self.config.block_size, max(0, left) // per_token
         if self.config.num_blocks is not None:
@@ -185,9 +195,9 @@ class Budget:
         return -(-min(self.config.max_model_len or shape.context, most) // block) * block
 
     def _unpacked_bytes_per_token(self, shape: Shape) -> int:
-        """Return the bytes per token of one layer's dequantized K and V, which a prompt needs (`kernels.staging`).
+        """Return the bytes per token of one layer's K and V, dequantized from an 8-bit cache to 16 bits.
 
-        0 unless the cache has 8 bits.
+        A GPU dequantizes a layer's cache while it computes a prompt. The result is 0 if it need not do so.
         """
         unpacks = self.on_gpu and self.element_size == 2 and self.config.kv_cache_dtype == "int8"
         return self._on_a_rank(shape.kv_bytes_per_token(2) // shape.layers, shape) if unpacks else 0
@@ -200,9 +210,9 @@ class Budget:
         return kv_bytes * -(-shape.kv_heads // self.config.tensor_parallel_size) // shape.kv_heads
 
     def tokens_per_second(self, fit: Fit, shape: Shape, bandwidth: float) -> float:
-        """Return the expected decoding speed at batch size 1 in the middle of a conversation.
+        """Return the expected decoding speed at batch size 1, averaged over a conversation.
 
-        A token reads the weights and half of its context. ``bandwidth`` is in bytes per second.
+        An average token reads the weights and half of the context. ``bandwidth`` is in bytes per second.
         """
         read = fit.weights.read + self.kv_bytes_per_token(shape) * min(fit.context, ROOMY_TOKENS) // 2
         return 1 / (read / (EFFICIENCY * bandwidth) + self.on_gpu * shape.layers * _GPU_SECONDS_PER_LAYER)

@@ -31,8 +31,9 @@ READING_SPEED = 10.0  # tokens per second
 
 @dataclass(frozen=True)
 class Sized:
-    """A model with known or expected tensors. ``size`` is its stored size in bytes; ``downloaded``: it is on this
-    machine.
+    """A model with the sizes of its tensors, which are read from its files or expected from its shape.
+
+    ``size`` is the size of its files in bytes. ``downloaded``: the files are on this machine.
     """
 
     name: str
@@ -40,8 +41,8 @@ class Sized:
     shape: Shape
     size: int
     downloaded: bool = False
-    quantize: str = ""  # int8, int4, fp8: the quantization of its matrices during loading
-    kept: str = ""  # stored, int8: how a CPU holds its matrices; default: in the engine's dtype
+    quantize: str = ""  # value of the option --quantize, which quantizes matrices during loading; empty: not set
+    kept: str = ""  # value of the option --weights, the storage of matrices in memory; empty: not set
 
     def fit(self, budget: Budget) -> Fit:
         """Return how the model fits on a device."""
@@ -49,12 +50,12 @@ class Sized:
 
     @property
     def options(self) -> str:
-        """The command-line options that load the model this way."""
+        """The command-line options for ``quantize`` or ``kept``, after a space; empty if neither is set."""
         return f" --quantize {self.quantize}" if self.quantize else f" --weights {self.kept}" if self.kept else ""
 
     @property
     def command(self) -> str:
-        """The command that starts a chat with the model, loaded this way."""
+        """The command that starts a chat with the model and `options`."""
         return f"minillm chat --model {shlex.quote(self.name)}{self.options}"
 
     def layout(self, budget: Budget) -> Layout:
@@ -64,8 +65,8 @@ class Sized:
     def decided(self, budget: Budget) -> Budget:
         """Return the budget with the option ``weights`` resolved for this model.
 
-        With "auto" on a CPU, a low-bit model is dequantized if that fits into half of the free memory. Otherwise it
-        stays low-bit.
+        With "auto" on a CPU, a low-bit model is dequantized if the result takes at most half of the free memory.
+        Otherwise the model stays low-bit.
         """
         if self.kept:
             return budget.with_weights(self.kept)
@@ -76,7 +77,7 @@ class Sized:
         return budget.with_weights("stored" if stored < expanded > budget.most_dequantized else "expanded")
 
     def weights(self, budget: Budget) -> Weights:
-        """Return the memory of the model's weights, or of one rank's part of them."""
+        """Return the sizes of the model's weights. With tensor parallelism, they are those of one rank's part."""
         part, layout, tensors = 1 / budget.config.tensor_parallel_size, self.layout(budget), self.tensors
         if any(tensor.name == PACKED for tensor in tensors):
             if layout.held in ("int8", "int4"):  # 8-bit or 4-bit matmuls
@@ -108,7 +109,11 @@ def sized(name: str, path: Path, downloaded: bool = False) -> Sized:
 
 
 def sized_entry(entry: ModelEntry) -> Sized | None:
-    """Return a model of weights.toml: from its files if downloaded, else from its shape. None if that is unknown."""
+    """Return a model of weights.toml with the sizes of its tensors.
+
+    The sizes are read from the model's files if these are on this machine. Otherwise they are expected from the shape
+    in weights.toml. Return None if the shape or the size is unknown.
+    """
     files = find_downloaded(entry.name)
     paths = [Path(source.path) for source in entry.sources if isinstance(source, PathSource)]
     path = next(filter(Path.exists, paths), None) if files is None else files.path
@@ -123,24 +128,24 @@ def sized_entry(entry: ModelEntry) -> Sized | None:
 
 
 def sized_forms(entry: ModelEntry) -> list[Sized]:
-    """Return all quantizations with a known size."""
+    """Return all quantizations of a model of weights.toml that have a known size."""
     return [found for form in entry.all_forms() if (found := sized_entry(form)) is not None]
 
 
 def quantized(model: Sized) -> list[Sized]:
     """Return the model once for each quantization that loading can apply (``--quantize``).
 
-    Empty if the model has no matrices of 16 or 32 bits.
+    The list is empty if the model has no matrices of 16 or 32 bits.
     """
     plain = any(is_plain_matrix(tensor) for tensor in model.tensors)
     return [replace(model, quantize=kind) for kind in QUANTIZED] if plain else []
 
 
 def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
-    """Return the model with the ``--weights`` option that saves memory on a CPU, in a list of one.
+    """Return the model with the first ``--weights`` option that saves memory on a CPU, as a list of one.
 
-    The option keeps low-bit weights as stored, or holds 16-bit weights in 8 bits. Empty on a GPU, and if no option
-    saves memory.
+    "stored" keeps low-bit weights as stored. "int8" holds all weights in 8 bits. The list is empty on a GPU, and if
+    neither option saves memory.
     """
     if budget.on_gpu:
         return []
@@ -152,10 +157,11 @@ def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
 def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = None) -> list[tuple[Sized, Fit]]:
     """Return the models that fit, best first.
 
-    Models with space for a conversation come first. Among these, with a ``bandwidth`` in bytes per second, models that
-    reach `READING_SPEED` come first, and slower ones are sorted by speed. Among the fast ones, the model with the most
-    bits per weight is best: the largest file, and for equal files the largest in memory. Models without space for a
-    conversation are sorted by their context.
+    The order has three groups:
+    - models with memory for a conversation that reach `READING_SPEED`, sorted by the size of their files, and for equal
+      files by their memory. Without a ``bandwidth`` (bytes per second), every model counts as fast enough.
+    - slower models with memory for a conversation, sorted by speed.
+    - models without memory for a conversation, sorted by the length of their context.
     """
     found = [(model, fit) for model in models if (fit := model.fit(budget)).fits]
 
@@ -172,6 +178,6 @@ def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = No
 def _shape(stored: StoredModel) -> Shape:
     if isinstance(stored.config, Shape):
         return stored.config
-    # Quantized weights announced by a config.json take as many bytes as in the file.
+    # The sizes of quantized weights come from the stored tensors, so the shape does not need quantization_config.
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     return shape_of(ModelConfig.from_hf(config))

@@ -20,7 +20,7 @@ Where = Literal["GPU", "CPU", "CPU in few bits", "no", "?"]
 
 @dataclass(frozen=True)
 class Place:
-    """A device of this machine. ``bandwidth`` in bytes per second, None if it was never measured."""
+    """A device of this machine. ``bandwidth`` is in bytes per second, and None if it was never measured."""
 
     name: Literal["GPU", "CPU"]
     budget: Budget
@@ -29,8 +29,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The device that a model fits on, and its expected tokens per second there. ``taken``: a chat takes this
-    quantization.
+    """The result for one quantization of a model.
+
+    Attributes:
+        where: the device on which it fits. "no": it fits on none. "?": its size is unknown.
+        tokens_per_second: expected speed on that device; None if unknown.
+        taken: a chat with the model takes this quantization.
     """
 
     where: Where
@@ -39,7 +43,10 @@ class Verdict:
 
 
 def budget_beforehand(config: EngineConfig, free: int, total: int, on_gpu: bool) -> Budget:
-    """Return the budget of an engine process that is not started, less the memory of torch or CUDA's context."""
+    """Return the budget of an engine process that has not been started yet.
+
+    The memory that torch or CUDA's context will take is subtracted from ``free``. ``free`` and ``total`` are in bytes.
+    """
     element_size = {"auto": 2 if on_gpu else 4, "float32": 4}.get(config.dtype, 2)
     free -= GPU_PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES
     return Budget(max(0, free), total, on_gpu, element_size, config)
@@ -70,16 +77,20 @@ def order_of_choice(
 ) -> tuple[list[tuple[Sized, Fit]], list[tuple[Sized, Fit]]]:
     """Return the quantizations that fit, as two lists in different orders.
 
-    Returns:
-        In the order in which a chat tries them: downloaded ones first, then best first.
-        In the order of `ranked`: best first.
+    The first list has the order in which a chat tries them: downloaded ones come first, and the best of them leads. The
+    second list has the order of `ranked`, which is best first.
     """
     fitting = ranked(forms, budget, bandwidth)
     return sorted(fitting, key=lambda each: not each[0].downloaded), fitting
 
 
 def verdicts(forms: Sequence[Sized | None], places: Sequence[Place]) -> list[Verdict]:
-    """Return a verdict for each of ``forms``, the quantizations of one model; None is one of unknown size."""
+    """Return a verdict for each of ``forms``, in the same order.
+
+    Args:
+        forms: the quantizations of one model. None stands for a quantization of unknown size.
+        places: the devices, the preferred one first.
+    """
     known = [form for form in forms if form is not None]
     orders = (order_of_choice(known, place.budget, place.bandwidth)[0] for place in places)
     taken = next((order[0][0] for order in orders if order), None)

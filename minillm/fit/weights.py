@@ -1,6 +1,7 @@
-"""The bytes that a model's weights take in memory, and that each token reads, from the types of the stored tensors.
+"""Compute the bytes that a model's weights take in memory, and the bytes that each token reads.
 
-The engine keeps low-bit matrices as they are stored. Only this module defines their bits per weight.
+The input is the name, shape and type of each stored tensor. A low-bit matrix may take more bits per weight in memory
+than in the file. Only this module defines these numbers.
 """
 
 import re
@@ -12,15 +13,15 @@ from minillm.weights.shape import Shape
 from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, LOW_BIT, StoredTensor
 
 _IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
-_WIDENED_BITS = 8.5  # other low-bit types of GGUF become int8 in groups of 32 with a scale
-_IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, 6 in the file
-QUANTIZED = ("int8", "int4", "fp8")  # by --quantize
-_BITS = {"int8": 9.0, "int4": 5.0}  # per weight; FP8 has 8, and 32 per row
+_WIDENED_BITS = 8.5  # per weight: GGUF types without kernels become int8 in groups of 32, each with a 16-bit scale
+_IQ4_XS_BITS = 4.3125  # per weight: the scales take 8 bits in memory, 6 in the file
+QUANTIZED = ("int8", "int4", "fp8")  # values of --quantize
+_BITS = {"int8": 9.0, "int4": 5.0}  # bits per weight by --quantize; FP8 has 8 per weight and 32 per row
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
-_LEAST_BLOCKED = 1 << 18  # float32 weights: `minillm.kernels.cpu.linear`
-# FBGEMM pads a matrix to multiples of these rows and columns; a row's scales and sums take these bytes.
+_LEAST_BLOCKED = 1 << 18  # minimum number of weights of a float32 matrix that `kernels.cpu.linear` packs
+# FBGEMM pads a matrix to multiples of (rows, columns). The third constant is the bytes of a row's scales and sums.
 _BLOCK_OF_HALVES, _BLOCK_OF_LEVELS, _LEVEL_BYTES_OF_A_ROW = (16, 512), (32, 256), 32
-_FIRST_ROWS = 64  # of the first matmul, `minillm.model.settle`
+_FIRST_ROWS = 64  # rows of the first matmul, in `minillm.model.settle`
 _TYPICAL = ("Q4_K", "Q6_K", "Q8_0")  # the types assumed if only a model's size is known
 PACKED = "model.layers.packed"  # all matrices of a low-bit model if only its size is known
 _PACKED_BITS = 4.5  # per weight
@@ -32,13 +33,15 @@ _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "token_embd.weight"), ("lm_h
 
 @dataclass(frozen=True)
 class Layout:
-    """The formats in which the engine stores a model's tensors in memory, and its conversion of 16-bit and 32-bit ones.
+    """The formats of a model's tensors in memory.
 
     Args:
         element_size: bytes of a number in the engine's dtype.
-        packs: 16-bit matrices take 2 bytes for any dtype, as on a CPU.
-        quantize: quantization of the layers' matrices, and except for FP8 of a separate head: "int8", "int4" or "fp8".
-        held: see `minillm.forms`. A low-bit embedding stays low-bit unless all matrices are "expanded".
+        packs: 16-bit matrices keep 2 bytes per weight even if the engine's dtype is float32, as on many CPUs.
+        quantize: "int8", "int4" or "fp8", applied to 16-bit and 32-bit matrices of the layers during loading. int8 and
+            int4 also apply to an output head that is separate from the embedding.
+        held: the storage of matrices, see `minillm.forms.Held`. A low-bit embedding stays low-bit unless this is
+            "expanded".
     """
 
     element_size: int
@@ -53,9 +56,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a model's weights: ``memory`` in all, ``read`` by each token, ``loading`` in addition during loading.
+    """Sizes of a model's weights in bytes.
 
-    ``copied``: bytes of a copy of the low-bit matrices in the engine's dtype, if one is kept (`Budget.keeps_copy`).
+    Attributes:
+        memory: all weights in memory.
+        read: weights that the computation of a token reads.
+        loading: additional memory during loading.
+        copied: a copy of the low-bit matrices in the engine's dtype. `Budget.keeps_copy` says whether it is kept.
     """
 
     memory: int
@@ -96,7 +103,10 @@ def weights_in_memory(
 
 
 def _with_blocks(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors with another kind for FP8 matrices with a scale per block, which the engine dequantizes."""
+    """Return the tensors, with the type `FP8_BLOCKS` for FP8 matrices that have a scale per block.
+
+    The engine dequantizes these matrices. Other FP8 matrices have a scale per row or one scale.
+    """
     found = list(tensors)
     scales = (t.name for t in found if t.name.endswith(_SCALES) and len(t.shape) == 2 and t.shape[1] > 1)
     in_blocks = {name.removesuffix("_inv").removesuffix("_scale") for name in scales}
@@ -109,7 +119,10 @@ def is_plain_matrix(tensor: StoredTensor) -> bool:
 
 
 def _in_float32(tensor: StoredTensor) -> int:
-    """Return the bytes of a matrix in float32 before it is packed. The gate and up matrices are packed as one."""
+    """Return the bytes of a matrix in float32 before it is packed.
+
+    The gate and up matrices are packed as one, so a gate matrix counts twice.
+    """
     return 4 * tensor.count * (2 if _GATE.search(tensor.name) else 1)
 
 
@@ -128,9 +141,10 @@ def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
 
 
 def _while_packed(tensor: StoredTensor) -> float:
-    """Return the additional bytes while a matrix is packed.
+    """Return the additional memory in bytes while a matrix is packed for low-bit matmuls.
 
-    They are the quantized levels twice, the first matmul, and a layer's matrix in float32.
+    It holds two copies of the quantized integers and the output of the first matmul. For a layer's 16-bit or 32-bit
+    matrix, it also holds the matrix in float32.
     """
     levels = 2 * tensor.count * 13 / 12 + 4 * _FIRST_ROWS * tensor.shape[0]
     is_table = tensor.name in (*_EMBEDDINGS, *_HEADS)
@@ -138,9 +152,9 @@ def _while_packed(tensor: StoredTensor) -> float:
 
 
 def _products(tensor: StoredTensor, layout: Layout) -> tuple[float, float]:
-    """Return the bytes of a matrix in its CPU layouts, and the bytes that a token reads.
+    """Return the bytes of a matrix in its layouts for low-bit matmuls, and the bytes of it that a token reads.
 
-    The layouts are 8 bits (with a twelfth of the columns twice), 4 bits, or both.
+    The matrix has an 8-bit layout, which stores a twelfth of the columns twice, or a 4-bit layout, or both.
     """
     read, (rows, columns) = tensor.count * 13 / 12, tensor.shape
     in_8 = _in_blocks(rows, columns + -(-columns // 12) + 2, _BLOCK_OF_LEVELS) + _LEVEL_BYTES_OF_A_ROW * rows
@@ -187,7 +201,10 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
 
 
 def _low_bit_count(tensor: StoredTensor, layout: Layout) -> float:
-    """Return the number of weights in a low-bit matrix, computed from the bytes if it is packed. 0 for FP8."""
+    """Return a matrix's number of weights if it is low-bit in memory, else 0. FP8 does not count as low-bit.
+
+    For packed weights (AWQ, GPTQ, compressed-tensors), the number is computed from the bytes.
+    """
     if tensor.kind in _FLOATS:
         return tensor.count if _is_matrix(tensor) and layout.quantize in _BITS else 0
     if not layout.keeps_low_bit:
@@ -204,7 +221,7 @@ def _in_fp8(tensor: StoredTensor) -> int:
 
 
 def _is_packed(tensor: StoredTensor, layout: Layout) -> bool:
-    """Return whether `kernels.cpu.packed_linear` repacks a matrix, rather than leave it to torch."""
+    """Return whether `kernels.cpu.packed_linear` stores a matrix in its own layout instead of torch's."""
     if not layout.packs or len(tensor.shape) != 2:
         return False
     becomes_numbers = (tensor.is_in_blocks or tensor.kind in FP8) and not layout.keeps_low_bit
@@ -223,7 +240,10 @@ def _padded_halves(tensor: StoredTensor) -> int:
 
 
 def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
-    """Return the tensors expected from a model's shape and size in bytes."""
+    """Return the tensors that a model of this shape and ``size`` in bytes probably has.
+
+    The bytes per weight decide the types. A low-bit model gets a single tensor `PACKED` for all its layers.
+    """
     tables = _tables(shape)
     if size < 1.5 * shape.count:  # low-bit: takes its stored bytes
         table = size * shape.table // shape.count
@@ -234,7 +254,10 @@ def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
 
 
 def expected_by_bits(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
-    """Return the expected tensors of a low-bit model: layers of 4, 6 or 8 bits that add up to ``size`` bytes."""
+    """Return the tensors that a low-bit model of ``size`` bytes probably has.
+
+    The layers get two neighboring types of 4, 6 and 8 bits, mixed so that all tensors add up to about ``size`` bytes.
+    """
     bits = 8 * size / shape.count
     typical = {kind: 8 * BLOCKS[kind][1] / BLOCKS[kind][0] for kind in _TYPICAL}  # bits per weight
     low, high = _TYPICAL[:2] if bits < typical[_TYPICAL[1]] else _TYPICAL[1:]

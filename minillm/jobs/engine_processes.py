@@ -1,7 +1,7 @@
 """Engines in processes of this machine, each with its own GPUs or its part of the cores.
 
-Each process runs ``python -m minillm.jobs.engine_processes``. It reads its task, then rows, from standard input, one
-JSON object per line, and writes answers to standard output. It ends when its input ends.
+Each process runs ``python -m minillm.jobs.engine_processes``. It reads JSON objects from standard input, one per line:
+first a `Task`, then rows. It writes answers to standard output. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _COMMAND = (sys.executable, "-P", "-m", "minillm.jobs.engine_processes")
 
 
 class EngineProcesses(Engines):
-    """Engines in processes of this machine. Leaving the ``with`` block kills them."""
+    """Runs each engine in a process of this machine, and restarts a process that dies.
+
+    Leaving the ``with`` block kills all processes.
+    """
 
     def __init__(self, task: Task, count: int, report: OnProgress) -> None:
         super().__init__(count)

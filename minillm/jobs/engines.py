@@ -16,12 +16,17 @@ from minillm.llm import LLM, refusal
 from minillm.params import Params
 from minillm.text.prompts import Prompt
 
-_MOST_DEATHS = 3  # of an engine in succession, without an answer in between
+_MOST_DEATHS = 3  # maximum number of times that an engine may die without an answer in between
 
 
 @dataclass(frozen=True)
 class Task:
-    """An engine's task: the arguments of `minillm.llm.LLM`, and how to turn rows into prompts."""
+    """The setup of an engine.
+
+    Attributes:
+        model, engine: the arguments of `minillm.llm.LLM`.
+        style: how to turn rows into prompts.
+    """
 
     model: str | None
     engine: Mapping[str, Any]
@@ -48,7 +53,10 @@ class Facts:
 
 
 class RowEngine:
-    """Answers rows that arrive at any time, all in one batch. Any thread may call `submit` and `close`."""
+    """Answers rows with one engine. Rows may arrive at any time, and join the engine's running batch.
+
+    Any thread may call `submit` and `close`. One thread iterates over `work`.
+    """
 
     def __init__(self, llm: LLM, style: Style) -> None:
         self._llm, self._style = llm, style
@@ -61,13 +69,14 @@ class RowEngine:
         self._rows.put(row)
 
     def close(self) -> None:
-        """Accept no more rows: `work` ends after the rows submitted so far."""
+        """End `work` as soon as the rows submitted so far are answered."""
         self._rows.put(None)
 
     def work(self) -> Generator[Answer, None, None]:
-        """Yield each row's answer when it is finished, until `close`. If a row fails, its answer has the error.
+        """Yield each row's answer when it is finished. End when `close` was called and all rows are answered.
 
-        An exception means that the engine itself failed. Leaving the iterator early aborts the running rows.
+        If a row fails, its answer contains the error. An exception means that the engine itself failed. Closing the
+        iterator early aborts the running rows.
         """
         for row, output in self._llm.work_off(self._take, lambda row, error: refusal(row.prompt or "", error)):
             self._num_running -= 1
@@ -107,8 +116,8 @@ class Engines(ABC):
     def receive(self) -> tuple[int, list[Answer] | None]:
         """Wait until an engine has answers, becomes ready, or dies. Return its number and its answers.
 
-        The answers are an empty list if it has become ready, and None if it has died with all its rows. Raises
-        MinillmError if an engine cannot be started.
+        The answers are an empty list if the engine has become ready. They are None if it has died, and its unanswered
+        rows are lost. Raises MinillmError if an engine cannot be started.
         """
 
     def defaults(self) -> Mapping[str, Any]:
@@ -123,7 +132,9 @@ class Engines(ABC):
         return next(iter(self.facts.values())).defaults
 
     def answers(self, rows: list[InputRow]) -> Iterator[Answer]:
-        """Yield each row's answer once, in the order in which rows finish. If an engine dies, others get its rows.
+        """Yield each row's answer once, in the order in which rows finish.
+
+        If an engine dies, its unanswered rows go to other engines, or to this engine once it is restarted.
 
         While many rows are left, an engine gets many at a time. Near the end it gets one at a time, so that all engines
         finish together (guided self-scheduling, Polychronopoulos and Kuck 1987). Raises MinillmError if an engine dies

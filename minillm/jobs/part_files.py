@@ -32,7 +32,7 @@ class PartFiles:
 
     @staticmethod
     def check(output: Path) -> None:
-        """Raise UsageError if the output cannot be written, before anything is computed."""
+        """Raise UsageError if the output cannot be written. Call this before anything is computed."""
         try:
             if output.exists():
                 open_regular(output).close()
@@ -48,7 +48,7 @@ class PartFiles:
     def failures(self, total: int) -> int | None:
         """Return how many of ``total`` requests failed according to the output; None if there is no output.
 
-        Raises UsageError if the output file holds anything else than the answers to these requests.
+        Raises UsageError if the output file holds anything other than the answers to these requests.
         """
         try:
             with open_regular(self._output) as stream:
@@ -93,7 +93,10 @@ class PartFiles:
             self._stream = None
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append an answer to the part file, where it survives this process. (The first line is a header.)"""
+        """Append an answer to the part file at once, so that it survives a crash of this process.
+
+        `open` also calls this method, to write the header line.
+        """
         assert self._stream is not None, "not open"
         data = json_line({**line, "job": self._job}).encode() + b"\n"
         while data:

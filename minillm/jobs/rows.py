@@ -25,6 +25,7 @@ class InputRow:
     Attributes:
         index: the row's position among all rows.
         prompt: text or token ids; None if there are ``messages``.
+        messages: a conversation in OpenAI's format; None if there is a ``prompt``.
         params: fields of SamplingParams, or of BeamSearchParams if ``beam_width`` is one of them.
         name: the caller's id for the row.
         where: the row's place in the input (file and line), for error messages.
@@ -81,9 +82,10 @@ class Style:
 
 
 def as_json(row: InputRow, output: RequestOutput, tokenizer: Tokenizer | None) -> Answer:
-    """Return a row's answer as a JSON object: the fields of RequestOutput, completed for readers.
+    """Return a row's answer as a JSON object.
 
-    It adds the seed of samples and the texts of tokens, and gives durations in seconds instead of clock readings.
+    It has the fields of RequestOutput, the row's index and name, the seed of sampling, and the text of each token with
+    log-probabilities. Durations in seconds replace the clock readings of ``metrics``.
     """
     result = asdict(output)
     if "beam_width" not in row.params:
