@@ -7,6 +7,7 @@ All of these use the declaration: the check (`check_fields`), the docstring and 
 dialog.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, wraps
@@ -19,6 +20,8 @@ T = TypeVar("T")
 _KEY = "parameter"
 _BEYOND_REASON = 1 << 40  # error messages do not name upper bounds of this size or more
 _LONGEST_SHOWN = 60  # characters of a wrong value that an error repeats
+_UNITS = {"": 1, **{f"{unit}{kind}": base ** (power + 1) for power, unit in enumerate("KMGT")
+                    for kind, base in (("iB", 1024), ("B", 1000), ("", 1024))}}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,23 @@ def custom(
 ) -> Any:
     """Declare a parameter with its own ``check``; the arguments are those of `Parameter`."""
     return field(default=default, metadata={_KEY: Parameter(check, parse, help, metavar, choices, repeats, cli)})
+
+
+def parse_bytes(option: str, text: str | None, ending: str = "") -> int | None:
+    """Convert ``12GiB``, ``24GB`` or ``500 MB/s`` to a number of bytes.
+
+    ``ending`` is an optional ending such as ``/s``.
+
+    Raises UsageError if ``text`` is not a size above 0.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?i?B?)", text.strip().removesuffix(ending), re.IGNORECASE)
+    unit = next((value for name, value in _UNITS.items() if found and name.lower() == found[2].lower()), None)
+    number = 0 if found is None or unit is None or not found[2] else int(float(found[1]) * unit)
+    if not 0 < number < 1 << 60:
+        raise UsageError(f"{option} must be a size like 12GiB{ending}, not {shown(text)}")
+    return number
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> int:

@@ -3,7 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
-from minillm.checks import check_fields, choice, custom, documented, flag, integer, number, shown
+from minillm.checks import (
+    check_fields,
+    check_integer,
+    choice,
+    custom,
+    documented,
+    flag,
+    integer,
+    number,
+    parse_bytes,
+    shown,
+)
 from minillm.errors import UsageError
 from minillm.forms import FORMS
 from minillm.system import expanded
@@ -32,6 +43,15 @@ def _speculate(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise UsageError(f"{name} must be off, lookup or the name of a model, not {shown(value)}")
     return value
+
+
+def _disk_cache(name: str, value: Any) -> int:
+    """Return a size in bytes, which is given as a number or as a text such as 20GB."""
+    if isinstance(value, str) and value != "0":
+        size = parse_bytes(name, value)
+        assert size is not None
+        return size
+    return check_integer(name, int(value) if isinstance(value, str) else value, 0, 1 << 60)
 
 
 def _chat_template(name: str, value: Any) -> str | None:
@@ -113,6 +133,11 @@ class EngineConfig:
         "it is full; recompute: always recompute",
     )  # fmt: skip
     swap_space_gb: float = number(4.0, 0.0, 1e6, help="CPU memory for swapped blocks, in GB (10^9 bytes)")
+    disk_cache: int = custom(
+        0, _disk_cache, metavar="SIZE",
+        help="disk space for blocks of the KV cache, such as 20GB; 0: none. A later process with the same model reads "
+        "the blocks again instead of computing them",
+    )  # fmt: skip
     admission: str = choice(
         "predicted", ("predicted", "optimistic"), metavar="POLICY",
         help="when to admit a request: predicted or optimistic. predicted: when the expected peak of all requests "
@@ -188,5 +213,9 @@ class EngineConfig:
             raise UsageError("deterministic and weights both exclude each other: leave one out")
         if self.quantize is not None and self.weights in ("expanded", "int8"):
             raise UsageError(f"quantize {self.quantize} and weights {self.weights} exclude each other: leave one out")
+        if self.disk_cache and not self.enable_prefix_caching:
+            raise UsageError("disk_cache needs prefix caching: leave one of the two options out")
+        if self.disk_cache and self.tensor_parallel_size > 1:
+            raise UsageError("disk_cache needs tensor_parallel_size 1: leave it out")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise UsageError(f"device {self.device!r}: with tensor_parallel_size each rank takes a GPU; say 'cuda'")

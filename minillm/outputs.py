@@ -52,6 +52,8 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_disk_tokens: int = 0  # prompt tokens with K and V from disk
+    disk_seconds: float = 0.0  # the time that this took
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -87,7 +87,7 @@ def _nothing_is_the_users() -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as own,
         pytest.MonkeyPatch.context() as patch,
     ):
-        for variable in ("MINILLM_DATA", "MINILLM_CONFIG", "TMPDIR"):
+        for variable in ("MINILLM_DATA", "MINILLM_CONFIG", "MINILLM_DISK_CACHE", "TMPDIR"):
             directory = Path(own) / variable.lower()
             directory.mkdir()
             patch.setenv(variable, str(directory))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-EventKind = Literal["allocate", "hit", "fork", "copy", "cut", "free", "evict", "preempt", "swap_out", "swap_in"]
+EventKind = Literal["allocate", "hit", "fork", "copy", "cut", "free", "evict", "preempt", "swap_out", "swap_in", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class CacheEvent:
     preempt     ``seq_id``, which still holds ``blocks``, is preempted
     swap_out    ``seq_id`` moved from ``blocks`` to host memory
     swap_in     ``seq_id`` moved from host memory to ``blocks``
+    load        ``blocks`` of ``seq_id`` were read from disk
     ==========  ===================================================================================
     """
 

@@ -54,6 +54,10 @@ class PrefixCache:
         node, (before, token_ids) = self._entries[block]
         return PrefixEntry(node, before, token_ids)
 
+    def nodes(self) -> set[Node]:
+        """Return the nodes of all indexed blocks."""
+        return {node for node, _ in self._entries.values()}
+
     def match(self, token_ids: Sequence[int], salt: str | None, limit: int) -> tuple[list[int], list[Node]]:
         """Return the cached blocks of a prompt's first tokens (at most ``limit`` tokens), and the blocks' nodes."""
         size = self.block_size

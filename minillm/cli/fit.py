@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minillm import system
+from minillm.checks import parse_bytes
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.fit.budget import Budget, Fit
@@ -25,9 +25,6 @@ from minillm.user_config import read_config
 from minillm.weights.files import ModelFiles
 from minillm.weights.manifest import FULL, load_manifest
 from minillm.weights.resolve import find
-
-_UNITS = {"": 1, **{f"{unit}{kind}": base ** (power + 1) for power, unit in enumerate("KMGT")
-                    for kind, base in (("iB", 1024), ("B", 1000), ("", 1024))}}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,23 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"with {rate(faster.tokens_per_second)} tokens/s: {faster.model.command}")
         print(_advice(tables[0], machine, arguments.model))
     return 0
-
-
-def parse_bytes(option: str, text: str | None, ending: str = "") -> int | None:
-    """Convert ``12GiB``, ``24GB`` or ``500 MB/s`` to a number of bytes.
-
-    ``ending`` is an optional ending such as ``/s``.
-
-    Raises UsageError if ``text`` is not a size above 0.
-    """
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?i?B?)", text.strip().removesuffix(ending), re.IGNORECASE)
-    unit = next((value for name, value in _UNITS.items() if found and name.lower() == found[2].lower()), None)
-    number = 0 if found is None or unit is None or not found[2] else int(float(found[1]) * unit)
-    if not 0 < number < 1 << 60:
-        raise UsageError(f"{option} must be a size like 12GiB{ending}, not {clean_line(text, 60)!r}")
-    return number
 
 
 def _models(name: str | None) -> list[list[Sized]]:

@@ -26,6 +26,8 @@ from minillm.params import Params
 from minillm.runner.runner import Runner
 from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Stage
 
+_READ_SECONDS = 0.01  # to wait for a disk before looking for new requests and aborts
+
 
 @dataclass(slots=True)
 class Step:
@@ -81,6 +83,7 @@ class Engine:
         self.runner, self.requests, self.source, self.defaults = runner, requests, source, defaults
         self.tokenizer, self.max_model_len = requests.tokenizer, requests.max_model_len
         self.scheduler, self.cache = requests.scheduler, requests.scheduler.cache
+        self.disk = self.scheduler.disk_reads
         self.figures = Figures(self.scheduler)
         self._score_only = ScoreOnly(requests)
         self._methods, self._guard, self._on_close = methods, guard, on_close
@@ -134,7 +137,8 @@ class Engine:
                 step = self._launch()
             if step is None:
                 deltas += self.take_undelivered()
-                assert deltas or not self.has_work, "no progress: there is work, and nothing of it can run"
+                waited = self.disk is not None and self.disk.wait(_READ_SECONDS)
+                assert deltas or waited or not self.has_work, "no progress: there is work, and nothing of it can run"
                 return deltas
             try:
                 deltas += self._advance(step)
@@ -142,6 +146,8 @@ class Engine:
                 self._undelivered = deltas + self._undelivered
                 raise
             self.figures.report(step.schedule, began)
+            if self.disk is not None and self.figures.last_step is not None:
+                self.disk.tier.measure(self.figures.last_step)
             return deltas + self.take_undelivered()
 
     def take_undelivered(self) -> list[Delta]:
@@ -241,7 +247,7 @@ class Engine:
             assert table is not None
             computed = sequence.num_computed = sequence.num_computed + chunk.count
             if computed // size > len(table.nodes):
-                self.cache.commit(table, sequence.token_ids, min(computed, len(sequence.token_ids)))
+                self.requests.commit(chunk.group, sequence, computed)
         for chunk in schedule.prefills:
             group, sequence = chunk.group, chunk.sequence
             if group.stage is Stage.PROMPT and sequence.num_computed == group.num_prompt_tokens:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from minillm.blockstore.tier import DiskTier
 from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.grammars import Grammars
 from minillm.engine.scheduler import Scheduler
@@ -33,6 +34,8 @@ class Request:
         streamed: `Driver.run` also yields the request's deltas.
         offline: no one waits for single tokens of the request, so its steps may compute long prompts of other requests.
         request_id: if empty, the driver generates one.
+        owner: a name, such as that of a conversation, under which blocks on disk can be erased again.
+        is_private: write no block of the request to disk, and read none.
         score_from: with ``prompt_logprobs``, the first token to score. Earlier blocks may come from the prefix cache.
     """
 
@@ -45,6 +48,8 @@ class Request:
     streamed: bool = False
     offline: bool = False
     request_id: str = ""
+    owner: str | None = None
+    is_private: bool = False
     score_from: int = 1
 
 
@@ -64,6 +69,11 @@ class Requests:
 
     def __post_init__(self) -> None:
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The disk tier of the prefix cache, if there is one."""
+        return None if self.scheduler.disk_reads is None else self.scheduler.disk_reads.tier
 
     def check_prompt(self, token_ids: SequenceOf[int], num_new: int = 1) -> None:
         """Raise UsageError unless this model can compute the prompt and ``num_new`` tokens, 0 or 1, after it."""
@@ -96,6 +106,8 @@ class Requests:
             allowed=None if allowed is None else bits_of(list(allowed), self.vocab_size),
             streamed=request.streamed,
             offline=request.offline,
+            owner=request.owner,
+            is_private=request.is_private,
         )
         if params.prompt_logprobs is not None:
             group.scores = PromptScores(params.prompt_logprobs, max(1, request.score_from), [None] * len(token_ids))
@@ -156,12 +168,21 @@ class Requests:
         sequence.finish_reason = reason
         table = sequence.table
         if table is not None and group.error is None:
-            computed = min(sequence.num_computed, len(sequence.token_ids))
-            self.scheduler.cache.commit(table, sequence.token_ids, computed)
+            self.commit(group, sequence, sequence.num_computed)
         if group.hold and table is not None and group.error is None:
             self.scheduler.idle.keep_ended(sequence, self.new_seq_id)
+            if self.disk is not None and group.owner is not None:
+                kept = sequence.token_ids[: sequence.num_computed]
+                self.disk.add_tail(sequence.own_table, kept, group.owner)
         else:
             self.scheduler.free(sequence)
+
+    def commit(self, group: SequenceGroup, sequence: Sequence, num_computed: int) -> None:
+        """Add the full computed blocks of a sequence to the prefix cache, and queue them for the disk."""
+        table = sequence.own_table
+        self.scheduler.cache.commit(table, sequence.token_ids, min(num_computed, len(sequence.token_ids)))
+        if self.disk is not None and not group.is_private:
+            self.disk.add(table, sequence.token_ids, group.owner)
 
     def advance(self, group: SequenceGroup, sequence: Sequence, token_id: int) -> bool:
         """Advance a sequence's grammar, if any, by ``token_id``. Return False if the group now has an error."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from minillm.cache import OutOfBlocks
 from minillm.engine import admission as need
+from minillm.engine.disk_reads import DiskReads
 from minillm.engine.idle import shared_length
 from minillm.engine.preemption import Preemption
 from minillm.errors import as_known
@@ -31,6 +32,7 @@ class Scheduler:
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
     failed: list[SequenceGroup] = field(default_factory=list)  # with an error, still to be ended
+    disk_reads: DiskReads | None = None  # None: there is no disk tier
 
     def __post_init__(self) -> None:
         self.cache, self.idle = self.preemption.cache, self.preemption.idle
@@ -48,6 +50,8 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step's work, and allocate the blocks that it writes to."""
         schedule = Schedule()
+        if self.disk_reads is not None:
+            self.disk_reads.collect()
         behind = self._decode(schedule)
         budget = self._prefill(behind, self._budget(schedule), schedule)
         budget = self._admit_waiting(budget, schedule)
@@ -115,14 +119,21 @@ class Scheduler:
         seats = self.num_free_seats if self.waiting else 0
         promised: int | None = None  # blocks that running groups still need; summed once, if a group may start
         size = self.cache.block_size
+        reading: list[SequenceGroup] = []  # prompts that are being read from disk; the others pass them
+        active = () if self.disk_reads is None else self.disk_reads.active
         while self.waiting and not schedule.preempted and self.waiting[0].num_seqs <= seats:
             group = self.waiting[0]
+            if group in active:
+                reading.append(self.waiting.popleft())
+                continue
             # All sequences of a resumed group must fit into the step.
             if budget < (group.num_seqs if group.stage is Stage.SAVED else 1):
                 break
             if promised is None:
                 promised = sum(need.blocks_promised(each, size) for each in self.running)
             if not self._admit(group, promised, schedule):
+                if group in active:
+                    continue
                 break
             self.running.append(self.waiting.popleft())
             if group.metrics.first_scheduled_time is None:
@@ -140,6 +151,7 @@ class Scheduler:
                     budget -= chunk.count
             seats -= group.num_seqs
             promised += need.blocks_promised(group, size)
+        self.waiting.extendleft(reversed(reading))
         return budget
 
     def fail(self, group: SequenceGroup, error: Exception) -> None:
@@ -157,6 +169,8 @@ class Scheduler:
             for sequence in group.sequences:
                 if sequence.seq_id not in self.idle.idle:
                     self.free(sequence)
+        if self.disk_reads is not None:
+            self.disk_reads.release(groups)
         gone = set(groups)
         self.running = [group for group in self.running if group not in gone]
         self.waiting = deque(group for group in self.waiting if group not in gone)
@@ -204,6 +218,8 @@ class Scheduler:
                 self.admission == "optimistic"
                 or need.peak_fits(group, self.running, self.cache, self.idle.num_pinned_blocks)
             ):
+                if self.disk_reads is not None and self.disk_reads.begin(group, shareable, shared, cached):
+                    return False
                 break
             if not self.idle.evict(spare=parent):
                 return False
@@ -213,6 +229,8 @@ class Scheduler:
         else:
             sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt, cached)
         sequence.num_computed = sequence.table.num_tokens
+        if self.disk_reads is not None:
+            self.disk_reads.release([group])
         if not group.metrics.num_preemptions:
             group.num_cached_tokens = sequence.num_computed
         return True

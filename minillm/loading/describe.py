@@ -20,6 +20,7 @@ from minillm.progress import OnMessage, OnProgress, ignore_message, ignore_progr
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.accepted import read_config
 from minillm.weights.checkpoint import open_checkpoint
+from minillm.weights.files import identity_of
 from minillm.weights.resolve import resolve
 from minillm.weights.stored import StoredTensor
 
@@ -36,6 +37,7 @@ class Description:
     open_source: Callable[[torch.device], TensorSource]
     served_by: str
     tokenizer: Tokenizer | None
+    identity: str = ""  # differs between models with other weights
 
 
 def describe(
@@ -58,7 +60,7 @@ def describe(
         )
         if ignored_tensors := sum(map(is_vision, checkpoint.names())):
             on_message(f"{name}: only the language model is loaded, not {ignored_tensors} tensors for images")
-        return Description(name, model, stored, lambda device: tensors, files.source, tokenizer)
+        return Description(name, model, stored, lambda device: tensors, files.source, tokenizer, identity_of(files))
     model, tokenizer = _without_weights(name, on_progress, on_message)
     stored = tuple(StoredTensor(key, shape, "BF16") for key, shape in parameter_shapes(model))
     form = config.load_format.partition(":")[2] or None
@@ -66,7 +68,8 @@ def describe(
     def random_tensors(device: torch.device) -> RandomTensors:
         return RandomTensors(model, device, config.seed, form)
 
-    return Description(name, model, stored, random_tensors, "random weights", tokenizer)
+    identity = f"random {form} {config.seed}"
+    return Description(name, model, stored, random_tensors, "random weights", tokenizer, identity)
 
 
 def _without_weights(name: str, on_progress: OnProgress, on_message: OnMessage) -> tuple[ModelConfig, Tokenizer | None]:

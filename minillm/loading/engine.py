@@ -12,6 +12,7 @@ import torch
 from minillm.beams.method import Beams
 from minillm.cache import BlockManager, SwapSpace
 from minillm.config import EngineConfig
+from minillm.engine.disk_reads import DiskReads
 from minillm.engine.engine import Engine
 from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
@@ -23,6 +24,7 @@ from minillm.loading.bandwidth import known_rate
 from minillm.loading.build import Limits, build_runner
 from minillm.loading.describe import Description, describe
 from minillm.loading.device import choose_device, choose_dtype
+from minillm.loading.disk import disk_tier
 from minillm.loading.fits import choose_form
 from minillm.loading.pool_size import budget_of
 from minillm.loading.rank import follow
@@ -32,7 +34,7 @@ from minillm.model.shard import check_size
 from minillm.parallel.channel import Leader
 from minillm.parallel.launch import Torchrun, join, lead
 from minillm.params import BeamSearchParams, Params, SamplingParams
-from minillm.progress import OnMessage, OnProgress, ignore_progress
+from minillm.progress import OnMessage, OnProgress, ignore_message, ignore_progress
 from minillm.runner import wire
 from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.observers import StepObserver
@@ -79,7 +81,7 @@ def load_engine(
     description = describe(name, config, on_progress, on_message)
     if size == 1:
         runner, limits = build_runner(description, config, device, None, on_progress, on_message, since)
-        return new_engine(runner, config, limits, description, nullcontext, runner.close)
+        return new_engine(runner, config, limits, description, nullcontext, runner.close, on_message)
     check_size(description.config, size)
     if device.type == "cpu" and torchrun is None:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
@@ -138,6 +140,7 @@ def new_engine(
     description: Description,
     guard: Callable[[], AbstractContextManager[None]],
     on_close: Callable[[], object],
+    on_message: OnMessage = ignore_message,
 ) -> Engine:
     """Create an engine from a runner. ``guard`` and ``on_close``: see `Engine`."""
     model, tokenizer = runner.model, description.tokenizer
@@ -168,7 +171,11 @@ def new_engine(
         eos_token_ids=frozenset(eos),
         longest_plain_prompt=model.config.rope_changes_beyond,
     )
-    return Engine(
+    tier = disk_tier(config, runner, cache, description, on_message)
+    if tier is not None:
+        runner.observers.append(tier)
+        scheduler.disk_reads = DiskReads(tier, cache, preemption.idle, requests.new_seq_id)
+    engine = Engine(
         runner,
         requests,
         methods_for(requests, runner, config.seed, config.speculate),
@@ -177,6 +184,9 @@ def new_engine(
         source=description.served_by,
         defaults=defaults,
     )
+    if tier is not None:
+        weakref.finalize(engine, tier.close)  # at the latest when the interpreter ends
+    return engine
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:

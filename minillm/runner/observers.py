@@ -1,5 +1,7 @@
 """Objects that a runner notifies of every step: a draft model, the other ranks, meters."""
 
+from collections.abc import Sequence
+
 from minillm.runner.step import StepWork
 from minillm.sequence import Schedule
 
@@ -18,6 +20,9 @@ class StepObserver:
 
     def end(self) -> None:
         """Note that the device has the step's work. Called again if the device later gets the step's draws."""
+
+    def replace(self, blocks: Sequence[int]) -> None:
+        """Note that blocks of the pool have new content, which was read from disk."""
 
     def prepare_ahead(self) -> bool:
         """See `Runner.prepare_ahead`."""

@@ -10,6 +10,7 @@ An error in this bookkeeping would cost accepted draft tokens, but never change 
 """
 
 import time
+from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -79,6 +80,9 @@ class Drafter(StepObserver):
         wanted = [chunk for chunk in schedule.extended if isinstance(chunk, DraftChunk) and not chunk.proposed]
         if wanted:
             self._propose(wanted)
+
+    def replace(self, blocks: SequenceOf[int]) -> None:
+        self._books.overwrite(blocks, 0, len(blocks) * self.runner.block_size)
 
     def prepare_ahead(self) -> bool:
         return self.runner.prepare_ahead()

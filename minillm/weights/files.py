@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -76,6 +76,21 @@ def find_downloaded(name: str) -> ModelFiles | None:
     except (OSError, ValueError):
         return None
     return ModelFiles(name, _model_path(directory, files), source) if complete and files else None
+
+
+def identity_of(files: ModelFiles) -> str:
+    """Return a text that differs between models with other files.
+
+    It has the recorded hashes of a downloaded model. For other models it has sizes and times of change, because hashing
+    the files would take longer than loading them.
+    """
+    home = _home(files.name)
+    if files.path == home or files.path.parent == home:
+        with suppress(OSError, ValueError):
+            return "\n".join(f"{item.name} {item.sha256}" for item in _read_record(home)[1])
+    paths = sorted(files.path.iterdir()) if files.path.is_dir() else [files.path]
+    stats = [(path.name, path.stat()) for path in paths if path.is_file()]
+    return "\n".join(f"{name} {found.st_size} {found.st_mtime_ns}" for name, found in stats)
 
 
 def verify(name: str, on_progress: OnProgress) -> None:

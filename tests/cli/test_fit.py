@@ -13,6 +13,7 @@ import pytest
 
 from lib.checkpoints import LLAMA_1B, LLAMA_8B, forge_gguf, forge_hf, hf_tensors
 from minillm import system
+from minillm.checks import parse_bytes
 from minillm.cli import fit
 from minillm.cli.main import main
 from minillm.loading.bandwidth import Bandwidth
@@ -250,8 +251,8 @@ def test_a_file_that_lies_is_one_line(run: Run, tmp_path: Path) -> None:
     [("12GiB", 12 << 30), ("24GB", 24_000_000_000), ("8 g", 8 << 30), ("1.5tib", 3 << 39), ("512MiB", 512 << 20)],
 )
 def test_sizes_have_units(text: str, number: int) -> None:
-    assert fit.parse_bytes("--memory", text) == number
-    assert fit.parse_bytes("--bandwidth", f"{text}/s", "/s") == number
+    assert parse_bytes("--memory", text) == number
+    assert parse_bytes("--bandwidth", f"{text}/s", "/s") == number
 
 
 def test_another_machine_takes_no_torch(tmp_path: Path) -> None:

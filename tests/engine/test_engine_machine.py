@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.sequence import Sequence
 
+DISK = tempfile.TemporaryDirectory()  # all examples share it, so they find blocks of earlier ones
 MODELS: list[Llama] = []  # one for all examples: making it takes longer than running them
 KINDS = (
     SamplingParams(temperature=0, max_tokens=9),
@@ -41,8 +44,9 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 4]),
         host_blocks=st.sampled_from([0, 60]),
         admission=st.sampled_from(["predicted", "optimistic"]),
+        on_disk=st.booleans(),
     )
-    def start(self, on_device: bool, block_size: int, host_blocks: int, admission: str) -> None:
+    def start(self, on_device: bool, block_size: int, host_blocks: int, admission: str, on_disk: bool) -> None:
         if not MODELS:
             # In float64 a batch of another size rounds alike once it is cut to float32: in float32 about one draw in
             # 10^5 is so near a tie that it comes out differently.
@@ -50,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine = engine_for(
             MODELS[0], num_blocks=30 * (4 // block_size), block_size=block_size, max_num_seqs=8,
             max_num_batched_tokens=16, host_blocks=host_blocks, admission=admission, on_device=on_device,
+            disk=Path(DISK.name) / str(on_device) if on_disk else None,
         )  # fmt: skip
         self.on_device = on_device
         self.requests: dict[str, tuple[list[int], Any]] = {}
@@ -141,6 +146,9 @@ class EngineMachine(RuleBasedStateMachine):
         while self.pinned:
             held.unpin(Driver(self.engine), self.pinned.pop())
         self.books_balance()
+        if self.engine.disk is not None:
+            self.engine.disk.tier.close()
+            assert not self.engine.disk.active
         assert self.engine.cache.num_free == self.engine.cache.num_blocks, "blocks leaked"
         assert (swap := self.engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from minillm.blockstore.files import BlockStore
+from minillm.blockstore.tier import DiskTier
 from minillm.cache import BlockManager, SwapSpace, check
+from minillm.engine.disk_reads import DiskReads
 from minillm.engine.engine import Engine
 from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
@@ -21,6 +26,7 @@ from minillm.loading.engine import methods_for
 from minillm.model.llama import Batch, Llama
 from minillm.outputs import RequestOutput
 from minillm.runner.device.runner import DeviceRunner
+from minillm.runner.pool_blocks import PoolBlocks
 from minillm.runner.runner import Runner
 from minillm.runner.scores import ScoringForward
 from minillm.speculation.drafter import Drafter
@@ -57,11 +63,12 @@ def engine_for(
     sharing: Costs | None = FREE,
     speculate: str = "off",
     draft: Llama | None = None,
+    disk: Path | None = None,
 ) -> Engine:
     """Return a new engine. ``on_device`` keeps the state of decoding sequences on the device (by default: on a GPU).
 
     On the device, blocks that sequences share are always read once, unless ``sharing`` says otherwise. A
-    ``draft`` model guesses.
+    ``draft`` model guesses. ``disk``: the directory of a disk cache, see `tier_of`.
     """
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     scheduler = Scheduler(Preemption(cache, SwapSpace(host_blocks)), max_num_seqs, max_num_batched_tokens, admission)
@@ -84,7 +91,18 @@ def engine_for(
         speculate = "a model"
     plain = model.config.max_position_embeddings if dynamic else None
     requests = Requests(scheduler, tokenizer, model.config.vocab_size, max_model_len, eos, plain)
+    if disk is not None:
+        identity = hashlib.sha256(f"{block_size} {model.dtype} {model.kv_in_8_bits}".encode()).digest()
+        pool = PoolBlocks(runner.kv_cache.tensors, block_size)
+        tier = DiskTier(BlockStore(disk, identity, {}, 1 << 30), identity, cache, pool, pytest.fail, runner.observers)
+        runner.observers.append(tier)
+        scheduler.disk_reads = DiskReads(tier, cache, scheduler.idle, requests.new_seq_id)
     return Engine(runner, requests, methods_for(requests, runner, seed, speculate))
+
+
+def tier_of(engine: Engine) -> DiskTier:
+    assert engine.disk is not None
+    return engine.disk.tier
 
 
 def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], block_size: int = 4) -> Tensor:

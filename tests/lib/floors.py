@@ -13,6 +13,7 @@ model
 weights
 fit
 runner user_config
+blockstore
 engine
 beams speculation branch
 verbs
