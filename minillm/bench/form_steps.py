@@ -1,4 +1,7 @@
-"""Measure the CPU's part of steps of sequences that follow a JSON schema. No device computes anything."""
+"""Measure the CPU time of engine steps in which every answer follows a JSON schema.
+
+A stand-in replaces the device: no forward pass is computed.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ from minillm.runner.masks import Masks, masks_of
 from minillm.sequence import Chunk, Schedule, Stage
 from minillm.text.tokenizer import Tokenizer
 
-_WARM_UP, _STEPS = 60, 150  # lexers build their states first
+_WARM_UP, _STEPS = 60, 150  # in the first steps, the grammars' lexers build their states
 
 
 class _Drawn:
-    """Replace the tokens that a device draws: draw random tokens that the grammar masks allow.
+    """Simulate sampling on a GPU: pick a random token for each sequence, among the tokens that its mask allows.
 
-    The time to draw them is not measured.
+    The time to pick them is not measured.
     """
 
     may_run_ahead, may_compute_ahead = False, True
@@ -49,7 +52,7 @@ class _Drawn:
 
 
 class _Device:
-    """Replace a runner on a GPU: do its bookkeeping of device state, and compute nothing."""
+    """Simulate a runner on a GPU: do the runner's bookkeeping of device state, and compute nothing."""
 
     def __init__(self, num_seqs: int, vocab: int) -> None:
         self._vocab = vocab
@@ -79,9 +82,10 @@ class _Device:
 
 
 def form_steps(num_seqs: int, vocab: int, tokenizer: Tokenizer | None = None) -> dict[str, float]:
-    """Return the median seconds of each part of a step of ``num_seqs`` sequences that follow `SCHEMA`.
+    """Return the CPU time of each part of a step in seconds (medians), by the part's name.
 
-    The keys are `PARTS`, without the wait for the device. Without a tokenizer, tokens stand for random text.
+    In each step, ``num_seqs`` sequences decode and follow `SCHEMA`. The keys are `PARTS`, without the wait for the
+    device. Without a tokenizer, a vocabulary of ``vocab`` random texts is used.
     """
     scheduler = Scheduler(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True)), num_seqs, 8192)
     requests = Requests(scheduler, tokenizer, vocab, 4096, frozenset([2]))

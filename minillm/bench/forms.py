@@ -1,7 +1,9 @@
-"""``forms``: compare answers that follow a JSON schema with unconstrained answers of as many tokens, alternating.
+"""``forms``: measure how much slower answers are that follow a JSON schema.
 
-A model with random weights has no tokenizer, so its tokens stand for random text. Its answers are as random as the
-schema allows; the work is the same as for other models.
+Each run is paired with a run of unconstrained answers with the same numbers of tokens; the two kinds alternate.
+
+A model with random weights has no tokenizer, so each of its tokens stands for a random text. Its answers are as random
+as the schema allows. The work is the same as for other models.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class HostPart:
-    """One part of the CPU time: mean milliseconds per step, over one more run of each kind."""
+    """The mean CPU time of one part of a step, such as the scheduler, for each kind of run. Fields are in seconds.
+
+    The runs of `FormsResult` are not timed by part. These figures are from one more run of each kind.
+    """
 
     part: str = shown("CPU time per step, ms", width=32)
     free: float = shown("free", ".3f", 1e3)
@@ -63,7 +68,11 @@ class HostPart:
 
 @dataclass(frozen=True)
 class FormsResult:
-    """The result for one batch size: medians over the pairs of runs."""
+    """The result for one batch size: medians over the runs.
+
+    "Free" runs are unconstrained. In runs with one schema, one request follows the schema, and the others are
+    unconstrained.
+    """
 
     batch_size: int = shown("requests at a time", ",")
     num_tokens: int = shown("tokens", ",")
@@ -76,9 +85,9 @@ class FormsResult:
 
 
 def measure(subject: Subject, options: Options) -> dict[str, FormsResult]:
-    """Measure answers with a schema and as many unconstrained tokens, for each batch size.
+    """Measure answers with a schema, and unconstrained answers with as many tokens, for each batch size.
 
-    Raises UsageError if an answer fails.
+    Raises UsageError if the engine reports an error for a request.
     """
     llm = subject.llm
     requests, vocab = llm.engine.requests, llm.engine.runner.model.config.vocab_size
@@ -125,7 +134,7 @@ def _measure(llm: LLM, batch_size: int, options: Options) -> FormsResult:
 
 
 def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
-    """Return the parts of the CPU time per step, for one run of each kind."""
+    """Run each list of requests once. Return the mean CPU time per step, split into `PARTS`."""
     found: list[dict[str, float]] = []
     with parts_of_steps(type(llm.engine.runner)) as seconds:
         for requests in kinds:
@@ -139,9 +148,10 @@ def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
 
 
 def random_vocabulary(size: int, end_ids: Collection[int] = ()) -> Vocabulary:
-    """Return a vocabulary of ``size`` random tokens of one to nine printable characters, including all single ones.
+    """Return a vocabulary of ``size`` tokens with random texts.
 
-    Most are words, and half of those begin with a space. Tokens in ``end_ids`` have no text.
+    Every printable ASCII character is a token. The others are 2 to 8 letters (95 %) or signs; half of them begin with a
+    space. Tokens in ``end_ids`` have no text.
     """
     rng = random.Random(0)
     letters, signs = "abcdefghijklmnopqrstuvwxyz", ' ,.:;"{}[]()0123456789'
@@ -153,6 +163,6 @@ def random_vocabulary(size: int, end_ids: Collection[int] = ()) -> Vocabulary:
     tokens = [b"" if token_id in end_ids else next(texts).encode() for token_id in range(size)]
 
     def encode(text: str) -> list[int]:
-        raise UsageError("only the longest tokens")  # `Vocabulary.encode` then takes those
+        raise UsageError("only the longest tokens")  # `Vocabulary.encode` falls back to the longest tokens that match
 
     return Vocabulary(tokens, encode)

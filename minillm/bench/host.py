@@ -1,4 +1,7 @@
-"""``host``: measure the CPU's part of a step on one core, with random tokens and candidates."""
+"""``host``: measure the CPU time of a step on one core, without a model.
+
+The tokens, and the candidates of beam searches, are random.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,14 @@ _VOCAB, _STEPS = 49152, 200
 
 @dataclass(frozen=True)
 class HostResult:
-    """One measured kind of work: its median microseconds per step."""
+    """The median time per step of one kind of work, such as "decode, 256 sequences: scheduler and cache"."""
 
     what: str = shown("", width=52)
     microseconds: float = shown("us per step", ".0f")
 
 
 class _Runner:
-    """Replace a runner and the tokens that it draws, without a device."""
+    """Simulate a runner without a device, and its sampled tokens (the result of `draw`)."""
 
     may_run_ahead = may_compute_ahead = False
     tokens: list[int]  # the next step's tokens, chosen before the step is timed
@@ -54,7 +57,7 @@ class _Runner:
 
 
 def measure(options: NoOptions) -> Iterator[HostResult]:
-    """Measure all kinds of steps. Yield the result of each, followed by those of its parts if it has any."""
+    """Measure all kinds of steps. Yield a result for each kind, and for each part of a step with a schema."""
     for times in (_decode_step(256), _beam_step(32, 4), _followed_step(32, 4), _followed_step(8, 4)):
         for what, seconds in times.items():
             yield HostResult(what, 1e6 * statistics.median(seconds))
@@ -82,7 +85,7 @@ def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> En
 def _scheduled(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
     """Schedule a step and mark it as computed.
 
-    Returns: the seconds that both took; the schedule; its chunks that need logits.
+    Returns: the CPU time of both in seconds; the schedule; those of its chunks that need logits.
     """
     began = time.perf_counter()
     schedule = engine.scheduler.schedule()
@@ -149,7 +152,7 @@ def _beam_step(num_groups: int, width: int) -> dict[str, list[float]]:
 
 
 class _Searches:
-    """Replace a device that runs beam searches: return made-up continuations of every beam."""
+    """Simulate a device that runs beam searches: return made-up continuations of every beam."""
 
     may_run_ahead = True
     found: list[list[tuple[float, int, int]]]  # the next step's continuations, chosen before the step is timed
@@ -171,9 +174,10 @@ class _Searches:
 
 
 def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
-    """Measure the CPU's part of beam steps that run on the device.
+    """Measure the CPU time of beam steps in which the device chooses the beams.
 
-    It consists of the scheduler, the cache, the changes of device state, and the bookkeeping.
+    The measured work is the scheduler, the cache, the changes of device state, and the bookkeeping. Return the seconds
+    of each step, under the name of this kind of step.
     """
     params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
     rng, device = random.Random(1), _Searches(num_groups * width)
@@ -210,7 +214,7 @@ def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
 
 
 def _first_steps(prompts: list[Chunk], width: int) -> None:
-    """Expand the single beam of each prompt to ``width`` beams on the CPU."""
+    """Expand the single beam of each prompt to ``width`` beams. A search does this first step on the CPU."""
     for chunk in prompts:
         step = beam_step(chunk.group, {chunk.sequence.seq_id: chunk.row})
         best = [Candidate(-1.0 - i, 0, 3 + i) for i in range(2 * width)]

@@ -44,7 +44,8 @@ class HttpOptions(ScaleOptions):
 class HttpResult:
     """The result of the comparison: medians over the runs.
 
-    Both engines have the same configuration. The engine that waits for its turn uses no CPU time.
+    The engine in this process ("own") and the server's engine have the same configuration. While one of them works, the
+    other uses no CPU time.
     """
 
     num_streams: int = shown("streams at a time", ",")
@@ -58,9 +59,9 @@ class HttpResult:
 
 
 def measure(subject: Subject, options: HttpOptions) -> HttpResult:
-    """Run the requests of `throughput`, then single requests, alternately in this process and through HTTP.
+    """Run the requests of `throughput`, then single requests. Each run is done in this process and then through HTTP.
 
-    Raises MinillmError if the server does not start, or its answers are incomplete.
+    Raises MinillmError if the server does not start, or if an answer is incomplete.
     """
     llm = subject.llm
     requests = throughput(
@@ -129,9 +130,9 @@ def _server(model: str, config: EngineConfig) -> Iterator[tuple[str, int]]:
 
 
 async def _streams(host: str, port: int, requests: Sequence[Request], num_streams: int, salt: str) -> int:
-    """Send all requests over ``num_streams`` connections, each request after the answer to the previous one.
+    """Send all requests over ``num_streams`` connections. A connection sends its next request after the last answer.
 
-    Return the number of generated tokens. ``salt`` keeps the requests from using another run's prefix cache.
+    Return the number of generated tokens. Runs with different values of ``salt`` share no prefix cache.
     """
     left = iter(requests)
 
@@ -155,8 +156,8 @@ async def _streams(host: str, port: int, requests: Sequence[Request], num_stream
 def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, float]]:
     """Send requests one after another over one connection.
 
-    Return two times in seconds for each request: to the first token at the client, and to the first token in the
-    engine. The client only waits for its socket, so almost none of the time is its own.
+    Return for each request the seconds until its first token arrives at the client, and the seconds until the engine
+    has generated it. The client only waits for its socket, so it adds almost nothing to the first time.
     """
     seconds = []
     with socket.create_connection((host, port)) as connection:
@@ -173,7 +174,7 @@ def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) ->
 
 
 def _message(request: Request, salt: str) -> bytes:
-    """Return an HTTP request for a streamed answer, with head and body. ``salt`` is its cache salt."""
+    """Return the bytes of an HTTP request for a streamed answer. ``salt`` is its field `cache_salt`."""
     prompt, params = request
     assert isinstance(params, SamplingParams)
     body = {"prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}
@@ -184,10 +185,10 @@ def _message(request: Request, salt: str) -> bytes:
 
 
 class _Stream:
-    """Parse a streamed answer like a client.
+    """Parse the bytes of a streamed HTTP answer, as far as the measurement needs.
 
     Attributes:
-        first_time: `time.perf_counter` at the first token; 0 before.
+        first_time: the value of `time.perf_counter` when the first token arrived; 0 before.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class _Stream:
         self._head, self._tail = b"", b""
 
     def take(self, piece: bytes) -> None:
-        """Parse the next piece of the answer. Raises MinillmError if the answer has ended early."""
+        """Parse the next bytes from the connection. If there are none, the answer was cut off: raises MinillmError."""
         if not piece:
             raise MinillmError(f"the server's answer has no end: {self._tail[-200:]!r}")
         if not self.first_time:

@@ -1,6 +1,7 @@
-"""``io``: measure offline throughput by the lengths of prompts and answers, and the first token of each prompt length.
+"""``io``: measure offline throughput for several lengths of prompts and answers.
 
-It runs through `LLM.generate`, so the steps are those of an offline run. The prefix cache is emptied before each run.
+For each length of a prompt, the time to its first token is measured as well. The workload calls `LLM.generate`, as an
+offline program does. The prefix cache is emptied before each run.
 """
 
 import random
@@ -18,12 +19,12 @@ from minillm.params import SamplingParams
 
 Case = tuple[int, int, int]  # tokens of a prompt, tokens of an answer, requests
 _CASES = "128:128:1024,1000:1000:256,2048:128:192,5000:500:48,20000:500:12"
-_WARM_UP = 64, 16  # requests at most, tokens of their answers
-_RUNS = 3  # of the first token, after one that warms up
+_WARM_UP = 64, 16  # before a measured run: at most this many requests, with answers of this many tokens
+_RUNS = 3  # timed runs for the first token, after a run that warms up
 
 
 def _cases(name: str, value: Any) -> tuple[Case, ...]:
-    """Return the cases of a text such as ``128:128:1024,2048:128:192``. Raises UsageError for anything else."""
+    """Parse cases such as ``128:128:1024,2048:128:192``. Raises UsageError if the text has another format."""
     try:
         cases = [tuple(int(number) for number in case.split(":")) for case in str(value).split(",")]
     except ValueError:
@@ -42,7 +43,7 @@ class IoOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class IoResult:
-    """One case. The rate is answers' tokens per second, prompts included in the time."""
+    """The result of one case. ``rate``: generated tokens per second. Its time includes that of the prompts."""
 
     input_len: int = shown("prompt", ",")
     output_len: int = shown("answer", ",")
@@ -53,7 +54,10 @@ class IoResult:
 
 
 def measure(subject: Subject, options: IoOptions) -> Iterator[IoResult]:
-    """Measure each case: one prompt alone, then all requests at once after a smaller run of the same lengths."""
+    """Measure each case: the first token of a single prompt, then all requests at once.
+
+    A smaller run with the same lengths warms up before all requests are measured.
+    """
     llm, rng = subject.llm, random.Random(0)
     vocab = llm.engine.runner.model.config.vocab_size
     for input_len, output_len, count in options.cases:

@@ -20,7 +20,8 @@ from minillm.kernels.timing import copies_for_cold_l2, graph_microseconds
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 
-# For chunk-attention: sequences, (query heads, kv heads, head dimension), measured points per generation.
+# For chunk-attention: number of sequences; (query heads, kv heads, head dimension); number of times during the
+# generation of a completion at which attention is measured.
 _SEQS, _HEADS, _POINTS = 32, (32, 32, 128), 4
 
 
@@ -38,12 +39,15 @@ class KernelResult:
     flops: int = shown("GFLOP", ".1f", 1e-9, width=7)
     bound: str = shown("limit", width=7)  # "memory" or "compute"
     fraction: float = shown("of it", ".0%", width=5)  # fraction of the copy bandwidth or of the matmul rate
-    # relative error norm against float64; None if results cannot be compared
+    # relative error (norm) compared with a reference in float64; None if results cannot be compared
     error: float | None = shown("error", ".1e", width=8)
 
 
 def measure(options: KernelOptions) -> dict[str, Any]:
-    """Measure the GPU's limits, then every op, or only `KernelOptions.op`. Raises MinillmError without a GPU."""
+    """Measure the GPU's bandwidth and matmul rate, then every op, or only the op named in ``options``.
+
+    Raises UsageError if there is no such op, and MinillmError without a GPU.
+    """
     if options.op is not None and options.op not in OPS:
         raise UsageError(f"unknown op {options.op!r}; known: {', '.join(OPS)}")
     if not torch.cuda.is_available():
@@ -65,13 +69,16 @@ def _measure(op: str, case: Case, limits: LoadLimits) -> KernelResult:
 
 @dataclass(frozen=True)
 class ChunkAttentionResult:
-    """Times of decode attention for one prompt length: mean microseconds over the generation of a completion."""
+    """Times of decode attention for one pair of prompt and completion length.
+
+    Times are in microseconds per step, averaged over several points of the generation.
+    """
 
     prompt: int = shown("prompt", "d")  # tokens, the same for all sequences
     completion: int = shown("completion", "d")  # tokens that each sequence generates
-    copied: float = shown("copied us", ".1f")  # the paged kernel, each sequence with a copy of the prompt
-    shared: float = shown("shared us", ".1f")  # the paged kernel, one prompt
-    ours: float = shown("prefix us", ".1f")  # the prefix kernel
+    copied: float = shown("copied us", ".1f")  # the paged kernel; each sequence has its own copy of the prompt
+    shared: float = shown("shared us", ".1f")  # the paged kernel; all sequences share the prompt's blocks
+    ours: float = shown("prefix us", ".1f")  # the prefix kernel; all sequences share the prompt's blocks
 
     @computed("speed-up", ".1f")
     def speedup(self) -> float:
@@ -114,7 +121,7 @@ class MatvecOptions(NoOptions):
 
 @dataclass(frozen=True)
 class MatvecResult:
-    """Times of the matmul with one weight, in microseconds with a cold L2 cache."""
+    """The times of one weight's matmul in microseconds, with a cold L2 cache."""
 
     op: str = shown("op")
     features: int = shown("features", "d")
@@ -127,7 +134,7 @@ class MatvecResult:
 
 
 def tiles(options: MatvecOptions) -> Iterator[MatvecResult]:
-    """Measure all sensible tile sizes for each of the five matmuls of a model, or of one rank's shard.
+    """Measure all sensible tile sizes for the five matmuls of a model. With tensor parallelism: of one rank's shard.
 
     Raises UsageError without a GPU, or if the matrix-vector kernel does not support this number of tokens.
     """

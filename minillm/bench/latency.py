@@ -1,6 +1,6 @@
-"""``latency``: measure how fast a few sequences decode together. The floor is the time to read the weights once.
+"""``latency``: measure how fast a few sequences decode together.
 
-docs/performance.md describes the protocol.
+A step's time is compared with the floor, the time to read the weights once. docs/performance.md describes the protocol.
 """
 
 import os
@@ -43,7 +43,10 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """The result of one program: medians over the runs. Rates are tokens per second over all sequences."""
+    """The result of one program, minillm or a peer: medians over the runs.
+
+    Rates are tokens per second, summed over all sequences.
+    """
 
     name: str = shown("", width=32)
     batch_size: int = shown("sequences", "d")
@@ -58,9 +61,9 @@ class LatencyResult:
 
 
 def measure(subject: Subject, options: Options) -> list[LatencyResult]:
-    """Measure the model, and the peer if there is one, on the same prompts.
+    """Measure the model on random prompts. If a peer is given, measure it on the same prompts in alternating runs.
 
-    Runs alternate on the machine as it is, and optionally next to busy processes.
+    With `Options.busy`, measure again while that many other processes keep a core busy each.
     """
     llm, model = subject.llm, subject.llm.engine.runner.model
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +92,7 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Run ``count`` processes inside the ``with``; each keeps a core busy. They also end if this process ends."""
+    """Keep ``count`` cores busy inside the ``with``, with a process for each. If this process dies, they end."""
     command = [sys.executable, "-I", "-S", "-c", _LOOP, str(os.getpid())]
     processes: list[subprocess.Popen[bytes]] = []
     try:

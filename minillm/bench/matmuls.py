@@ -1,4 +1,4 @@
-"""``matmuls``: list the kernel that computes each of a model's matmuls, by number of tokens."""
+"""``matmuls``: list which kernel computes each of a model's matmuls. The choice depends on the number of tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.kernels import LinearWeight
 
-_MOST_TOKENS = 1024  # at which the last kernel is in use for every weight
+_MOST_TOKENS = 1024  # from here on, every weight keeps its last kernel
 
 
 @dataclass(frozen=True)
 class MatmulsResult:
-    """The kernels of one weight."""
+    """The kernels that compute one weight's matmul, for each range of the number of tokens."""
 
     op: str = shown("op")
     features: int = shown("features", "d")
@@ -39,7 +39,7 @@ def _kernel(weight: LinearWeight, x: Tensor, tokens: int) -> str:
 
 
 def _listed(ranges: list[tuple[str, list[int]]]) -> str:
-    """Return a text such as ``1-2 matvec, 3-16 tensor cores, 17- cuBLAS``."""
+    """Return a text such as ``1-2 matvec, 3-16 tensor cores, 17- cuBLAS``: ranges of numbers of tokens with kernels."""
     return ", ".join(
         f"{tokens[0]}-{'' if tokens[-1] == _MOST_TOKENS else tokens[-1]} {kernel}" for kernel, tokens in ranges
     )

@@ -54,7 +54,11 @@ SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99, 1.1)
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """The result of one replay: ``value`` is the fraction of slots that are wasted, or of blocks that are saved."""
+    """The result of one replay: a fraction.
+
+    ``value`` is the fraction of token slots that are wasted ("waste"), or the fraction of blocks that sharing saves
+    ("saved by sharing").
+    """
 
     table: str = shown("", width=18)
     lengths: str = shown("lengths", width=14)
@@ -64,7 +68,10 @@ class MemoryResult:
 
 @dataclass(frozen=True)
 class SwapResult:
-    """Times in milliseconds for a sequence of ``num_tokens`` tokens, with its blocks scattered over the pool."""
+    """The times to swap a sequence of ``num_tokens`` tokens out and in, and to recompute it, in milliseconds.
+
+    The sequence's blocks are scattered over the pool.
+    """
 
     block_size: int = shown("block size", "d")
     num_tokens: int = shown("tokens", "d")
@@ -83,8 +90,9 @@ class Options(NoOptions):
 
 
 def measure(options: Options) -> dict[str, Iterator[Any]]:
-    """Run the replays, and swap a sequence on the device. Raises UsageError if ``num_tokens`` exceeds the model's
-    context.
+    """Run the replays, and swap a sequence on the device.
+
+    Raises UsageError if `Options.num_tokens` exceeds the model's context.
     """
     longest = SHAPES[options.shape].max_position_embeddings
     if options.num_tokens > longest:
@@ -113,7 +121,7 @@ def _replays(options: Options) -> Iterator[MemoryResult]:
 
 
 def _swaps(options: Options) -> Iterator[SwapResult]:
-    """Measure the time to swap a sequence out and in with each block size, and to recompute it (one prefill)."""
+    """Measure for each block size the time to swap a sequence out and in. Compare with recomputing it (one prefill)."""
     llm = LLM(
         options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device,
         kv_cache_dtype=options.kv_cache_dtype,
@@ -138,7 +146,10 @@ def _swaps(options: Options) -> Iterator[SwapResult]:
 
 
 def paged_waste(lengths: Lengths, block_size: int) -> float:
-    """Return the fraction of allocated token slots that are empty, while a batch of sequences of all ages runs."""
+    """Return the fraction of allocated token slots that are empty, for a batch of sequences with paged memory.
+
+    Finished sequences are replaced by new ones. The result is the average over all steps.
+    """
     rng = random.Random(1)
     manager = BlockManager(_BATCH * -(-LONGEST // block_size), block_size)
     running: list[tuple[BlockTable, int]] = []
@@ -171,30 +182,36 @@ RESERVATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> float:
-    """Return the fraction of reserved token slots that are empty, if a request reserves contiguous memory at its start.
+    """Return the fraction of reserved token slots that are empty, if requests reserve contiguous memory at their start.
 
-    ``reserve`` returns the tokens to reserve for a prompt and output length. Fragmentation between reservations is not
-    counted.
+    ``reserve(prompt, output)`` returns the number of tokens to reserve for a prompt of ``prompt`` and an output of
+    ``output`` tokens. Fragmentation between reservations is not counted.
     """
     rng = random.Random(1)
     filled = reserved = 0
     for _ in range(20_000):
         prompt, output = lengths.draw(rng)
-        # A sequence holds prompt + 1 … prompt + output tokens, one step each.
+        # In successive steps, a sequence has prompt + 1, prompt + 2, … prompt + output tokens.
         filled += output * prompt + output * (output + 1) // 2
         reserved += output * min(LONGEST, reserve(prompt, output))
     return 1 - filled / reserved
 
 
 def saved(replay: Iterable[BlockManager]) -> float:
-    """Return the fraction of blocks that sharing saves over a replay, compared with sequences that share nothing."""
+    """Return the fraction of blocks that sharing saves, compared with sequences that share nothing.
+
+    The result is the average over the block managers that ``replay`` yields.
+    """
     counts = [(stats.used_blocks, stats.logical_blocks) for stats in map(pool_stats, replay)]
     used, logical = map(sum, zip(*counts, strict=True))
     return 1 - used / logical
 
 
 def samples(lengths: Lengths, n: int) -> Iterator[BlockManager]:
-    """Replay requests for ``n`` samples each, one after another. Yield the block manager every eight steps."""
+    """Replay requests one after another. Each forks its prompt into ``n`` samples.
+
+    Yield the block manager every eight steps.
+    """
     rng = random.Random(2)
     for _ in range(150):
         prompt, output = lengths.draw(rng)
@@ -277,7 +294,7 @@ def _model_beams(llm: LLM, lengths: Lengths, width: int) -> Iterator[BlockManage
 def shared_prefix(lengths: Lengths, prefix: int, batch: int) -> Iterator[BlockManager]:
     """Replay a batch of requests that share a cached prefix of ``prefix`` tokens.
 
-    Yield the block manager at its end.
+    Yield the block manager once, when all requests have their full length.
     """
     rng = random.Random(4)
     manager = BlockManager((batch + 1) * -(-(LONGEST + prefix) // _BLOCK_SIZE), _BLOCK_SIZE, prefix_caching=True)

@@ -1,4 +1,4 @@
-"""Measure wall-clock times, the best rates of the machine, and the steps of an engine."""
+"""Measure wall-clock times, the machine's memory bandwidth and matmul rate, and an engine's steps."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median wall-clock time of ``run`` in seconds, including its work on the device.
+    """Return the median wall-clock time of ``repeats`` calls of ``run`` in seconds, including its work on the device.
 
-    One call to warm up is not counted.
+    One more call warms up and is not counted.
     """
     times = []
     for _ in range(repeats + 1):
@@ -41,8 +41,9 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
 
 
 def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
-    """Return the median memory bandwidth in bytes per second: of reads on a CPU, of reads plus writes of a copy on a
-    GPU.
+    """Return the median memory bandwidth in bytes per second.
+
+    On a CPU, ``size`` bytes are read. On a GPU, they are copied, and bytes read and written both count.
     """
     data = torch.randn(size // 4, device=device)
     if device.type != "cuda":
@@ -53,7 +54,7 @@ def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
 
 @dataclass(frozen=True)
 class LoadLimits:
-    """The best rates that were measured on this machine."""
+    """The measured limits of this machine, from which the floor of a step's time is computed."""
 
     copy_bandwidth: float = shown("copy, TB/s", ".2f", 1e-12)  # bytes per second, see `read_bandwidth`
     # FLOPs per second of a large bfloat16 matmul; infinite if not measured (on a CPU, memory bandwidth is the limit)
@@ -71,9 +72,9 @@ class LoadLimits:
 
 @dataclass
 class Meter(StepObserver):
-    """An observer of an engine's steps.
+    """Observe an engine's steps, and compute figures of the whole run.
 
-    It computes the floor, a lower bound of their time, and other figures of a run.
+    One of the figures is the floor: a lower bound of the time that all steps take.
     """
 
     engine: Engine
@@ -81,7 +82,7 @@ class Meter(StepObserver):
     floor: float = 0.0  # seconds that all steps would take at the machine's limits
     idle_share: float | None = None  # share of time in which the GPU is idle between successive decode steps
     peak_blocks: int = 0  # maximum blocks in use
-    # For each step: events at the begin and at the end of a decode step on the GPU's clock; empty for other steps.
+    # For each step: CUDA events at its begin and its end if it is a decode step without prefills, otherwise empty.
     _marks: list[list[torch.cuda.Event]] = field(default_factory=list)
 
     @property
@@ -89,10 +90,11 @@ class Meter(StepObserver):
         return self.peak_blocks * self.engine.cache.block_size
 
     def begin(self, work: StepWork) -> None:
-        """Add the least time of a step to the floor.
+        """Add the lower bound of this step's time to the floor.
 
-        The step reads the weights once and, if it decodes, every used block once. If its matmuls take longer, their
-        time counts. Both are computed for the part of the model that this process holds.
+        The bound is the time to read the weights once and, if the step decodes, every used block once. If the matmuls
+        take longer at the machine's matmul rate, the bound is their time. With tensor parallelism, only this rank's
+        shard of the model counts.
         """
         model, cache = self.engine.runner.model, self.engine.cache
         config, bytes_read = model.local, model.weight_bytes
@@ -105,12 +107,12 @@ class Meter(StepObserver):
             self._marks.append([now()] if work.decode is not None and not work.chunks else [])
 
     def end(self) -> None:
-        """Record the end of a decode step's work. If this is called again for the same step, the last call counts."""
+        """Record the end of a decode step's work. It may be called several times per step; the last call counts."""
         if self._marks and self._marks[-1]:
             self._marks[-1][1:] = [now()]
 
     def conclude(self) -> None:
-        """Compute `idle_share` from the gaps between the end of a decode step and the start of the next one."""
+        """Compute `idle_share` from the gaps between the end of a decode step and the start of the next decode step."""
         if self._marks:
             torch.cuda.synchronize()
         pairs = [(before, after) for before, after in pairwise(self._marks) if before and after]
@@ -123,7 +125,7 @@ class Meter(StepObserver):
 def metered(engine: Engine, limits: LoadLimits) -> Iterator[Meter]:
     """Measure every step of ``engine`` inside the ``with``.
 
-    The yielded meter has its final figures after the ``with``.
+    Yield the meter. Its figures are final after the ``with``.
     """
     meter = Meter(engine, limits)
     engine.figures.reset_peaks()

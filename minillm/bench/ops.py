@@ -1,4 +1,4 @@
-"""The cases of ``minillm bench kernels``: how to run and check each op on a shape, with its bytes and FLOPs."""
+"""The cases of ``minillm bench kernels``: inputs for each op and shape, a check of results, and its bytes and FLOPs."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ class Case:
 
     op: str
     shape: str
-    inputs: list[tuple[Any, ...]]  # copies of the arguments; launches use them in turn
+    inputs: list[tuple[Any, ...]]  # several sets of arguments; successive launches use them in turn
     bytes: int  # bytes that a launch reads and writes
     flops: int = 0  # floating-point operations of a launch
     launches: int = 24  # launches to time
-    # Takes a function that launches the op on the first inputs. Returns its relative error. By default `error` compares
-    # the whole result.
+    # Called with a function that launches the op on the first inputs. Returns the relative error. Without `check`,
+    # `error` compares the whole result with the reference.
     check: Callable[[Callable[[], Any]], float] | None = None
 
     def launch(self, i: int = 0) -> Any:
@@ -82,7 +82,10 @@ def _double(pages: Pages) -> Pages:
 
 
 def _copies(moved: int, *shape: int) -> list[Tensor]:
-    """Return random inputs for launches of ``moved`` bytes each, enough of them to keep the L2 cold."""
+    """Return random tensors of ``shape``: the inputs of successive launches. A launch moves ``moved`` bytes.
+
+    There are enough tensors that none is still in the L2 cache when its turn comes again.
+    """
     return [random(*shape) for _ in range(copies_for_cold_l2(moved))]
 
 
@@ -164,7 +167,8 @@ def prefix_attention(
 ) -> Case:
     """Return the case of ``seqs`` sequences that share ``prefix`` tokens and have ``tail`` own tokens each.
 
-    The plan is made for ``planned_tail`` own tokens, by default ``tail``.
+    The attention plan (`plan_attention`) is made as if each sequence had ``planned_tail`` own tokens, by default
+    ``tail``. This measures a plan that is older than its step.
     """
     heads, kv_heads, dim = shape
     shared, own = prefix // _BLOCK_SIZE, -(-tail // _BLOCK_SIZE)
@@ -201,7 +205,7 @@ def prefill_attention(shape: Heads, n: int, chunk: int, cached: int, in_8_bits: 
     pages = cache.pages(tables, torch.full((n,), context, device=DEVICE, dtype=torch.int32))
     starts = torch.arange(0, n * chunk + 1, chunk, device=DEVICE, dtype=torch.int32)
 
-    def check(launch: Callable[[], Tensor]) -> float:  # of the first kv head's first query head
+    def check(launch: Callable[[], Tensor]) -> float:  # compares only the first query head of the first kv head
         one = pages._replace(k=pages.k[:, :, :1], v=pages.v[:, :, :1])
         if pages.k_scales is not None and pages.v_scales is not None:
             one = one._replace(k_scales=pages.k_scales[:, :1], v_scales=pages.v_scales[:, :1])
@@ -269,20 +273,21 @@ def _top_log_probabilities(rows: int, vocab: int, count: int) -> Case:
 
 
 _FORMS = (False, True)  # whether the cache is in 8 bits
-# The sizes of attention begin with the number of sequences. Then follow tokens: of the context; of the shared and of
-# each own part; of a chunk and of the context before it.
+# Sizes for attention. Each begins with the number of sequences, followed by numbers of tokens. _PAGED: the context.
+# _PREFIX: the shared prefix, each sequence's own part. _PREFILL: the chunk, the context before it.
 _PAGED = tuple(
     (seqs, context, _BLOCK_SIZE, True)
     for seqs, context in (
         (1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (64, 1024), (64, 4096), (256, 1024),
     )
 )  # fmt: skip
-_PAGED_APART = ((64, 4096, 1), (64, 4096, 256), (64, 4096, 16, False))  # then the block size, whether shuffled
+# The next two values of _PAGED and _PAGED_APART are the block size and whether the blocks are shuffled.
+_PAGED_APART = ((64, 4096, 1), (64, 4096, 256), (64, 4096, 16, False))
 _PREFIX = ((32, 1024, 64), (32, 2048, 64), (32, 4096, 64), (256, 1024, 128), (256, 2048, 128), (256, 8192, 128))
 _PREFILL = ((1, 8192, 0), (1, 2048, 0), (1, 2048, 6144), (16, 512, 0), (32, 64, 2048))
 
 
-# Name of an op -> a function that returns a case, and the arguments for each case.
+# The name of an op -> a function that makes a case, and a tuple of its arguments for each case.
 OPS: dict[str, tuple[Callable[..., Case], Iterable[tuple[Any, ...]]]] = {
     "rms_norm": (_rms_norm, ((1, 4096), (64, 4096), (8192, 4096))),
     "silu_mul": (_silu_mul, ((1, 14336), (64, 14336), (8192, 4096))),

@@ -1,4 +1,7 @@
-"""Measure the CPU time of an engine's steps by part. The time of a part excludes other parts that are called in it."""
+"""Measure the CPU time of an engine's steps, split into parts such as the scheduler.
+
+If one part calls another, the time of the called part counts only there.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,17 @@ PARTS: tuple[str, ...] = (*dict.fromkeys(part for _, _, part in _METHODS), *(par
 
 @contextmanager
 def parts_of_steps(runner: type = Runner, drawn: type = Drawn) -> Iterator[dict[str, float]]:
-    """Time all steps of this process inside the ``with``.
+    """Time all engine steps of this process inside the ``with``, by wrapping methods of the engine's classes.
 
-    Yield a dictionary with the seconds of each of `PARTS` so far. Clear it to start again.
+    Yield a dictionary: part of `PARTS` -> seconds so far. Clear the dictionary to restart the measurement.
 
     Args:
         runner: the class of the runner.
-        drawn: the class of the tokens that the runner draws. Time in its `wait` counts as `WAIT`.
+        drawn: the class of the runner's drawn tokens. The time in its method `wait` counts as `WAIT`.
     """
     places = [*_METHODS, *((runner, name, part) for name, part in _OF_RUNNER), (drawn, "wait", WAIT)]
     seconds: dict[str, float] = defaultdict(float)
-    within: list[float] = []  # for each running call, the seconds of parts called in it
+    within: list[float] = []  # for each timed call that is running, outermost first: the seconds of timed calls in it
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -66,7 +69,7 @@ def parts_of_steps(runner: type = Runner, drawn: type = Drawn) -> Iterator[dict[
         yield seconds
     finally:
         for owner, name, function in own:
-            if function is None:  # inherited
+            if function is None:  # the class had inherited it
                 delattr(owner, name)
             else:
                 setattr(owner, name, function)

@@ -1,8 +1,8 @@
 """Measure other programs in this process, for ``minillm bench latency --peer``.
 
-A peer is a function of the subject and the prompts. It returns a function and the peer's name. That function takes a
-number of tokens, generates as many for each prompt, and returns a `Timing`. The peer raises UsageError if it cannot
-run.
+A peer is a function ``(subject, prompts) -> (run, name)``. ``run(count)`` generates ``count`` tokens for each prompt,
+and returns a `Timing`. ``name`` is the program's name with its version. A peer raises UsageError if the program is not
+installed or cannot run the subject.
 """
 
 import time
@@ -21,7 +21,7 @@ _SAME_NAMES = (  # settings with the same name in our configuration and in that 
 
 
 def _transformers(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """Return a peer that generates with transformers, with random weights of the subject's dimensions."""
+    """Prepare transformers' `generate`, with random weights of the subject's dimensions. Return (run, name)."""
     try:
         import transformers
     except ImportError:
@@ -48,9 +48,9 @@ def _transformers(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[
 
 
 def _llama_cpp(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """Return a peer that runs llama.cpp with the same GGUF file, kind of device and number of threads.
+    """Prepare llama.cpp with the subject's GGUF file, kind of device and number of threads. Return (run, name).
 
-    It only computes logits; it does not draw tokens.
+    ``run`` only computes logits. It samples no tokens: the input of each step is an arbitrary token.
     """
     try:
         import llama_cpp
@@ -74,7 +74,7 @@ def _llama_cpp(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[in
         theirs.reset()
         began = time.perf_counter()
         first = 0.0
-        for tokens in [prompt, *([token] for token in range(1, output_len))]:  # arbitrary tokens: it draws none
+        for tokens in [prompt, *([token] for token in range(1, output_len))]:  # arbitrary tokens
             theirs.eval(tokens)
             llama_cpp.llama_synchronize(theirs.ctx)
             first = first or time.perf_counter() - began

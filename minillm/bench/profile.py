@@ -27,7 +27,10 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class KernelShare:
-    """One kernel's part of a decode step. Where ``bytes`` are not counted, they are None."""
+    """One kernel's part of a decode step.
+
+    ``bytes`` that the kernel reads are computed for linear layers and attention; None for other kernels.
+    """
 
     kernel: str = shown("kernel", width=48)
     launches: float = shown("launches", ".1f")  # per step

@@ -1,16 +1,20 @@
 """``speculate``: measure speculative decoding on texts that repeat their prompts, in chats, and on random text.
 
+Three methods alternate in one process: without speculation, by n-gram lookup, and with ``--speculate MODEL`` by a draft
+model. Times cover the tokens after the first.
+
 Prompts use the model's chat template, if it has one. The long texts are in the public domain. A chat has three turns;
-its later prompts contain the answers generated without speculation. All methods alternate in one process: without
-speculation, by n-gram lookup, and with ``--speculate MODEL`` by a draft model. Times cover the tokens after the first.
-Chat answers are sampled, and some repeat themselves more than others, so each chat runs with several seeds.
+its later prompts contain the answers generated without speculation. Chat answers are sampled. Some repeat themselves
+more than others, so each chat runs with several seeds.
 
 A model with random weights does not repeat anything. Its quantized copy (``--shape llama-8b --speculate
 llama-8b:q4_0``) is a poor draft model, because the model's top tokens are almost equally likely. But the higher the
 temperature, the more a token depends on the noise that both models share. At some temperature, the copy's acceptance
-rate is therefore that of a real draft model. The cost of a draft token does not depend on its value, so speeds are
-reported with their acceptance rates. Finally, if the head is a separate matrix, it is overwritten so that the model
-counts: token t + 1 follows token t. The model then repeats a prompt exactly, at the cost of a model of its dimensions.
+rate therefore equals that of a real draft model. The cost of a draft token does not depend on its value, so each speed
+is reported with its acceptance rate.
+
+Finally, if the output head of this model is a separate matrix, it is overwritten so that the model counts: token t + 1
+follows token t. The model then repeats a prompt exactly, and a step costs as much as before.
 """
 
 import statistics
@@ -89,14 +93,14 @@ _TURNS = "chat", *_FOLLOW_UPS
 _RANDOM_IDS = tuple(range(1000, 3000, 7))
 _DRAWN = {f"drawn at {temperature}": temperature for temperature in (1, 4, 10, 15, 20, 30, 1000)}
 RANDOM: dict[str, tuple[tuple[int, ...], ...]] = {"greedy": (_RANDOM_IDS,), **dict.fromkeys(_DRAWN, (_RANDOM_IDS,))}
-_FIRST, _LENGTH = 5000, 200  # first token and number of tokens of a counted text
+_FIRST, _LENGTH = 5000, 200  # first token id and length of a text of consecutive ids, before tokens are left out
 
 
 def _counted(kept: int, lost: int) -> tuple[int, ...]:
-    """Return a text of ascending token ids: runs of ``kept`` tokens, each followed by a gap of ``lost`` tokens.
+    """Return a text of ascending token ids: ``kept`` ids in a row, then ``lost`` ids are left out, and so on.
 
-    One foreign token fills the gap. A model that counts (`let_count`) repeats the text, except for the foreign tokens.
-    The last token makes it start again.
+    One foreign token replaces the ids that are left out. A model that counts (`let_count`) repeats the text without the
+    foreign tokens. The text's last token makes the model start at the first id.
     """
     text: list[int] = []
     for first in range(_FIRST, _FIRST + _LENGTH, kept + lost):
@@ -126,9 +130,10 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class SpeculationResult:
-    """The result for one kind of text and one method: median seconds per token after the first.
+    """The result for one kind of text and one method (``kind``: "lookup" or "model").
 
-    Draft tokens are counted over all runs. ``same``: speculation did not change the tokens.
+    ``plain`` and ``guessing``: median seconds per token after the first, without and with speculation. Draft tokens
+    are counted over all runs. ``same``: speculation did not change the generated tokens.
     """
 
     name: str = shown("")
@@ -172,7 +177,7 @@ def _with_later_turns(
 
 
 def _together(turns: list[SpeculationResult]) -> SpeculationResult:
-    """Combine the results of all turns of the chats into one, weighted by their tokens."""
+    """Combine the results of the first, second and third turns of the chats into one, weighted by their tokens."""
     num_tokens = sum(each.num_tokens for each in turns)
     plain, guessing = (sum(each.num_tokens * getattr(each, way) for each in turns) for way in ("plain", "guessing"))
     num_steps = sum(each.num_tokens / each.tokens_per_step for each in turns if each.tokens_per_step)
@@ -192,10 +197,10 @@ def _together(turns: list[SpeculationResult]) -> SpeculationResult:
 
 @torch.inference_mode()
 def let_count(model: Llama) -> bool:
-    """Overwrite the embedding and the head so that token t + 1 follows token t.
+    """Overwrite the embedding and the output head so that token t + 1 follows token t. Return whether this worked.
 
-    The embedding becomes so large that the layers do not matter; the head is the embedding shifted by one row. Return
-    False, and change nothing, if the two share a matrix or are low-bit.
+    The embedding becomes so large that the layers do not matter. The head becomes the embedding shifted by one row.
+    If the embedding and the head are one matrix, or low-bit, return False and change nothing.
     """
     embedding, head = model.embedding, model.head.weight
     if not isinstance(embedding, Tensor) or head.shape != embedding.shape or head.data_ptr() == embedding.data_ptr():
@@ -265,7 +270,8 @@ def _measure(
 def _later_turns(llm: LLM, tokenizer: Tokenizer, options: Options) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Generate the answers of all chats without speculation, for each seed. Return the prompts of the later turns.
 
-    A prompt contains the chat before it. The keys are the names of the turns.
+    The result maps the name of a turn, such as "second turn", to one prompt of token ids per chat and seed. A prompt
+    contains the whole chat before it.
     """
     engine = llm.engine
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS["chat"] for _ in range(_SEEDS)]

@@ -33,8 +33,9 @@ print(json.dumps([after - before for before, after in zip(moments, moments[1:])]
 
 @dataclass(frozen=True)
 class StartResult:
-    """The seconds in which one process imports torch, loads the model, generates the first token, and generates seven
-    more.
+    """The seconds that one process takes for each stage of its first answer.
+
+    The stages: import torch, load the model, generate the first token, generate seven more.
     """
 
     process: str = shown("process")  # "first" or "later"
@@ -54,8 +55,9 @@ class Options(NoOptions):
 
 
 def measure(options: Options) -> Iterator[StartResult]:
-    """Start one process without compiled kernels, then later ones that find them compiled. Raises MinillmError if one
-    fails.
+    """Start a process that has to compile its kernels, then processes that find them compiled.
+
+    Raises MinillmError if a process fails.
     """
     model = json.dumps({**weights(options.shape, options.model), "device": options.device})
     with tempfile.TemporaryDirectory() as directory:

@@ -1,10 +1,11 @@
 """List the workloads of ``minillm bench``, declare their options, and print their results. Imports no torch.
 
-A workload is a function of its options: a dataclass of declared parameters (`minillm.checks`). If that dataclass is a
-`ModelOptions`, the function's first argument is a `Subject`. It returns a result, or None if this process has none.
+A workload is a function of its options: a dataclass of declared parameters (`minillm.checks`). If the options' class is
+derived from `ModelOptions`, the function's first argument is a `Subject`. The function returns a result, or None if
+nothing is to be printed.
 
 A result is a dataclass, an iterable of dataclasses of one class, or a dictionary of these. `shown` declares how a field
-is printed, `computed` how a property is printed. JSON has all fields and no properties.
+is printed, `computed` how a property is printed. JSON output has all fields and no properties.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from minillm.model.shapes import SHAPES
 if TYPE_CHECKING:
     from minillm.llm import LLM
 
-# Name of a workload -> its file and function, and its line in --help.
+# The name of a workload -> "file:function", and the workload's line in --help.
 WORKLOADS = {
     "latency": ("latency.measure", "measure how fast a few sequences decode together"),
     "speculate": (
@@ -62,7 +63,7 @@ def workload(name: str) -> tuple[Callable[..., Any], type[NoOptions]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to measure, its name, and the name of the workload."""
+    """The model that a workload measures: the loaded model, its name, and the name of the workload."""
 
     llm: LLM
     name: str
@@ -78,9 +79,9 @@ class Subject:
 
 
 def weights(shape: str | None, model: str | None) -> dict[str, str]:
-    """Return the arguments of `LLM` for the options ``--shape`` and ``--model``; without both, for the smallest shape.
+    """Convert the options ``--shape`` and ``--model`` to keyword arguments of `LLM`.
 
-    Raises UsageError if both are given.
+    Without both, the arguments are for random weights of the smallest shape. Raises UsageError if both are given.
     """
     if shape and model:
         raise UsageError("give either --shape (random weights) or --model (real ones), not both")
@@ -94,7 +95,10 @@ def word(default: str | None, help: str, *, metavar: str = "NAME") -> Any:
 
 
 def shape(default: str | None, help: str) -> Any:
-    """Declare an option that names a model's dimensions: a name in `SHAPES`, with ``:FORM`` if quantized."""
+    """Declare an option that names a model's dimensions: a name in `SHAPES`, such as ``llama-8b`` or ``llama-8b:q4_0``.
+
+    The part after the colon is a quantization.
+    """
 
     def check(option: str, value: Any) -> Any:
         known, (name, separator, form) = tuple(SHAPES), (value or "").partition(":")
@@ -108,7 +112,7 @@ def shape(default: str | None, help: str) -> Any:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The base class of all options. A workload without options uses it as it is."""
+    """The base class of all workloads' options. A workload without options of its own uses this class."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -116,7 +120,7 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class ModelOptions(NoOptions):
-    """The options that all workloads with a model share. ``--shape`` replaces ``--model``."""
+    """The options that all workloads with a model share. ``--shape`` takes the place of ``--model``."""
 
     shape: str | None = shape(
         None,
@@ -132,7 +136,7 @@ class ScaleOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class Column:
-    """The title and the format of one printed figure of a result."""
+    """The title and the format of one field or property of a result, when it is printed."""
 
     title: str
     spec: str = ""  # format of the number; if empty, the figure is text, aligned to the left in a table
@@ -183,7 +187,8 @@ def figures(result: Any) -> Iterator[tuple[Column, str]]:
 def show(result: Any, heading: str = "") -> None:
     """Print a result under ``heading``.
 
-    A dataclass is printed as lines, several dataclasses as rows of a table as they arrive, a dictionary entry by entry.
+    One dataclass is printed as a line per field. Several dataclasses are printed as a table, row by row as they arrive.
+    A dictionary is printed entry by entry.
     """
     if heading:
         print(heading, flush=True)

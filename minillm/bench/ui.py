@@ -29,7 +29,7 @@ from minillm.ui.settings import Settings
 from minillm.weights.manifest import default_model
 
 NUM_BLOCKS = 20_000
-FRAMES, _SECONDS = 10, 6.0  # frames per second, and seconds, in which drawing is measured
+FRAMES, _SECONDS = 10, 6.0  # drawing is measured at this many frames per second, for this many seconds
 _KEYS = 40
 _TURNS = 500  # turns of the long conversation
 _OPENINGS = 5
@@ -58,7 +58,7 @@ _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": 6000, "ignore_eos": True
 
 @dataclass(frozen=True)
 class UiFigures:
-    """The results of the workload, in seconds unless the name has a unit."""
+    """The results of the workload. Times are in seconds; `slowdown` and the shares are fractions."""
 
     first_paint: float = shown("ms to the first paint", ".0f", 1e3)
     key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
@@ -88,7 +88,7 @@ async def _app(engine: Mapping[str, object]) -> AsyncIterator[Pilot[None]]:
 
 
 async def _until(terminal: int, text: str, typed: str = "") -> float:
-    """Type ``typed`` into the terminal, and wait until it shows ``text``. Return the seconds from the first key.
+    """Type ``typed`` into the terminal, and wait until the app prints ``text``. Return the seconds from the first key.
 
     Output that earlier calls have read does not count. Raises MinillmError after 120 seconds.
     """
@@ -108,7 +108,7 @@ async def _until(terminal: int, text: str, typed: str = "") -> float:
 async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[int, int]]:
     """Run `minillm chat` in a process. Yield its pseudo-terminal and its process id.
 
-    ``saved`` is a conversation that the app can open.
+    The app's list of conversations has only ``saved``, or is empty.
     """
     import pty
 
@@ -119,7 +119,8 @@ async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[in
         environment |= {"MINILLM_DATA": directory, "MINILLM_CONFIG": directory}
         if saved is not None:
             SessionStore(Path(directory) / "conversations").save(saved)
-        # Users have compiled modules. Compiling ours at each start would be a sixth of the time to the first paint.
+        # On users' machines, Python's modules are compiled. Compiling minillm's at each start would take a sixth of the
+        # time to the first paint.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "minillm.cli.main", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
@@ -135,7 +136,7 @@ async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[in
 
 
 async def _first_paint() -> float:
-    """Return the seconds from the start of the app's process until it has drawn its last line, the footer."""
+    """Start the app in a process. Return the seconds until it has drawn its last line, the footer."""
     began = time.monotonic()
     async with _terminal() as (terminal, _):
         await _until(terminal, "Help")
@@ -164,9 +165,9 @@ def _long_conversation() -> Conversation:
 
 
 async def _opening() -> tuple[float, float]:
-    """Open a long conversation from the list.
+    """Open a long conversation from the app's list of conversations.
 
-    Returns: the seconds until its end is on the screen; the app's memory in MB after it has drawn everything.
+    Returns: the seconds until its last answer is on the screen; the app's memory in MB after everything is drawn.
     """
     async with _terminal(_long_conversation()) as (terminal, process):
         await _until(terminal, "ready in")
@@ -178,7 +179,7 @@ async def _opening() -> tuple[float, float]:
 
 async def _drawing() -> float:
     """Return the fraction of a core that the app uses to draw a pool that changes `FRAMES` times a second."""
-    sequences = 64  # share the pool
+    sequences = 64  # together, their blocks fill the pool
     async with _app({"num_blocks": 64}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
         chat.show_pool(Pool(NUM_BLOCKS, 16, 1 << 20))
@@ -207,10 +208,10 @@ async def _drawing() -> float:
 async def _cycles() -> list[tuple[float, float]]:
     """Return two speeds in tokens per second for each cycle: while the app draws, and while it is paused.
 
-    An answer is generated in a pool of `NUM_BLOCKS` blocks. The machine's speed drifts by more than the difference, so
-    the speed of a drawing app is the mean of the intervals just before and just after the pause.
+    An answer is generated in a pool of `NUM_BLOCKS` blocks. The machine's speed drifts by more than the two speeds
+    differ. So the speed while the app draws is the mean of two intervals, one just before the pause and one just after.
     """
-    # Without speculation: steps are counted, and one with draft tokens yields more tokens and takes longer.
+    # Speculation is off because steps are counted: a step with draft tokens yields several tokens and takes longer.
     engine = {"num_blocks": NUM_BLOCKS, "block_size": 1, "device": "cpu", "speculate": "off"}
     async with _app(engine) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
@@ -218,7 +219,7 @@ async def _cycles() -> list[tuple[float, float]]:
         await pilot.press("enter")
         await asyncio.sleep(_CATCH_UP)
         ended: dict[int, float] = {}  # number of a step -> the time of its end
-        turns: list[tuple[float, float, float]] = []  # the start of drawing, and the start and end of the pause
+        turns: list[tuple[float, float, float]] = []  # for each cycle: start of drawing, start and end of the pause
         while not chat.talk.conversation.num_answers and len(turns) <= _CYCLES_EACH:
             await asyncio.sleep(_CATCH_UP)
             began = time.monotonic()
@@ -240,9 +241,9 @@ async def _cycles() -> list[tuple[float, float]]:
 
 
 def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
-    """Return the steps per second from ``begin`` to ``end``.
+    """Return the number of steps per second between the times ``begin`` and ``end``.
 
-    ``ended`` has the time of each step's end, by its number. Some steps may be missing.
+    ``ended`` maps a step's number to the time of its end. Some steps may be missing.
     """
     numbers = sorted(ended)
     first, last = np.interp((begin, end), [ended[number] for number in numbers], numbers)

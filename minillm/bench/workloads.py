@@ -1,4 +1,4 @@
-"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``: run workloads on the engine.
+"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``: measure batches of requests on the engine.
 
 docs/performance.md describes the protocol. The prefix cache starts empty, except for the prefix that ``prefix`` warms.
 """
@@ -46,7 +46,7 @@ class WorkloadResult:
 
 
 def measure(subject: Subject, options: ScaleOptions) -> WorkloadResult:
-    """Run ``stall`` or a workload of `REQUESTS` twice. Return the result of the second run."""
+    """Run ``stall`` or one of the workloads in `REQUESTS` twice. Return the result of the second run."""
     llm, engine = subject.llm, subject.llm.engine
     run = _stall if subject.workload == "stall" else _at_once
     llm.reset_prefix_cache()
@@ -71,9 +71,9 @@ def throughput(rng: random.Random, vocab: int, scale: float, count: int = 256) -
 
 
 def _alike(count: int, length: int, params: Params, *, shared: int = 0) -> MakeRequests:
-    """Return a function that makes ``count`` similar requests for 128 tokens each.
+    """Return a function that makes ``count`` similar requests, each for an answer of 128 tokens.
 
-    A prompt has ``shared`` tokens that all requests share, and ``length`` own ones.
+    A prompt begins with ``shared`` tokens that are the same for all requests, followed by ``length`` tokens of its own.
     """
 
     def make(rng: random.Random, vocab: int, scale: float) -> list[Request]:
@@ -103,8 +103,8 @@ def _scaled(length: int, scale: float) -> int:
 def times_of(output: RequestOutput) -> tuple[float, float, float]:
     """Return three times of a finished request in seconds.
 
-    Returns: from arrival to the first token; per later token of its longest completion; from arrival to the end. Raises
-    UsageError if the request failed.
+    Returns: from arrival to the first token; the mean time per later token of its longest completion; from arrival to
+    the end. Raises UsageError if the request failed.
     """
     if output.error is not None:
         raise UsageError(f"a request of the workload failed: {output.error}")
@@ -117,9 +117,9 @@ def times_of(output: RequestOutput) -> tuple[float, float, float]:
 def drive(
     engine: Engine, requests: list[Request], arrivals: list[float] | None = None
 ) -> tuple[float, list[RequestOutput]]:
-    """Compute all requests. They arrive at once, or each after its number of seconds in ``arrivals``.
+    """Run the engine until all requests are answered. Return the total seconds and the outputs.
 
-    Return the total seconds and the outputs.
+    Without ``arrivals``, all requests arrive at once. With it, request ``i`` arrives after ``arrivals[i]`` seconds.
     """
     device = engine.runner.model.device
     synchronize(device)
@@ -149,9 +149,9 @@ def _at_once(subject: Subject, rng: random.Random, scale: float) -> WorkloadResu
 
 
 def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult:
-    """Add a long prompt while 16 sequences decode.
+    """Add a long prompt while 16 sequences decode, to see how long it delays their tokens.
 
-    The result has the time to the first token of the long prompt.
+    The result also has the time to the long prompt's first token.
     """
     engine, vocab = subject.llm.engine, subject.llm.engine.runner.model.config.vocab_size
     params = SamplingParams(temperature=0, max_tokens=max(40, int(200 * scale)), ignore_eos=True)
@@ -209,7 +209,7 @@ class ServeResult:
 
 
 def serve(subject: Subject, options: ServeOptions) -> ServeResult:
-    """Warm up with a few requests at once. Then add requests at the given rate, between steps, and measure them."""
+    """Warm up with a few requests at once. Then add requests at the rate of ``options``, and measure each of them."""
     _serve(subject.llm, 1e6, min(32, options.num_requests), options.scale)
     return _serve(subject.llm, options.rate, options.num_requests, options.scale)
 

@@ -63,9 +63,9 @@ def chat(arguments: argparse.Namespace) -> int:
             resumed = resumed or Conversation(is_trial=True)  # one question and answer: nothing to continue
         return run_plain(llm, settings, store, resumed, question)
     check_terminal()
-    gc.disable()  # the objects of the first screen all stay; garbage collection would take a tenth of its time
+    gc.disable()  # no object of the first screen is garbage; collection would take a tenth of the time to draw it
     try:
-        with _asking_background(settings.theme) as answer:  # most terminals answer while Textual is imported
+        with _asking_background(settings.theme) as answer:  # importing Textual takes longer than most terminals' answer
             from minillm.ui.app import ChatApp, run
         settings = replace(settings, theme=settings.theme or answer.background)
         program = remote_engine(arguments.server) if arguments.server else ENGINE_COMMAND
@@ -78,7 +78,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
 
 def load(model: str, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
-    """Load a model as the chat does. It takes the best quantization that fits, and leaves memory for other programs."""
+    """Load a model as the chat does: the best quantization that fits, with memory left for other programs."""
     from minillm.llm import LLM
     from minillm.loading.engine import best_form, chat_options
     from minillm.progress import say
@@ -90,9 +90,9 @@ def load(model: str, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
 
 
 def remote_engine(url: str) -> tuple[str, ...]:
-    """Return the command of a process that connects to the engine of the server at ``url``.
+    """Return the command line of a process that connects to the engine of the server at ``url``.
 
-    Raises UsageError for an invalid address.
+    The app runs this process in place of its own engine's. Raises UsageError if ``url`` is invalid.
     """
     from minillm.server.sessions.remote import Address
 
@@ -122,9 +122,10 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def _asking_background(theme: str) -> "AbstractContextManager[TerminalAnswer]":
-    """Ask the terminal for its background color, unless ``theme`` is set or ``COLORFGBG`` says it.
+    """Ask the terminal for its background color, unless ``theme`` or the variable ``COLORFGBG`` is set.
 
-    The answer arrives while the context is open.
+    Return a context manager for the answer. The answer is read while the context is open, so code inside it need not
+    wait.
     """
     from minillm.ui.terminal import TerminalAnswer, asking_background
 

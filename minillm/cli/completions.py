@@ -1,7 +1,7 @@
 """``minillm completions``: print a script for a shell.
 
-At every Tab, the script runs this command to list the next words. The offered words therefore always match the parser
-and the available models.
+At every Tab, the script runs this command to list the possible next words. They therefore always match the parser and
+the available models.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
     The result is empty where a file name or free text is expected.
     """
     *before, last = words
-    begun = ""  # a part of the last word that the shell has split off and keeps
+    begun = ""  # the part of the last word, such as "model:", that bash has split off; completions leave it out
     if last == ":" and before:  # bash splits model:quantization into three words
         *before, begun = before
         last = begun = f"{begun}:"
@@ -84,7 +84,7 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
 
 
 def _values(action: argparse.Action) -> list[str]:
-    """Return all values of an option or an argument; empty if they cannot be listed."""
+    """Return all possible values of an option or an argument. The list is empty if the values cannot be listed."""
     if action.choices is not None:
         return list(action.choices)
     if action.dest in ("model", "name", "downloaded"):

@@ -33,9 +33,10 @@ class Machine:
 
     Attributes:
         about: a description for the user.
-        budget: the memory of the device.
-        bandwidth: memory bandwidth in bytes per second; None: not known.
-        draft_read: bytes that the draft model reads per token. A model that reads no more cannot gain from it.
+        budget: the device's memory, and the part of it that a model may use.
+        bandwidth: memory bandwidth in bytes per second; None if not known.
+        draft_read: the bytes that the draft model reads per token; 0 without a draft model. Speculation cannot make a
+            model faster that reads no more than its draft model.
     """
 
     about: str
@@ -50,9 +51,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class FitRow:
-    """A row of the table that `minillm fit` prints: one model or quantization.
+    """A row of the table that `minillm fit` prints: one quantization of a model, or the unquantized model.
 
-    ``best`` marks the recommended row of a model.
+    ``best`` marks the recommended row among those of one model.
     """
 
     model: Sized
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     machine = _machine(config, memory, bandwidth)
     if draft is not None:
         machine = _beside(draft, machine)
-    if machine.budget.on_gpu:  # where --quantize adds quantizations to a model that has none
+    if machine.budget.on_gpu:  # on a GPU, --quantize can quantize a model that has no quantized files
         groups = [[*group, *quantized(group[0])] if len(group) == 1 else group for group in groups]
     else:
         groups = [[way for each in group for way in (each, *in_few_bits(each, machine.budget))] for group in groups]
@@ -95,9 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _models(name: str | None) -> list[list[Sized]]:
-    """Return the models to show, each as a list with its quantizations. Without a name, return all named models.
+    """Return the models to show. Each model is a list of its variants: unquantized, and its quantizations.
 
-    Raises UsageError if the size of the model is unknown.
+    Without a name, return all named models. Raises UsageError if the size of the model ``name`` is unknown.
     """
     manifest = load_manifest()
     if name is None:
@@ -123,9 +124,9 @@ def _draft(name: str) -> Sized:
 
 
 def _beside(draft: Sized, machine: Machine) -> Machine:
-    """Return ``machine`` with less free memory: a draft model is loaded on it.
+    """Return ``machine`` as it is after a draft model is loaded on it: with less free memory.
 
-    The draft model is loaded as by `minillm.loading.describe.describe_draft`.
+    The draft model is loaded with the options that `minillm.loading.describe.describe_draft` uses.
     """
     in_8_bits = not machine.budget.on_gpu and machine.budget.element_size == 4
     own = replace(machine.budget.config, speculate="off", quantize=None, weights="int8" if in_8_bits else "stored")
@@ -137,9 +138,10 @@ def _beside(draft: Sized, machine: Machine) -> Machine:
 
 
 def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) -> Machine:
-    """Return the device to fit models on: this machine's GPU, or its CPU if it has no GPU.
+    """Return the device on which the models should fit: this machine's GPU, or its CPU if it has no GPU.
 
-    With ``memory``, return an imaginary device with that many bytes, all free. ``bandwidth`` replaces a measurement.
+    With ``memory``, return an imaginary device with that many bytes of memory, all free. ``bandwidth``, in bytes per
+    second, is used instead of a measured bandwidth.
     """
     gpu_here = _gpu_is_here()
     on_gpu = config.device != "cpu" and (gpu_here or memory is not None or config.device != "auto")
@@ -191,7 +193,7 @@ def _rate(speed: Bandwidth | None, given: int | None) -> str:
 
 
 def _rows(models: list[Sized], machine: Machine) -> list[FitRow]:
-    # On a CPU, a chat loads a model without further options if one fits, so the best row is then one of these.
+    # On a CPU, the chat prefers a variant that needs no further options. If such a variant fits, the best row is one.
     plain = [model for model in models if machine.budget.on_gpu or not model.options]
     order = _order(plain, machine) or _order(models, machine)
     rows = []
@@ -237,9 +239,9 @@ def _show(tables: list[list[FitRow]], machine: Machine) -> None:
 
 
 def _faster(rows: list[FitRow]) -> list[FitRow]:
-    """Return, as a list, the largest model that reaches reading speed with an option.
+    """Return a list with the largest variant that needs an option and generates at reading speed.
 
-    The list is empty if there is no such row, or if the best row is fast enough.
+    The list is empty if there is no such variant, or if the best row reaches reading speed itself.
     """
     best = next((row.tokens_per_second for row in rows if row.best), None)
     if best is None or best >= READING_SPEED:
@@ -249,9 +251,9 @@ def _faster(rows: list[FitRow]) -> list[FitRow]:
 
 
 def _advice(rows: list[FitRow], machine: Machine, name: str) -> str:
-    """Return the command that runs the best row.
+    """Return a line of text for the user: the command that runs the best row.
 
-    If no row fits, say why: usually, how much memory the smallest one lacks.
+    If no row fits, the line gives the reason, usually the memory that is missing for the smallest variant.
     """
     best = next((row for row in rows if row.best), None)
     if best is None:

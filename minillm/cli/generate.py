@@ -1,4 +1,4 @@
-"""``minillm generate``: complete prompts, and write the completions in the order of the prompts."""
+"""``minillm generate``: complete prompts, and write the completions in the prompts' order."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ MOST_ENGINES = 4096
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """The requests of one command, with their settings from the command line and the configuration file."""
+    """The requests of one `minillm generate` command, with the settings from its options and the configuration file."""
 
     arguments: argparse.Namespace
     config: UserConfig
     requests: list[FileRequest]
     grammar: Mapping[str, Any] = field(default_factory=dict)  # the parameter ``grammar``, if it is set
-    first: int = 0  # index of the first request among those of all shards
+    first: int = 0  # with --shard, the number of requests in earlier shards
 
     @property
     def model(self) -> str:
@@ -56,7 +56,7 @@ class GenerateJob:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """Return the engine's options: those of the configuration, overridden by the command line's."""
+        """Return the engine's options. The command line overrides the configuration file."""
         return {**self.config.engine, **given(self.arguments, EngineConfig)}
 
     @property
@@ -64,7 +64,10 @@ class GenerateJob:
         return Style(self.chat, self.arguments.system, bool(self.arguments.parse_special))
 
     def rows(self, defaults: Mapping[str, Any] = {}) -> list[InputRow]:
-        """Return the requests with their sampling parameters. ``defaults`` are the model's own."""
+        """Return the requests with their sampling parameters.
+
+        ``defaults`` has the values for parameters that are set nowhere else, for example by the model.
+        """
         flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams), **self.grammar}
         return [
             InputRow(
@@ -81,14 +84,14 @@ class GenerateJob:
     def params(self) -> list[Params]:
         """Return the sampling parameters of each request, without the model's defaults.
 
-        Raises UsageError if one is invalid.
+        Raises UsageError if a parameter is invalid.
         """
         return [row.sampling() for row in self.rows()]
 
     def name(self) -> str:
         """Return a fingerprint of the requests and their settings: 16 hexadecimal digits.
 
-        A resumed run must have the same fingerprint.
+        A stopped run can only be resumed by a command with the same fingerprint.
         """
         system, parse_special = self.arguments.system, self.arguments.parse_special
         about = [self.model, self.chat, system, parse_special, self.requests, self.params()]
@@ -98,7 +101,10 @@ class GenerateJob:
 
 
 def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
-    """Complete the prompts. ``for_chat``: load the model as the chat does, and use the chat's defaults."""
+    """Complete the prompts. Return the exit code.
+
+    With ``for_chat``, load the model as the chat does, and use the chat's sampling defaults.
+    """
     _check_engines(arguments)
     config = read_config(arguments.config)
     if arguments.parse_special and (arguments.chat or arguments.system):
@@ -130,9 +136,9 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
 
 
 def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the model's own defaults, completed by ``ours``.
+    """Merge the model's own defaults with ``ours``. The model's values win.
 
-    If the model sets any sampling parameter, the sampling parameters in ``ours`` are left out.
+    If the model sets any of temperature, top_p, top_k and min_p, the sampling parameters in ``ours`` are left out.
     """
     if {"temperature", "top_p", "top_k", "min_p"} & set(of_model):
         ours = {name: value for name, value in ours.items() if name not in CALM_SAMPLING}
@@ -153,9 +159,9 @@ def _suggest_template(job: GenerateJob, llm: LLM, params: list[Params]) -> None:
 
 
 def _with_seed(row: InputRow) -> InputRow:
-    """Return ``row``, with a random seed if it samples without a seed.
+    """Return ``row``, with a random seed if it samples and sets no seed.
 
-    So each run differs, and can be repeated with this seed.
+    Runs therefore differ. JSON output contains the seed, so that a run can be repeated.
     """
     if "beam_width" in row.params or row.params.get("seed") is not None:
         return row
@@ -191,9 +197,9 @@ def _check_torchrun(tensor_parallel_size: int) -> None:
 
 
 def _shard(text: str, total: int) -> range:
-    """Return the indices of the requests in shard ``I/N``.
+    """Return the indices of the requests that belong to the shard ``text``, such as ``0/8`` for the first of eight.
 
-    They are consecutive, so that the outputs can be concatenated.
+    The indices are consecutive, so that the shards' output files can be concatenated.
 
     Raises UsageError if ``text`` is not a valid shard of ``total`` requests.
     """
@@ -207,7 +213,7 @@ def _shard(text: str, total: int) -> range:
 
 
 def _output(arguments: argparse.Namespace) -> Path:
-    """Return the path of the output file. Each shard has its own: ``out.jsonl`` becomes ``out.00-of-16.jsonl``."""
+    """Return the path of the output file. Each shard has its own file: ``out.jsonl`` becomes ``out.00-of-16.jsonl``."""
     path = expanded(arguments.output, "--output")
     if arguments.shard is None:
         return path
@@ -216,7 +222,7 @@ def _output(arguments: argparse.Namespace) -> Path:
 
 
 class PromptSource(Protocol):
-    """Computes answers: with the engine of this process, or with several engines in other processes."""
+    """Anything that computes answers: the engine of this process, or several engines in other processes."""
 
     def defaults(self) -> Mapping[str, Any]:
         """Return the model's own sampling parameters."""
@@ -227,7 +233,7 @@ class PromptSource(Protocol):
 
 @dataclass
 class ThisProcess:
-    """The engine of this process."""
+    """Compute answers with an engine in this process."""
 
     llm: LLM
     engine: RowEngine
@@ -246,7 +252,7 @@ class ThisProcess:
 
 @contextmanager
 def _source(job: GenerateJob, *, for_chat: bool) -> Iterator[PromptSource]:
-    """Start the engines that the command line asks for. End them when the context closes."""
+    """Start the engines that the command line asks for. Stop them when the context closes."""
     arguments = job.arguments
     import_torch()
     with ExitStack() as stack:
@@ -294,7 +300,7 @@ class Writer:
             self._next += 1
 
     def flush(self) -> None:
-        """Write all waiting outputs, although previous ones are missing."""
+        """Write all waiting outputs, in order, although outputs before them are missing."""
         for index in sorted(self._waiting):
             self._write(index, self._waiting.pop(index))
 
@@ -343,7 +349,7 @@ def _to_stdout(job: GenerateJob, llm: LLM, rows: list[InputRow]) -> int:
 
 
 def _to_file(job: GenerateJob, source: PromptSource, rows: list[InputRow], path: Path) -> int:
-    """Write the answers to the file ``path``. Answers that an earlier run has finished are not computed again.
+    """Compute the answers, and write them to the file ``path``. Skip answers that an earlier run has finished.
 
     Return the exit code.
     """

@@ -9,7 +9,7 @@ from minillm.errors import UsageError
 from minillm.system import expanded
 from minillm.text.reading import read_bytes
 
-_MAX_BYTES = 1 << 24  # of a file; the grammar checks its own limits
+_MAX_BYTES = 1 << 24  # size limit for a file with a grammar; `Grammar` checks further limits
 
 
 def add_grammar_options(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +24,9 @@ def add_grammar_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given_grammar(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return ``{"grammar": …}``, the sampling parameter for the given option; empty if no option is given.
+    """Return the sampling parameter for the given option as ``{"grammar": …}``, or an empty dictionary without one.
 
-    Raises UsageError if the file cannot be read or the grammar is invalid.
+    Raises UsageError if the option's file cannot be read or the grammar is invalid.
     """
     from minillm.grammar.grammar import Grammar
 

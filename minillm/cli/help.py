@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 _MOST_COLUMNS = 100
-_MOST_NAME = 24  # characters of an option with its value; if it is longer, its text begins on the next line
+_MOST_NAME = 24  # if an option with its value has more characters, its text begins on the next line
 
 Entry = tuple[str, str]  # an option, argument or command, and its help text
 
@@ -60,7 +60,7 @@ def _positionals(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _sections(parser: argparse.ArgumentParser, essential: Sequence[str]) -> Iterator[tuple[str, str, list[Entry]]]:
-    """Yield the title, the note and the entries of each section of the help."""
+    """Yield each section of the help: its title, a note below the title (may be empty), and its entries."""
     for action in _positionals(parser):
         if isinstance(action, argparse._SubParsersAction):
             yield "commands", "", [(str(each.metavar), each.help or "") for each in action._choices_actions]

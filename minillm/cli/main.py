@@ -199,7 +199,8 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         "print a script that completes minillm's options in a shell",
         "completions.run",
         option("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),
-        option("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),  # list completions of the last word
+        # Hidden: the script passes the words typed so far, and the command prints completions of the last one.
+        option("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),
     ),
 }
 
@@ -218,7 +219,7 @@ _ESSENTIAL = {
 }
 
 
-# Errors of standard output. An error of a file has the file's name instead.
+# Errors while writing to standard output. An OSError with one of these codes and no file name is reported as such.
 _WHILE_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF, errno.EIO)
 
 
@@ -237,13 +238,13 @@ def main(argv: list[str] | None = None) -> int:
 def settle_streams() -> None:
     """Open closed standard streams, and escape characters that the output's encoding lacks.
 
-    Otherwise the next opened file would get the file descriptor of a closed stream, and with it the output of
-    libraries. Afterwards, closed input reads as empty, output to a closed stderr is lost, and writing to a closed
+    If a stream stayed closed, the next opened file would get its file descriptor, and libraries' output would go to
+    that file. After this call, closed input reads as empty, output to a closed stderr is lost, and writing to a closed
     stdout fails.
     """
     for name, flags, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, flags)  # the lowest free file descriptor, which is the stream's own
+            number = os.open(os.devnull, flags)  # the system assigns the lowest free descriptor: the closed stream's
             os.set_inheritable(number, True)
             stream = open(number, mode, closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
@@ -265,7 +266,7 @@ def _guarded(argv: Sequence[str]) -> int:
         return _say("stopped", 130, "")
     except BrokenPipeError:  # nobody reads our output any more
         return 1
-    except OSError as error:  # of the machine: a full disk, no permission, too many open files
+    except OSError as error:  # a full disk, no permission, too many open files
         where = error.filename or ("cannot write to standard output" if error.errno in _WHILE_WRITING else "")
         return _say(f"{where}: {error.strerror or error}".removeprefix(": "))
     except Exception as error:
@@ -289,7 +290,7 @@ def _run(argv: Sequence[str]) -> int:
         return 2
     try:
         os.getcwd()
-    except OSError:  # libraries that torch loads end the process
+    except OSError:  # checked here because libraries that torch loads would end the process
         raise UsageError("the current directory does not exist any more; change to another one") from None
     name = next((name for name, aliases in _ALIASES.items() if arguments.command in aliases), arguments.command)
     file, function = _COMMANDS[name][1].split(".")

@@ -107,7 +107,10 @@ def rm(arguments: argparse.Namespace) -> int:
 
 
 def _places(config: EngineConfig, gpu: int) -> list[Place]:
-    """Return the devices of this machine. Their bandwidths are measured if no earlier measurement is stored."""
+    """Return this machine's devices with their memory bandwidths. ``gpu`` is the largest GPU's memory in bytes, or 0.
+
+    Bandwidths are measured if no earlier measurement is stored.
+    """
     speed = kept_rate(system.processor())
     if speed is None or gpu:
         import_torch()
@@ -131,9 +134,9 @@ def _facts(verdict: Verdict) -> dict[str, Any]:
 
 
 def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
-    """Return the facts about a model that the manifest knows.
+    """Return facts about a model from its entry in the manifest, as fields for JSON. The field ``size`` is in bytes.
 
-    ``size`` is in bytes. ``files`` are its files if it is downloaded.
+    ``files``: the model's files, or None if it is not downloaded.
     """
     return {
         "name": entry.name,
@@ -150,7 +153,7 @@ def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
 def _details(files: ModelFiles) -> dict[str, Any]:
     """Return further facts about a model, read from its files.
 
-    Raises WeightsError if they are damaged or not supported.
+    Raises WeightsError if the files are damaged, or the model is not supported.
     """
     import_torch()
     from minillm.model.config import ModelConfig

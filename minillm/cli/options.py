@@ -27,8 +27,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser of a command or a subcommand. Errors are one line.
 
     Attributes:
-        fill: functions that add its options when it first parses. Adding all options of all commands would take longer
-            than everything else that ``--help`` does; `bench` has most of them.
+        fill: functions that add the parser's options when they are first needed. Adding all options of all commands
+            would take longer than everything else that ``--help`` does; most of them belong to `bench`.
         essential: the options that ``--help`` shows, most important first; empty: all. ``--help-all`` shows all.
     """
 
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"add_help": False, "allow_abbrev": False, **options})
 
     def filled(self) -> Self:
-        """Return this parser, with its options added."""
+        """Add the options of `fill` if this has not been done, and return this parser."""
         if not self._is_filled:
             self._is_filled = True
             for add_options in self.fill:
@@ -142,11 +142,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, defaults: Mapping[str,
 def add_declared(
     group: argparse._ActionsContainer, cls: type, skip: Collection[str] = (), defaults: Mapping[str, Any] = {}
 ) -> None:
-    """Add an option for each declared parameter of the dataclass ``cls``: see `minillm.checks`.
+    """Add an option for each parameter that the dataclass ``cls`` declares (see `minillm.checks`).
 
     Args:
         skip: parameters that get no option.
-        defaults: values that the help names as defaults, instead of the dataclass's defaults.
+        defaults: default values to show in the help, instead of the dataclass's defaults.
     """
     from minillm.checks import declared
 
@@ -168,7 +168,7 @@ def add_declared(
                 options["action"] = "append"
         options["help"] = options["help"].replace("%", "%%")
         action: Any = group.add_argument(*words, **options)
-        action.values = parameter.choices  # for completions; argparse's own choices would word errors differently
+        action.values = parameter.choices  # for completions only: with `choices`, argparse would print its own errors
 
 
 def given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:

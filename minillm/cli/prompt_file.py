@@ -25,18 +25,18 @@ class FileRequest:
     prompt: str | list[int] | None
     messages: list[dict[str, str]] | None
     params: dict[str, Any]
-    name: str | None  # the caller's id for it
-    where: str  # for error messages
+    name: str | None  # the "id" of its JSON object, if it has one
+    where: str  # for error messages: where the request is from, such as "prompts.txt:3"
 
 
 def read_requests(prompts: Sequence[str], file: str | None, form: str | None) -> list[FileRequest]:
     """Return all requests, in order.
 
-    Raises UsageError if there are none, or if one is invalid; the message names its line.
+    Raises UsageError if there are none, or if a request is invalid. The message names the invalid request's line.
 
     Args:
         prompts: the prompts on the command line. Piped text is appended to each, after a blank line.
-        file: a path. "-" is standard input, which is then awaited without a time limit.
+        file: a path, or "-" for standard input, which is read without a time limit.
         form: "lines": every line of the file is a prompt; "jsonl": every line is a JSON object; None: the whole file is
             one prompt, unless its name ends in ``.jsonl``.
     """
@@ -77,9 +77,9 @@ def _tail(piped: str) -> str:
 def _is_piped() -> bool:
     """Return whether standard input has text to append to the prompts of the command line.
 
-    That is so for a file, and for a pipe that delivers something. A partly read file belongs to a loop instead:
-    ``while read line; do minillm generate "$line"; done``. An inherited pipe may never deliver anything, so the wait
-    for it is limited.
+    The result is True for a file, and for a pipe that delivers something within `_PATIENCE` seconds. The limit is for
+    inherited pipes, which may never deliver anything. For a partly read file, the result is False: a shell loop such as
+    ``while read line; do minillm generate "$line"; done`` reads it.
     """
     try:
         mode = os.fstat(0).st_mode
@@ -99,7 +99,7 @@ def _read(source: str) -> str:
     try:
         number = (
             0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)
-        )  # a pipe without a writer is empty
+        )  # with O_NONBLOCK, a named pipe that nobody writes to reads as empty
         os.set_blocking(number, True)
         with open(number, "rb", closefd=number != 0) as stream:
             data = stream.read(_MAX_BYTES + 1)
@@ -117,7 +117,7 @@ def _text_request(text: str, where: str, tail: str = "") -> FileRequest:
 
 
 def _check_keys(params: Mapping[str, Any], where: str) -> None:
-    """Raise UsageError for an unknown key."""
+    """Raise UsageError if a key of ``params`` is not a sampling parameter. The message begins with ``where``."""
     known = {each.name for cls in (SamplingParams, BeamSearchParams) for each in fields(cls)}
     try:
         check_names(params, ["prompt", "messages", "id", *known], "key")
@@ -140,7 +140,7 @@ def _json_request(line: str, where: str) -> FileRequest:
     prompt, messages, name = (params.pop(key, None) for key in ("prompt", "messages", "id"))
     if (prompt is None) == (messages is None):
         if prompt is None:
-            _check_keys(params, where)  # a misspelled key is the likely reason
+            _check_keys(params, where)  # if a key is misspelled, report that
         raise UsageError(f'{where}: give either "prompt" or "messages"')
     if messages is not None:
         try:

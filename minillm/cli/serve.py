@@ -90,7 +90,7 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
         )
     hosts = ("127.0.0.1", "localhost", "::1", host.lower(), *(name.lower() for name in arguments.allowed_host or ()))
     if not _is_local(host) and not arguments.allowed_host:
-        hosts = ()  # its names are unknown, and no web page has the key
+        hosts = ()  # accept every Host header: this machine's names are unknown, and web pages do not have the key
     if "*" in (arguments.allow_origin or ()):
         raise UsageError("--allow-origin: name each origin, like https://example.org; '*' would let every web page in")
     rules = AccessRules(keys, hosts, tuple(arguments.allow_origin or ()), arguments.max_body)
@@ -101,7 +101,7 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
 def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) -> int:
     """Return the number of engines for which torchrun has started processes.
 
-    Raises UsageError if ``asked``, the value of ``--replicas``, is another number.
+    Raises UsageError if the option ``--replicas`` (``asked``) is given and differs from that number.
     """
     count = torchrun.num_replicas(tensor_parallel_size)
     if asked not in (None, count):
@@ -110,9 +110,9 @@ def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) 
 
 
 def _wait_for_the_end() -> int:
-    """Wait until torchrun ends this process, or ends itself.
+    """Wait until torchrun ends this process or ends itself. Return the exit code.
 
-    Only the process of rank 0 runs the server and its engines.
+    Every process except rank 0 does this. The process of rank 0 runs the server and its engines.
     """
     parent, over = os.getppid(), threading.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
@@ -123,9 +123,13 @@ def _wait_for_the_end() -> int:
 
 
 def _keys(key: str, file: str | None) -> Mapping[str, str]:
-    """Return the names of the owners by API key, for the environment's ``key`` and a file of ``name: key`` lines.
+    """Return a dictionary: API key -> name of its owner.
 
     Raises UsageError if a key is invalid.
+
+    Args:
+        key: the key from the environment, or empty.
+        file: the path of a file with lines ``name: key`` or ``key``, or None.
     """
     found = {key: "key"} if key else {}
     if file is not None:
