@@ -11,8 +11,9 @@ from minillm.fit.budget import Budget
 from minillm.fit.forms import shape_of
 from minillm.fit.weights import QUANTIZED, weights_in_memory
 from minillm.loading.device import choose_dtype
+from minillm.model.architectures import text_name
 from minillm.model.config import ModelConfig, ignored_settings
-from minillm.model.llama_tensors import LlamaTensors, is_vision
+from minillm.model.llama_tensors import LlamaTensors
 from minillm.model.loader import TensorSource, parameter_shapes
 from minillm.model.random_tensors import RandomTensors
 from minillm.model.shapes import SHAPES
@@ -58,8 +59,8 @@ def describe(
             StoredTensor(key, tensors.shape(key), checkpoint.stored_as(tensors.stored_name(key)))
             for key in tensors.names()
         )
-        if ignored_tensors := sum(map(is_vision, checkpoint.names())):
-            on_message(f"{name}: only the language model is loaded, not {ignored_tensors} tensors for images")
+        if of_images := sum(text_name(key) is None for key in checkpoint.names()):
+            on_message(f"{name}: only the language model is loaded; {of_images} tensors for images are ignored")
         return Description(name, model, stored, lambda device: tensors, files.source, tokenizer, identity_of(files))
     model, tokenizer = _without_weights(name, on_progress, on_message)
     stored = tuple(StoredTensor(key, shape, "BF16") for key, shape in parameter_shapes(model))

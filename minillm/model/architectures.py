@@ -283,3 +283,15 @@ _ALL = (
 )
 ARCHITECTURES = {each.name: each for each in _ALL}
 OF_GGUF = {each.gguf: each for each in _ALL if each.gguf}
+
+# Prefixes in the checkpoints of vision models: of the language model's tensors with their replacements, and of others.
+_TEXT = {"language_model.": "", "model.language_model.": "model."}
+_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def text_name(name: str) -> str | None:
+    """Return a stored tensor's name in the checkpoint of the language model alone. None if it is for images."""
+    if name.startswith(_IMAGES):
+        return None
+    prefix = next(filter(name.startswith, _TEXT), "")
+    return _TEXT.get(prefix, "") + name.removeprefix(prefix)

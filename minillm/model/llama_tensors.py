@@ -15,18 +15,10 @@ from torch import Tensor
 
 from minillm.errors import WeightsError
 from minillm.kernels import LowBit
-from minillm.model.architectures import ARCHITECTURES
+from minillm.model.architectures import ARCHITECTURES, text_name
 from minillm.model.config import ModelConfig
 from minillm.model.loader import TensorSource, parameter_shapes
 from minillm.text.safe import clean_line
-
-_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-_TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefixes in checkpoints of vision models
-
-
-def is_vision(name: str) -> bool:
-    """Return whether a stored tensor belongs to a vision encoder."""
-    return name.startswith(_VISION)
 
 
 @dataclass(frozen=True)
@@ -43,10 +35,9 @@ class LlamaTensors:
         rows = {name: shape[0] for name, shape in parameter_shapes(self.config)} if architecture.packed else {}
         places: dict[str, tuple[str, slice | None]] = {}
         for name in self.stored.names():
-            if is_vision(name):
+            if (in_text := text_name(name)) is None:
                 continue
-            prefix = next(filter(name.startswith, _TEXT), "")
-            *parents, kind = (_TEXT.get(prefix, "") + name.removeprefix(prefix)).split(".")
+            *parents, kind = in_text.split(".")
             own = ".".join(architecture.names.get(each, each) for each in parents)
             packed = next((each for each in architecture.packed if own.endswith(each)), "")
             found: dict[str, slice | None] = {}

@@ -45,6 +45,7 @@ _LAYER_NAMES = {
 }  # those of Llama: see `Architecture.gguf_names`
 _ROPE_FACTORS = "rope_freqs.weight"
 _MAX_ROPE_FACTORS = 1 << 16
+_UNBIASED_OUTPUT = ("qwen2", "glm4")  # o has no bias if q, k and v have one
 _SCALING_TYPES = ("none", "linear", "yarn")
 _FOLLOWED = (
     *("type", "factor", "attn_factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow"),
@@ -210,7 +211,7 @@ def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> di
     (Each bias is optional in llama.cpp: some models have them on q, k and v only.)
     """
     flags = {"self_attn": config["attention_bias"], "mlp": config["mlp_bias"]}
-    kinds = "q|k|v" if config["model_type"] == "qwen2" else r"\w+"
+    kinds = "q|k|v" if config["model_type"] in _UNBIASED_OUTPUT else r"\w+"
     found = {}
     for name, info in tensors.items():
         parts = re.fullmatch(rf"model\.layers\.\d+\.(self_attn|mlp)\.({kinds})_proj\.weight", name)
@@ -280,7 +281,7 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
         "bos_token_id": special_ids(metadata, vocab_size).get("bos"),
         "eos_token_id": end_ids(metadata, vocab_size),
     }
-    if turned != head_dim:
+    if found.has_partial_rope:
         config["partial_rotary_factor"] = math.nextafter(turned / head_dim, 1.0)  # rounded down to ``turned`` again
     config |= {
         name: metadata.number(f"{architecture}.{key}", least=-1e30)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import WeightsError
+from minillm.model.architectures import text_name
 from minillm.text.reading import is_there, open_regular, read_json
 from minillm.text.safe import clean_line, parse_json
 from minillm.weights.accepted import ADAPTER, model_config
@@ -128,7 +129,10 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _of_safetensors(path: Path) -> Iterator[StoredTensor]:
-    """Yield the tensors of one file from its header: 8 bytes with the length of a JSON object, then the object."""
+    """Yield the tensors of one file from its header: 8 bytes with the length of a JSON object, then the object.
+
+    Tensors for images are left out, because they are not loaded.
+    """
     try:
         with open_regular(path) as stream:
             total = path.stat().st_size
@@ -138,12 +142,12 @@ def _of_safetensors(path: Path) -> Iterator[StoredTensor]:
             header = parse_json(stream.read(length).decode("utf-8"))
         room = total - 8 - length
         for name, value in header.items():
-            if name == "__metadata__":
+            if name == "__metadata__" or (in_text := text_name(name)) is None:
                 continue
             shape, (begin, end) = tuple(value["shape"]), value["data_offsets"]
             if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)) or end > room:
                 raise ValueError(f"tensor {clean_line(name)} reaches beyond the file")
-            tensor = StoredTensor(name, shape, str(value["dtype"]))
+            tensor = StoredTensor(in_text, shape, str(value["dtype"]))
             if tensor.kind in PLAIN and tensor.num_bytes != end - begin:
                 raise ValueError(f"tensor {clean_line(name)} has a size that does not match its shape")
             yield tensor

@@ -33,7 +33,8 @@ def _olmo2(rng: random.Random) -> Keys:
 
 
 def _olmo3(rng: random.Random) -> Keys:
-    ropes = {"sliding_attention": theta(rng), "full_attention": theta(rng)}
+    rope = theta(rng)
+    ropes = {"sliding_attention": rope, "full_attention": dict(rope)}
     if rng.random() < 0.5:
         ropes["full_attention"] |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     found = sizes(rng, kind="Olmo3", sliding_window=rng.randint(2, 40), rope_parameters=ropes)

@@ -19,6 +19,32 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
     return values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
 
 
+# What llama.cpp's converter makes of a model_type.
+ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
+PERMUTED = ("llama", "smollm3")
+
+
+def converted(config: Any) -> dict[str, Any]:
+    """Return the metadata that llama.cpp's converter writes in addition to the sizes, for some architectures."""
+    kind = config.model_type
+    prefix, found = f"{ARCHITECTURES.get(kind, kind)}.", dict[str, Any]()
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if kind in ("olmo3", "exaone4", "gemma3_text") and config.sliding_window is not None:
+        found["attention.sliding_window"] = config.sliding_window
+        every_sixth = [(i + 1) % 6 != 0 for i in range(config.num_hidden_layers)]
+        if kind != "gemma3_text" or [each == "sliding_attention" for each in config.layer_types] != every_sixth:
+            found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config.layer_types]
+    if kind == "gemma3_text":
+        found["rope.freq_base_swa"] = config.rope_parameters["sliding_attention"]["rope_theta"]
+    if kind == "glm4":
+        found["rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return {prefix + key: value for key, value in found.items()}
+
+
 def write_gguf(
     path: Path, model: Any, kind: gguf.GGMLQuantizationType, fused: Any = False, **metadata: Any
 ) -> dict[str, np.ndarray]:
@@ -27,8 +53,9 @@ def write_gguf(
     ``fused``: q, k and v are one tensor, as with the converter's ``--fuse-qkv``.
     """
     config = model.config
-    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
-    permutes = architecture in ("llama", "smollm3")
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    permutes = architecture in PERMUTED
+    offset = 1.0 if architecture == "gemma3" else 0.0  # of norms
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -39,7 +66,7 @@ def write_gguf(
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     tokens = [chr(256 + i) for i in range(config.vocab_size)]
     tokens[2] = tokens[0] + tokens[1]
     writer.add_tokenizer_model("gpt2")
@@ -48,7 +75,10 @@ def write_gguf(
     writer.add_token_types([1] * len(tokens))
     writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
     for key, value in metadata.items():
-        adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        adders: dict[type, Any] = {
+            int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool,
+            list: writer.add_array,
+        }  # fmt: skip
         adders[type(value)](key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     exact: dict[str, np.ndarray] = {}
@@ -62,6 +92,8 @@ def write_gguf(
         if permutes and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             stored = permuted(values, heads)
+        if name.endswith("norm.weight"):
+            stored = stored + offset
         this_kind = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(stored, this_kind)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -69,7 +101,7 @@ def write_gguf(
         written.setdefault(whole, []).append(data)
         kinds[whole] = this_kind
         back = gguf.quants.dequantize(data, this_kind)
-        if stored is not values:
+        if permutes and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             back = back.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         exact[name] = back
