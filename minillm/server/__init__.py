@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server. HTTP and the engine run in separate processes."""
+"""A server with the APIs of OpenAI and Anthropic. HTTP and the engine run in separate processes."""

@@ -1,4 +1,4 @@
-"""Responses in OpenAI's format, as data for JSON."""
+"""Responses in OpenAI's format, as dictionaries that are encoded as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Usage:
-    """The token usage of one request, over all its prompts."""
+    """The numbers of tokens of one request, summed over its prompts."""
 
     prompt: int = 0
     completion: int = 0
@@ -43,9 +43,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Frame:
-    """The fields that all chunks of one response share, and the encoding of the chunks.
+    """Encodes the response to one request, or its chunks. The fields are the same in all chunks.
 
-    See `minillm.server.generating.Framing`.
+    It is OpenAI's implementation of `minillm.server.generating.Framing`.
     """
 
     ping: ClassVar[bytes] = b": alive\n\n"
@@ -55,13 +55,13 @@ class Frame:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
-        """Return a complete response. ``prompt`` contains the fields about the prompt."""
+        """Return a complete response. ``prompt`` contains the response's fields about the prompt."""
         return {**self._head(self.kind), "choices": choices, "usage": usage.json(), **prompt}
 
     def chunk(self, choices: list[Json], usage: Usage | None = None, *, has_usage: bool = False) -> Json:
         """Return a chunk of a stream.
 
-        ``has_usage``: all chunks have the field ``usage``, which is null before the last chunk.
+        With ``has_usage``, all chunks have the field ``usage``. It is null in chunks without a ``usage``.
         """
         kind = f"{self.kind}.chunk" if self.kind.startswith("chat") else self.kind
         tail = {"usage": None if usage is None else usage.json()} if has_usage or usage is not None else {}
@@ -90,13 +90,13 @@ class Frame:
 
 
 def event(value: Json, name: str = "") -> bytes:
-    """Return a server-sent event with ``value`` as its data. ``name``: the event's name, if it has one."""
+    """Return a server-sent event with ``value`` as its data. ``name`` is the type of the event; empty: none."""
     head = f"event: {name}\ndata: ".encode() if name else b"data: "
     return head + msgspec.json.encode(value) + b"\n\n"
 
 
 def extras(each: Completion) -> Json:
-    """Return the set fields of a completion that OpenAI's format does not have."""
+    """Return fields of a completion that OpenAI's format lacks, such as ``stop_reason``, if they are set."""
     found: Json = {}
     if each.stop_reason is not None:
         found["stop_reason"] = each.stop_reason
@@ -119,7 +119,10 @@ def _entry(text: str, raw: bytes, logprob: float | None) -> Json:
 
 
 def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
-    """Return log-probabilities in the format of OpenAI's completions. ``offset``: characters before the first token."""
+    """Return log-probabilities in the format of OpenAI's completions.
+
+    ``offset`` is the number of characters before the first token.
+    """
     texts, offsets = [], []
     for token in tokens:
         texts.append(token.text)
@@ -134,7 +137,7 @@ def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
 
 
 def _by_text(token: Token) -> dict[str, float] | None:
-    """Return log-probabilities by text, for the most probable tokens at a position and the token itself.
+    """Return the log-probabilities of a token and of the most probable tokens at its position, by their texts.
 
     Return None for a prompt's first token, which has no log-probability.
     """

@@ -46,7 +46,7 @@ Handler = tuple[str, str, Callable[[Service, Request], Awaitable[Any]]]  # metho
 
 
 def make_app(service: Service, rules: AccessRules) -> ASGIApp:
-    """Return the ASGI application with all routes. It checks access first."""
+    """Return the ASGI application: the access rules, then all routes."""
     generating: list[Handler] = [
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/completions", complete),
@@ -87,10 +87,10 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
 
 
 class Shortcut:
-    """An ASGI layer that calls the generating routes directly.
+    """An ASGI layer that calls the routes that generate text directly, without Starlette's router.
 
-    Starlette tries one route after another, and wraps each in several layers. They would delay the first token and
-    every later chunk.
+    Starlette tries one route after another, and wraps each route in several layers. The layers would delay the first
+    token and every later chunk.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:

@@ -19,10 +19,10 @@ from minillm.service.call_messages import Conversation, ForkPoint
 from minillm.text.safe import clean_line
 
 MAX_N = 64
-MAX_PROMPTS = 256  # prompts of a request
-_MOST_SHOWN = 300  # characters of an error message: a field name may be as long as the body
-MAX_ALLOWED = 1 << 18  # different ids in allowed_token_ids; the largest vocabularies have this size
-NO_LIMIT = -1  # value of ``max_tokens`` for an answer up to the end of the context, as in llama.cpp
+MAX_PROMPTS = 256  # maximum prompts of a request
+_MOST_SHOWN = 300  # maximum characters of an error message: a field name may be as long as the body
+MAX_ALLOWED = 1 << 18  # maximum different ids in allowed_token_ids; the largest vocabularies have this size
+NO_LIMIT = -1  # value of ``max_tokens`` for an answer that only the context limits, as in llama.cpp
 _PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)} - {"grammar"}
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
@@ -34,7 +34,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class BadField(UsageError):
-    """A field of the request is invalid. ``field`` is its name; it is empty if the whole body is invalid."""
+    """Raised if a field of the request is invalid. ``field`` is its name; empty if the whole body is invalid."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -61,12 +61,12 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
-    schema: dict[str, Any] | None = None  # only with the type json_object, as in llama.cpp and Together
+    schema: dict[str, Any] | None = None  # only allowed with the type "json_object", as in llama.cpp and Together
 
     def grammar(self) -> dict[str, Any] | None:
-        """Return the parameter ``grammar``, or None if the answer is free text.
+        """Return the engine's parameter ``grammar``, or None if the answer is free text.
 
-        Raises BadField for an invalid combination.
+        Raises BadField for an invalid combination of fields.
         """
         if self.type == "json_schema" and self.json_schema is None:
             raise BadField("response_format: json_schema is missing", "response_format")
@@ -89,7 +89,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     disable_fallback: bool = False  # has no effect: there is no fallback
 
     def forms(self) -> dict[str, dict[str, Any]]:
-        """Return the parameter ``grammar`` for each field that is set, by the field's name."""
+        """Return the engine's parameter ``grammar`` for each field that is set, by the field's name."""
         kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
         values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}
         return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}
@@ -165,7 +165,7 @@ class _Generation(CommonFields):
 
     @property
     def fork(self) -> ForkPoint | None:
-        """Return the requested fork in the engine's format; None without a fork."""
+        """Return ``fork_of`` in the engine's format; None if the request does not continue from a fork."""
         of = ForkOf(self.fork_of) if isinstance(self.fork_of, str) else self.fork_of
         return None if of is None else ForkPoint(of.id, of.index, of.num_tokens)
 
@@ -181,12 +181,12 @@ class _Generation(CommonFields):
 
     @property
     def has_schema(self) -> bool:
-        """Return whether the answer must be JSON."""
+        """Return whether the request's grammar makes the answer JSON."""
         form = self.grammar() or {}
         return "json_schema" in form or "json_object" in form
 
     def grammar(self) -> dict[str, Any] | None:
-        """Return the parameter ``grammar``, or None if the answer is free text.
+        """Return the engine's parameter ``grammar``, or None if the answer is free text.
 
         Raises BadField if several fields set a grammar.
         """
@@ -202,7 +202,7 @@ class _Generation(CommonFields):
         return next(iter(found.values()), None)
 
     def check(self) -> None:
-        """Raise BadField for a value that is invalid whatever the model is."""
+        """Raise BadField for a value that is invalid for every model."""
         if self.store:
             raise BadField("store: this server stores nothing; leave it out", "store")
         if self.stream_options is not None and not self.stream:
@@ -233,9 +233,9 @@ class CompletionBody(_Generation):
     suffix: str | None = None
 
     def prompts(self) -> list[str | list[int] | None]:
-        """Return the prompts, at least one.
+        """Return the prompts of the request, at least one. None stands for a fork that continues without a prompt.
 
-        None stands for an empty prompt after a fork. Raises BadField for an invalid prompt.
+        Raises BadField if the prompts are missing or invalid.
         """
         found: list[Any] = [self.prompt]  # text, ids or None
         if isinstance(self.prompt, list):
@@ -264,7 +264,7 @@ class CompletionBody(_Generation):
             raise BadField(f"logprobs must be from 0 to 20, not {self.logprobs}", "logprobs")
 
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return the parameters for the engine. ``defaults`` are the model's own sampling defaults. Raises BadField."""
+        """Return the engine's sampling parameters. ``defaults`` are the model's own defaults. Raises BadField."""
         values = _given(self, defaults)
         if self.max_tokens is None:
             values.setdefault("max_tokens", max(16, values.get("min_tokens", 0)))
@@ -299,7 +299,7 @@ class ChatBody(_Generation):
     ) -> Conversation | None:
         """Return the conversation for the engine, with ``tools`` and the template variables ``options``.
 
-        Return None after a fork, which has no messages. Raises BadField if messages are missing or not allowed.
+        Return None for a fork, which has no messages. Raises BadField if messages are missing or not allowed.
         """
         if self.messages is None:
             if self.fork_of is None:
@@ -321,7 +321,7 @@ class ChatBody(_Generation):
             raise BadField("max_tokens and max_completion_tokens mean the same; give one", "max_tokens")
 
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return the parameters for the engine. ``defaults`` are the model's own sampling defaults. Raises BadField."""
+        """Return the engine's sampling parameters. ``defaults`` are the model's own defaults. Raises BadField."""
         values = _given(self, defaults)
         if self.max_completion_tokens not in (None, NO_LIMIT):
             values["max_tokens"] = self.max_completion_tokens
@@ -335,9 +335,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None  # with messages
+    tools: list[dict[str, Any]] | None = None  # used with messages
     add_special_tokens: bool = True
-    parse_special: bool = False  # control tokens that are spelled out in the text become those tokens
+    parse_special: bool = False  # parse spellings of control tokens, such as ``<|im_end|>``, as these tokens
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
@@ -354,7 +354,7 @@ class PrefixBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None  # with messages
+    tools: list[dict[str, Any]] | None = None  # used with messages
     cache_salt: str | None = None
 
 
@@ -401,7 +401,7 @@ def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters after checking them. Raises BadField for an invalid one."""
+    """Check the sampling parameters, and return them without unset ones. Raises BadField for an invalid parameter."""
     searches = "beam_width" in values
     values = {name: value for name, value in values.items() if value is not None}
     for name in values:
@@ -411,7 +411,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     if searches and "n" not in values:
         values["n"] = 1
     try:
-        quick = {name: value for name, value in values.items() if name != "grammar"}  # takes another process
+        quick = {name: value for name, value in values.items() if name != "grammar"}  # checked later, in a process
         (BeamSearchParams if searches else SamplingParams)(**quick)
     except UsageError as error:
         text = str(error)

@@ -30,13 +30,13 @@ class EngineDied(MinillmError):
 
 @dataclass(eq=False)
 class Answer:
-    """A running answer: its text as far as it has arrived, and its end."""
+    """The events of one request that have arrived from the engine: its start, its texts and its end."""
 
     request_id: str
     texts: list[messages.Text] = field(default_factory=list)  # texts that `take` has not returned yet
     began: messages.Began | None = None
     ended: messages.Ended | messages.Refused | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # set when a text or the end has arrived
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # set when an event has arrived
 
     def take(self) -> list[messages.Text]:
         """Return the texts that arrived since the last call. Texts of the same completion are joined."""
@@ -57,7 +57,8 @@ class Answer:
 class EventProtocol(asyncio.Protocol):
     """Splits the bytes from a pipe into events, and passes each event to ``take`` at once.
 
-    An asyncio stream with a task that reads it would cost another loop iteration between a token and its client.
+    With an asyncio stream and a task that reads it, each token would reach its client one iteration of the event loop
+    later.
 
     Attributes:
         over: done when the pipe has ended.
@@ -82,7 +83,7 @@ class EventProtocol(asyncio.Protocol):
 
 @dataclass
 class EngineProcess:
-    """A running engine process, and everything that waits for its events. Create it with `start`."""
+    """A running engine process, with the answers and callbacks that receive its events. Create it with `start`."""
 
     process: asyncio.subprocess.Process
     told: Callable[[chat.Event], object] = lambda event: None  # called with the progress of loading
@@ -106,9 +107,9 @@ class EngineProcess:
         told: Callable[[chat.Event], object] = lambda event: None,
         command: Sequence[str] = COMMAND,
     ) -> EngineProcess:
-        """Start the process.
+        """Start the process, without waiting until the model is loaded. Then ``ready`` is done.
 
-        ``ready`` is done when the model is loaded. The process writes to the same stderr as this one.
+        The process writes to the stderr of this process.
         """
         environment = child_environment()
         environment.pop(_KEY_VARIABLE, None)  # the engine needs no key
@@ -147,7 +148,7 @@ class EngineProcess:
         return ""
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Start a request and return its answer. ``news`` is set whenever a part of the answer arrives.
+        """Start a request and return its answer. ``news`` is set whenever an event of the answer arrives.
 
         Raises:
             EngineDied: the engine accepts no requests.
@@ -205,7 +206,7 @@ class EngineProcess:
         await self.ended.wait()
 
     async def _watch(self, events: EventProtocol) -> None:
-        """Wait for the end of the process. Then report it to everything that waits for the process."""
+        """Wait for the end of the process. Then end all running answers and pending calls with an error."""
         await events.over
         code = await self.process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
@@ -219,10 +220,10 @@ class EngineProcess:
                 future.set_exception(EngineDied(str(self.failure)))
 
     async def _ping(self) -> None:
-        """Track for how long the process has not answered, and for how long its current step has run.
+        """Ping the process at intervals. Update ``silent_seconds`` and ``step_seconds``.
 
-        The waits are counted instead of read from a clock. If this server itself was suspended, a clock would blame the
-        engine.
+        ``silent_seconds`` adds up this loop's timeouts instead of reading a clock. If this server itself was suspended,
+        a clock would make the engine look silent.
         """
         with contextlib.suppress(EngineDied):
             while True:

@@ -1,4 +1,7 @@
-"""Send a generated response: one JSON object, or server-sent events. If the client disconnects, generation ends."""
+"""Send a response while it is generated, as one JSON object or as a stream of server-sent events.
+
+If the client disconnects, generation ends.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from minillm.server.replicas import Engine
 from minillm.service.call_messages import Complete, Completion, Ended, Refused, Text
 
 _TICK = 0.001  # seconds
-# A stream's head is sent after _HEAD_SECONDS if the engine has accepted the request by then. Otherwise it is sent once
-# the engine has, or after _MOST_HEAD_SECONDS. From then on, an error is an event instead of a status.
+# The head of a stream (status and headers) is sent after _HEAD_SECONDS if the engine has accepted the request by then.
+# Otherwise it is sent once the engine accepts the request, or after _MOST_HEAD_SECONDS. Later errors become events.
 _HEAD_SECONDS = 0.2
 _MOST_HEAD_SECONDS = 0.9
 _SILENT_SECONDS = 10.0  # after this long without an event, a ping is sent; proxies close connections after 60 s
@@ -36,13 +39,13 @@ class Framing(Protocol):
     ping: ClassVar[bytes]  # sent on a stream that has nothing to send
 
     def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
-        """Return a complete response. ``prompt`` contains the fields about the prompt."""
+        """Return a complete response. ``prompt`` contains the response's fields about the prompt."""
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
-        """Return the events that begin a stream. The engine has accepted all prompts."""
+        """Return the events that begin a stream. It is called when the engine has accepted all prompts."""
 
     def chunks(self, choices: list[Json], usage: Usage | None, prompt: Json, *, has_usage: bool) -> bytes:
-        """Return the events for some choices of a stream. ``prompt`` contains fields for the first event."""
+        """Return the events for the next choices of a stream. ``prompt`` contains further fields of the first event."""
 
     def closing(self, usage: Usage, *, has_usage: bool) -> bytes:
         """Return the last events of a stream that has succeeded."""
@@ -55,24 +58,27 @@ class Framing(Protocol):
 
 
 class Form(Protocol):
-    """Formats the completions of a request as choices. ``number`` is the index of the prompt."""
+    """Formats the completions of a request as choices, the elements of OpenAI's field ``choices``.
+
+    In all methods, ``number`` is the index of the prompt.
+    """
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
         """Return the choice to send before a completion's first text, or None."""
 
     def pieces(self, number: int, text: Text) -> list[Json]:
-        """Return the choices for a text of a stream. There are none if nothing can be sent yet."""
+        """Return the choices for the next text of a streamed completion; empty if nothing can be sent yet."""
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
-        """Return the choices of a prompt's completions, once they have ended."""
+        """Return the choices for the finished completions of a prompt."""
 
     def prompt(self, answers: Sequence[Answer]) -> Json:
-        """Return the fields about the prompt for the whole response."""
+        """Return the response's fields about the prompt, outside of the choices."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A parsed request: its calls, one per prompt, and the format of the response."""
+    """A parsed request: one engine call for each prompt, and the format of the response."""
 
     tenant: str
     calls: Sequence[Complete]
@@ -81,12 +87,12 @@ class Asked:
     streamed: bool
     has_usage: bool = False  # the stream ends with the token usage
     counts: bool = False  # each chunk of the stream has the token usage so far
-    grammar_field: str = ""  # the request's field with the grammar, for error messages
+    grammar_field: str = ""  # the request's field that led to the grammar, for error messages; empty: ``grammar``
     priority: int = 0
 
     @property
     def num_sequences(self) -> int:
-        """Return the number of sequences that run at a time if memory allows."""
+        """Return the number of sequences that the request runs at a time if memory allows."""
         return sum(num_seats(call.params) for call in self.calls)
 
 
@@ -100,11 +106,11 @@ class Generating:
     metrics: Metrics
     send_seconds: float  # maximum seconds for a client to read a message
     usage: Usage = field(default_factory=Usage)
-    _opening: bytes = b""  # events that are not sent yet
+    _opening: bytes = b""  # events at the beginning of the stream that are not sent yet
     _started: bool = False  # the head of the response was sent
     _heading: asyncio.Lock = field(default_factory=asyncio.Lock)  # protects sending the head
     _accepted: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine has checked all prompts
-    _sent: float = 0.0  # time at which the client had taken the last message
+    _sent: float = 0.0  # time at which the last message was sent completely
     _sending: float = math.inf  # start time of sending the current message; infinity between messages
     _is_left: bool = False  # the client disconnected or stopped reading
     _is_over: bool = False
@@ -133,9 +139,9 @@ class Generating:
                     each.cancel()
 
     def _watch(self, work: asyncio.Task[Any], receive: Receive, send: Send) -> None:
-        """Start watching the client, to cancel ``work`` if it disconnects or stops reading.
+        """Start watching the client. Cancel ``work`` if the client disconnects or stops reading.
 
-        Start pings for a stream.
+        For a stream, also start the task that sends pings.
         """
         self._look(work)
         if self.asked.streamed:
@@ -158,7 +164,7 @@ class Generating:
             self._looking = asyncio.get_running_loop().call_later(left, self._look, work)
 
     def _noted(self, send: Send) -> Send:
-        """Wrap ``send`` to record when sending begins and ends. A client may delay it only for ``send_seconds``."""
+        """Wrap ``send`` to record when sending begins and ends, so that `_look` notices a client that does not read."""
 
         async def noted(message: Any) -> None:
             self._sending = time.monotonic()
@@ -225,7 +231,7 @@ class Generating:
                 self.queue.release(place)
 
     async def _begin(self, number: int, answers: list[Answer], news: asyncio.Event) -> None:
-        """Wait for seats in the queue, then send prompt ``number`` to the engine."""
+        """Wait until the queue admits prompt ``number``, then send the prompt to the engine."""
         call, asked = self.asked.calls[number], self.asked
         place = await self.queue.wait(asked.tenant, num_seats(call.params), asked.priority)
         self._places[call.request_id] = place
@@ -240,7 +246,7 @@ class Generating:
             news.set()
 
     def _look_at(self, answers: list[Answer]) -> None:
-        """Free the seats of answers that have ended. If a prompt could not be started, raise its error."""
+        """Free the queue's seats of answers that have ended. If a prompt could not be started, raise the error."""
         for answer in answers:
             if answer.ended is not None and (place := self._places.pop(answer.request_id, None)) is not None:
                 self.queue.release(place)
@@ -330,11 +336,13 @@ class Generating:
             await send(body_message(before, more=True))
 
     async def _start(self, send: Send, engine_seconds: float = 0.0) -> bytes:
-        """Send the head of a stream, unless it was sent before.
+        """Send the head of a stream, unless it was sent before. Return bytes to send before the next events.
 
-        ``engine_seconds`` is the engine's time to the first token, 0 if unknown. It belongs in the head. Return the
-        bytes to send before the next events: the opening events, once, and a comment with the time if the head was sent
-        without it.
+        These bytes are the opening events, if they were not returned before. If the head was sent before
+        ``engine_seconds`` was known, the bytes end with an SSE comment that states the time.
+
+        Args:
+            engine_seconds: the engine's time to the first token, for the header ``server-timing``; 0 if unknown.
         """
         timing = f"engine;dur={1e3 * engine_seconds:.3f}".encode() if engine_seconds else b""
         async with self._heading:
@@ -363,7 +371,7 @@ def _raise_refused(answers: Sequence[Answer], grammar_field: str) -> None:
 
 
 def _so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:
-    """Return the token usage so far: the prompts that have started, and the tokens that were generated."""
+    """Return the token usage so far: the tokens of prompts that have started, and the generated tokens."""
     began = [answer.began for answer in answers if answer.began is not None]
     return Usage(prompt=sum(each.num_prompt_tokens for each in began), completion=sum(counts))
 

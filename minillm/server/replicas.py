@@ -27,13 +27,13 @@ _PIECE = 128  # characters or token ids of a prompt that get a key together
 _MOST_PIECES = 512  # maximum number of pieces of a prompt
 _MOST_PLACES = 1 << 16  # number of keys with a stored engine
 _MOST_HOMES = 1 << 14  # number of answers, prefixes, sessions and watchers with a stored engine
-_SLACK = 4  # an engine is preferred if it has at most 2 * (requests of the idlest engine) + this many
+_SLACK = 4  # an engine is too busy to be preferred if it has more than 2 * (requests of the idlest engine) + _SLACK
 _MOST_RESTARTS = 5  # maximum restarts of an engine in _RESTART_WINDOW seconds
 _RESTART_WINDOW = 600.0
 
 
 class Engine(Protocol):
-    """The interface of the engine that routes use. It is one process or several."""
+    """The interface through which routes use the engine, which is one process or several."""
 
     @property
     def ended(self) -> asyncio.Event:
@@ -41,25 +41,25 @@ class Engine(Protocol):
 
     @property
     def serves(self) -> bool:
-        """Return whether requests are accepted."""
+        """Return whether at least one engine accepts requests."""
 
     @property
     def trouble(self) -> str:
-        """Return why an engine accepts no requests; empty if all engines accept requests."""
+        """Return which engines accept no requests, and why; empty if all engines accept requests."""
 
     @property
     def listeners(self) -> dict[str, Callable[[Any], object]]:
-        """Return the callbacks for events, by the name of a watcher or session."""
+        """Return the callbacks that receive events, by the name of their watcher or session."""
 
     @property
     def answered(self) -> dict[str, Callable[[str], object]]:
-        """Return the callbacks for the end of an answer, by the name of the session."""
+        """Return the callbacks that are called with the request's id when an answer ends, by session name."""
 
     def send(self, call: messages.Call) -> None:
         """Send a call that has no result."""
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Start a request and return its answer. ``news`` is set whenever a part of the answer arrives."""
+        """Start a request and return its answer. ``news`` is set whenever an event of the answer arrives."""
 
     def leave(self, answer: Answer) -> None:
         """Drop an answer. If its request has not ended, abort it."""
@@ -70,16 +70,16 @@ class Engine(Protocol):
 
 @dataclass
 class Places:
-    """Stores the engines that have computed prefixes of recent prompts."""
+    """Remembers which engine has computed which prefixes of recent prompts."""
 
     _places: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     def choose(self, keys: list[int], loads: Sequence[float]) -> int:
-        """Choose the engine for a prompt, and store the choice. Return the index of the engine.
+        """Choose the engine for a prompt, and remember the choice. Return the index of the engine.
 
         Args:
-            keys: see `keys_of`.
-            loads: number of requests of each engine; infinity if an engine accepts none.
+            keys: the keys of the prompt, from `keys_of`.
+            loads: number of requests of each engine; infinity for an engine that accepts no requests.
         """
         idlest = min(range(len(loads)), key=loads.__getitem__)
         found = next((self._places[key] for key in reversed(keys) if key in self._places), idlest)
@@ -93,9 +93,9 @@ class Places:
 
 
 def keys_of(prompt: Any, salt: str | None) -> list[int]:
-    """Return a key for each piece of a prompt, in order.
+    """Return the keys of a prompt's prefixes: one for each multiple of `_PIECE` characters or token ids, in order.
 
-    A key identifies the prompt from its beginning to the piece's end.
+    Prompts with equal keys begin with the same text (or ids) and have the same ``salt``.
     """
     if isinstance(prompt, messages.Conversation):
         head = msgspec.json.encode([prompt.tools, prompt.template_options]).decode()
@@ -149,11 +149,9 @@ class Replicas:
         return self
 
     async def loaded(self) -> messages.Ready:
-        """Wait until all engines are ready.
+        """Wait until all engines are ready. From then on, restart an engine that ends.
 
-        Return the facts about one engine, with the capacity of all engines together.
-
-        From then on, engines that end are restarted.
+        Return the facts about the first engine, with the sum of ``max_num_seqs`` over all engines.
 
         Raises:
             MinillmError: an engine cannot be loaded.
@@ -211,12 +209,12 @@ class Replicas:
 
     @property
     def serves(self) -> bool:
-        """Return whether requests are accepted."""
+        """Return whether at least one engine accepts requests."""
         return not all(each.trouble for each in self.engines)
 
     @property
     def trouble(self) -> str:
-        """Return why an engine accepts no requests; empty if all engines accept requests."""
+        """Return which engines accept no requests, and why; empty if all engines accept requests."""
         if len(self.engines) == 1:
             return self.engines[0].trouble
         troubles = [(number, each.trouble) for number, each in enumerate(self.engines)]
@@ -242,14 +240,14 @@ class Replicas:
         await asyncio.gather(*self._keeping, *(engine.stop() for engine in self.engines), return_exceptions=True)
 
     def send(self, call: messages.Call) -> None:
-        """Send a call of a watcher or a session to the right engine."""
+        """Send a call of a watcher or a session to the engine that serves this watcher or session."""
         name: str = getattr(call, "watcher", None) or call.session  # type: ignore[attr-defined]
         if isinstance(call, messages.Watch | messages.OpenSession):
             self._settle(name, self._choose(None, None))
         self.engines[self._homes.get(name, 0)].send(call)
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Start a request and return its answer. ``news`` is set when a part of the answer arrives.
+        """Start a request and return its answer. ``news`` is set whenever an event of the answer arrives.
 
         Raises EngineDied if the request is rejected.
         """
@@ -269,7 +267,9 @@ class Replicas:
                 engine.leave(answer)
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
-        """Send a call to the right engine and return its result. ``make`` creates the call from the call's id.
+        """Send a call to the engine that has the call's data, and return the result.
+
+        ``make`` creates the call from the call's id. The cache is read from all engines.
 
         Raises UsageError if the call is rejected, EngineDied if the engine accepts no requests.
         """
@@ -288,10 +288,7 @@ class Replicas:
         return await self.engines[self._choose(None, None)].ask(make)
 
     def _choose(self, prompt: Any, salt: str | None) -> int:
-        """Choose the index of an engine for a prompt.
-
-        Only engines that accept requests are considered, or all if none does.
-        """
+        """Return the index of the engine for a prompt. Prefer engines that accept requests."""
         if len(self.engines) == 1:
             return 0
         loads = [math.inf if engine.trouble else len(engine.answers) for engine in self.engines]
@@ -304,7 +301,10 @@ class Replicas:
 
 
 def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the cache states of several engines: add up the figures, and add the index of the replica to each table."""
+    """Merge the cache states of several engines.
+
+    The figures are added up. The lists of block tables are joined, and each table gets the index of its engine.
+    """
     figures = {name: sum(each["figures"][name] for each in found) for name in found[0]["figures"]}
     tables = [{**table, "replica": number} for number, each in enumerate(found) for table in each["tables"]]
     return {"figures": figures, "tables": tables, "replicas": [each["figures"] for each in found]}

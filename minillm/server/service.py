@@ -23,7 +23,10 @@ from minillm.service import call_messages as messages
 
 
 class Missing(HTTPException):
-    """A request names something that is not there. ``field`` is the field with the name, and ``code`` OpenAI's code."""
+    """Raised if a request names a model or response that does not exist.
+
+    ``field`` is the request's field that contains the name. ``code`` is OpenAI's error code.
+    """
 
     def __init__(self, status: int, message: str, field: str = "", code: str | None = None) -> None:
         super().__init__(status, message)
@@ -39,19 +42,19 @@ class Service:
     names: tuple[str, ...]  # the model's names for clients
     queue: FairQueue
     metrics: Metrics
-    has_keys: bool = False  # there are API keys, so the owner of one must not read another owner's text
-    shared: bool = False  # keys have several owners: none may take everything, or detect another's prompts in the cache
+    has_keys: bool = False  # the server requires API keys, so a key's owner must not read the text of other owners
+    shared: bool = False  # several owners of keys: none may take all seats, or detect others' prompts in the cache
     send_seconds: float = 60.0
     prefixes: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
     sessions: dict[str, Questions] = field(default_factory=dict)
     watchers: Counter[str] = field(default_factory=Counter)  # open streams of events, by tenant
     responses: ResponseStore = field(default_factory=ResponseStore)
-    running: dict[tuple[str, str], ResponseWriter] = field(default_factory=dict)  # responses, by tenant and id
+    running: dict[tuple[str, str], ResponseWriter] = field(default_factory=dict)  # running responses, by tenant and id
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # set at shutdown, to end endless streams
 
     def forget(self, replica: int) -> None:
-        """Drop everything stored about an engine that has ended."""
+        """Drop the pinned prefixes of an engine that has ended. ``replica`` is the engine's index."""
         self.prefixes = {id: each for id, each in self.prefixes.items() if each.get("replica", 0) != replica}
 
     def check_model(self, name: str | None) -> None:
@@ -61,10 +64,10 @@ class Service:
             raise Missing(404, why, code="model_not_found")
 
     def salt(self, tenant: str, salt: str | None = None, fork: messages.ForkPoint | None = None) -> str | None:
-        """Return the salt for a request's blocks in the prefix cache.
+        """Return the salt for a request's blocks in the prefix cache. Only requests with equal salts share blocks.
 
-        If keys have several owners, each owner has a salt. Otherwise an owner could detect another's prompts in the
-        cache. A fork without a salt uses the salt of its answer.
+        If the API keys have several owners, the salt contains the owner. Otherwise an owner could detect, by timing,
+        which prompts of others are cached. None means no salt, and for a fork the salt of the answer that it continues.
         """
         if salt is None and (fork is not None or not self.shared):
             return None

@@ -36,9 +36,9 @@ class ServerConfig:
     """The configuration of a server.
 
     Attributes:
-        names: names of the model for clients; default: the model's own name.
-        max_waiting: number of requests that may wait for the engine. More are rejected with status 429.
-        grace_seconds: time for running answers to end when the server stops.
+        names: names by which clients may call the model; default: the model's own name.
+        max_waiting: number of requests that may wait for the engine. Further requests are rejected with status 429.
+        grace_seconds: when the server stops, running answers have this many seconds to end.
         replicas: number of engines, each with its own GPUs.
     """
 
@@ -54,7 +54,7 @@ class ServerConfig:
 def open_socket(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to this address but does not listen yet.
 
-    Raises UsageError if that is impossible.
+    Raises UsageError if the address cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -68,7 +68,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def allow_descriptors(count: int) -> None:
-    """Raise this process's limit of open file descriptors to ``count``, or as far as the system allows."""
+    """Increase this process's limit of open file descriptors to ``count``, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -77,7 +77,7 @@ def allow_descriptors(count: int) -> None:
 
 
 class FewDescriptors:
-    """An exception handler of the event loop. It reports a lack of file descriptors in one line, once a minute.
+    """An exception handler for the event loop. Once a minute it reports a lack of file descriptors, in one line.
 
     asyncio would report the lack thousands of times a second, with tracebacks.
     """
@@ -100,7 +100,7 @@ async def serve(
     told: Callable[[chat.Event], object],
     opened: Callable[[str, Service], object],
 ) -> None:
-    """Load the model and serve it until SIGINT or SIGTERM. Running answers then get time to end.
+    """Load the model and serve it until SIGINT or SIGTERM arrives. Then give running answers time to end.
 
     Args:
         options: options of EngineConfig.
@@ -144,7 +144,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server. When it shuts down, endless streams end."""
+    """uvicorn's server with a grace period. A shutdown ends endless streams at once, and other answers after it."""
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -170,9 +170,9 @@ async def _end_with_engine(engine: Engine, server: uvicorn.Server) -> None:
 
 
 def _names(model: str) -> tuple[str, ...]:
-    """Return a model's names for clients.
+    """Return the names by which clients may call a model.
 
-    A file or directory has two: the last part of its path, and the whole path.
+    For a file or directory, these are the last part of its path and the whole path.
     """
     short = Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
     return tuple(dict.fromkeys((short, model)))

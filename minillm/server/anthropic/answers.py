@@ -24,9 +24,12 @@ _NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequen
 class MessageForm:
     """Formats an answer as the events of a stream, or as the content blocks that these events describe.
 
+    It is a `minillm.server.generating.Form`. Each "choice" is an event, or in a complete response the message's fields.
+
     Attributes:
         reader: creates a reader of the answer's text. Its argument is whether the answer begins inside the reasoning.
-        signature: the signature of thinking blocks. Clients drop blocks without one. This server does not check it.
+        signature: the signature of thinking blocks. Clients drop thinking blocks without a signature. This server never
+            checks the signature.
         omits_thoughts: thinking blocks have no text.
         stop: the fields of the message that say why the answer ended.
     """
@@ -80,7 +83,7 @@ class MessageForm:
                     yield self._delta({"type": "thinking_delta", "thinking": part.text})
 
     def _open(self, block: Json) -> list[Json]:
-        """Return the events that close the open block, if there is one, and begin ``block``."""
+        """Begin a content block. Return the events that close the open block, if there is one, and begin ``block``."""
         closing = self._close()
         self._block, self._index = block["type"], self._index + 1
         return [*closing, {"type": "content_block_start", "index": self._index, "content_block": block}]
@@ -105,7 +108,7 @@ class MessageForm:
 
 @dataclass
 class MessageFrame:
-    """Encodes the responses and events of one message. ``form`` formats the content of the message."""
+    """Encodes one message as a response or as a stream of events. ``form`` formats the content of the message."""
 
     id: str
     model: str
@@ -157,7 +160,7 @@ def _joined(events: list[Json]) -> list[Json]:
 
 
 def _input(arguments: str) -> Any:
-    """Return a tool call's arguments as raw JSON; an empty object if the answer was cut off inside the arguments."""
+    """Return a tool call's arguments as raw JSON. If the answer ended inside the arguments, return an empty object."""
     try:
         parse_strict_json(arguments)
     except ValueError:
@@ -168,7 +171,7 @@ def _input(arguments: str) -> Any:
 def _usage(usage: Usage) -> Json:
     """Return the token usage in Anthropic's format.
 
-    Input tokens do not include cached ones, because clients add both.
+    The field ``input_tokens`` does not include cached tokens, because clients add both.
     """
     return {
         "input_tokens": usage.prompt - usage.cached,
@@ -182,7 +185,7 @@ def _usage(usage: Usage) -> Json:
 def message_error(error: Json, status: int = 0) -> Json:
     """Convert an error from OpenAI's format to Anthropic's.
 
-    The type follows from ``status``, or if it is 0, from OpenAI's type.
+    Some statuses determine the error's type. For all others, and for ``status`` 0, it follows from OpenAI's type.
     """
     message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
     for ours, theirs in _NAMES.items():

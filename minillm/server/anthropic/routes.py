@@ -30,7 +30,8 @@ _BLOCKS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
-# Claude Code begins its system prompt with this line, which changes every time. It would make the prefix cache useless.
+# Claude Code begins its system prompt with a line that differs in each request. The line is removed, because it would
+# make the prefix cache useless.
 _BILLING = "x-anthropic-billing-header:"
 
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
@@ -40,7 +41,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """The tools that the answer may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None  # name of the tool, with the type tool
+    name: str | None = None  # name of the tool, if the type is "tool"
     disable_parallel_tool_use: bool | None = None
 
 
@@ -48,8 +49,8 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """Settings of the model's reasoning before its answer."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None  # with the type enabled
-    display: Literal["summarized", "omitted"] | None = None  # omitted: thinking blocks have no text
+    budget_tokens: int | None = None  # maximum reasoning tokens, if the type is "enabled"
+    display: Literal["summarized", "omitted"] | None = None  # "omitted": thinking blocks have no text
 
     def limits(self, effort: Effort | None) -> tuple[bodies.Effort | None, int | None]:
         """Return ``reasoning_effort`` and ``max_reasoning_tokens`` of the chat request. Raises BadField."""
@@ -66,7 +67,7 @@ class JsonFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Effort | None = None  # limits the reasoning, with the type adaptive
+    effort: Effort | None = None  # limits the reasoning, unless ``thinking`` sets a number of tokens
     format: JsonFormat | None = None
 
 
@@ -88,7 +89,7 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: OutputConfig | None = None
     # labels and hints for Anthropic's own service; they have no effect
     metadata: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None  # also in content blocks and tools; prefixes are cached without it
+    cache_control: dict[str, Any] | None = None  # also allowed in content blocks and tools; prefixes are always cached
     context_management: dict[str, Any] | None = None
     diagnostics: dict[str, Any] | None = None
     inference_geo: str | None = None
@@ -143,7 +144,7 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each content block of a message, after its place for error messages."""
+    """Yield (place, block) for each content block of a message. The place, such as ``messages[0]``, is for errors."""
     if isinstance(content, str):
         yield where, {"type": "text", "text": content}
     elif not isinstance(content, list):
@@ -157,7 +158,10 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _add(found: list[dict[str, Any]], role: str, block: Mapping[str, Any], where: str) -> None:
-    """Add a content block of a message with ``role`` to the messages of the chat request. Raises BadField."""
+    """Add a content block of a message with ``role`` to ``found``, the messages of the chat request. Raises BadField.
+
+    ``where`` names the block in error messages.
+    """
     kind = block.get("type")
     if kind not in _BLOCKS[role]:
         known = ", ".join(_BLOCKS[role])
@@ -218,7 +222,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
 
 
 def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatBody, ChatCall]:
-    """Return the body of a request, the equal chat request, and the engine's call. Raises BadField."""
+    """Return the body of a request, the equivalent chat request, and the engine's call. Raises BadField."""
     body = bodies.read_body(MessagesBody, request.state.body)
     chat = body.chat(can_think=service.facts.facts.has_thinking_switch or CLOSE in service.facts.chat_template)
     chat.check()

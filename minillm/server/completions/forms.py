@@ -16,7 +16,7 @@ from minillm.service.call_messages import Completion, Ended, Text, Token
 class ChatForm:
     """Formats answers as assistant messages.
 
-    ``reader`` creates a reader of an answer's text. Its argument is whether the answer begins inside the reasoning.
+    ``reader`` creates a reader for an answer's text. Its argument is whether the answer begins inside the reasoning.
     """
 
     has_logprobs: bool
@@ -84,7 +84,7 @@ def _message(parts: list[Part]) -> Json:
 
 
 def _delta(part: Part) -> Json:
-    """Return the change of a message by ``part``, for a chunk of a stream."""
+    """Return what ``part`` adds to a message, in the format of a stream's chunk."""
     match part:
         case TextPart(text):
             return {"content": text}
@@ -101,7 +101,7 @@ def _call(name: str, function: str) -> Json:
 
 
 def _reason(reason: str | None, has_called: bool) -> str | None:
-    """Return the finish reason. It is "tool_calls" if the answer called tools and was not cut short."""
+    """Return the finish reason in OpenAI's format. An answer that called tools and ended by itself has "tool_calls"."""
     return "tool_calls" if has_called and reason == "stop" else reason
 
 
@@ -165,7 +165,7 @@ class TextForm:
 
 
 def with_ids(choice: Json, of: Text | Completion) -> Json:
-    """Return a choice with its token ids, if they were requested."""
+    """Return ``choice`` with the token ids of ``of``, if token ids were requested."""
     return {**choice, "token_ids": of.token_ids} if of.token_ids else choice
 
 

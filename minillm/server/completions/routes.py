@@ -26,8 +26,8 @@ class ChatCall:
     """The engine's call for a chat request.
 
     Attributes:
-        reader: creates a reader of an answer's text. Its argument is whether the answer begins inside the reasoning.
-        grammar_field: the request's field with the grammar, for error messages; empty if there is none.
+        reader: creates a reader for an answer's text. Its argument is whether the answer begins inside the reasoning.
+        grammar_field: the request's field that led to a grammar for tool calls, for error messages; empty if none did.
     """
 
     call: messages.Complete
@@ -126,7 +126,7 @@ def generating(
 
 
 async def count_prompt_tokens(service: Service, call: messages.Complete) -> int:
-    """Return the number of prompt tokens of a chat's call, without generating an answer."""
+    """Return the number of prompt tokens of ``call``, a call for a chat request. No answer is generated."""
     assert isinstance(call.prompt, messages.Conversation)
     make = partial(messages.Tokenize, tenant=call.tenant, prompt=call.prompt, is_bare=call.is_bare)
     return len((await service.engine.ask(make))["tokens"])

@@ -1,9 +1,9 @@
 """Access control: an ASGI layer in front of all routes. Access is closed by default.
 
-- The Host header must be one of this server's names, so that no web page can reach it by DNS rebinding.
-- If there are keys, every route but /health and /version needs one. Keys are compared in constant time. The tenant is
-  the owner of the verified key. Without keys, it is the client's address.
-- Web pages of other origins may not read responses unless the origin is listed.
+- The Host header must be one of this server's names, so that no web page can reach the server by DNS rebinding.
+- If there are API keys, every route but /health and /version needs one. Keys are compared in constant time. The tenant
+  of a request is the owner of its key. Without keys, the tenant is the client's address.
+- Web pages of other origins may not read responses unless their origin is listed.
 - Bodies are limited in size and time. The total size of one tenant's large bodies in transit is limited as well.
 """
 
@@ -37,9 +37,9 @@ class AccessRules:
     """The rules that requests must follow.
 
     Attributes:
-        keys: the owner's name by API key; if empty, every client is allowed.
-        hosts: names and addresses allowed in the Host header, without port; if empty, any.
-        origins: origins of web pages that may read responses.
+        keys: maps each API key to its owner's name; if empty, every client is allowed.
+        hosts: names and addresses allowed in the Host header, without port; if empty, all are allowed.
+        origins: origins of web pages that may read responses, such as ``https://example.org``.
         max_body: maximum size of a body in bytes.
         body_seconds: maximum seconds for a body to arrive.
     """
@@ -67,9 +67,9 @@ def _digest(key: str) -> bytes:
 
 
 class BodyMemory:
-    """Memory for bodies that arrive in several pieces.
+    """Limits the memory for bodies that arrive in several pieces to ``most`` bytes per tenant.
 
-    Each tenant has ``most`` bytes. If they are in use, its bodies wait.
+    If a tenant's memory is in use, further bodies of this tenant wait.
     """
 
     def __init__(self, most: int = _MOST_OF_BODIES) -> None:
@@ -149,7 +149,7 @@ class Access:
         await self.app(scope, receive, counted)
 
     def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> str | None:
-        """Return the owner of the request's key; None without a known key.
+        """Return the owner of the request's key; None if the key is missing or unknown.
 
         If the server has no keys, return the client's address.
         """
@@ -241,6 +241,6 @@ class Access:
 
 
 def _hostname(host: str) -> str:
-    """Return the name in a Host header, without its port. Empty if the header is invalid."""
+    """Return the name in a Host header, without its port; an empty text if the header is invalid."""
     found = _HOST.fullmatch(host)
     return (found[1] or found[2]).lower().rstrip(".") if found else ""

@@ -28,31 +28,33 @@ class Full(Exception):
 
 
 def num_seats(params: Mapping[str, Any]) -> Any:
-    """Return the number of sequences that sampling parameters ask for. The values are not checked."""
+    """Return the number of seats that a request with these sampling parameters needs. The values are not checked."""
     depths = params.get("reasoning_depths")
     return params.get("beam_width") or (1 + len(depths) if isinstance(depths, list) else params.get("n") or 1)
 
 
 @dataclass(eq=False)
 class Place:
-    """A request's place in the queue, and later its seats."""
+    """A request in the queue. Once ``turn`` is done, the request has ``count`` seats."""
 
     tenant: str
     count: int
     priority: int
-    since: float  # time at which it was queued; later, time at which it got its seats
+    since: float  # time at which the request was queued; once it has its seats, the time at which it got them
     turn: asyncio.Future[None]
     is_free: bool = False  # the seats were freed
 
 
 @dataclass
 class FairQueue:
-    """Admits sequences to the engine, at most ``total`` at a time. At most ``most_waiting`` requests wait.
+    """Hands out ``total`` seats to requests. At most ``most_waiting`` requests wait.
 
-    If several tenants share the seats, none gets all seats or fills the whole queue: some stay free for others. The
-    tenant with the fewest seats is served next. Among its requests, the lowest ``priority`` is first, then the oldest
-    request. With time, waiting outweighs both, so every request is served. If the next request does not fit yet, no
-    other request overtakes it.
+    The tenant with the fewest seats is served next. Of this tenant's requests, the one with the lowest ``priority`` is
+    first, and of equal ones the oldest. The longer a request waits, the less these two rules matter, so every request
+    is served. If there are too few seats for the next request, no other request overtakes it.
+
+    ``shared``: several tenants use the server. No tenant gets all seats or fills the whole queue, so that others
+    always find some space.
     """
 
     total: int
@@ -103,7 +105,7 @@ class FairQueue:
         return place
 
     def release(self, place: Place) -> None:
-        """Free the seats of a place. Further calls do nothing."""
+        """Free the seats of ``place``. A second call for the same place does nothing."""
         if place.is_free:
             return
         place.is_free = True
@@ -114,11 +116,11 @@ class FairQueue:
         self._call()
 
     def retry_after(self) -> int:
-        """Return the seconds until a queue of the current length has advanced by one request."""
+        """Estimate the seconds after which a rejected client should try again, from 1 to 60."""
         return max(1, min(60, round(self._mean_seconds * len(self.waiting) / max(1, self.total))))
 
     def _call(self) -> None:
-        """Admit the next requests, as long as they fit."""
+        """Give seats to the next requests until the next one does not fit."""
         while self.waiting:
             now = time.monotonic()
             able = [each for each in self.waiting if self._leaves_some(each)] if self.shared else self.waiting

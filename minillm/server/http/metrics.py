@@ -52,7 +52,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Exports the state of the queue and the last reported figures of the engines."""
+    """Exports the state of the queue, and the figures that the engines reported last."""
 
     def __init__(self, queue: FairQueue, figures: Callable[[], Sequence[Figures | None]]) -> None:
         self._queue, self._figures = queue, figures
@@ -77,9 +77,9 @@ def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
 
 
 def _of_vllm(engines: list[Figures]) -> Iterator[GaugeMetricFamily]:
-    """Yield the metrics that routers (llm-d, the vLLM router) read, under vLLM's names.
+    """Yield metrics under vLLM's names, which routers (llm-d, the vLLM router) read.
 
-    They are summed over the engines.
+    Each metric is the sum over all engines.
     """
     if not engines:
         return

@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with limits for each connection: on heads, trailers, rejected bodies and slow readers.
 
-Errors that occur before the application runs are JSON, like all other errors.
+A head is a request's first line and headers. Errors that occur before the application runs are JSON, like all other
+errors.
 """
 
 import asyncio
@@ -53,7 +54,10 @@ class JoiningTransport:
             self._transport.write(head + data)
 
     def begin(self) -> None:
-        """Send the first bytes of the next response. If the client is gone, its system replies with a reset."""
+        """Send the first bytes of the next response, to test the connection.
+
+        If the client has closed the whole connection, its operating system replies with a reset.
+        """
         self._has_begun = True
         self._transport.write(_BEGIN)
 
@@ -67,11 +71,11 @@ class JoiningTransport:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """The protocol of one connection, with limits."""
+    """The HTTP protocol of one connection, with limits."""
 
     _late: asyncio.TimerHandle | None = None  # closes the connection if a head does not arrive
     _sending: asyncio.TimerHandle | None = None  # checks whether a slow client reads
-    _closing: asyncio.TimerHandle | None = None  # closes the connection while the rest of a body is dropped
+    _closing: asyncio.TimerHandle | None = None  # closes the connection if the rest of a rejected body takes too long
     _num_framing = 0  # bytes of the head so far, or bytes since the last piece of a body
     _num_dropped = 0  # dropped bytes of the rest of a body
     _in_head = True
@@ -106,7 +110,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._late = self.loop.call_later(HEADER_SECONDS, self._end)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Let a complete request finish even if the client has closed its sending half.
+        """Keep the connection open for the response if the client has closed its sending half after a whole request.
 
         Return whether the connection stays open.
         """
@@ -184,9 +188,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close(self) -> None:
-        """Close the connection once everything is sent. Before that, read and drop the rest of a body, within limits.
+        """Close the connection once everything is sent.
 
-        If bytes stayed unread, closing would reset the connection, and the client would lose the response.
+        If the client is still sending a body, first read and drop the rest, within limits. Closing with unread bytes
+        would reset the connection, and the client would lose the response.
         """
         if self._closing is not None or self._raw.is_closing():
             return
@@ -210,7 +215,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._sending = self.loop.call_later(SEND_SECONDS, self._check_sending, self._raw.get_write_buffer_size())
 
     def _check_sending(self, before: int) -> None:
-        """Abort the connection if its client takes bytes too slowly: ``before`` bytes waited at the last check."""
+        """Abort the connection if its client takes bytes too slowly. Otherwise check again later.
+
+        ``before`` is the number of unsent bytes at the last check.
+        """
         now = self._raw.get_write_buffer_size()
         if before - now < min(before, SEND_BYTES):
             self._raw.abort()
@@ -218,7 +226,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._sending = self.loop.call_later(SEND_SECONDS, self._check_sending, now) if now else None
 
     def _probe(self) -> None:
-        """Check at intervals whether the client of a half-closed connection is gone. If so, abort the connection."""
+        """Check at intervals whether the client has closed a half-closed connection entirely. If so, abort it."""
         if self._raw.is_closing() or self.cycle.response_complete:
             return
         if self._raw.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -228,7 +236,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
-    """Respond with an error, because there are too many connections."""
+    """Respond with status 503, because there are too many connections."""
     headers = [(b"retry-after", b"1"), (b"connection", b"close")]
     error = error_at(scope["path"], 503, "too many connections; try again later")
     await send_json(send, 503, error, headers)

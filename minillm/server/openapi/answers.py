@@ -44,7 +44,7 @@ _ITEM: dict[str, Json] = {
     "arguments": _TEXT,
 }
 
-# Schemas that others refer to.
+# Named schemas, to which other schemas refer.
 SCHEMAS: dict[str, Json] = {
     "Error": _record(
         error=_record(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT)),

@@ -36,7 +36,7 @@ _ROUTES: tuple[tuple[str, str, str, Any], ...] = (
     ("get", "/v1/cache/events", "Stream the changes in the pool", None),
 )
 _ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 501, 503)
-# A body needs at least one of these fields. Its type cannot express that.
+# Each of these bodies needs at least one of the listed fields. The types of the bodies cannot express that.
 _NEEDED: dict[Any, tuple[str, ...]] = {
     bodies.ChatBody: ("messages", "fork_of"),
     bodies.CompletionBody: ("prompt", "fork_of"),
@@ -48,7 +48,7 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
 
 @cache
 def document() -> dict[str, Any]:
-    """Return the OpenAPI document as data for JSON."""
+    """Return the OpenAPI document as a dictionary that is encoded as JSON."""
     kinds = list(dict.fromkeys(kind for *_, kind in _ROUTES if kind is not None))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     of_kind = dict(zip(kinds, schemas, strict=True))

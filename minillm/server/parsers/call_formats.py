@@ -38,9 +38,10 @@ class Scanner:
     _escaped: bool = False
 
     def feed(self, text: str) -> int | None:
-        """Add text.
+        """Scan the next piece of text.
 
-        Return the number of its characters up to the closing bracket, or None if the bracket is not in it.
+        Return the number of characters of this piece up to and including the closing bracket. Return None if the
+        closing bracket is not in this piece.
         """
         for position, character in enumerate(text):
             if self._escaped:
@@ -61,11 +62,13 @@ class Scanner:
 
 
 def json_calls(text: str, tools: Tools, *, bare: bool = False) -> Calls:
-    """Return the calls in JSON text: an object, or a list of objects. Return an empty list if any is not a valid call.
+    """Return the calls in JSON text, which is an object or a list of objects.
+
+    Return an empty list if any object is not a valid call.
 
     Args:
-        bare: no tag marks the text as a call, so an answer in JSON looks alike. A call must then have arguments, and no
-            unknown keys.
+        bare: no tag marks the text as a call, so it may also be an ordinary answer in JSON. To be a call, an object
+            must then have arguments and no unknown keys.
     """
     try:
         value = parse_strict_json(text)
@@ -93,9 +96,9 @@ def _json_call(value: Any, tools: Tools, bare: bool) -> tuple[str, str] | None:
 
 
 def named_call(name: Any, arguments: str, tools: Tools) -> tuple[str, str] | None:
-    """Return the call of tool ``name`` with ``arguments`` as JSON text, which may be empty.
+    """Return the call of tool ``name``; None if the call is not valid.
 
-    None if the call is not valid.
+    ``arguments`` are JSON text. Empty text means no arguments.
     """
     try:
         return _call(name, parse_strict_json(arguments) if arguments.strip() else {}, tools)
@@ -115,7 +118,7 @@ def _call(name: Any, arguments: Any, tools: Tools) -> tuple[str, str] | None:
 def python_calls(text: str, tools: Tools) -> Calls:
     """Return the calls in a list in the format of Llama 3.2 and 4: ``[get_weather(town="Bern", days=2)]``.
 
-    Return an empty list if any is not a valid call.
+    Return an empty list if any element is not a valid call.
     """
     try:
         with warnings.catch_warnings():
@@ -159,10 +162,10 @@ def _key(node: ast.expr | None) -> str:
 
 
 def xml_call(name: str, body: str, tools: Tools) -> tuple[str, str] | None:
-    """Return the call in Qwen3-Coder's format: ``body`` has ``<parameter=town>Bern</parameter>`` for each parameter.
+    """Return a call in Qwen3-Coder's format; None if the call is not valid.
 
-    A value is text if the tool's schema says so or does not describe it. Otherwise it is parsed as JSON if possible.
-    Return None if the call is not valid.
+    ``body`` has an element such as ``<parameter=town>Bern</parameter>`` for each argument. An argument is text if the
+    tool's schema says so or does not describe the parameter. Any other argument is parsed as JSON if possible.
     """
     if _PARAMETER.sub("", body).strip():
         return None

@@ -31,7 +31,7 @@ class CallPart:
 
 @dataclass(frozen=True)
 class ArgumentsPart:
-    """A piece of the arguments of call ``index``. All pieces of a call together are a JSON text."""
+    """A piece of the arguments of call ``index``. Joined, all pieces of a call are the JSON text of an object."""
 
     index: int
     text: str
@@ -41,7 +41,10 @@ Part = TextPart | ThoughtPart | CallPart | ArgumentsPart
 
 
 class Reader(Protocol):
-    """Reads an answer's text in pieces of any size. The split into pieces changes only how long the parts are."""
+    """Splits an answer's text into parts while the text arrives in pieces.
+
+    However the text is divided into pieces, the parts have the same types and, joined, the same contents.
+    """
 
     def push(self, text: str) -> list[Part]:
         """Add text. Return the parts that are now certain."""

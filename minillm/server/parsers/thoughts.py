@@ -1,4 +1,4 @@
-"""A model's reasoning ("thoughts") before its answer: reading it, switching it on or off, and limiting it."""
+"""Read a model's reasoning ("thoughts") before its answer, switch reasoning on or off, and limit its length."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ EFFORTS = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": NO_LIM
 
 
 class ThoughtReader:
-    """Separates the reasoning at the beginning of an answer from the text after it, which ``inner`` reads.
+    """Separates the reasoning at the beginning of an answer from the rest of its text.
 
     Args:
-        opened: the prompt ends with the opening tag.
+        inner: reads the text after the reasoning.
+        opened: the prompt ends with the opening tag, so the answer begins inside the reasoning.
     """
 
     def __init__(self, inner: Reader, *, opened: bool) -> None:
@@ -38,12 +39,15 @@ class ThoughtReader:
 
 
 def with_effort(params: dict[str, Any], effort: str | None, template: str, *, has_switch: bool) -> dict[str, Any]:
-    """Return a request's parameters, with the limit on reasoning tokens that ``reasoning_effort`` stands for.
+    """Return a request's parameters, with ``max_reasoning_tokens`` set according to ``reasoning_effort``.
 
-    ``max_reasoning_tokens`` overrides the limit. If the template has no reasoning tags, there is no limit: the effort
-    then only switches the reasoning on or off.
+    A ``max_reasoning_tokens`` in ``params`` takes precedence. If the template has no reasoning tags, the parameters
+    stay unchanged, and the effort only switches the reasoning on or off.
 
     Args:
+        params: the parameters of the request.
+        effort: the field ``reasoning_effort``.
+        template: the chat template.
         has_switch: the template supports ``enable_thinking``.
     """
     if effort is None or CLOSE not in template or (effort == "none" and has_switch):
@@ -52,9 +56,9 @@ def with_effort(params: dict[str, Any], effort: str | None, template: str, *, ha
 
 
 def template_options(body: ChatBody, template: str, *, has_switch: bool) -> dict[str, Any]:
-    """Return the variables that a request sets for the chat template.
+    """Return the variables that a request sets for the chat template, such as ``enable_thinking``.
 
-    Raises BadField if the model does not support them.
+    Raises BadField if the chat template does not support them, or if fields of the request contradict each other.
 
     Args:
         has_switch: the template supports ``enable_thinking``.

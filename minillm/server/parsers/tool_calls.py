@@ -1,6 +1,6 @@
 """Find tool calls in the text of an answer, which arrives in pieces.
 
-Models write them in one of these formats:
+Models write tool calls in one of these formats:
 
 - Hermes, used by Qwen, SmolLM2 and models without a format of their own:
   ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with one call, several, or a list of them
@@ -24,12 +24,12 @@ from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
 
 _TAG, _CLOSE, _FUNCTION, _MISTRAL, _FENCE = "<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]", "```"
 _PYTHON_TAG = "<|python_tag|>"
-# Names of formats, to limit a reader to some of them. A format with a tag is named by its tag. Formats without a tag
-# are JSON, Python, and NAMED: Mistral's names of tools, if its markers have no text.
+# Names of formats, to limit a reader to some of them. A format with a tag is named after the tag. Formats without a tag
+# are "json", "python" and NAMED. NAMED is Mistral's format if its markers have no text: a tool's name, then arguments.
 UNTAGGED = ("json", "python")
 FORMATS = frozenset((_TAG, _FUNCTION, _MISTRAL, _FENCE, *UNTAGGED))
 NAMED = "named"
-# Beginnings, without spaces, of an answer that as a whole is a call.
+# An answer without a tag is a call if it begins with one of these texts. White space is removed before comparing.
 _BARE = tuple(f"{bracket}{{{key}" for bracket in ("", "[") for key in ('"name":', '"type":"function"'))
 _BETWEEN = " \t\r\n;,"  # characters that may be between two calls
 _FENCED = re.compile(r"```[\w-]{0,16}[ \t\r]*\n")
@@ -50,18 +50,18 @@ class CallReader:
     """Finds the calls in an answer that may contain calls. All other text is content.
 
     Args:
-        tools: schemas of the parameters of the tools that may be called, by name.
+        tools: maps the name of each tool that may be called to the schema of its parameters.
         most: maximum number of calls; later ones are dropped.
-        formats: formats to look for, of `FORMATS` and `NAMED`.
+        formats: names of the formats to look for, from `FORMATS` and `NAMED`.
     """
 
     def __init__(self, tools: Tools, most: int, formats: Collection[str] = FORMATS) -> None:
         self._tools, self._most, self._formats = tools, most, formats
         self._tags = [each for each in (_TAG, _FUNCTION, _MISTRAL) if each in formats]
         self._stage = self._start
-        self._held = ""  # text that was not read yet
+        self._held = ""  # the held text: text that arrived but was not read yet
         self._blanks: list[str] = []  # white space after the held text; it is content only if more text follows
-        self._opening = ""  # the current call's text before the piece to parse
+        self._opening = ""  # the beginning of the current call, such as its tag, before the piece to parse
         self._tag = ""  # the tag of the current call; empty: the call is at the beginning of the answer
         self._closers: list[str] = []  # texts that may follow the piece to parse
         self._name = ""  # the name of the tool, if the piece to parse contains only arguments
@@ -92,7 +92,7 @@ class CallReader:
     # Each stage reads a part of the held text. It returns whether the next stage can continue with the rest.
 
     def _start(self, parts: list[Part], final: bool) -> bool:
-        """Check whether the answer continues with a call. It has no other content so far."""
+        """Begin to read an answer, or continue after a call. Check whether a call comes next."""
         rest = self._held.lstrip()
         self._say(parts, self._held[: len(self._held) - len(rest)])
         self._held, self._tag, self._opening, self._closers = rest, "", "", []
@@ -122,9 +122,9 @@ class CallReader:
         return self._held.find(tag), tag
 
     def _item(self, parts: list[Part], final: bool) -> bool:
-        """Find the kind of call that begins here, and select the stage that reads it.
+        """Find the kind of call that begins here, and select the stage that reads such a call.
 
-        Without one, the text is content.
+        If no call begins here, the text is content.
         """
         self._open(len(self._held) - len(self._held.lstrip()))
         kind = self._kind()
@@ -149,7 +149,7 @@ class CallReader:
     def _kind(self) -> str | None:
         """Return the kind of call that begins with the held text.
 
-        Empty: it is not a call. None: more text is needed to know.
+        An empty text means that no call begins here. None means that more text is needed to decide.
         """
         held, formats = self._held, self._formats
         if not held:
@@ -167,7 +167,7 @@ class CallReader:
         return ""
 
     def _bracket_kind(self) -> str | None:
-        """Return the kind of call that begins with a bracket: "json", "python", empty or None, as `_kind` does."""
+        """Return what `_kind` returns if the held text begins with a bracket: "json", "python", "" or None."""
         held, is_tagged = self._held, bool(self._tag)
         fenced = bool(self._closers)
         unknown = False
@@ -238,9 +238,9 @@ class CallReader:
         return self._piece(parts, end + len(_FUNCTION_CLOSE) if end >= 0 else None, final)
 
     def _piece(self, parts: list[Part], end: int | None, final: bool) -> bool:
-        """Parse the piece of text up to ``end``, and add its calls to ``parts``. None: the end is not known yet.
+        """Parse the held text up to ``end``, and add its calls to ``parts``.
 
-        If the piece contains no valid call, its text becomes content.
+        If ``end`` is None, the end has not arrived yet. If the text contains no valid call, it becomes content.
         """
         if end is None and not final:
             return False
@@ -271,7 +271,7 @@ class CallReader:
         return [] if call is None else [call]
 
     def _closing(self, parts: list[Part], final: bool) -> bool:
-        """Continue after a call: read its closing text, then another call in the same tag, or the end of the tag."""
+        """Continue after a call: read its closing text, and then another call in the same tag or the closing tag."""
         while True:
             rest = self._held.lstrip(_BETWEEN)
             if len(self._held) - len(rest) > _MOST_BLANKS:
@@ -302,11 +302,11 @@ class CallReader:
         return rest[:1] in ("{", "[") if self._closers else self._tag == _TAG and rest.startswith(("{", "[", _FUNCTION))
 
     def _open(self, count: int) -> None:
-        """Move the first ``count`` characters of the held text to the opening of a call."""
+        """Move the first ``count`` characters of the held text to the end of the opening."""
         self._opening, self._held = self._opening + self._held[:count], self._held[count:]
 
     def _give_up(self, parts: list[Part]) -> None:
-        """Treat the opening as content, because no call follows. Search the rest of the text for calls."""
+        """Treat the opening as content, because no valid call follows it. Then search the held text for calls."""
         self._say(parts, self._opening)
         self._opening, self._stage = "", self._text
 
@@ -327,7 +327,7 @@ class CallReader:
 
 
 class ForcedReader:
-    """Reads an answer that consists only of calls, because a grammar of `tool_choice.py` forced it to."""
+    """Reads an answer that consists only of calls, because a grammar of `tool_choice.py` allows nothing else."""
 
     _HEAD = re.compile(r'[^{]*\{"name": "([^"\\]+)", "(?:arguments|parameters)": ')
 
@@ -361,10 +361,10 @@ class ForcedReader:
 
 
 def call_id() -> str:
-    """Return a random id of nine letters and digits. Mistral's templates accept no other form."""
+    """Return a random id of nine letters and digits, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Return the number of characters at the end of ``text`` that may be the beginning of ``tag``."""
+    """Return how many characters at the end of ``text`` may be the beginning of an incomplete ``tag``."""
     return next((count for count in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:count])), 0)

@@ -22,10 +22,10 @@ class CallForm:
     """The format in which a model writes tool calls.
 
     Attributes:
-        around: the text before the first call, between two calls, and after the last one.
-        arguments: the key of the arguments.
-        has_many: the model can call several tools at once.
-        tag: the text that begins each call; empty: the whole answer is one call, or a list of calls.
+        around: the texts before the first call, between two calls, and after the last call.
+        arguments: the key of a call's arguments in JSON.
+        has_many: one answer can contain several calls.
+        tag: the text that begins each call. If it is empty, the whole answer is one call or a list of calls.
     """
 
     around: tuple[str, str, str]
@@ -47,7 +47,7 @@ _MISTRAL = CallForm(("[", ", ", "]"))
 
 
 def call_form(template: str) -> CallForm:
-    """Return the form of calls that suits a model with this chat template best."""
+    """Return the format of calls for the grammar of a model with this chat template."""
     if knows_tools(template) and "<tool_call>" not in template:
         if "[TOOL_CALLS]" in template:
             return _MISTRAL
@@ -63,7 +63,7 @@ def _is_llamas(template: str) -> bool:
 def call_formats(template: str) -> frozenset[str]:
     """Return the formats in which a model with this chat template may write calls, for a `CallReader`.
 
-    If the template has a tag for calls, JSON without the tag is content.
+    If the template has a tag for calls, JSON without the tag does not count as a call.
     """
     if knows_tools(template):
         if "<tool_call>" in template or "<function=" in template:
@@ -81,10 +81,11 @@ class ToolChoice:
 
     Attributes:
         tools: the tools shown to the model.
-        required: the answer must call one of these tools; empty: it need not call any.
+        required: the answer must call one of these tools. If this is empty, the answer need not call any tool.
         most: maximum number of calls in the answer.
-        strict: names of tools with arguments that must always follow the schema.
-        has_schema: the answer follows a JSON schema, so it contains no calls even if it looks like one.
+        strict: names of tools. If the answer calls one of them, the arguments must follow the tool's schema.
+        has_schema: the answer must follow a JSON schema of the request. It is then never parsed as a tool call, even if
+            it looks like one.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -94,7 +95,10 @@ class ToolChoice:
     has_schema: bool = False
 
     def reader(self, form: CallForm, formats: Collection[str]) -> Reader:
-        """Return a reader for the answer of a model that writes calls in ``formats``. ``form`` is the preferred one."""
+        """Return a reader for the answer of a model that may write calls in ``formats``.
+
+        If the answer follows `grammar`, the reader looks only for calls in ``form``, as the grammar does.
+        """
         if self.required:
             return ForcedReader()
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
@@ -104,7 +108,7 @@ class ToolChoice:
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the schemas that arguments must follow, by tool name. Empty if the answer is not restricted."""
+        """Return the schemas that arguments must follow, by tool name; empty if the answer needs no grammar."""
         if self.has_schema or not (self.required or self.strict):
             return {}
         functions = [tool["function"] for tool in self.required or self.tools]
@@ -112,9 +116,9 @@ class ToolChoice:
         return {each["name"]: _schema(each["parameters"]) if each["name"] in enforced else _ANY for each in functions}
 
     def grammar(self, form: CallForm) -> dict[str, Any]:
-        """Return the parameter ``grammar`` of the answer.
+        """Return the parameter ``grammar`` that makes the answer follow `required` and `strict`.
 
-        The caller must add the rules ``arguments_0`` and so on, from `schemas`.
+        The caller must add the rules ``arguments_0``, ``arguments_1`` and so on, one for each of the `schemas`.
         """
         lines = _answer(form, self.most) if not self.required else [f"start: {_calls(form, self.most)}"]
         lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(self.schemas)))}")
@@ -137,7 +141,7 @@ def _calls(form: CallForm, most: int) -> str:
 def _answer(form: CallForm, most: int) -> list[str]:
     """Return the Lark rules of an answer that may contain calls.
 
-    A reader with the form's formats finds no other calls in it.
+    A `CallReader` limited to `CallForm.formats` finds exactly these calls in the answer.
     """
     if form.tag:  # text in which each tag begins a call
         before, after = json.dumps(form.around[0].removeprefix(form.tag)), json.dumps(form.around[2])
@@ -147,7 +151,7 @@ def _answer(form: CallForm, most: int) -> list[str]:
 
 
 def _schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments: an object without unlisted properties, unless the tool allows them."""
+    """Return the schema of a tool's arguments. It forbids unlisted properties unless the tool may allow them."""
     schema = {"type": "object", **parameters}
     if not {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys():
         schema["additionalProperties"] = False

@@ -1,6 +1,6 @@
-"""Responses in the format of OpenAI's Responses API: output items, and the events that stream them.
+"""Responses in the format of OpenAI's Responses API, complete or as streams of events.
 
-An answer becomes a list of items: reasoning, messages and function calls.
+An answer becomes a list of output items: reasoning, messages and function calls.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # type
 
 
 def item_id(kind: str, response_id: str, number: int) -> str:
-    """Return the id of item ``number`` of a response."""
+    """Return the id of item ``number`` of a response. ``kind`` is the item's type."""
     return f"{_PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{number}"
 
 
 def place_of(name: str) -> tuple[str, int]:
-    """Return the response's id and the item's number that an `item_id` contains.
+    """Return the response's id and the item's number, given an item's id from `item_id`.
 
-    The number is -1 if ``name`` is no such id.
+    The number is -1 if ``name`` is not an item's id.
     """
     _, _, rest = name.partition("_")
     key, _, number = rest.rpartition("_")
@@ -39,13 +39,15 @@ def place_of(name: str) -> tuple[str, int]:
 
 @dataclass(eq=False)
 class ResponseWriter:
-    """Writes the output of one response.
+    """Writes the output of one response. It is a `minillm.server.generating.Form`: each "choice" is an event.
+
+    An item is open while its text or arguments arrive.
 
     Attributes:
-        head: the fields of the response that the request determines.
-        reader: creates a reader of the answer's text. Its argument is whether the answer begins inside the reasoning.
-        keep: called with the finished response and the token ids of prompt and answer, if token ids were requested. The
-            ids are empty if a stop string cut the answer.
+        head: the response's fields that follow from the request, such as ``id`` and ``model``.
+        reader: creates a reader for the answer's text. Its argument is whether the answer begins inside the reasoning.
+        keep: stores the finished response. Its second argument is the token ids of prompt and answer. They are empty if
+            a stop string shortened the answer's text. It is called only if token ids were requested.
         answer: the engine's answer; None before it begins.
     """
 
@@ -62,7 +64,7 @@ class ResponseWriter:
     _new_tokens: list[Token] = field(default_factory=list)  # tokens with text that belongs to no item yet
     _token_ids: list[int] = field(default_factory=list)
     _reason: str | None = None  # why the answer ended
-    _is_cut: bool = False  # a stop string cut the text, so the token ids go further
+    _is_cut: bool = False  # a stop string shortened the text, so the token ids contain more than the text
     _reader: Reader | None = None
 
     # --- the answer ---------------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ class ResponseWriter:
         return events
 
     def end(self, reason: str, events: list[Json]) -> None:
-        """End the output for ``reason``. Add the events of that to ``events``."""
+        """End the output, and append the events for this to ``events``. ``reason`` is the finish reason."""
         self._reason = reason
         if reason == "stop" and all(item["type"] == "reasoning" for item in (*self.output, self._item or _THOUGHT)):
             self._open("message", events)  # an empty answer
@@ -120,7 +122,10 @@ class ResponseWriter:
                 self._extend("function_call_arguments.delta", text, events)
 
     def _open(self, kind: str, events: list[Json], **fields: Any) -> None:
-        """Begin an item of type ``kind``. If a text item of this type is open, it continues instead."""
+        """Begin an item of type ``kind``, and append the events for this to ``events``.
+
+        If an item of this type is open and its content is text, nothing happens: the item continues.
+        """
         if self._item is not None and self._item["type"] == kind and kind in _TYPES:
             return
         self._close(events)
@@ -137,7 +142,7 @@ class ResponseWriter:
         events.append(self._event(kind, item_id=self._item["id"], **fields, delta=text))
 
     def _close(self, events: list[Json]) -> None:
-        """End the open item, if there is one, and add it to the output."""
+        """End the open item, if there is one, and add it to the output. Append the events for this to ``events``."""
         item = self._item
         if item is None:
             return
@@ -158,7 +163,10 @@ class ResponseWriter:
         self._item, self._pieces, self._tokens = None, [], []
 
     def _tokens_of(self, text: str) -> list[Token]:
-        """Take the next tokens up to the end of ``text``. Return the tokens that contain a part of it."""
+        """Return the tokens of the answer that contain ``text`` or a part of it.
+
+        Remove these tokens, and all tokens before them, from the tokens that belong to no item yet.
+        """
         ends = list(accumulate(len(token.raw) for token in self._new_tokens))
         data, said = b"".join(token.raw for token in self._new_tokens), text.encode()
         first = max(0, data.find(said))
@@ -168,7 +176,7 @@ class ResponseWriter:
         return found
 
     def _part(self, text: str) -> Json:
-        """Return the content part of the open item with ``text``."""
+        """Return the content of the open item, with ``text``, as a content part of the API."""
         assert self._item is not None
         if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -180,7 +188,7 @@ class ResponseWriter:
     # --- the response -------------------------------------------------------------------------------------------------
 
     def response(self, status: str = "in_progress", usage: Usage | None = None, error: Json | None = None) -> Json:
-        """Return the response in its present state."""
+        """Return the response with all items that have ended so far."""
         used = None if usage is None else {
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached},
@@ -210,7 +218,7 @@ class ResponseWriter:
 
 @dataclass(frozen=True)
 class ResponseFrame:
-    """Encodes the events of a response: see `minillm.server.generating.Framing`."""
+    """Encodes a response or its events. It implements `minillm.server.generating.Framing`."""
 
     writer: ResponseWriter
     ping: ClassVar[bytes] = b": alive\n\n"

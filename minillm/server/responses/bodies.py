@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's Responses API. They are converted to bodies of chat requests, and their items to messages.
+"""The bodies of OpenAI's Responses API, and their conversion to chat requests. Input items become messages.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -19,9 +19,9 @@ Json = dict[str, Any]
 Summary = Literal["auto", "concise", "detailed"]
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the latter has no effect: items contain reasoning as text
+_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second has no effect: items contain reasoning as text
 _NOT_SUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
-# Fields of a chat request -> our names of these fields.
+# Names of a chat request's fields -> names of the same fields in this API.
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -50,7 +50,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     strict: bool | None = None
 
     def of_chat(self) -> ResponseFormat:
-        """Return the equal field of a chat request. Raises BadField."""
+        """Return the equivalent field of a chat request. Raises BadField."""
         if (self.type == "json_schema") != (self.schema is not None):
             raise BadField("text.format: the type json_schema needs a schema; other types have none", "text.format")
         return ResponseFormat(self.type, None if self.schema is None else SchemaFormat(self.schema))
@@ -85,17 +85,17 @@ class ResponseBody(CommonFields):
     include: list[str] | None = None
     truncation: Literal["disabled", "auto"] | None = None  # "auto" is rejected
     max_tool_calls: int | None = None  # has no effect: it counts calls of built-in tools
-    prompt_cache_options: Json | None = None  # has no effect, like the next
-    client_metadata: Json | None = None  # a label that Codex sets
+    prompt_cache_options: Json | None = None  # has no effect: prefixes are always cached
+    client_metadata: Json | None = None  # labels that Codex sets; they have no effect
     background: bool | None = None  # true is rejected
-    conversation: str | Json | None = None  # this field and the next three are rejected
+    conversation: str | Json | None = None  # rejected, like the next three fields
     prompt: Json | None = None
     context_management: list[Json] | None = None
     moderation: Json | None = None
     chat_template_kwargs: Json | None = None  # our own field, as in chat requests
 
     def check(self) -> None:
-        """Raise BadField for a value that is invalid whatever the model is."""
+        """Raise BadField for a value that is invalid for every model."""
         for name in _NOT_SUPPORTED:
             if getattr(self, name) not in (None, False):
                 raise BadField(f"{name}: not supported; leave it out", name)
@@ -109,13 +109,13 @@ class ResponseBody(CommonFields):
 
     @property
     def has_logprobs(self) -> bool:
-        """Return whether texts get log-probabilities."""
+        """Return whether the response's texts have log-probabilities."""
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def chat(self, conversation: Sequence[Json]) -> ChatBody:
-        """Return the chat request with the instructions, followed by the messages of ``conversation``.
+        """Return the equivalent chat request. Raises BadField.
 
-        Raises BadField.
+        Its messages are the instructions, if there are any, and then ``conversation``.
         """
         values = {name: getattr(self, name) for name in CommonFields.__struct_fields__}
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -144,7 +144,7 @@ class NoBody(msgspec.Struct, forbid_unknown_fields=True):
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """Rename the field of a `BadField` from a chat request's name to the name that it has here."""
+    """Change each `BadField` of the ``with`` block to use this API's name of the field instead of a chat request's."""
     try:
         yield
     except BadField as error:
@@ -156,7 +156,7 @@ def own_names() -> Iterator[None]:
 
 
 def _tool(tool: Json, number: int) -> Json:
-    """Convert a tool to the format of a chat request, which has the function's fields in ``function``.
+    """Convert a tool to the format of a chat request, where the function's fields are nested in ``function``.
 
     Raises BadField.
     """
@@ -177,11 +177,11 @@ def _choice(wanted: str | Json | None) -> str | Json | None:
 
 
 def messages_of(items: str | Sequence[Json], stored: Callable[[str], Json | None]) -> list[Json]:
-    """Convert items to messages of a chat request. Raises BadField.
+    """Convert input items to messages of a chat request. Raises BadField.
 
     Args:
-        items: items, or the text of a user message.
-        stored: returns the stored item with an id; None if there is none.
+        items: the items, or the text of a user message.
+        stored: returns the stored item with a given id; None if no such item is stored.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -200,7 +200,10 @@ def messages_of(items: str | Sequence[Json], stored: Callable[[str], Json | None
 
 
 def _add(messages: list[Json], item: Json, kind: Any, where: str) -> None:
-    """Append an item to ``messages``. Reasoning, text and calls of one answer become one message. Raises BadField."""
+    """Append an item of type ``kind`` to ``messages``. Raises BadField.
+
+    Reasoning, text and calls of one answer are separate items, and become one message.
+    """
     if not isinstance(kind, str) or kind not in _KEYS:
         raise BadField(f"{where}: an item of type {shown(kind)} is not supported; known: {', '.join(_KEYS)}", "input")
     try:
@@ -239,9 +242,9 @@ def _text(item: Json, name: str, where: str) -> str:
 
 
 def _content(value: Any, where: str) -> str:
-    """Return the text of a content, which is text or a list of text parts.
+    """Return the text of an item's content, which is a string or a list of text parts. Raises BadField.
 
-    Parts are joined by newlines. Raises BadField.
+    Parts are joined by newlines.
     """
     if isinstance(value, str):
         return value

@@ -24,7 +24,7 @@ from minillm.server.responses.store import Stored
 from minillm.server.service import Missing, Service, json_response
 from minillm.service import call_messages as messages
 
-# Fields of a request that its response returns.
+# Fields of a request that the response repeats.
 _RETURNED = (
     "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
     "safety_identifier", "top_logprobs", "user",
@@ -34,10 +34,10 @@ _MOST_REFERENCED = 16 << 20  # maximum size in bytes of the items that a request
 
 @dataclass(frozen=True)
 class Responding:
-    """An ASGI response that generates a response of this API. Meanwhile other requests can read and cancel it.
+    """An ASGI response that generates a response of this API. Other requests can read and cancel it while it runs.
 
     Attributes:
-        running: the running responses of the service, by tenant and id.
+        running: all running responses of the service, by tenant and id. This response is added while it runs.
         key: the tenant and the id of this response.
     """
 
@@ -55,7 +55,7 @@ class Responding:
 
 
 async def respond(service: Service, request: Request) -> Responding:
-    """Answer an input. With ``previous_response_id``, the input continues the conversation of that response."""
+    """Generate a response. With ``previous_response_id``, it continues the conversation of that response."""
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
     name = f"resp_{secrets.token_hex(24)}"
     chat, made, conversation, key = _turn(service, tenant, name, body)
@@ -73,7 +73,7 @@ async def respond(service: Service, request: Request) -> Responding:
 
 
 async def count_input_tokens(service: Service, request: Request) -> Response:
-    """Return the number of prompt tokens that a response to this body would have."""
+    """Count the prompt tokens that `respond` would compute for the same body."""
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
     count = await count_prompt_tokens(service, _turn(service, tenant, "", body)[1].call)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
@@ -96,7 +96,7 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 
 async def cancel_response(service: Service, request: Request) -> Response:
-    """End a running response early, and return it. A finished response is returned as it is."""
+    """Cancel a running response and return it. Return a finished response unchanged."""
     read_body(NoBody, request.state.body or b"{}")
     name, tenant = request.path_params["name"], request.state.tenant
     writer = service.running.get((tenant, name))
@@ -112,10 +112,13 @@ Turn = tuple[ChatBody, ChatCall, list[Json], bytes]
 
 
 def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> Turn:
-    """Convert a request to a chat request.
+    """Convert a request to a chat request. Raises BadField, or Missing if the earlier response is unknown.
 
-    Return the chat request, the engine's call for it, its messages without the instructions, and everything else that
-    the prompt depends on, as JSON. Raises BadField, or Missing if the earlier response is unknown.
+    Returns:
+        The chat request.
+        The engine's call for the chat request.
+        The messages of the conversation, without the instructions.
+        The instructions, tools and template variables as JSON (`Stored.key`).
     """
     body.check()
     service.check_model(body.model)
@@ -155,7 +158,10 @@ def _stored(service: Service, tenant: str, name: str, field: str = "", code: str
 
 
 def _items(service: Service, tenant: str) -> Callable[[str], Json | None]:
-    """Return a function that returns the output item with an id in a stored response, or None for an unknown id."""
+    """Return a function that looks up an output item of a stored response by the item's id; None if it is unknown.
+
+    The function raises BadField if all items that it returned have more than `_MOST_REFERENCED` bytes.
+    """
     num_bytes = 0
 
     def item(name: str) -> Json | None:
@@ -174,7 +180,7 @@ def _items(service: Service, tenant: str) -> Callable[[str], Json | None]:
 
 
 def _head(service: Service, name: str, body: ResponseBody, params: Json) -> Json:
-    """Return the fields of a response that its request determines. Raises UsageError if they cannot be encoded."""
+    """Return the response's fields that follow from the request. Raises UsageError if they are nested too deep."""
     given = msgspec.to_builtins
     head: dict[str, Any] = {
         **{each: getattr(body, each) for each in _RETURNED},

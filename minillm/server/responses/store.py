@@ -19,14 +19,15 @@ MOST_SECONDS = 3_600.0  # a response is dropped this long after its last use
 
 @dataclass
 class Stored:
-    """A response, with the data that its continuation needs.
+    """A stored response, with the data that a request needs to continue its conversation.
 
     Attributes:
         response: the response as JSON.
-        items: its output items as JSON.
-        messages: all messages up to and including the answer as JSON, without instructions.
+        items: the response's output items, each as JSON.
+        messages: all messages of the conversation, up to and including the answer, as JSON. Instructions are not
+            included.
         key: everything else that the prompt depends on, as JSON: instructions, tools and template variables.
-        token_ids: the token ids of prompt and answer; empty if the answer's text is shorter.
+        token_ids: the token ids of prompt and answer; empty if a stop string shortened the answer's text.
     """
 
     response: bytes
@@ -38,7 +39,7 @@ class Stored:
 
     @classmethod
     def of(cls, response: Any, messages: Sequence[Any], key: bytes, token_ids: Sequence[int]) -> Stored:
-        """Return the entry for a finished response."""
+        """Encode a finished response and its conversation."""
         encode = msgspec.json.encode
         items = [encode(item) for item in response["output"]]
         return cls(encode(response), items, encode(messages), key, array("I", token_ids))
@@ -52,14 +53,14 @@ class Stored:
 
 @dataclass
 class ResponseStore:
-    """The responses by tenant and id. If there are too many, the least recently used ones are dropped."""
+    """Stores responses by tenant and id. Drops the least recently used responses if there are too many."""
 
     clock: Callable[[], float] = time.monotonic
     _own: dict[str, OrderedDict[str, Stored]] = field(default_factory=dict)  # by tenant, least recently used first
     _sizes: dict[str, int] = field(default_factory=dict)  # bytes by tenant
 
     def put(self, tenant: str, name: str, stored: Stored) -> None:
-        """Store a response. Drop others if that exceeds a limit."""
+        """Store a response. If this exceeds a limit, drop the least recently used responses."""
         self._drop_old()
         stored.used = self.clock()
         own = self._own.setdefault(tenant, OrderedDict())
@@ -91,7 +92,7 @@ class ResponseStore:
         return True
 
     def _drop_old(self) -> None:
-        """Drop the responses that were not used for `MOST_SECONDS`."""
+        """Drop the responses that nobody has used for `MOST_SECONDS`."""
         oldest = self.clock() - MOST_SECONDS
         for tenant, own in list(self._own.items()):
             while own and next(iter(own.values())).used < oldest:

@@ -1,4 +1,4 @@
-"""Questions of chat apps. Like all other requests, they wait in the queue for seats before they go to the engine."""
+"""Questions of chat apps. Like all other requests, a question waits in the queue until the engine may run it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from minillm.service import messages as chat
 
 @dataclass
 class Questions:
-    """The questions of one session.
+    """The questions of one session, from their arrival to the ends of their answers.
 
     Attributes:
-        tell: sends the app an event, encoded as a line.
+        tell: sends the app an event, which is encoded as a line of JSON.
     """
 
     session: str
@@ -28,10 +28,10 @@ class Questions:
     engine: Engine
     queue: FairQueue
     tell: Callable[[bytes], object]
-    _asked: dict[str, _Asked] = field(default_factory=dict)  # by the app's name of the request
+    _asked: dict[str, _Asked] = field(default_factory=dict)  # by request id, which the app chooses
 
     def take(self, line: bytes) -> None:
-        """Carry out a command of the app, which is an encoded line.
+        """Carry out a command of the app. ``line`` is the command, encoded as JSON.
 
         Raises:
             BadField: the line is not a valid command.
@@ -56,7 +56,7 @@ class Questions:
         self.engine.send(messages.SessionCommand(self.session, line))
 
     def end(self, request_id: str) -> None:
-        """Free the seats of an answer, because it has ended, for any reason."""
+        """Free the queue's seats of an answer that has ended, for whatever reason."""
         if (asked := self._asked.get(request_id)) is not None:
             asked.ended.set()
 
@@ -88,7 +88,7 @@ class Questions:
                 del self._asked[request_id]
 
     def _leaves(self, request_id: str) -> bool:
-        """Take a question out of the queue. Return False if it is not in the queue."""
+        """Remove a question from the queue. Return False if the question is not in the queue."""
         asked = self._asked.get(request_id)
         if asked is None or asked.has_seat:
             return False
@@ -105,7 +105,7 @@ class _Asked:
     """A question, from its arrival to the end of its answer."""
 
     conversation: str
-    count: int  # number of seats that it needs
-    has_seat: bool = False  # it has its seats and was sent to the engine
+    count: int  # number of seats that the question needs, one for each sequence
+    has_seat: bool = False  # the question has its seats and was sent to the engine
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] = field(init=False)

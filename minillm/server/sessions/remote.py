@@ -1,8 +1,8 @@
-"""Act as the engine process for an engine on another machine: ``python -m minillm.server.sessions.remote URL``.
+"""Connect a chat app to an engine on another machine: ``python -m minillm.server.sessions.remote URL``.
 
-Like a local engine process, this program exchanges the messages of `minillm.service` on stdin and stdout. So the chat
-app need not know where its engine is. The messages go through the server's ``/v1/session``. If the server requires an
-API key, it is read from ``MINILLM_API_KEY``.
+The chat app starts this program instead of a local engine process. Both exchange the same messages (`minillm.service`)
+on stdin and stdout, so the app need not know where its engine is. This program passes the messages on through the
+server's route ``/v1/session``. If the server requires an API key, it is read from ``MINILLM_API_KEY``.
 """
 
 from __future__ import annotations
@@ -75,9 +75,12 @@ class Address:
         return kind(self.host, self.port, timeout=seconds)
 
     def ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None) -> Any:
-        """Send a request and return the response.
+        """Send a request and return the response if its status is 200.
 
-        If its status is not 200, raise MinillmError with a one-line message.
+        Raises:
+            Busy: the status is 429.
+            UsageError: the status is 400.
+            MinillmError: no server answers, or the status is another one.
         """
         key = os.environ.get("MINILLM_API_KEY", "")
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
@@ -153,7 +156,7 @@ def _session(line: bytes) -> str:
 
 
 class App:
-    """The app that started this process. ``stream`` takes the events for it. Any thread may write."""
+    """The app that started this process. Events for the app are written to ``stream``. Any thread may write."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._lock = stream, threading.Lock()
@@ -167,9 +170,9 @@ class App:
         self.write(chat.encode(event))
 
     def leave(self, reason: str) -> NoReturn:
-        """Send the app the reason and end this process.
+        """Tell the app why the session ends, and end this process at once.
 
-        A normal exit would abort, because a thread waits for stdin.
+        A normal exit of Python would crash, because another thread is reading stdin.
         """
         with contextlib.suppress(OSError):
             self.send(chat.LoadFailed(reason, 1))
@@ -177,7 +180,7 @@ class App:
 
 
 class Commands:
-    """Sends the app's commands to the server. While the server is busy, questions are sent again later."""
+    """Sends the app's commands to the server. If the server is too busy for a question, the question is sent again."""
 
     def __init__(self, address: Address, session: str, app: App) -> None:
         self._address, self._path, self._app = address, f"/v1/session/{session}", app
@@ -187,13 +190,13 @@ class Commands:
         self._connection = address.connect(_CONNECT_SECONDS)
 
     def read(self, stream: BinaryIO) -> None:
-        """Queue the app's lines until the stream ends."""
+        """Queue each line of ``stream``, an encoded command of the app, until the stream ends."""
         for line in stream:
             self._lines.put(line)
         self._lines.put(None)
 
     def run(self) -> None:
-        """Send the queued commands. This never returns: the process ends when the app's lines or the server end."""
+        """Send the queued commands. End the process when the app sends no more commands or the server is gone."""
         while True:
             due, _, again = min(self._later.values(), key=lambda each: each[0], default=(None, None, None))
             try:

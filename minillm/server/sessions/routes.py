@@ -18,7 +18,7 @@ from minillm.server.sessions.questions import Questions
 from minillm.service import call_messages as messages
 from minillm.service.sharing import leaves_some
 
-_PING_SECONDS = 15.0  # between pings on a stream of events that has nothing to send
+_PING_SECONDS = 15.0  # after this many seconds without an event, a stream sends a ping
 _MOST_WATCHERS = 32
 _MOST_UNREAD = 256  # a stream is closed if more events than this wait for its client
 
@@ -40,7 +40,10 @@ async def watch_cache(service: Service, request: Request) -> Response:
 
 
 async def open_session(service: Service, request: Request) -> Response:
-    """Stream events to a chat app. The first lines are the session's name and the model's facts."""
+    """Open a session, and stream its events to a chat app, one JSON object per line.
+
+    The first line contains the session's name, the second line the model's facts.
+    """
     session, tenant, engine = f"s{secrets.token_hex(8)}", request.state.tenant, service.engine
     reader = tenant if service.has_keys else None
 
@@ -91,16 +94,16 @@ def _listening(
     ping: bytes = b": alive\n\n",
     media_type: str = "text/event-stream",
 ) -> Response:
-    """Return a response that streams the events that the engine sends to ``name``.
+    """Return a response that streams the engine's events for a watcher or session called ``name``.
 
-    A client that does not read loses the stream.
+    If the client does not read the events, the stream ends.
 
     Args:
         start: called when the stream begins, to make the engine send events.
         stop: called when the stream ends.
         encode: converts an event to bytes.
         first: bytes to send first.
-        ping: bytes to send if there was no event for a while.
+        ping: bytes to send if there was no event for `_PING_SECONDS`.
 
     Raises HTTPException if too many streams are open.
     """
