@@ -143,7 +143,7 @@ class BlockManager:
         table.blocks, table.num_tokens, table.writable, table.nodes = [], 0, 0, []
 
     def unref(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block, in reverse: later blocks are shared less, so they are evicted first."""
+        """Drop one reference to each block, from last to first: later blocks are shared less and are evicted first."""
         counts = self.ref_counts
         for block in reversed(blocks):
             counts[block] -= 1
@@ -153,7 +153,7 @@ class BlockManager:
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Add the full blocks of the first ``num_computed`` tokens, already computed, to the prefix cache."""
+        """Add the full blocks of ``table`` to the prefix cache. Its first ``num_computed`` tokens have K and V."""
         size, nodes = self.block_size, table.nodes
         if not self.prefix_caching:
             return
@@ -162,11 +162,11 @@ class BlockManager:
             nodes.append(self.prefixes.add(table.blocks[index], before, token_ids[index * size : (index + 1) * size]))
 
     def is_cached(self, block: int) -> bool:
-        """Return whether no table holds the block but the prefix cache can still find it."""
+        """Return whether the prefix cache can still find the block although no table holds it."""
         return block in self._cached
 
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
-        """Look up the cached blocks with which `allocate` would begin a table, without taking them."""
+        """Return the cached blocks that `allocate` would use for this prompt. Their reference counts stay."""
         if not self.prefix_caching:
             return CachedPrefix([], [], 0, 0)
         blocks, nodes = self.prefixes.match(token_ids, salt, len(token_ids) - 1)
@@ -188,14 +188,14 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Number of blocks that no table holds but the prefix cache can still find."""
+        """Number of blocks that the prefix cache can still find although no table holds them."""
         return len(self._cached)
 
     # --- for the scheduler and the runner -----------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that an append can take now, cached ones included."""
+        """Number of blocks that an append can take now: free blocks, and cached blocks that no table holds."""
         return len(self._free) + len(self._cached)
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -212,11 +212,11 @@ class BlockManager:
         return copies
 
     def content_of(self, block: int) -> int:
-        """Return the block that has ``block``'s content on the device now: the source, until its copy is taken."""
+        """Return the block with ``block``'s content on the device: the source while a copy to ``block`` is pending."""
         return self._copies.get(block, block)
 
     def _grow(self, table: BlockTable, end: int) -> None:
-        """Give ``table`` blocks for ``end`` tokens. If another table shares its last block, copy that block first."""
+        """Give ``table`` blocks for ``end`` tokens. Copy its last block if that is partly filled and shared."""
         partly_filled = table.num_tokens % self.block_size > 0
         shared = partly_filled and self.ref_counts[table.blocks[-1]] > 1
         fresh = -(-end // self.block_size) - len(table.blocks)
@@ -236,7 +236,7 @@ class BlockManager:
         table.writable = len(table.blocks) * self.block_size
 
     def _take(self, count: int, after: int | None) -> list[int]:
-        """Take free blocks, and evict cached ones if too few are free."""
+        """Take ``count`` free blocks. If too few are free, evict cached blocks first."""
         while len(self._free) < count:
             self._evict()
         return self._free.take(count, after)
@@ -265,7 +265,7 @@ class BlockManager:
             self.emit(CacheEvent("copy", table.seq_id, (source, destination)))
 
     def _drop(self, block: int) -> None:
-        """Cancel the pending copy into a block that no table holds any more, and release the block."""
+        """Release a block that no table holds any more. If a copy into it is pending, cancel the copy."""
         source = self._copies.pop(block, None)  # the copy has no reader any more
         if source is not None:
             self._copy_sources[source] -= 1
@@ -277,7 +277,7 @@ class BlockManager:
             self._release(block)
 
     def _release(self, block: int) -> None:
-        """Keep a block cached if the prefix cache lists it, else free it. No table and no pending copy may need it."""
+        """Keep a block cached if the prefix cache lists it, else free it. No table and no pending copy may use it."""
         if block in self.prefixes:
             self._cached[block] = None
         else:

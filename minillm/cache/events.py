@@ -13,7 +13,7 @@ class CacheEvent:
 
     ==========  ===================================================================================
     allocate    ``seq_id`` took the free ``blocks``
-    fork        ``seq_id`` now shares ``blocks`` with ``parent_id``, in place of the blocks it had there
+    fork        ``seq_id`` now begins with ``blocks``, which it shares with ``parent_id``
     copy        ``seq_id`` writes to ``blocks[1]``, a copy of the shared ``blocks[0]`` (copy-on-write)
     cut         ``seq_id`` freed its last ``blocks``, which held rejected draft tokens
     free        ``seq_id`` is gone; it held ``blocks``

@@ -8,8 +8,8 @@ from minillm.cache.runs import common_length
 def fork_into(manager: BlockManager, table: BlockTable, parent: BlockTable, num_tokens: int) -> None:
     """Replace the first blocks of ``table`` with the full blocks of ``parent``'s first ``num_tokens`` tokens.
 
-    ``table`` keeps its later blocks. If these tokens fill their last block only partly, the device has already copied
-    that part into ``table``'s own block.
+    On-device beam search calls this when a beam continues another beam. ``table`` keeps its later blocks. A partly
+    filled last block is not shared: the device has already copied its tokens into ``table``'s own block.
 
     Raises:
         ValueError: one of the tables has fewer tokens.

@@ -43,7 +43,7 @@ class CacheStats:
 
     @property
     def sharing_ratio(self) -> float:
-        """Logical over physical blocks: 1 without sharing, 0 in an empty pool."""
+        """Logical blocks (entries of all tables) per used block: 1 without sharing, 0 in an empty pool."""
         return self.logical_blocks / self.used_blocks if self.used_blocks else 0.0
 
     @property
@@ -116,10 +116,10 @@ class PrefixReport:
 
     num_prompt_tokens: int
     num_cached_tokens: int  # in full blocks: a request does not compute them again
-    num_matching_tokens: int  # equal to that prefix, including a partly equal last block
-    expected: int | None  # that prefix's token at the first difference, if any
+    num_matching_tokens: int  # prompt tokens before the first difference; the last block may match only partly
+    expected: int | None  # the cached prefix's token at the first difference, if any
     found: int | None  # the prompt's token at the first difference, if any
-    texts: dict[int, str] = field(default_factory=dict)  # of these two tokens, if a tokenizer is known
+    texts: dict[int, str] = field(default_factory=dict)  # token id -> text of these two tokens, with a tokenizer
 
     def __str__(self) -> str:
         found = f"{self.num_cached_tokens} of {self.num_prompt_tokens} tokens are cached"
@@ -137,7 +137,7 @@ class PrefixReport:
 
 
 def explain_miss(manager: BlockManager, token_ids: Sequence[int], salt: str | None = None) -> PrefixReport:
-    """Compare a prompt with the cached prefix that agrees longest. ``salt``: that of the prompt's block table."""
+    """Compare a prompt with the cached prefix of the same ``salt`` that has the most first tokens in common with it."""
     size, count, prefixes = manager.block_size, len(token_ids), manager.prefixes
     blocks, nodes = prefixes.match(token_ids, salt, count)
     start = len(blocks) * size

@@ -17,8 +17,8 @@ from minillm.cache.runs import common_length
 class HostMoves:
     """Blocks to move between device and host memory before a step computes: all of ``out``, then all of ``back``."""
 
-    out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
-    back: list[tuple[int, int]] = field(default_factory=list)  # (host block, block), before the copies on write
+    out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    back: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block), before copies on write
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class SwapSpace:
     def swap_out(self, cache: BlockManager, tables: Sequence[tuple[BlockTable, int]]) -> list[tuple[int, int]] | None:
         """Assign host blocks to the first tokens of each (table, number of tokens) pair, and free the tables.
 
+        Within a step, every `swap_out` comes before every `swap_in`. So `swap_in` may free host blocks at once.
+
         Returns:
             (device block, host block) pairs to copy before anything else is written to the pool. None if host memory is
-            full; nothing has changed then. Within a step all swap-outs run before all swap-ins, so swap-in frees host
-            blocks at once.
+            full; nothing has changed then.
         """
         size = cache.block_size
         kept = [(table, tokens, table.blocks[: -(-tokens // size)]) for table, tokens in tables]
@@ -71,7 +72,7 @@ class SwapSpace:
         return pairs
 
     def blocks_needed(self, seq_ids: Sequence[int]) -> int:
-        """Return an upper bound on the device blocks that swapping in these sequences takes."""
+        """Return an upper bound on the number of device blocks needed to swap in these sequences."""
         distinct = {host for seq_id in seq_ids for host in self.saved[seq_id].blocks}
         return len(distinct) + len(seq_ids)  # each sequence may also copy a shared last block on write
 
@@ -110,7 +111,7 @@ class SwapSpace:
         return {seq_id: table for seq_id, (_, table) in restored.items()}, [(h, d) for d, h in loads.items()]
 
     def fork_into(self, seq_id: int, parent_id: int, num_blocks: int) -> None:
-        """Replace the first blocks of a saved sequence with those of ``parent_id``: see `cache.rewriting.fork_into`."""
+        """Let a saved sequence share another's first ``num_blocks`` host blocks; see `cache.rewriting.fork_into`."""
         blocks, shared = self.saved[seq_id].blocks, self.saved[parent_id].blocks[:num_blocks]
         for host in shared:
             self._ref_counts[host] += 1
@@ -123,7 +124,7 @@ class SwapSpace:
         self._let_go([] if saved is None else saved.blocks)
 
     def _let_go(self, hosts: Sequence[int]) -> None:
-        """Drop one reference to each host block, and free the host blocks without references."""
+        """Drop one reference to each host block. Free the blocks that no saved table references any more."""
         for host in hosts:
             self._ref_counts[host] -= 1
             if not self._ref_counts[host]:
