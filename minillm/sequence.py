@@ -125,7 +125,7 @@ class SequenceGroup:
 
     @property
     def num_seqs(self) -> int:
-        """Number of sequences that hold blocks once the prompt is computed."""
+        """Number of sequences that have not finished, including those still to be forked from the prompt."""
         return self.params.num_sequences - sum(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
@@ -142,8 +142,8 @@ class Chunk:
     sequence: Sequence
     count: int
     decodes: bool  # the chunk is only its sequence's last token
-    row: int = -1  # of the step's logits, if the chunk includes its sequence's last token
-    optional: int = 0  # draft tokens after them, if budget and blocks allow; the scheduler lowers it to what fits
+    row: int = -1  # the chunk's first row of the step's logits, if it includes its sequence's last token
+    optional: int = 0  # number of draft tokens after them; the scheduler lowers it to what budget and blocks allow
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
@@ -165,7 +165,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """The work of one step: decodes (one token per sequence), chunks of prompts, and chunks with optional tokens."""
+    """The work of one step: decodes (one token per sequence), chunks of prompts, and decodes with draft tokens."""
 
     decodes: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
@@ -179,7 +179,7 @@ class Schedule:
 
 
 class Method(Protocol):
-    """A decoding method: how the sequences of a group continue. Engine and scheduler know only this protocol.
+    """A decoding method, such as sampling or beam search. Engine and scheduler know only this protocol.
 
     If a function of this protocol raises for a group, only that group ends, with the error.
     """
@@ -194,9 +194,9 @@ class Method(Protocol):
         """Fork the group's other sequences from ``leader``, which has just computed the prompt."""
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        """Begin to decide how the sequences of ``chunks`` continue, from ``logits [n, vocab]`` at their ``row``.
+        """Begin to decide how each chunk's sequence continues. Its logits are row ``chunk.row`` of ``[n, vocab]``.
 
-        If this raises, nothing may have been decided: the engine calls it again without the failing group.
+        If this raises, it must leave all sequences unchanged: the engine calls it again without the failing group.
         """
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
@@ -212,7 +212,7 @@ class Flight(Protocol):
 
     @property
     def may_compute_ahead(self) -> bool:
-        """Return whether the next step's logits, but not its decisions, can be computed before these are known."""
+        """Return whether the next step's logits can be computed before the CPU knows these decisions."""
 
     @property
     def groups(self) -> list[SequenceGroup]:

@@ -1,1 +1,1 @@
-"""The step: which sequences run, and how the logits change them."""
+"""The engine: choose the sequences of each step, run the step, and apply the drawn tokens to the sequences."""

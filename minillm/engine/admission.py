@@ -1,8 +1,8 @@
-"""Admission: check that a request suits its model, and predict the blocks that it needs.
+"""Admission: check that the model can run a request, and predict how many blocks the request needs.
 
-A group is admitted if its prompt fits, and if the predicted peak of all running groups also fits, as in LightLLM's
-router. The peak is at a moment when a sequence reaches its maximum length. If it has n tokens left now, each sequence
-that still runs at that moment has grown by n tokens.
+A group (the sequences of one request) is admitted if the pool has blocks for its prompt, and for the predicted peak of
+all running groups, as in LightLLM's router. The peak is at a moment when some sequence reaches its maximum length. If
+this sequence has n tokens left now, every sequence that still runs at that moment has grown by n tokens.
 """
 
 from collections.abc import Sequence
@@ -85,9 +85,9 @@ def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: Blo
 def is_being_computed(
     group: SequenceGroup, prompt: list[int], known: int, running: Sequence[SequenceGroup], block_size: int
 ) -> bool:
-    """Return whether a running group is computing the block of ``prompt`` after its first ``known`` tokens.
+    """Return whether a running group with an equal prefix is computing the next block that ``prompt`` needs.
 
-    If so, admission waits until the prefix cache has that block.
+    If so, admission waits until the prefix cache has the block. ``known``: prompt tokens that already have K and V.
     """
     end = known + block_size
     if end >= len(prompt):
@@ -125,7 +125,7 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, 
 
 
 def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Return ``bad_words`` as banned runs of token ids. A word given as text counts with and without a leading space.
+    """Return ``bad_words`` as banned runs of token ids. A text is banned both with and without a leading space.
 
     Raises:
         UsageError: a word is text and the model has no tokenizer, or a word has no tokens.

@@ -1,4 +1,4 @@
-"""Turn a blocking generator into one for asyncio."""
+"""Turn a blocking generator into an asynchronous generator."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 async def in_threads(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
-    """Yield the items of a blocking generator, which runs in worker threads. Closing the result closes ``items``."""
+    """Yield the items of a blocking generator, which runs in worker threads. Closing this one closes ``items``."""
     lock = threading.Lock()  # the thread of a cancelled task must end before the generator is closed
 
     def locked(step: Callable[[], Item | None]) -> Item | None:

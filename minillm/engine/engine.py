@@ -31,10 +31,10 @@ _READ_SECONDS = 0.01  # to wait for a disk before looking for new requests and a
 
 @dataclass(slots=True)
 class Step:
-    """A launched step that is not concluded. It has one `minillm.sequence.Flight` per decoding method.
+    """A launched step that is not concluded. A flight holds one decoding method's pending decisions.
 
     Attributes:
-        undecided: logits and their chunks while the methods must wait for the previous step; None afterwards.
+        undecided: logits, and the chunks that have logits, until they are given to the decoding methods. Then None.
     """
 
     schedule: Schedule
@@ -63,7 +63,7 @@ class Engine:
 
     Args:
         methods: the decoding method for each type of parameters.
-        guard: entered around every step; it may replace an exception.
+        guard: returns a context manager, in which every step runs. It may replace an exception by another.
         on_close: called by `close`.
         source: where the weights came from, for display.
         defaults: sampling parameters from the model's own configuration.
@@ -96,7 +96,7 @@ class Engine:
         return bool(self.requests.groups)
 
     def add(self, request: Request) -> SequenceGroup:
-        """Queue a request; raise UsageError for a bad prompt or an id in use, CapacityError if it can never fit."""
+        """Queue a request. Raise UsageError for a bad prompt or an id in use, CapacityError if it can never fit."""
         method = self._methods[type(request.params)] if request.params.max_tokens else self._score_only
         return self.requests.add(request, method)
 
@@ -213,14 +213,14 @@ class Engine:
         return step
 
     def _decide(self, step: Step) -> None:
-        """Let the methods begin to decide about sequences that still run, if they have not begun for this step."""
+        """Give a step's logits to the decoding methods, unless they have them. Leave out sequences that have ended."""
         if step.undecided is not None:
             (logits, sampled), step.undecided = step.undecided, None
             running = [c for c in sampled if c.sequence.finish_reason is None and c.group.error is None]
             self.launch_flights(step, logits, running)
 
     def launch_flights(self, step: Step, logits: Tensor, sampled: list[Chunk]) -> None:
-        """Let each method begin to decide about the sequences of its own requests."""
+        """Start each decoding method (for example, draw tokens) for the chunks of its own requests."""
         parts: dict[Method, list[Chunk]] = {}
         for chunk in sampled:
             parts.setdefault(chunk.group.method, []).append(chunk)
@@ -236,9 +236,9 @@ class Engine:
                     raise  # no request of the step continues: the device has failed
 
     def note_computed(self, schedule: Schedule) -> None:
-        """Record a step's computed tokens, add full blocks to the prefix cache, and fork groups with a complete prompt.
+        """Count a step's tokens as computed: add full blocks to the prefix cache, and fork the prompts that are done.
 
-        The device may still be computing. It executes steps in order, so later steps may already rely on this one.
+        The device may still be computing. It executes steps in order, so later steps can already use these tokens.
         """
         size = self.cache.block_size
         for chunk in schedule.chunks:

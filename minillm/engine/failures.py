@@ -32,7 +32,7 @@ def launch_others(
 
 
 def end_requests_of(schedule: Schedule, error: Exception, requests: Requests) -> None:
-    """End every request of a step in which the device failed, and drop its blocks from the prefix cache."""
+    """End every request of a step in which the device failed. Remove these requests' blocks from the prefix cache."""
     cache, preemption = requests.scheduler.cache, requests.scheduler.preemption
     groups: dict[str, SequenceGroup] = {}
     for chunk in schedule.chunks:
@@ -50,7 +50,7 @@ def end_requests_of(schedule: Schedule, error: Exception, requests: Requests) ->
 def fail_nan(requests: Requests, group: SequenceGroup) -> None:
     """Fail a group with NaN logits, and remove its blocks from the prefix cache.
 
-    Logits are also NaN if a request's parameters exclude all tokens. Then the group already has another error.
+    Logits are also NaN if a request's parameters exclude all tokens. Then the group already has an error, which stays.
     """
     group.error = group.error or "the model produced NaN; another dtype may help: float32 or bfloat16"
     for sequence in group.unfinished:

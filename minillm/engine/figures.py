@@ -24,14 +24,14 @@ class Figures:
         self._peak_used = self._sum_used = self._steps_counted = 0
 
     def count_blocks(self) -> None:
-        """Count a step that is about to be launched, and the blocks in use."""
+        """Count a step that is about to be launched, and record how many blocks are in use."""
         used = self._scheduler.cache.num_blocks - self._scheduler.cache.num_free
         self._peak_used, self._sum_used = max(self._peak_used, used), self._sum_used + used
         self._steps_counted += 1
         self.num_steps += 1
 
     def report(self, schedule: Schedule, began: float) -> None:
-        """Store the report of a step that was just concluded. ``began``: its start, by `time.monotonic`."""
+        """Store the report of a step that was just concluded. ``began``: the step's start, by `time.monotonic`."""
         ended = time.monotonic()
         self.last_step = StepReport(
             number=self.num_steps,

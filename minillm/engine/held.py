@@ -1,4 +1,4 @@
-"""Operations on idle sequences, which keep their blocks after their request. Branches and pinned prefixes use them."""
+"""Operations on idle sequences: ended sequences that keep their blocks. Used for branches and pinned prefixes."""
 
 from minillm.engine.admission import blocks_at_most
 from minillm.engine.driver import Driver
@@ -10,10 +10,12 @@ from minillm.sequence import Sequence, SequenceGroup
 
 
 def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, RequestOutput]]:
-    """Run requests of one completion each that have ``hold`` set. Return (idle sequence, output) of each, in order.
+    """Run requests and keep their sequences. Return (idle sequence, output) of each request, in order.
+
+    Each request must have one completion, and ``hold`` set.
 
     Raises:
-        MinillmError: a request failed; no blocks are kept.
+        MinillmError: a request failed. The blocks of all these requests have been freed.
     """
     groups: dict[int, SequenceGroup] = {}
     outputs: dict[int, RequestOutput] = {}
@@ -32,7 +34,7 @@ def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, Reques
 
 
 def fork_idle(driver: Driver, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
-    """Return a new idle sequence that shares the first ``num_tokens`` tokens (all by default) of an idle one."""
+    """Fork an idle sequence: return a new one that shares the blocks of its first ``num_tokens`` tokens (or all)."""
     count = len(sequence.token_ids) if num_tokens is None else num_tokens
     with driver.locked() as engine:
         if sequence.table is None:  # its blocks were evicted

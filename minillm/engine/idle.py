@@ -1,4 +1,4 @@
-"""Ended sequences, kept because later requests may fork from their blocks."""
+"""Idle sequences: ended sequences that keep their blocks, because later requests may fork from them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ class IdleSequences:
         self.idle[sequence.seq_id] = sequence
 
     def keep_ended(self, sequence: Sequence, new_seq_id: Callable[[], int]) -> None:
-        """Keep a sequence that has just ended. If the step that ran ahead computed its last token, drop that token's K
-        and V.
+        """Keep a sequence that has just ended, without its last token's K and V. (A step that was launched before the
+        CPU knew that this token is the last one may have computed them.)
         """
         table, last = sequence.own_table, len(sequence.token_ids) - 1
         if table.num_tokens > last and sequence.num_output_tokens:
@@ -40,7 +40,7 @@ class IdleSequences:
         sequence.table, sequence.num_computed = None, 0
 
     def evict(self, spare: Sequence | None = None) -> bool:
-        """Evict the idle sequence that was unused for longest, ``spare`` only if there is no other.
+        """Evict the least recently used idle sequence; evict ``spare`` only if no other sequence is idle.
 
         Return whether a sequence was evicted.
         """
@@ -88,9 +88,10 @@ class IdleSequences:
 
 
 def shared_length(parent: Sequence | None, ours: list[int], salt: str | None = None) -> int:
-    """Return how many first tokens of ``ours`` have K and V in the blocks of ``parent``.
+    """Return how many of the first tokens of ``ours`` have K and V in the blocks of ``parent``.
 
-    The last token does not count, since its logits are needed. 0 if ``parent`` has no blocks or another salt.
+    The last token of ``ours`` never counts: it must be computed, because its logits are needed. Return 0 if ``parent``
+    has no blocks or another salt.
     """
     if parent is None or parent.table is None or parent.table.salt != salt:
         return 0

@@ -1,4 +1,4 @@
-"""Preemption: take all blocks of a group from it when blocks run out, and resume the group later.
+"""Preemption: take all of a group's blocks when blocks run out, and resume the group later.
 
 The blocks move to host memory (swap), or are freed and their tokens are computed again later (recompute).
 """
@@ -46,8 +46,8 @@ class Preemption:
             running: whether any group runs, so that blocks will become free.
 
         Returns:
-            True if the group was restored. If not, it waits (its stage is still SAVED), or its tokens must be computed
-            again (another stage).
+            True if the group was restored. If False, the group's stage says why: it is still SAVED if the group must
+            wait, and another stage if the group's tokens must be computed again.
         """
         saved = [sequence for sequence in group.unfinished if sequence.seq_id in self.swap.saved]
         unsaved = sum(sequence.num_tokens - sequence.num_computed for sequence in saved) // self.cache.block_size

@@ -32,7 +32,7 @@ class Request:
         hold: keep the completions' blocks when they end: the sequences become idle and can be parents.
         salt: only requests with the same salt share blocks in the prefix cache.
         streamed: `Driver.run` also yields the request's deltas.
-        offline: no one waits for single tokens of the request, so its steps may compute long prompts of other requests.
+        offline: nobody reads the answer token by token. Steps that decode only such requests may compute more prompt.
         request_id: if empty, the driver generates one.
         owner: a name, such as that of a conversation, under which blocks on disk can be erased again.
         is_private: write no block of the request to disk, and read none.
@@ -139,7 +139,7 @@ class Requests:
         return Thought(tags, limit, is_open=is_open, first=len(token_ids), has_grammar=params.grammar is not None)
 
     def salt_for(self, num_prompt_tokens: int, salt: str | None) -> str | None:
-        """Return the salt of a prompt's blocks, which separates prompts of different lengths if K depends on them."""
+        """Return the salt of a prompt's blocks. It includes the prompt's length if K depends on that length."""
         if self.longest_plain_prompt is None or num_prompt_tokens <= self.longest_plain_prompt:
             return salt
         return f"{num_prompt_tokens} tokens {'' if salt is None else salt}"
@@ -164,7 +164,7 @@ class Requests:
         group.stage = Stage.SPLIT
 
     def end_sequence(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence. Its blocks are freed, or stay idle if the request holds them."""
+        """End a sequence. Free its blocks, or make it an idle sequence if the request has ``hold`` set."""
         sequence.finish_reason = reason
         table = sequence.table
         if table is not None and group.error is None:
@@ -221,7 +221,7 @@ class Requests:
             self.finished[group.request_id] = group
 
     def _with_reasoning(self, group: SequenceGroup, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-        """Return the outputs with ``reasoning_tokens`` filled in."""
+        """Return the outputs with ``reasoning_tokens`` (how many tokens are reasoning) filled in."""
         if (tags := self.reasoning_tags) is None:
             return outputs
         limit, prompt = group.params.max_reasoning_tokens, group.sequences[0].token_ids[: group.num_prompt_tokens]

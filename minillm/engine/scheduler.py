@@ -1,7 +1,7 @@
 """The scheduler chooses the sequences of the next step.
 
-Continuous batching (Orca, Yu et al. 2022) with one token budget per step: every running sequence that only lacks its
-last token decodes, and the rest of the budget goes to chunks of prompts, first come, first served (chunked prefill,
+Continuous batching (Orca, Yu et al. 2022) with one token budget per step. Every running sequence decodes if all its
+tokens but the last have K and V. The rest goes to chunks of prompts, first come, first served (chunked prefill,
 Agrawal et al. 2023). If blocks run out, the newest group is preempted, never the oldest: every request finishes.
 """
 
@@ -27,7 +27,7 @@ class Scheduler:
     max_num_seqs: int
     max_num_batched_tokens: int
     admission: str = "predicted"  # or "optimistic"
-    prefill_chunk: int | None = None  # tokens of a step with both decodes and prompts; None: the budget
+    prefill_chunk: int | None = None  # maximum tokens of a step with both decodes and prompts; None: no such limit
     offline_chunk: int | None = None  # the same if all decoding requests are offline
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Scheduler:
 
     @property
     def num_free_seats(self) -> int:
-        """Return how many more sequences may run at the same time, by ``max_num_seqs``."""
+        """Return how many more sequences may start now: ``max_num_seqs`` less the sequences that run."""
         return self.max_num_seqs - sum(group.num_seqs for group in self.running)
 
     def add(self, group: SequenceGroup) -> None:
@@ -62,7 +62,7 @@ class Scheduler:
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
-        """Schedule every running sequence that lacks only its last token. Return the chunks of the other sequences."""
+        """Schedule the running sequences that decode (see above). Return the chunks of the other running sequences."""
         decodes, preempted, behind = schedule.decodes, schedule.preempted, []
         for group in list(self.running):
             try:
@@ -80,7 +80,7 @@ class Scheduler:
         return behind
 
     def _budget(self, schedule: Schedule) -> int:
-        """Return how many prompt tokens the step may compute."""
+        """Return how many prompt tokens the step may compute in addition to its decodes."""
         budget, decoding = self.max_num_batched_tokens - len(schedule.decodes), len(schedule.decodes)
         is_offline = all(chunk.group.offline for chunk in schedule.decodes)
         most = self.offline_chunk if is_offline else self.prefill_chunk
@@ -115,7 +115,7 @@ class Scheduler:
         schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.optional]
 
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
-        """Admit waiting groups, in order, while sequences, budget and blocks allow. Return the rest of the budget."""
+        """Admit waiting groups in order, until sequences, budget or blocks run out. Return the rest of the budget."""
         seats = self.num_free_seats if self.waiting else 0
         promised: int | None = None  # blocks that running groups still need; summed once, if a group may start
         size = self.cache.block_size
@@ -194,7 +194,7 @@ class Scheduler:
                     return False
 
     def _admit(self, group: SequenceGroup, promised: int, schedule: Schedule) -> bool:
-        """Allocate the group's tables if its prompt fits. Return whether it did.
+        """Give a waiting group its blocks, if its prompt fits into the pool. Return whether the group was admitted.
 
         ``promised``: free blocks that running groups still need.
         """

@@ -26,7 +26,7 @@ class Scoring:
 
     @classmethod
     def launched(cls, requests: Requests, scored: Scored, schedule: Schedule) -> Scoring:
-        """Return the scores to expect of a launched step. Call it before the step's tokens count as computed."""
+        """Note which prompt tokens a launched step scores. Call this before `Engine.note_computed`."""
         parts = []
         for chunk in schedule.chunks:
             scores, first = chunk.group.scores, chunk.sequence.num_computed
