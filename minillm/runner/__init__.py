@@ -1,1 +1,1 @@
-"""Execute a schedule: tensors for the model, its logits, and tokens drawn from them."""
+"""Execute a schedule: build the model's input tensors, compute logits, and draw tokens from them."""

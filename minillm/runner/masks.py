@@ -25,7 +25,7 @@ class Masks:
         rows: the rows of logits that have a mask.
         words: ``[masks, vocab // 32 + 1]`` int32 on the CPU, one mask for each of ``rows``. Bit ``i % 32`` of word
             ``i // 32`` is set if token ``i`` is allowed.
-        empty: the rows of logits in which a request's parameters, with its grammar if any, allow no token.
+        empty: the rows of logits for which the request's parameters, together with its grammar, allow no token.
         forced: row -> token id, for sequences at their limit of reasoning tokens. The row allows only this token.
     """
 
@@ -95,13 +95,13 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
 
 
 def grammar_now(sequence: Sequence) -> Matcher | None:
-    """Return the grammar matcher for a sequence's next token. None without a grammar, and inside its reasoning."""
+    """Return the grammar matcher for a sequence's next token. None without a grammar, or while it is reasoning."""
     thought, matcher = sequence.thought, sequence.matcher
     return None if matcher is None or (thought is not None and thought.is_inside(sequence.token_ids)) else matcher
 
 
 def _forced(sequence: Sequence) -> int | None:
-    """Return the only token that may follow if the reasoning has reached its limit, else None."""
+    """Return the only token that may come next if the reasoning has reached its limit, else None."""
     return None if sequence.thought is None else sequence.thought.forced(sequence.token_ids)
 
 
@@ -155,7 +155,7 @@ def _all_tokens(vocab: int) -> NDArray[np.uint32]:
 
 
 def _follow_grammars(owners: SequenceOf[tuple[Matcher, SequenceGroup, Sequence]], words: NDArray[np.uint32]) -> None:
-    """Write the masks of these sequences' grammars to the first rows of ``words``. Failed matchers keep their error."""
+    """Write the masks of these sequences' grammars to the first rows of ``words``. A failed matcher has its error."""
     matchers = [matcher for matcher, _, _ in owners]
     if not matchers:
         return
@@ -181,9 +181,9 @@ def _is_bounded(group: SequenceGroup, sequence: Sequence) -> bool:
 
 
 def _bars_end(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Return whether end tokens are banned although no grammar decides about them now.
+    """Return whether end tokens are banned by another rule than the grammar.
 
-    That is so before ``min_tokens``, and in the reasoning before an answer with a grammar.
+    They are banned before ``min_tokens``, and during the reasoning before an answer with a grammar.
     """
     return grammar_now(sequence) is None and (is_early(group, sequence) or sequence.matcher is not None)
 

@@ -12,14 +12,14 @@ class StepObserver:
     def prepare(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
         """Repeat the step's block moves and (source, destination) copies in the observer's own KV pool, if it has one.
 
-        A draft model also proposes draft tokens for the step's chunks that have room for them.
+        A draft model also proposes draft tokens for the step's chunks that have slots for them.
         """
 
     def begin(self, work: StepWork) -> None:
         """Handle the step's ``work`` before the device gets it, for example send it to other ranks."""
 
     def end(self) -> None:
-        """Note that the device has the step's work. Called again if the device later gets the step's draws."""
+        """Note that the step's work has been launched. Called again after the step's draws, if these come later."""
 
     def replace(self, blocks: Sequence[int]) -> None:
         """Note that blocks of the pool have new content, which was read from disk."""

@@ -12,7 +12,7 @@ from minillm.sequence import Sequence, SequenceGroup
 
 NO_TOKEN = "no token is possible any more: together the request's parameters exclude all of them"
 _NOTHING_LEFT = "logits_processor has left NaN, infinity, or no token that is possible"
-Owner = tuple[SequenceGroup, Sequence]  # of a row of logits: the group and sequence that it predicts a token of
+Owner = tuple[SequenceGroup, Sequence]  # the group and sequence that a row of logits predicts the next token of
 
 
 def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
@@ -44,7 +44,7 @@ def process_logits(logits: Tensor, owners: SequenceOf[Owner]) -> Masks:
 
 
 def run_processors(logits: Tensor, owners: SequenceOf[Owner], masks: Masks) -> None:
-    """Run callers' own processors on their rows. Banned tokens stay banned. If a processor fails, its group fails."""
+    """Run the requests' own logits processors. Banned tokens stay banned. If a processor fails, its group fails."""
     processed = []
     for row, (group, sequence) in enumerate(owners):
         processor = group.params.logits_processor

@@ -32,7 +32,7 @@ class Runner:
         """Move and copy blocks, then compute the step.
 
         Args:
-            copies: (source, destination) blocks: copies on write.
+            copies: (source, destination) blocks of copies on write.
 
         Returns:
             Logits ``[n, vocab]``, valid until the next step, and the chunks that have logits. A chunk's logits are
@@ -70,7 +70,7 @@ class Runner:
 
     @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
-        """Compute a step. Return logits ``[n, vocab]`` float32, the rows of all chunks with logits in order."""
+        """Compute a step. Return logits ``[n, vocab]`` float32: the rows of all chunks, in the order of the chunks."""
         self.prepare(work)
         if not work.chunks:
             return torch.empty(0, 0, dtype=self.model.dtype, device=self.model.device)

@@ -109,6 +109,6 @@ def score(model: Llama, hidden: Tensor, chunks: list[ChunkWork], first: int) -> 
 
 
 def _score_rows(logits: Tensor, targets: Tensor, most: int) -> tuple[Tensor, ...]:
-    """Return the results of `Scored` for ``logits [n, vocab]`` float32 and ``targets [n]``."""
+    """Return the tensors that `Scored` takes as ``results``, from ``logits [n, vocab]`` float32 and ``targets [n]``."""
     results = kernels.log_probabilities(logits, targets), (logits > logits.gather(1, targets[:, None])).sum(-1) + 1
     return (*results, *kernels.top_log_probabilities(logits, min(most, logits.shape[1]))) if most else results

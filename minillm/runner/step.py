@@ -8,13 +8,13 @@ from minillm.runner.device.work import DecodeWork
 
 @dataclass(slots=True)
 class ChunkWork:
-    """Consecutive tokens of one sequence to compute."""
+    """Consecutive tokens to compute, all of one sequence."""
 
     token_ids: list[int]
     first: int  # the first token's position
-    blocks: list[int]  # of the sequence, up to the last token
+    blocks: list[int]  # the sequence's blocks, up to the block of the last of these tokens
     num_prompt_tokens: int
-    num_logits: int  # number of last tokens to compute logits for
+    num_logits: int  # how many of the last tokens need logits
     score_from: int = 0  # the position before the first of ``targets``
     targets: list[int] = field(default_factory=list)  # tokens to score
     num_top: int = 0  # most probable tokens to return with each score
@@ -31,8 +31,8 @@ class Packed:
     token_ids: list[int]
     positions: list[int]
     slots: list[int]
-    starts: list[int]  # of each prefill chunk, and the end of the last, in tokens from the first prefill token
-    lengths: list[int]  # of each sequence, these tokens included
+    starts: list[int]  # the start of each prefill chunk and the end of the last one, in tokens after the decodes
+    lengths: list[int]  # each sequence's number of tokens, these tokens included
     tables: list[list[int]]  # block tables, padded to the same width
     logit_rows: list[int]
 
@@ -61,8 +61,8 @@ class StepWork:
     copies: list[tuple[int, int]]  # (source, destination)
     decode: DecodeWork | None  # tokens of sequences with state on the device; None without a device runner
     chunks: list[ChunkWork]
-    # How many of the first chunks are decodes. In a device runner either all chunks are (a step with draft tokens, each
-    # computed like a decode) or none; otherwise each of them is one token.
+    # The first chunks that are decodes: one token each. For a device runner, either all chunks count as decodes (a step
+    # with draft tokens, in which each token is computed like a decode) or none does.
     num_decodes: int
 
     @property

@@ -1,8 +1,8 @@
-"""Beam searches that the device runs by itself, after it has computed their logits.
+"""Beam search on the device: from the logits, the device chooses beams and forks them without waiting for the CPU.
 
 Each beam has a row of the device state (`minillm.runner.device.rows`). The CPU assigns rows to searches, and applies
-the device's choices one step later. Each beam owns its last, partly filled block. So if a beam is replaced by a
-continuation of another beam, there is a block to copy into, and nothing is allocated here.
+the device's choices one step later. Each beam has a last, partly filled block of its own. If a continuation of another
+beam replaces a beam, the other beam's last block is copied into that block. So the device allocates no blocks.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class DeviceSearch:
     """A beam search that the device runs by itself: the value of `SequenceGroup.device`."""
 
     search: Search
-    num_common_blocks: int = 0  # how many first blocks all beams share, whatever the device decides
+    num_common_blocks: int = 0  # how many first blocks all beams will share, whatever the device chooses
 
 
 class Chosen:
@@ -49,14 +49,14 @@ class Chosen:
 
 
 class DeviceBeams:
-    """The device's buffers and graphs for a step of all beam searches.
+    """The device's buffers and CUDA graphs for one step of all beam searches.
 
     Args:
         words: the device state of all decoding sequences, a row for each: see `DeviceState`.
         kv_cache: the pool.
         capacity: maximum number of beams, padding included.
         vocab: size of the vocabulary; 0 on ranks other than 0, which make no choices.
-        graphs: capture CUDA graphs.
+        graphs: capture CUDA graphs. Otherwise launch each kernel.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DeviceBeams:
 
         Args:
             logits: the step's logits ``[n, vocab]``.
-            recorded: the logits that graphs read. A graph is replayed if ``logits`` start at the same address.
+            recorded: the buffer that CUDA graphs read logits from. They are used only if ``logits`` is in this buffer.
             decodes: the step's decodes.
             books: the CPU's record of the device state.
         """
@@ -127,7 +127,7 @@ class DeviceBeams:
             logits: ``[n, vocab]``.
             places: each beam's row of logits; the beams of a search are consecutive.
             searches: the settings of each search.
-            recorded: ``logits`` are at the address that graphs have recorded, so that a graph can read them.
+            recorded: ``logits`` is in the buffer that CUDA graphs read, so a graph can be used.
         """
         if self._told != (places, searches):
             self._tell(places, searches)
@@ -169,7 +169,7 @@ class DeviceBeams:
             kernels.block_copy(tensor, copies)
 
     def _tell(self, places: list[int], searches: list[Search]) -> None:
-        """Send the settings of all searches, and the row of logits of each beam, to the device."""
+        """Send to the device the settings of each search, and the index of each beam's row of logits."""
         words: list[int] = []
         first = 0
         for search in searches:

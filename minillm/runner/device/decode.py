@@ -1,7 +1,7 @@
 """Steps in which every sequence decodes: one CUDA graph from token ids to logits, one from logits to drawn tokens.
 
-There is a graph of the forward pass for each padded number of sequences, width of the block tables, and launch
-configuration for shared blocks. There is a graph of the draw for each padded number of sequences and set of operations.
+A graph of the forward pass is for one padded number of sequences, one width of the block tables, and one launch
+configuration for shared blocks. A graph of the draw is for one padded number of sequences and one set of operations.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ class DecodeSteps:
         state.forwards.run((size, blocks, *launch), lambda: self.forward(size, blocks, shared))
 
     def shared(self, work: DecodeWork, size: int) -> WorkList | None:
-        """Return the step's work list for reading shared blocks once, on the device; None if that saves no time."""
+        """Return the device's list of work for a step that reads shared blocks once. None if that saves no time."""
         if work.plan is not None:
             self._work_list = self._work_list.fill(Plan(*work.plan))
         return self._work_list.first(size) if work.shares_blocks else None
@@ -62,7 +62,7 @@ class DecodeSteps:
         return found, wanted
 
     def _send(self, masks: Masks, rows: list[int]) -> None:
-        """Send masks to the device. ``rows[i]``: the row of the step's logits for row i of ``masks``."""
+        """Send masks to the device. ``masks`` numbers the draws; ``rows[i]`` is the row of logits for draw i."""
         places = [-1] * self._state.size
         for row, place in zip(rows, masks.places(len(rows)), strict=True):
             places[row] = place
@@ -82,8 +82,8 @@ class DecodeSteps:
 
         Args:
             penalized, masked: apply penalties, masks.
-            told: compute log-probabilities before penalties and masks.
-            count: number of most probable tokens to list.
+            told: return log-probabilities from before penalties and masks.
+            count: number of most probable tokens to list for each row.
         """
         state = self._state
         inputs, rows, raw = state.inputs.first(size), state.rows[:size], state.as_drawn_from(state.logits[:size])

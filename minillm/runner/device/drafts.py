@@ -35,7 +35,7 @@ class DraftSteps:
         self._last: tuple[int, list[int]] | None = None  # padded number of the last step's rows, rows with logits
 
     def takes(self, schedule: Schedule) -> bool:
-        """Return whether this class computes a step: it has draft tokens, no prompts, and the CPU knows all tokens."""
+        """Return whether the step is short, with draft tokens but no prompts, and the CPU knows all its tokens."""
         if not schedule.extended or schedule.prefills:
             return False
         known = all(not (chunk.sequence.num_pending or chunk.group.device) for chunk in schedule.decodes)
@@ -43,11 +43,11 @@ class DraftSteps:
         return known and num_tokens <= len(self._state.tokens.rows)
 
     def prepare(self, schedule: Schedule) -> None:
-        """Note the sampling parameters of the next step's chunks."""
+        """Store the sampling parameters of the next step's chunks."""
         self._sampling = [_sampling(chunk) for chunk in schedule.chunks]
 
     def compute(self, chunks: list[ChunkWork], out: Tensor) -> Tensor:
-        """Compute the chunks' tokens. Return the requested logits, as a part of the state's logits or in ``out``."""
+        """Compute the chunks' tokens. Return the logits that the chunks need, in the state's logits or in ``out``."""
         state = self._state
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
@@ -65,11 +65,12 @@ class DraftSteps:
         self._last = None
 
     def draw(self, draws: list[Chunk], holders: list[Sequence]) -> Drawn | None:
-        """Draw from the last step's logits. Return None if it was of another kind, or the logits need processing.
+        """Draw from the last step's logits. Return None if that step had no drafts, or the logits need processing.
 
         Args:
-            draws: draws for sequences that assume accepted draft tokens.
-            holders: the real sequences, which become these if draft tokens are accepted.
+            draws: one draw after a sequence's last token and one after each draft token. A draw's own sequence includes
+                the draft tokens before it.
+            holders: the sequences that the drafts continue.
         """
         if self._last is None or any(needs_processing(draw.group, draw.sequence) for draw in draws):
             return None
@@ -96,6 +97,6 @@ class DraftSteps:
 
 
 def _sampling(chunk: Chunk) -> dict[int, int]:
-    """Return the words of a row that decide how tokens after a chunk are drawn, by their `Field`."""
+    """Return a chunk's sampling parameters as words of its tokens' rows, by `Field`. Empty if nothing is drawn."""
     params = chunk.group.params
     return sampling_words(params, chunk.sequence) if isinstance(params, SamplingParams) else {}

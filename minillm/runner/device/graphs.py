@@ -13,12 +13,12 @@ Result = TypeVar("Result")
 
 
 class Graphs:
-    """Recordings of work, by a key that identifies its shape. They share memory, so they must run one after another.
+    """CUDA graphs, by a key for the work and its shape. They share memory, so they must run one after another.
 
     Args:
-        rows: tensors with the rows of state that the work computes. They are set to padding (-1) while it is recorded,
-            so that recording writes nothing.
-        enabled: record and replay. Otherwise `run` does the work each time.
+        rows: tensors that list the rows of device state to compute. During recording they hold only padding (-1), so
+            that recording changes no row.
+        enabled: record and replay. Otherwise `run` calls the work each time.
     """
 
     def __init__(self, *rows: Tensor, enabled: bool) -> None:
@@ -31,9 +31,9 @@ class Graphs:
         return self._enabled and key not in self._recorded
 
     def run(self, key: Hashable, work: Callable[[], Result]) -> Result:
-        """Do ``work`` by replaying its recording, and record it first if necessary.
+        """Replay the graph of ``work`` and return the result of ``work``. Record the graph first if it is missing.
 
-        The tensors of the result belong to the recording: the next replay overwrites them.
+        The tensors of the result belong to the graph: its next replay overwrites them.
         """
         if not self._enabled:
             return work()
@@ -44,12 +44,12 @@ class Graphs:
         return result
 
     def clear(self) -> None:
-        """Discard all recordings and their memory."""
+        """Discard all graphs and their memory."""
         self._recorded.clear()
         self._pool = None
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Run ``work`` on padding, so that its kernels are compiled, then record it."""
+        """Run ``work`` on padding to compile its kernels, then record it."""
         kept = [rows.clone() for rows in self._rows]
         for rows in self._rows:
             rows.fill_(-1)

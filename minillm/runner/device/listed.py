@@ -1,4 +1,4 @@
-"""The number of most probable tokens that CUDA graphs find for every row."""
+"""Most probable tokens, for requests with ``logprobs``: how many of them a CUDA graph finds for every row."""
 
 from collections.abc import Sequence
 
@@ -12,20 +12,20 @@ _LISTED = 5, 8, 16, 32  # possible numbers, so that there are few graphs
 
 
 def wants_logprobs(draws: Sequence[Chunk]) -> bool:
-    """Return whether a request wants log-probabilities of its draws."""
+    """Return whether any request wants log-probabilities of its draws."""
     return any(draw.group.params.logprobs is not None for draw in draws)
 
 
 def num_listed(draws: Sequence[Chunk], vocab: int) -> int:
     """Return the number of most probable tokens that a graph should find for each row.
 
-    It is 0 if no request wants any, or if the largest number up to `MANY` is too large for a graph. Requests for more
-    than `MANY` do not count here, because the sampler sorts for them.
+    A request for more than `MANY` is ignored here, because the sampler sorts the logits for it. Return 0 if no other
+    request wants any, or if one wants more than a graph can find.
     """
     most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= MANY), default=0)
     return next((min(count, vocab) for count in _LISTED if count >= most), 0) if most else 0
 
 
 def listed(logits: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return log-probabilities and ids of each row's ``count`` most probable tokens. Empty if ``count`` is 0."""
+    """Return log-probabilities and ids of each row's ``count`` most probable tokens. Empty tuple for 0 tokens."""
     return kernels.top_log_probabilities(logits, count) if count else ()

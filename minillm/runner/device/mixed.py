@@ -24,7 +24,7 @@ class MixedSteps:
         self._state, self._decode = state, decode
 
     def batch(self, work: DecodeWork, prefill: Batch) -> Batch:
-        """Return one batch of the decoding sequences, which come first, and of the chunks of prompts in ``prefill``."""
+        """Return one batch: first the decoding sequences, then the chunks of prompts in ``prefill``."""
         state, n, p = self._state, work.num_seqs, prefill.context_lens.shape[0]
         state.gather(state.begin(work))
         inputs = state.inputs.first(n + p)

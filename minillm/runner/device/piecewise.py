@@ -1,11 +1,13 @@
 """Piecewise CUDA graphs for steps with prompts of up to a thousand tokens, alone or next to decoding sequences.
 
 The CPU takes longer to launch such a step kernel by kernel than the GPU to compute it. An 8B model needs 344 launches,
-13 to 37 ms, for 10.8 ms of work with 512 tokens. The work between the attention of two layers depends only on the
-number of tokens. So it is one graph per layer, recorded for each padded number of tokens. Attention depends on the
-sequences and is launched without a graph. Padding tokens are computed but ignored; attention never reads them.
+13 to 37 ms, for 10.8 ms of work with 512 tokens. The work between the attention of one layer and of the next (a piece)
+depends only on the number of tokens. So each piece is a graph, recorded for each padded number of tokens. Attention
+depends on the sequences and is launched without a graph. Padding tokens are computed but ignored; attention never reads
+them.
 
-A graph's key is the padded number of tokens and the index of the layer with the attention before it, -1 for none.
+A graph's key is the padded number of tokens and the piece's index. Piece i follows the attention of layer i. Piece -1,
+with the embedding, comes before the first attention.
 """
 
 from functools import partial
@@ -22,7 +24,10 @@ _UNIT = 64  # padded sizes are multiples of this: cuBLAS computes whole tiles of
 
 
 class PiecewiseForward:
-    """The forward pass of steps of up to `MOST_TOKENS` tokens: buffers ``[MOST_TOKENS, columns]``, and their graphs."""
+    """The forward pass of steps of up to `MOST_TOKENS` tokens, as CUDA graphs between the attention of the layers.
+
+    The graphs read and write fixed buffers ``[MOST_TOKENS, columns]``.
+    """
 
     def __init__(self, model: Llama, kv_cache: KVCache, graphs: Graphs) -> None:
         self._model, self._kv_cache, self._graphs = model, kv_cache, graphs
@@ -54,7 +59,7 @@ class PiecewiseForward:
         return self._x[:count]
 
     def record_next(self) -> bool:
-        """Record one missing graph of the smallest size. Return False if no graph is missing."""
+        """Record one missing graph, for the smallest number of tokens first. Return False if no graph is missing."""
         for size in range(_UNIT, MOST_TOKENS + 1, _UNIT):
             for index in self._indices():
                 if self._graphs.lacks(_key(size, index)):
@@ -65,7 +70,7 @@ class PiecewiseForward:
     def _indices(self) -> range:
         """Return the indices of a forward pass's pieces in the order of recording.
 
-        Piece -1 is recorded last, so if its graph exists, all graphs of that size do.
+        Piece -1 is recorded last. So if a size has a graph of piece -1, all graphs of this size exist.
         """
         return range(len(self._model.layers) - 1, -2, -1)
 
@@ -73,7 +78,7 @@ class PiecewiseForward:
         self._graphs.run(_key(size, index), partial(self._piece, size, index))
 
     def _piece(self, size: int, index: int) -> None:
-        """Compute the work after the attention of layer ``index``, up to q, k and v of the next layer."""
+        """Compute piece ``index``: the work after the attention of layer ``index``, up to q, k and v of the next."""
         model, x, layers = self._model, self._x[:size], self._model.layers
         if index < 0:
             x.copy_(model.embed(self._token_ids[:size]))

@@ -1,4 +1,4 @@
-"""CUDA graphs for short prompts: steps that take the CPU longer to launch than the GPU to compute.
+"""CUDA graphs for steps of short prompts, which the GPU computes faster than the CPU can launch their kernels.
 
 A model of 30 layers needs some 300 launches, which take 6 to 20 ms of CPU time. A small model computes a prompt of a
 few hundred tokens in less than 2 ms. A graph is recorded for each padded number of tokens and of sequences when this
@@ -56,7 +56,7 @@ class ShortPrompts:
         self._tables = torch.zeros(seqs, width, dtype=torch.int32, device=model.device)
 
     def takes(self, chunks: list[ChunkWork]) -> bool:
-        """Return whether this class computes a step of these chunks: it is short, without scores or several logits."""
+        """Return whether the chunks are short, and none wants prompt scores or more than one row of logits."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         if not self._sizes or num_tokens > self._sizes[-1] or len(chunks) > self._most_seqs:
             return False
@@ -69,7 +69,7 @@ class ShortPrompts:
         self._run(numbers, tokens, padded_size(len(chunks)))
 
     def record_next(self) -> bool:
-        """Record the graph of the smallest size for a single prompt that is not recorded. False if all are."""
+        """Record the smallest missing graph for a single prompt. Return False if none is missing."""
         tokens = next((size for size in self._sizes if self._graphs.lacks(_key(size, 1))), None)
         if tokens is None:
             return False
@@ -77,7 +77,7 @@ class ShortPrompts:
         return True
 
     def _run(self, numbers: Packed, tokens: int, seqs: int) -> None:
-        """Send the inputs, padded to ``tokens`` tokens and ``seqs`` sequences, and compute them."""
+        """Pad the inputs to ``tokens`` tokens and ``seqs`` sequences, send them to the device, and compute them."""
         count = len(numbers.tables)
         if count:
             tables = to_device(numbers.tables, torch.int32, self._tables.device)

@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The settings for reading blocks that sequences share only once."""
+    """Settings for reading each block once for all sequences that share it."""
 
     shape: AttentionShape  # the attention to split
     costs: Costs  # decide whether reading shared blocks once saves time
@@ -82,7 +82,7 @@ class Rows:
         self._told_beams: list[int] = []
 
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
-        """Return the work of computing one token of each sequence. ``joins``: the batch also has chunks of prompts."""
+        """Return the work to compute one token of each sequence. ``joins``: the batch also has chunks of prompts."""
         n = len(chunks)
         rows, longest = self._rows_of(chunks)
         rows += [-1] * (padded_size(n) - n)
@@ -99,15 +99,15 @@ class Rows:
         return work
 
     def take_counted(self) -> list[tuple[int, Sequence]]:
-        """Return (row, sequence) of sequences with penalties that have taken a row since the last call.
+        """Return (row, sequence) of each sequence with penalties that has taken a row since the last call.
 
-        The device must count their tokens.
+        The caller must initialize the token counts of these rows on the device.
         """
         counted, self._counted = self._counted, []
         return counted
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Return the words that have changed since the last call: their indices, and the new words."""
+        """Return the words that have changed since the last call: their flat indices, and their new values."""
         changes, self._changes = self._changes, {}
         return list(changes), list(changes.values())
 
@@ -118,12 +118,12 @@ class Rows:
         return [self._held.get(chunk.sequence.seq_id) or self._take(chunk, current) for chunk in chunks]
 
     def note_drawn(self, chunks: list[Chunk]) -> None:
-        """Record that the rows of these sequences have their last tokens."""
+        """Record that the device has written the drawn tokens to the rows of these sequences."""
         for chunk in chunks:
             self._held[chunk.sequence.seq_id].has_token = True
 
     def give_up(self, sequences: list[Sequence]) -> None:
-        """Free the rows of sequences that ran outside the device. They are written again for the next decode step."""
+        """Free the rows of sequences that advanced without them. Before these decode again, new rows are written."""
         for sequence in sequences:
             row = self._held.pop(sequence.seq_id, None)
             if row is not None:
@@ -136,7 +136,7 @@ class Rows:
                 row.has_token = False
 
     def _rows_of(self, chunks: list[Chunk]) -> tuple[list[int], int]:
-        """Return each sequence's row, and the length of the longest sequence. Note all changes since the last step."""
+        """Return each sequence's row, and the length of the longest sequence. Record all words that must change."""
         held, changes, width = self._held, self._changes, self._width
         current: set[int] | None = None
         rows, longest = [], 0
@@ -183,9 +183,9 @@ class Rows:
         return rows, longest
 
     def _take(self, chunk: Chunk, current: set[int]) -> Row:
-        """Assign a free row to a sequence, and return it. If none is free, free the rows of sequences not in the step.
+        """Assign a free row to a sequence, and return the row. If none is free, free the rows of all other sequences.
 
-        ``current``: ids of the sequences in the step.
+        ``current``: ids of the sequences in the step. Their rows are not freed.
         """
         sequence, params = chunk.sequence, chunk.group.params
         if not self._free:
@@ -203,10 +203,10 @@ class Rows:
     def _plan(self, chunks: list[Chunk], rows: list[int], size: int) -> list[list[int]] | None:
         """Plan how a batch of ``size`` rows reads shared blocks. None: the last plan is valid, or no plan saves time.
 
-        A plan is valid while the same sequences decode and their tables only grow. It is made again after other
-        changes, and when the sequences' unshared tokens have doubled, because another plan may then be faster. The
-        device changes tables of beams without notice, but the blocks that all beams share stay. So for beams the plan
-        is made again when they share many more blocks.
+        A plan is valid while the same sequences decode and their tables only grow. Other changes need a new plan. A new
+        plan is also made when the sequences' unshared tokens have doubled, because it may then be faster. The device
+        changes tables of beams without notice, except for the blocks that all beams share. So a new plan is also made
+        when the beams share many more blocks.
         """
         if self._sharing is None:
             return None
@@ -227,9 +227,9 @@ class Rows:
         return [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
 
     def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
-        """Return for each sequence how many first blocks the device cannot change, and the sum of this over all beams.
+        """Return how many first blocks of each sequence the device cannot change, and the sum of this over all beams.
 
-        If the device changes no sequence's blocks, there is no list.
+        Return None instead of the list if there are no beams: the device changes no other sequence's blocks.
         """
         common = sum(chunk.group.device.num_common_blocks for chunk in chunks if chunk.group.device)
         if not any(chunk.group.device for chunk in chunks):
@@ -239,7 +239,7 @@ class Rows:
 
 
 def sampling_words(params: SamplingParams, sequence: Sequence) -> dict[int, int]:
-    """Return the words of a row that decide how a sequence's tokens are drawn, by their `Field`."""
+    """Return a sequence's sampling parameters as words of its row, by `Field`."""
     return {
         Field.TEMPERATURE: _bits(params.temperature),
         Field.TOP_K: min(params.top_k, (1 << 31) - 1),

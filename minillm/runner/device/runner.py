@@ -3,8 +3,8 @@
 Each sequence has a row of state, and the CPU sends only changes (`minillm.runner.device.rows`). A step is three
 launches for a model of any depth: the list of rows (if it has changed), a graph from token ids to logits, and a graph
 from logits to drawn tokens, which go back into the rows. The next step can be launched before the CPU has seen these
-tokens. A graph is captured when a padded number of sequences first occurs, and for few sequences also a padded length
-of the longest one. Everything else, including shared blocks, is data.
+tokens. A graph is captured when a padded number of sequences first occurs. For few sequences there is also a graph for
+each padded length of the longest one. Everything else, including shared blocks, is data.
 
 There are four kinds of steps, each with its forward pass, draws and graphs in one file: `decode`, `mixed` (decodes and
 prompts), `drafts` and short `prompts`. Other prompts are computed as in the base class. Up to a thousand tokens, most
@@ -45,7 +45,7 @@ _REHEARSED = 37  # tokens of the rehearsed prompt: not a multiple of a block or 
 
 
 class DeviceRunner(Runner):
-    """The model, its pool, the state of decoding sequences, and the kinds of steps that compute them.
+    """The model, its pool, the device state of decoding sequences, and one object for each kind of step.
 
     Args:
         max_num_seqs: number of rows of state.
@@ -159,9 +159,9 @@ class DeviceRunner(Runner):
         self.state.books.give_up(sequences)
 
     def rehearsals(self) -> list[Callable[[], object]]:
-        """Return functions that run the kernels of a first request, to compile these kernels in parallel.
+        """Return functions that run the kernels of a first request, so that threads can compile these in parallel.
 
-        Their inputs are zeros, and their results are not used.
+        The functions compute with zeros, and their results are not used.
         """
         chunk = ChunkWork([0] * _REHEARSED, 0, [0] * -(-_REHEARSED // self.block_size), _REHEARSED, 1)
         row = torch.zeros(1, self.state.vocab, dtype=self.model.dtype, device=self.state.device)

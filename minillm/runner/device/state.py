@@ -52,7 +52,7 @@ def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size
 
 
 def _capacity(max_num_seqs: int) -> int:
-    """Return the maximum tokens of a step without prompts, with padding: one token per sequence, or drafts of a few."""
+    """Return the maximum number of tokens, padding included, of a step that decodes or verifies draft tokens."""
     return padded_size(max(max_num_seqs, MOST_TOKENS))
 
 
@@ -64,7 +64,8 @@ class DeviceState:
     Attributes:
         words: ``[max_num_seqs, words]`` int32, a row for each sequence; `minillm.kernels.Field` names the columns.
         rows: ``[capacity]`` int32, the rows of ``words`` in this step, -1 for padding. The first ``size`` are used.
-        counts: ``[max_num_seqs, vocab]`` int32, counts of tokens: `kernels.decode_state.reference.penalize`.
+        counts: ``[max_num_seqs, vocab]`` int32, each sequence's counts of tokens, for penalties; the encoding is that
+            of `kernels.decode_state.reference.penalize`.
         logits: ``[capacity, vocab]`` in the model's dtype.
         books: the CPU's record of the rows.
     """
@@ -137,7 +138,7 @@ class DeviceState:
             self.counts[row] = counts.to(self.device)
 
     def blocks_for(self, size: int, longest: int) -> int:
-        """Return the width of the block tables, in blocks, with which ``size`` sequences are computed.
+        """Return the width, in blocks, of the block tables for a step of ``size`` sequences.
 
         Attention is split into as many parts as a table of that width may need, and parts without tokens cost time.
         (With tables of 4,096 tokens, a step of the 8b in q4_k_m with one context of 300 tokens takes 4 % longer.)
@@ -155,7 +156,7 @@ class DeviceState:
         return inputs
 
     def forward(self, inputs: DecodeInputs, size: int, blocks: int, shared: WorkList | None) -> None:
-        """Compute ``size`` tokens, each its sequence's last, and write ``logits``. ``blocks``: width of the tables."""
+        """Compute the last token of ``size`` sequences, and write ``logits``. ``blocks``: width of the block tables."""
         tables = inputs.block_tables[:, :blocks]
         tensors = inputs.token_ids, inputs.positions, inputs.slot_mapping, tables, inputs.context_lens
         batch = Batch(*tensors, num_decodes=size, cu_seqlens=inputs.context_lens[:0], shared=shared)
@@ -168,7 +169,7 @@ class DeviceState:
     def drawn(
         self, draws: list[Chunk], found: Found, rows: list[int], wants_logprobs: bool, *, may_compute_ahead: bool
     ) -> Drawn:
-        """Return the ``draws`` from a graph's results ``found``. ``rows``: each draw's row there, ascending."""
+        """Return a graph's drawn tokens as `Drawn`. ``rows``: each draw's row of the results ``found``, ascending."""
         at: slice | Tensor = slice(rows[0], rows[-1] + 1)
         if rows[-1] - rows[0] >= len(rows):
             at = self.numbers(rows, torch.int64)

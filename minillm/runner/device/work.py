@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class DecodeWork:
-    """Compute one token of each sequence that has a row of device state (`minillm.runner.device.rows`)."""
+    """The work to compute one token of each decoding sequence from its row of device state (see `rows`)."""
 
     num_seqs: int
     longest: int  # tokens of the longest sequence, this step's token included
-    rows: list[int] | None  # of all sequences, then -1 for each row of padding; None: as in the last step
+    rows: list[int] | None  # each sequence's row, then -1 for each row of padding; None: as in the last step
     changed: list[int]  # flat indices of the changed words
     values: list[int]  # the new words
     shares_blocks: bool  # whether to read shared blocks once, by the latest plan
