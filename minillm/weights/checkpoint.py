@@ -1,4 +1,4 @@
-"""Checkpoints: stored models with tensors under their Hugging Face names.
+"""Checkpoints: models in files, with tensors under Hugging Face's names.
 
 This module reads config.json and safetensors; `minillm.weights.gguf_file` reads GGUF files.
 """
@@ -138,17 +138,18 @@ class SafetensorsCheckpoint:
 
 
 class QuantizedCheckpoint(SafetensorsCheckpoint):
-    """A directory with quantized matrices. They are read under the names that unquantized matrices would have.
+    """A directory of safetensors with quantized matrices.
 
-    Each quantized matrix consists of several stored tensors, and their shapes determine its format. `tensor`
-    dequantizes it to float32.
+    A quantized matrix consists of several stored tensors, such as ``q_proj.qweight`` and ``q_proj.scales``. Their
+    shapes determine its format. It is read under the name of the unquantized matrix, ``q_proj.weight``.
     """
 
     def __init__(self, directory: Path, quantization: Quantization) -> None:
         super().__init__(directory, _QUANTIZED_DTYPES)
         self._quantization = quantization
         self.config.pop("quantization_config", None)
-        self._parts: dict[str, list[str]] = {}  # stem -> last components of its tensor names
+        # "….q_proj" -> the last components of its stored tensors' names, such as "qweight" and "scales"
+        self._parts: dict[str, list[str]] = {}
         for name in self._where:
             stem, _, part = name.rpartition(".")
             self._parts.setdefault(stem, []).append(part)
@@ -159,7 +160,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     def names(self) -> list[str]:
         packed = {f"{stem}.{part}" for stem in self._stems.values() for part in (*OTHERS, *FIRST.values())}
-        unused = (".k_scale", ".v_scale")  # of an 8-bit KV cache
+        unused = (".k_scale", ".v_scale")  # scales for an 8-bit KV cache
         rest = (name for name in self._where if name not in packed and not name.endswith(unused))
         return [*self._stems, *(name for name in rest if not self._is_absent_bias(name))]
 
@@ -185,9 +186,9 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return whole[rows or slice(None), columns or slice(None)].contiguous()
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """Return a quantized matrix as it is stored, or some of its rows and columns.
+        """Return a quantized matrix, or some of its rows and columns, still quantized and in the kernels' layout.
 
-        None for other tensors, and for formats that no kernel reads.
+        Return None if the tensor is not quantized, or if no kernel reads its format.
         """
         if name not in self._stems:
             return None
@@ -201,9 +202,9 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return self._levels(name, device).low_bit(form.bits, taken, width)
 
     def _first(self, stem: str) -> str | None:
-        """Return the name of the tensor with a quantized matrix's levels, or None if the matrix is not quantized.
+        """Return the name of the stored tensor with a quantized matrix's levels (integers or FP8 numbers).
 
-        ``stem``: the name of the matrix without its last component.
+        Return None if the matrix is not quantized. ``stem`` is its name without ``.weight``.
         """
         for part in ("qweight", "weight_packed", "weight"):
             name = f"{stem}.{part}"
@@ -223,7 +224,10 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return self._forms[name]
 
     def _part(self, name: str, part: str) -> Tensor | None:
-        """Read one of the stored tensors of a quantized matrix, by the last component of its name. None if absent."""
+        """Read one of a quantized matrix's stored tensors, or return None if the checkpoint does not have it.
+
+        ``part`` is the last component of the stored tensor's name, such as "scales".
+        """
         full = f"{self._stems[name]}.{part}"
         if full not in self._where:
             return None

@@ -51,7 +51,10 @@ def models_dir() -> Path:
 
 
 def _home(name: str, ending: str = "") -> Path:
-    """Return the directory of a downloaded model. ``org/name`` becomes ``org--name``: names never have two dashes."""
+    """Return the directory of a downloaded model.
+
+    ``org/name`` is stored as ``org--name``. This is unambiguous, because names never contain two dashes in a row.
+    """
     return models_dir() / (name.replace("/", "--") + ending)
 
 
@@ -94,7 +97,7 @@ def identity_of(files: ModelFiles) -> str:
 
 
 def verify(name: str, on_progress: OnProgress) -> None:
-    """Compare the sha256 of a downloaded model's files with the recorded hashes. Raises WeightsError if any differs."""
+    """Compare the sha256 of a downloaded model's files with the recorded hashes. Raises WeightsError if one differs."""
     directory = _home(name)
     try:
         _, files = _read_record(directory)
@@ -137,7 +140,7 @@ def remove(name: str) -> int:
 
 
 def _model_path(directory: Path, files: list[FileRecord]) -> Path:
-    """Return the path to load a model from: its ``.gguf`` file if that is its only file, else its directory."""
+    """Return the path to load a model from: the ``.gguf`` file of a model with no other files, else its directory."""
     return directory / files[0].name if len(files) == 1 and files[0].name.endswith(".gguf") else directory
 
 
@@ -165,7 +168,9 @@ def sha256_of(path: Path, on_progress: OnProgress = ignore_progress) -> str:
 
 @contextmanager
 def downloading(name: str, on_message: OnMessage) -> Iterator[Path]:
-    """Lock a model's ``.partial`` directory for this process, and yield it. It may hold files of an earlier attempt.
+    """Lock a model's ``.partial`` directory for this process, and yield its path.
+
+    The directory may contain files of an earlier, interrupted download.
 
     Raises DownloadError if the cache directory is not writable.
     """

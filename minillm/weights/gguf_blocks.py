@@ -1,7 +1,8 @@
-"""Convert blocks of GGUF's quantization types to the planes of `kernels.linear.low_bit.layouts`, on any device.
+"""Convert GGUF's quantized matrices to the kernels' layouts (`kernels.linear.low_bit.layouts`), on any device.
 
-Formats: ggml's ``ggml-common.h`` and ``ggml-quants.c``. The conversion is exact: it changes no scale and no level.
-In this file, a level is a weight's quantized integer, and ``raw`` are the bytes ``[out, blocks, bytes]`` of blocks.
+ggml's ``ggml-common.h`` and ``ggml-quants.c`` define the formats. A row consists of blocks of 32 or 256 weights with
+their scales. The conversion is exact: it changes no scale and no level. In this file, a level is a weight's quantized
+integer, and ``raw`` is a uint8 tensor with the bytes of each block: ``[out, blocks, bytes]``.
 """
 
 from collections.abc import Callable
@@ -16,21 +17,22 @@ _AT_ONCE = 1 << 24  # weights converted at a time on a GPU, so that temporaries 
 
 
 def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
-    """Return the ``count`` float16 numbers that start at byte ``at`` of each block: ``[out, blocks, count]``."""
+    """Return ``count`` float16 numbers from byte ``at`` of each block on: ``[out, blocks, count]``."""
     return raw[..., at : at + 2 * count].contiguous().view(torch.float16)
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """Return the 32 levels in 16 bytes, the low nibbles of all bytes before the high ones: ``[out, blocks, 32]``."""
+    """Unpack 16 bytes to 32 levels: first the low nibble of each byte, then the high ones. ``[out, blocks, 32]``."""
     return torch.cat((raw & 15, raw >> 4), -1)
 
 
 def _bits(raw: Tensor) -> Tensor:
-    """Return the 32 bits in 4 bytes, lowest first: ``[out, blocks, 32]``."""
+    """Unpack 4 bytes to 32 numbers 0 or 1, the lowest bit first: ``[out, blocks, 32]``."""
     return ((raw[..., None] >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(-2)
 
 
-Parts = tuple[Tensor, Tensor, Tensor | None]  # levels [out, blocks, weights], scales, units
+# Levels [out, blocks, weights]; scales [out, blocks, …]; for the layout ``bytes``, also each block's own scale.
+Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _q4_0(raw: Tensor) -> Parts:
@@ -54,7 +56,11 @@ def _q8_0(raw: Tensor) -> Parts:
 
 
 def _super_scales(raw: Tensor) -> Tensor:
-    """Repack the 6-bit scales and minima of a K-quants block (ggml's ``get_scale_min_k4``), and their two units."""
+    """Repack the scales of a K-quants block for the layout ``super``.
+
+    Each group of 32 weights has a 6-bit scale and a 6-bit minimum (ggml's ``get_scale_min_k4``). The block has two
+    float16 numbers, by which all scales and all minima are multiplied.
+    """
     packed = raw[..., 4:16].int()
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, third & 15 | (first >> 6) << 4), -1)
@@ -64,9 +70,9 @@ def _super_scales(raw: Tensor) -> Tensor:
 
 
 def _pairs_of_groups(raw: Tensor) -> Tensor:
-    """Return the 256 levels in 128 bytes: ``[out, blocks, 4, 2, 32]``.
+    """Unpack 128 bytes to 256 levels: ``[out, blocks, 4, 2, 32]``.
 
-    Of each 32 bytes, the low nibbles are one group of levels, and the high nibbles the next.
+    Of each 32 bytes, the low nibbles are one group of 32 levels, and the high nibbles are the next group.
     """
     runs = raw.unflatten(-1, (4, 1, GROUP))
     return torch.cat((runs & 15, runs >> 4), -2)
@@ -83,8 +89,8 @@ def _q5_k(raw: Tensor) -> Parts:
 
 
 def _q6_k(raw: Tensor) -> Parts:
-    low = raw[..., :128].unflatten(-1, (2, 1, 64))  # half of the block, 64 bytes
-    low = torch.cat((low & 15, low >> 4), -2).unflatten(-1, (2, GROUP))  # [.., half, nibble, run, 32]
+    low = raw[..., :128].unflatten(-1, (2, 1, 64))  # 64 bytes for each half of the block
+    low = torch.cat((low & 15, low >> 4), -2).unflatten(-1, (2, GROUP))  # [.., half, low or high nibbles, 2, 32]
     high = raw[..., 128:192].unflatten(-1, (2, 1, 1, GROUP))
     shifts = torch.tensor([[0, 2], [4, 6]], dtype=torch.uint8, device=raw.device)[..., None]
     levels = low | ((high >> shifts) & 3) << 4
@@ -114,7 +120,11 @@ _TYPES: dict[Type, tuple[Layout, Callable[[Tensor], Parts]]] = {
 
 
 def low_bit(raw: Tensor, kind: Type, width: int) -> LowBit:
-    """Convert a matrix ``raw [out, bytes]`` uint8 of ``width`` weights per row, a limited number of rows at a time."""
+    """Convert a matrix of GGUF type ``kind`` to the kernels' layout.
+
+    ``raw [out, bytes]`` uint8 are the bytes of its rows, each of ``width`` weights. Only some rows are converted at a
+    time, which bounds the memory for temporaries.
+    """
     layout, take_apart = _TYPES[kind]
     size = SUPER if layout.scales in ("super", "bytes") else GROUP
     rows = max(1, (AT_ONCE_ON_CPU if raw.device.type == "cpu" else _AT_ONCE) // width)

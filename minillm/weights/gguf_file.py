@@ -54,7 +54,7 @@ _FOLLOWED = (
 
 
 class GGUFCheckpoint:
-    """A ``.gguf`` file of a Llama-family model. Opening it raises WeightsError if it is damaged or not supported."""
+    """A ``.gguf`` file of a Llama-family model. Raises WeightsError if the file is damaged or not supported."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,9 +92,10 @@ class GGUFCheckpoint:
         return tensor[rows or slice(None)] if columns is None else tensor[rows or slice(None), columns]
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """Return a low-bit matrix as it is stored, or some of its rows and columns.
+        """Return a quantized matrix, or some of its rows and columns, still quantized and in the kernels' layout.
 
-        Types without a kernel are converted to 8 bits. None for other tensors, and if ``columns`` splits a block.
+        GGUF types for which no kernel exists are requantized to 8 bits. Return None if the tensor is not a quantized
+        matrix, or if ``columns`` splits a block.
         """
         info = self._tensors.get(name)
         if info is None or len(info.shape) != 2:
@@ -114,7 +115,7 @@ class GGUFCheckpoint:
         return low_bit(there, kind, taken.stop - taken.start)
 
     def _in_order(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return a tensor's rows in Hugging Face's order: some GGUF files permute the rows of q and k."""
+        """Return a tensor with its rows in Hugging Face's order. In some GGUF files, rows of q and k are permuted."""
         projection = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
         if projection is None or not self._architecture.gguf_is_permuted:
             return values
@@ -141,7 +142,7 @@ class GGUFCheckpoint:
         return parts
 
     def _span(self, info: TensorInfo) -> slice:
-        """Return the range of a tensor's bytes in the file, after checking its type and size."""
+        """Return the range of a tensor's bytes in the file. Raises WeightsError if its type or size is invalid."""
         where = f"{self._path}: tensor {clean_line(info.name)}"
         try:
             kind = GGMLQuantizationType(info.type)
@@ -206,9 +207,9 @@ def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 
 def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of biases that are missing although other projections have one. They are zero.
+    """Return the names and shapes of biases that the configuration announces, but that the file does not have.
 
-    (Each bias is optional in llama.cpp: some models have them on q, k and v only.)
+    Such a bias is zero. (In llama.cpp each bias is optional, while one flag in config.json covers several of them.)
     """
     flags = {"self_attn": config["attention_bias"], "mlp": config["mlp_bias"]}
     kinds = "q|k|v" if config["model_type"] in _UNBIASED_OUTPUT else r"\w+"
@@ -222,7 +223,10 @@ def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> di
 
 
 def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of the rows of q and k, in which the two dimensions of a rotary pair are adjacent."""
+    """Undo llama.cpp's permutation of the rows of q or k.
+
+    llama.cpp puts the two dimensions of a rotary pair next to each other. Hugging Face puts them half a head apart.
+    """
     rows, rest = values.shape[0], values.shape[1:]
     return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows, *rest)
 
@@ -312,14 +316,16 @@ def _windows(metadata: Values, architecture: str, num_layers: int) -> dict[str, 
 
 
 def _rope_scaling(metadata: Values, rope: str, frequency_factors: list[float] | None) -> dict[str, Any]:
-    """Return the ``rope_scaling`` of a config.json, with the metadata's meaning in llama.cpp. Empty without scaling.
+    """Convert a file's metadata to the ``rope_scaling`` of a config.json. The result is empty without scaling.
 
-    llama.cpp ignores YaRN's betas for these architectures. This function applies them, as transformers does. Every key
-    that changes angles is applied or rejected by name.
+    The metadata is interpreted as in llama.cpp, with one exception: llama.cpp ignores YaRN's betas for these
+    architectures, and this function applies them, as transformers does. Raises WeightsError for unsupported keys that
+    change angles.
 
     Args:
         rope: the prefix of the metadata keys.
-        frequency_factors: Llama 3's scaling, which GGUF stores as one divisor per pair of dimensions.
+        frequency_factors: one divisor of the frequency per pair of dimensions, or None. GGUF stores Llama 3's scaling
+            this way.
     """
     prefix = f"{rope}scaling."
     kind = metadata.text(f"{prefix}type", "linear")  # files of 2023 omit it: there was no other type

@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata, and the position of each tensor.
 
-The gguf library has a reader, but it trusts the counts in the file: a forged array length keeps it busy forever, and it
-takes three seconds for 49,000 token strings. This reader checks every count and offset against the file's size before
-it reads or allocates anything. It returns plain Python values.
+The gguf library has a reader, but that reader trusts the counts in the file: a forged array length keeps it busy
+forever. It also takes three seconds for the strings of 49,000 tokens. The reader in this module checks every count and
+offset against the file's size before it reads or allocates anything. It returns plain Python values.
 
 Format: ggml's docs/gguf.md. Versions 2 and 3, little-endian.
 """
@@ -22,7 +22,7 @@ from minillm.text.safe import clean_line
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
-_MAX_NAME = 1 << 16  # bytes of a key or a tensor's name
+_MAX_NAME = 1 << 16  # bytes of a metadata key or of a tensor's name
 _MAX_TENSORS = 1 << 20
 _MAX_STRING = 1 << 26  # bytes of a value; the longest are chat templates
 _MAX_ELEMENTS = 1 << 24  # of an array; the longest are vocabularies and their merges
@@ -58,7 +58,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_start(path: Path) -> dict[str, Any]:
-    """Return the metadata of an incomplete file, as far as it is downloaded."""
+    """Return the metadata at the start of a file that is still being downloaded. Later keys may be missing."""
     with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _HeaderReader(path, data).start()
 
@@ -79,7 +79,7 @@ class _HeaderReader:
 
     def header(self) -> Header:
         tensor_count, pair_count = self._counts()
-        # A tensor takes at least 24 bytes of header, a pair at least 13.
+        # In the header, a tensor takes at least 24 bytes, and a pair of metadata key and value at least 13.
         self._check_count(tensor_count, 24, "tensors")
         self._check_count(pair_count, 13, "metadata pairs")
         if tensor_count > _MAX_TENSORS:
@@ -101,7 +101,7 @@ class _HeaderReader:
         return Header(metadata, tensors)
 
     def _counts(self) -> tuple[int, int]:
-        """Read the number of tensors and of metadata pairs."""
+        """Read the start of the header. Return the number of tensors and the number of metadata pairs."""
         if (magic := self._take(4)) != b"GGUF":
             raise self._error(f"it begins with {clean_line(repr(magic))}, not with 'GGUF'")
         version = self._number("I")

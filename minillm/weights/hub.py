@@ -28,7 +28,7 @@ from minillm.weights.gguf_header import read_start
 from minillm.weights.manifest import HubSource
 
 _PROBE_SECONDS = 2.0
-_MAX_SMALL = 64 << 20  # bytes of a configuration or a tokenizer
+_MAX_SMALL = 64 << 20  # size limit in bytes for a configuration or a tokenizer
 _INDEX = "model.safetensors.index.json"
 _SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -160,7 +160,7 @@ def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
 
 
 def _forget_other_commit(partial: Path, commit: str) -> None:
-    """Delete partial files unless they belong to ``commit``, and note the commit."""
+    """Delete the files of an earlier attempt if it was for another commit. Store ``commit`` for the next attempt."""
     note = partial / "commit"
     if not note.exists() or note.read_text() != commit:
         for path in partial.iterdir():
@@ -170,7 +170,7 @@ def _forget_other_commit(partial: Path, commit: str) -> None:
 
 
 def _fetch(source: HubSource, commit: str, file: HubFile, partial: Path, on_progress: OnProgress) -> FileRecord:
-    """Download one file and verify it, unless that is done."""
+    """Download one file and verify its checksum, unless an earlier attempt has finished it. Return its record."""
     target = partial / file.name
     if not target.exists():
         part = partial / f"{file.name}.part"
@@ -182,7 +182,10 @@ def _fetch(source: HubSource, commit: str, file: HubFile, partial: Path, on_prog
 
 
 def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Path) -> bool:
-    """Link a file from the hub client's cache. Return False if the cache does not have it, or linking fails."""
+    """Hard-link a file from the hub client's cache to ``part``, which saves the download.
+
+    Return False if the cache does not have the file, or if linking fails.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(source.hub, file.name, revision=commit)

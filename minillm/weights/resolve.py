@@ -1,4 +1,4 @@
-"""Resolve a model's name to its files. Files that are not here are downloaded from the manifest's sources, in order."""
+"""Resolve a model's name to its files. If they are missing, download them from the first source that works."""
 
 import shutil
 import stat
@@ -14,10 +14,11 @@ from minillm.weights.manifest import HubSource, Manifest, ModelEntry, PathSource
 
 
 def find(name: str, manifest: Manifest) -> ModelFiles | ModelEntry:
-    """Return a model's files, or, if they are not on this machine, the entry that says where to download them.
+    """Return a model's files if they are on this machine, else an entry with the sources to download them from.
 
-    The name is a manifest name, optionally with a form (``model:form``), a directory, a ``.gguf`` file, or a hub
-    repository: ``org/name`` or ``org/name@revision``. Raises UsageError if there is no such model, form or path.
+    The name may be: a manifest name, optionally with a quantized version (``model:form``); a directory; a ``.gguf``
+    file; or a hub repository (``org/name``, ``org/name@revision``). Raises UsageError if there is no such model, form
+    or path.
     """
     if listed := manifest.entry(name):
         return find_downloaded(listed.name) or listed

@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def table(self) -> int:
-        """Number of weights of the embedding. An untied head has as many."""
+        """Number of weights of the embedding matrix. An untied output head has the same number."""
         return self.vocabulary * self.hidden
 
     @property

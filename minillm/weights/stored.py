@@ -1,4 +1,4 @@
-"""A model's tensors from the headers of its files: names, shapes and types. No tensor data is read.
+"""Read the names, shapes and types of a model's tensors from the headers of its files, without any tensor data.
 
 `minillm.weights.checkpoint` opens the same files to read them, and checks more. This module reads only what the memory
 estimate needs, and does not import torch.
@@ -26,7 +26,7 @@ _INDEX = "model.safetensors.index.json"
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FP8_BLOCKS = "F8_E4M3 in blocks"  # FP8 with a scale per block
 FP8 = {"F8_E4M3": 1, "F8_E5M2": 1, FP8_BLOCKS: 1}
-# Types of GGUF by number: name, values of a block, bytes of a block (ggml.h). The gguf package has them as well, but
+# GGUF's types by number: name, values per block, bytes per block (ggml.h). The gguf package has them as well, but
 # importing it is slow.
 GGML_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
@@ -45,7 +45,7 @@ LOW_BIT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: name, shape (slowest dimension first), and type ``kind``, such as BF16, Q4_K or I32."""
+    """A tensor in a file: name, shape (slowest dimension first), and type (``kind``), such as BF16, Q4_K or I32."""
 
     name: str
     shape: tuple[int, ...]
