@@ -26,9 +26,11 @@ _UNREAD = 1 << 20  # size of the event pipe in bytes: the engine blocks once the
 
 
 def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) -> int:
-    """Load the model that the first command names, then handle commands until ``None`` arrives. Return the exit code.
+    """Load the model that the first command names. Then run the engine and handle commands. Return the exit code.
 
-    The engine runs steps while it has work. ``send`` takes the events for the app.
+    Args:
+        commands: the app's commands; None means that the app has ended.
+        send: sends an event to the app.
     """
     first = commands.get()
     if not isinstance(first, Load):
@@ -91,9 +93,9 @@ def _read_commands(commands: queue.Queue[Command | None]) -> None:
 
 
 def _widen(events: BinaryIO) -> None:
-    """Enlarge the event pipe where the system supports it. The engine can then run for seconds while the app is busy.
+    """Enlarge the event pipe where the system supports it, so that a busy app does not block the engine for seconds.
 
-    With the usual 64 KiB, two seconds of cache updates from a large pool would block the engine.
+    With the usual 64 KiB, two seconds of unread cache updates from a large pool would fill the pipe.
     """
     with contextlib.suppress(ImportError, AttributeError, OSError):
         import fcntl

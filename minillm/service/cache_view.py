@@ -16,13 +16,13 @@ from minillm.engine.engine import Engine
 from minillm.sequence import Sequence
 from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableState, TableView
 
-_WORD_TOKENS, _WORDS = 16, 80  # to label a block: tokens to decode, and maximum characters of their text
-_MOST_LOGGED = 400  # events per report; a step of a large batch can make thousands
+_WORD_TOKENS, _WORDS = 16, 80  # for a block's label: number of tokens to decode, and maximum characters of the label
+_MOST_LOGGED = 400  # maximum events per report; a step of a large batch can cause thousands
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The request and completion that a sequence belongs to, as shown in the app."""
+    """The owner of a sequence as the app shows it: a request, and the index of a completion of this request."""
 
     request_id: str
     index: int
@@ -33,11 +33,11 @@ class Owner:
 
 @dataclass
 class CacheView:
-    """Tracks one engine's block pool by its cache events, and reports the changes to one viewer."""
+    """Tracks one engine's block pool by its cache events, and reports the changes to one viewer (an app or watcher)."""
 
     engine: Engine
     began: float = field(default_factory=time.monotonic)
-    shows_all_words: bool = True  # False: show no text of blocks that no sequence of a known owner uses
+    shows_all_words: bool = True  # False: show a block's text only if a sequence with a known owner uses the block
     _owners: Mapping[int, Owner] = field(default_factory=dict)  # by seq_id
     _tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, as last sent
     _cached: set[int] = field(default_factory=set)  # blocks, as last sent
@@ -93,9 +93,10 @@ class CacheView:
         return CacheChanged(tables, gone, cached, uncached, counts, log, unlogged, self._new_words(tables))
 
     def _new_words(self, changes: list[TableView]) -> dict[int, str]:
-        """Return the text at the beginning of each block that the changed tables gained, by block.
+        """Return the labels of the blocks that were added to the changed tables, by block number.
 
-        A block that a table was still filling at the last report is included if its text has changed.
+        A label is the text at the beginning of a block. A block that was only partly filled at the last report is
+        included if its label has changed.
         """
         tokenizer, size, found = self.engine.tokenizer, self.engine.cache.block_size, {}
         for table in changes:

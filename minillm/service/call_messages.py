@@ -1,6 +1,7 @@
-"""Messages between the HTTP process and the engine process: MessagePack, each after its length in four bytes.
+"""Messages between the HTTP process and the engine process.
 
-The HTTP process sends calls, the engine process sends events.
+The HTTP process sends calls, the engine process sends events. A message is four bytes with its length, followed by the
+message in MessagePack.
 """
 
 from functools import reduce
@@ -30,9 +31,10 @@ class Record(msgspec.Struct, array_like=True):
 
 
 class Conversation(msgspec.Struct):
-    """Messages to render into a prompt with the model's chat template.
+    """Messages that the model's chat template renders as a prompt.
 
-    With ``known_ids`` the prompt begins with them, and only the text after the first ``num_known`` messages is encoded.
+    If the token ids of the first ``num_known`` messages are known, the prompt begins with ``known_ids``. Then only the
+    text after these messages is rendered and encoded.
     """
 
     messages: list[dict[str, Any]]
@@ -40,20 +42,20 @@ class Conversation(msgspec.Struct):
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = {}  # variables of the template, such as ``enable_thinking``
-    known_ids: list[int] = []  # token ids of an earlier prompt with its answer
-    num_known: int = 0  # number of first messages that these ids stand for, including the answer
+    known_ids: list[int] = []  # token ids of an earlier prompt and its answer
+    num_known: int = 0  # number of messages that ``known_ids`` stand for, including the answer
 
 
 class ForkPoint(Record):
-    """A position in an earlier answer: its request, the completion's index, and the number of tokens to keep."""
+    """A position in an earlier answer, from which a new answer continues."""
 
-    request_id: str
-    index: int = 0
-    num_tokens: int | None = None  # None: all
+    request_id: str  # the request of the earlier answer
+    index: int = 0  # index of the completion
+    num_tokens: int | None = None  # number of the completion's tokens before the fork; None: all
 
 
 class Load(Call):
-    """Load a model. This is the first call, and is sent once."""
+    """Load a model. This must be the first call. It is sent once."""
 
     model: str
     options: dict[str, Any] = {}  # of EngineConfig
@@ -62,25 +64,25 @@ class Load(Call):
 class Complete(Call):
     """Complete a prompt, which is text, token ids or a conversation.
 
-    After a fork, the prompt continues the earlier answer. It may then be empty.
+    With a ``fork``, the prompt is appended to the earlier answer, and may be None or empty.
     """
 
     request_id: str
-    tenant: str  # the tenant of the client; forks may use only answers to the same tenant
+    tenant: str  # the tenant of the client; a fork may continue only an answer to the same tenant
     prompt: str | list[int] | Conversation | None
-    params: dict[str, Any]  # of BeamSearchParams if it has "beam_width", else of SamplingParams
-    streamed: bool = False  # send `Began` at once, and texts as they are generated
-    echo: bool = False  # include the prompt's text in `Began`, before the first text
+    params: dict[str, Any]  # fields of BeamSearchParams if it has "beam_width", else of SamplingParams
+    streamed: bool = False  # send `Began` at once, and send texts as they are generated
+    echo: bool = False  # send `Began` with the prompt's text and tokens before the first text
     wants_ids: bool = False  # include token ids in `Began` and in texts
-    keep: bool = False  # keep the blocks after the end, for forks
+    keep: bool = False  # keep the answer's blocks in the pool after its end, for forks
     fork: ForkPoint | None = None
-    salt: str | None = None
-    schemas: dict[str, Any] = {}  # schemas of arguments by tool name, to be added to the grammar
+    salt: str | None = None  # salt of the prompt's blocks in the prefix cache
+    schemas: dict[str, Any] = {}  # schemas of tools' arguments by tool name; the grammar gets a rule for each
     thinks: bool = False  # the grammar itself allows reasoning before the answer
 
     @property
     def is_bare(self) -> bool:
-        """Return whether the answer has no reasoning: its grammar begins with the answer and allows no reasoning."""
+        """Return whether the answer must not contain reasoning, because it has a grammar that allows none."""
         return "grammar" in self.params and not self.thinks and self.params.get("max_reasoning_tokens") is None
 
 
@@ -94,7 +96,7 @@ class Tokenize(Call):
     prompt: str | Conversation
     add_special_tokens: bool = True
     parse_special: bool = False
-    is_bare: bool = False  # as in `Complete`, for a conversation
+    is_bare: bool = False  # for a conversation: count the tokens as for a `Complete` that is bare
 
 
 class Detokenize(Call):
@@ -118,7 +120,7 @@ class UnpinPrefix(Call):
 
 
 class Ping(Call):
-    """Ask for how long the current step has run, in seconds. The answer does not wait for the step."""
+    """Ask for how long the current step has run, in seconds. The result is sent without waiting for the step."""
 
     call_id: str
 
@@ -128,7 +130,7 @@ class ReadCache(Call):
 
 
 class Watch(Call):
-    """Send cache changes to ``watcher`` from now on."""
+    """Start sending cache changes (`Picture`) to ``watcher``."""
 
     watcher: str
     reader: str | None = None  # the tenant that may see its own text only; None: sees all
@@ -139,12 +141,12 @@ class Unwatch(Call):
 
 
 class OpenSession(Call):
-    """Open a session for a chat app. Its commands and events are defined in `minillm.service.messages`."""
+    """Open a session for a chat app. `minillm.service.messages` defines the session's commands and events."""
 
     session: str
     tenant: str
     reader: str | None = None  # the tenant that may see its own text only; None: sees all
-    salt: str | None = None  # prefix cache salt of all its prompts
+    salt: str | None = None  # prefix cache salt of all prompts of the session
 
 
 class SessionCommand(Call):
@@ -157,9 +159,9 @@ class CloseSession(Call):
 
 
 class Token(Record):
-    """A token, its log-probability, and the most probable tokens at its position as (text, bytes, log-probability).
+    """A token with its log-probability, and the most probable tokens at its position.
 
-    A prompt's first token has no log-probability.
+    ``top`` contains (text, bytes, log-probability) of each of these. A prompt's first token has no log-probability.
     """
 
     token_id: int
@@ -209,15 +211,16 @@ class Ready(Event):
 
 
 class Telling(Event):
-    """Progress of loading the model, or the reason why it cannot be loaded."""
+    """Progress of loading the model, a notice for the user, or the reason why the model cannot be loaded."""
 
     told: chat.Loading | chat.Notice | chat.LoadFailed
 
 
 class Began(Event):
-    """A request was accepted. Sent if the request streams, wants token ids, or begins inside the reasoning.
+    """The engine has accepted a request.
 
-    With ``echo``, it is sent again before the first text, with the text and tokens of the prompt.
+    This event is sent if the request is streamed, wants token ids, or begins inside the reasoning. If the request has
+    ``echo``, it is sent again before the first text, with the text and tokens of the prompt.
     """
 
     request_id: str
@@ -233,7 +236,7 @@ class Stepped(Event):
 
 
 class Ended(Event):
-    """A request has ended. ``completions`` is empty if their texts were streamed."""
+    """A request has ended. ``completions`` is empty if the texts were streamed."""
 
     request_id: str
     num_prompt_tokens: int
@@ -274,7 +277,7 @@ class SessionAnswered(Event):
     """An answer of a session has ended for any reason, or could not be started."""
 
     session: str
-    request_id: str  # the app's own name of the request
+    request_id: str  # the request's id as the app chose it
 
 
 class Figures(Event):
@@ -283,8 +286,8 @@ class Figures(Event):
     num_running: int
     num_waiting: int
     num_steps: int
-    num_prefill_tokens: int  # this and the next count since the start of the process
-    num_decoded_tokens: int
+    num_prefill_tokens: int  # since the start of the process
+    num_decoded_tokens: int  # since the start of the process
     num_blocks: int
     block_size: int
     used_blocks: int
@@ -308,15 +311,15 @@ def read_call(stream: BinaryIO) -> Call | None:
 
 
 def kind_of(error: MinillmError) -> str:
-    """Return the kind of an error that a client can cause, for `Refused` and `Result`."""
+    """Return the field ``kind`` of `Refused` or `Result` for an error that a client can cause."""
     kinds = {ContextLengthError: "context", CapacityError: "capacity"}
     return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "usage")
 
 
 def encode(message: Call | Event) -> bytes:
-    """Return a message in MessagePack, after its length.
+    """Encode a message: its length, followed by the message in MessagePack.
 
-    Raises UsageError for a client's value that cannot be encoded.
+    Raises UsageError if the message contains a client's value that cannot be encoded.
     """
     try:
         body = msgspec.msgpack.encode(message)

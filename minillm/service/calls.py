@@ -14,15 +14,15 @@ from minillm.service.prepare import prepare, prompt_ids, with_thoughts
 from minillm.service.sessions import Sessions
 from minillm.service.sharing import SharedThreads
 
-_THREADS = 4  # one tenant uses at most two of them
-_SHORT = 512  # characters: encoding them takes about 0.25 ms; waking another thread takes 0.1 ms and more
+_THREADS = 4  # one tenant uses at most two threads
+_SHORT = 512  # characters: encoding this many takes about 0.25 ms; waking another thread takes 0.1 ms and more
 
 
 class CallDispatcher:
-    """Reads calls in a thread of its own.
+    """Reads the HTTP process's calls, in a thread of its own, and passes them on.
 
     Attributes:
-        jobs: the work of the engine thread, in order. None means the end.
+        jobs: functions that the engine thread must call, in order. None means that the HTTP process has ended.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CallDispatcher:
         self.jobs.put(None)
 
     def take(self, call: messages.Call) -> None:
-        """Carry out a call in this thread, or queue it for another thread or for the engine thread."""
+        """Carry out a call in this thread, or queue the call for another thread or for the engine thread."""
         requests, sessions, then = self._requests, self._sessions, self.jobs.put
         match call:
             case messages.Complete():
@@ -82,7 +82,7 @@ class CallDispatcher:
                 then(partial(sessions.close, session))
 
     def _is_quick(self, prompt: str | list[int] | messages.Conversation | None) -> bool:
-        """Return whether this thread may prepare a prompt: that must be fast enough not to delay later calls."""
+        """Return whether this thread may prepare a prompt, because it is fast enough not to delay later calls."""
         if isinstance(prompt, str):
             tokenizer = self._driver.engine.tokenizer
             return len(prompt) <= _SHORT and (tokenizer is None or tokenizer.encodes_here)
@@ -107,7 +107,10 @@ class CallDispatcher:
         self._answer(call.call_id, work, silent=True)
 
     def _answer(self, call_id: str, work: Callable[[], object], *, silent: bool = False) -> None:
-        """Call ``work``. Send its value as the result of the call, unless ``silent``, or else its error."""
+        """Call ``work``, and send its value as the result of the call. If it raises an exception, send the error.
+
+        ``silent``: send only an error, because another function will send the result.
+        """
         try:
             value = work()
         except MinillmError as error:

@@ -1,7 +1,7 @@
 """Decode and check events on the app's side. The app can then rely on them, even if the server is untrusted.
 
-The types in `messages.py` limit each number on its own. This module also compares events with earlier ones, makes names
-and errors safe for a terminal, and limits everything that can grow.
+The types in `messages.py` limit each number on its own. This module also compares events with earlier events, makes
+names and errors safe for a terminal, and limits the sizes of texts and lists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BEFORE_LOADED = messages.Loading | messages.Notice | messages.LoadFailed
 
 @dataclass
 class _Answer:
-    """An answer that the app has requested: its number of texts, and the characters received so far."""
+    """An answer that the app has requested, with its number of completions and the characters received so far."""
 
     num_texts: int
     num_chars: int = 0
@@ -37,7 +37,10 @@ class _Table:
 
 
 class EventReader:
-    """Decodes and checks one engine's events. `note` must see every command that the app sends to the engine."""
+    """Decodes and checks one engine's events.
+
+    The app must pass each command to `note` as well, so that the reader knows which answers to expect.
+    """
 
     def __init__(self) -> None:
         self._loaded: messages.Loaded | None = None
@@ -46,7 +49,7 @@ class EventReader:
         self._num_entries = 0  # blocks in all tables
 
     def note(self, command: Command) -> None:
-        """Record a command, so that later events about its request can be checked."""
+        """Record a command that is sent to the engine. Events about its request are checked against it."""
         if isinstance(command, messages.Generate):
             params = command.params
             count = params.get("beam_width") or params.get("n", 1) + len(params.get("reasoning_depths", ()))
@@ -169,7 +172,7 @@ def _check_length(what: str, items: Collection[object], most: int) -> None:
 
 
 def _check_numbers(numbers: Iterable[float]) -> None:
-    """Check numbers of types that `messages.py` does not define.
+    """Check numbers in types from other modules, which do not limit them as the types in `messages.py` do.
 
     Raises ValueError for a negative or too large number.
     """

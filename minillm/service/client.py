@@ -59,11 +59,11 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code: None while the process runs, negative if a signal ended it."""
+        """Return the process's exit code. It is None while the process runs, and negative if a signal ended it."""
         return self._process.returncode
 
     def last_words(self) -> str:
-        """Return the last line of the log, which names the cause after a crash. Empty without a log."""
+        """Return the last line of the log, which names the cause of a crash; an empty text if there is no log."""
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return lines[-1] if lines else ""
 

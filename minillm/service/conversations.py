@@ -22,15 +22,15 @@ from minillm.service.file_pins import FilePins
 from minillm.service.reporting import Answer, Reporter, by_score
 from minillm.text.reasoning import is_opened
 
-_A_MOMENT = 0.05  # maximum seconds without a check for commands while the engine is slowed down
+_A_MOMENT = 0.05  # maximum seconds to wait before the next check for commands while the engine is slowed down
 
 
 @dataclass
 class Conversations:
-    """Runs one engine for the app.
+    """Runs the conversations of one app on an engine.
 
-    The blocks of an answer stay in the pool after it ends, so that the next question and other branches can fork from
-    its sequences.
+    When an answer has ended, its blocks stay in the pool. The conversation's next question and other branches fork from
+    the answer's sequences.
     """
 
     engine: Engine
@@ -119,9 +119,9 @@ class Conversations:
             answer.num_pinned_tokens = common_length(told, token_ids)
 
     def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:
-        """Return the kept or pinned sequence that shares the most tokens with a prompt, to fork it.
+        """Return the kept or pinned sequence that shares the most tokens with a prompt, so that it can be forked.
 
-        None: there is no sequence.
+        Return None if no sequence is kept or pinned.
         """
         kept = [answer for answer in self.kept.values() if answer.command.conversation == conversation]
         sequences = [each for answer in kept for each in answer.sequences if each.table is not None]
@@ -132,7 +132,7 @@ class Conversations:
     def step(self) -> None:
         """Run one engine step and send the results.
 
-        Do nothing without work, or before the requested pace allows a step.
+        If the app has limited the pace, first wait until a step is due. Return without a step if the wait is long.
         """
         if self._pause and self.engine.has_work:  # a question's first step never waits
             wait = self._next_step - time.monotonic()
@@ -148,7 +148,12 @@ class Conversations:
         self.take(deltas, self.engine.take_finished())
 
     def take(self, deltas: Iterable[Delta], finished: Iterable[RequestOutput]) -> None:
-        """Send the results of a step: new text and finished requests. Ignore other clients' requests."""
+        """Send the results of an engine step to the app. Ignore results of other clients' requests.
+
+        Args:
+            deltas: the new texts.
+            finished: the requests that have ended.
+        """
         for delta in deltas:
             if (answer := self.answers.get(delta.request_id)) is not None:
                 self.reporter.add_delta(answer, delta)
@@ -162,7 +167,7 @@ class Conversations:
     def close(self) -> None:
         """Free all blocks and abort all requests.
 
-        Running answers end at the next step, after which `is_idle` is true.
+        Running answers end in the next step. Then `is_idle` is true.
         """
         self._closed = True
         for request_id in (*self.answers, *self.kept):
@@ -228,10 +233,9 @@ class Conversations:
         kept.sequences, kept.places = [best], {best.seq_id: index}
 
     def _keep_those_of_answers(self, answer: Answer) -> None:
-        """Keep the sequences that a finished beam search's answers come from, and assign each to one answer.
+        """After a beam search, keep the sequences that its answers come from, and free all other sequences.
 
-        Free the others. A sequence is assigned to the answer that shares the most tokens with it. The better answer
-        wins a tie.
+        Assign each kept sequence to the answer that shares the most tokens with it. The better answer wins a tie.
         """
         spared: dict[int, Sequence] = {}
         most: dict[int, int] = {}  # by seq_id: the tokens that a sequence shares with its answer
@@ -293,8 +297,8 @@ class Conversations:
 
 
 def _nearest_to(token_ids: list[int], sequences: list[Sequence]) -> Sequence:
-    """Return the sequence that shares the most tokens with an answer.
+    """Return the sequence that shares the most tokens with an answer's ``token_ids``.
 
-    A finished beam may have no own sequence any more.
+    The sequence need not contain the whole answer, because a finished beam's own sequence may have been freed.
     """
     return max(sequences, key=lambda sequence: common_length(sequence.output_token_ids, token_ids))

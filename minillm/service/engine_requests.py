@@ -21,9 +21,9 @@ from minillm.service.messages import TableState
 from minillm.service.prefixes import Prefixes
 from minillm.service.prepare import Prepared, token_of
 
-_MOST_REMEMBERED = 2_000  # number of ended answers that can be forked, the latest ones
+_MOST_REMEMBERED = 2_000  # maximum number of ended answers that can be forked; older answers are forgotten
 _MOST_REMEMBERED_TOKENS = 1_000_000
-_MOST_KEPT = 256  # number of ended answers with blocks that stay in the pool
+_MOST_KEPT = 256  # maximum number of ended answers with blocks that stay in the pool
 _FIGURES_INTERVAL = 0.5  # seconds
 _PICTURE_INTERVAL = 0.1
 
@@ -37,13 +37,13 @@ class Live:
     token_ids: list[int]  # the prompt's ids
     has_begun: bool = False  # `Began` was sent or is not needed
     wants_ids: bool = False
-    is_plain: bool = False  # only text is streamed; this case is faster, by 0.1 ms per step of a large batch
+    is_plain: bool = False  # only text is streamed; a separate branch for this saves 0.1 ms per step of a large batch
     is_timed: bool = False  # the time to first token was sent with a text
 
 
 @dataclass(slots=True)
 class Remembered:
-    """An ended answer that can be forked."""
+    """An ended answer that can be forked, even if its blocks are no longer in the pool."""
 
     tenant: str
     prompt_ids: list[int]
@@ -54,11 +54,14 @@ class Remembered:
 
 @dataclass
 class EngineRequests:
-    """Runs an engine for many clients. All methods must be called in one thread.
+    """Runs an engine for the clients of the HTTP process. All methods must be called in one thread.
+
+    A *reader* is the tenant for whom cache changes are collected. Only this tenant's text may be shown. Without a
+    reader, all text may be shown.
 
     Attributes:
         send: sends an event to the HTTP process.
-        others: returns the owners of sequences of other requests, by seq_id. Its argument is a reader: see `owners`.
+        others: returns, for a reader, the owners of the sequences of chat sessions, by seq_id.
     """
 
     driver: Driver
@@ -83,7 +86,7 @@ class EngineRequests:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def add(self, prepared: Prepared) -> None:
-        """Queue a prepared request in the engine. If it is rejected, report the error."""
+        """Queue a prepared request in the engine. If the engine rejects the request, send the error."""
         call = prepared.call
         if not self._arrives(call.request_id):
             return
@@ -123,12 +126,12 @@ class EngineRequests:
             self.send(messages.Refused(request_id, "internal error; see the server's log", "internal"))
 
     def _forked(self, call: messages.Complete) -> tuple[list[int], Sequence | None, str | None]:
-        """Return the data of the fork that ``call`` asks for. Raises UsageError if there is no such answer.
+        """Return the data of the fork that ``call`` asks for. Raises UsageError if the fork point does not exist.
 
         Returns:
             - the tokens before the fork;
-            - a sequence in the pool that begins with them, or None;
-            - the salt of their blocks in the prefix cache.
+            - a sequence in the pool that begins with these tokens, or None;
+            - the salt of these tokens' blocks in the prefix cache.
         """
         fork = call.fork
         assert fork is not None
@@ -149,20 +152,20 @@ class EngineRequests:
         return before, parent, answer.salt if call.salt is None else call.salt
 
     def abort(self, request_id: str) -> None:
-        """End a request in any state, because nobody waits for it any more."""
+        """Abort a request, whether it is running or still being prepared. An unknown request is ignored."""
         if request_id in self.live:
             self.engine.abort(request_id)
         elif request_id in self.preparing:
             self._gone.add(request_id)
 
     def refuse(self, request_id: str, error: MinillmError) -> None:
-        """Report the error of a request that could not be prepared."""
+        """Send the error of a request that could not be prepared."""
         if self._arrives(request_id):
             with self._refusing(request_id):
                 raise error
 
     def _arrives(self, request_id: str) -> bool:
-        """Record that the preparation of a request has ended. Return False if the request was aborted before."""
+        """Record that a request has been prepared. Return False if the request was aborted in the meantime."""
         self.preparing.discard(request_id)
         gone = request_id in self._gone
         self._gone.discard(request_id)
@@ -177,9 +180,9 @@ class EngineRequests:
         return time.monotonic() - began if began else 0.0
 
     def step(self) -> tuple[list[Delta], list[RequestOutput]]:
-        """Run one engine step and send its results.
+        """Run one engine step and send the results of HTTP clients' requests.
 
-        Return the results of requests that do not belong to HTTP clients.
+        Return the results of all other requests: their new texts, and the requests that have ended.
         """
         engine = self.engine
         self._step_at = time.monotonic()
@@ -227,7 +230,7 @@ class EngineRequests:
         return strange, outputs
 
     def _begin(self, live: Live) -> None:
-        """Send the data about the prompt, unless it was sent before or is not needed."""
+        """Send `Began` with the text and tokens of the prompt, unless it was sent before or is not needed."""
         if live.has_begun:
             return
         live.has_begun = True
@@ -313,7 +316,7 @@ class EngineRequests:
     # --- the pool -----------------------------------------------------------------------------------------------------
 
     def owners(self, reader: str | None = None) -> dict[int, Owner]:
-        """Return the owner of every sequence, by seq_id. With ``reader``, only this tenant's text may be shown."""
+        """Return the owner of every sequence, by seq_id. The owners say whether ``reader`` may see the text."""
         found = self.others(reader)
 
         def add(name: str, tenant: str, state: TableState, sequences: list[Sequence]) -> None:
@@ -331,7 +334,7 @@ class EngineRequests:
     def watch(self, watcher: str, reader: str | None) -> None:
         """Start sending cache changes to ``watcher``. The first message has the pool's full state.
 
-        With ``reader``, only that tenant's text is included.
+        If ``reader`` is given, the messages include only the text of this tenant.
         """
         self.watchers[watcher] = (CacheView(self.engine, shows_all_words=reader is None), reader)
         self._show(watcher)
@@ -361,7 +364,7 @@ class EngineRequests:
         self.send(messages.Result(call.call_id, {"figures": figures, "tables": rows, "cached_blocks": cached}))
 
     def report(self, *, now: bool = False) -> None:
-        """Send figures and cache changes, unless the last ones are too recent. ``now``: send them in any case."""
+        """Send figures and cache changes, each unless it was sent too recently. ``now``: send both at once."""
         moment = time.monotonic()
         if now or moment - self._picture_at >= _PICTURE_INTERVAL:
             self._picture_at = moment

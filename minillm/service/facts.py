@@ -5,7 +5,7 @@ from minillm.service.messages import Loaded
 
 
 def loaded(engine: Engine, model_name: str, seconds: float) -> Loaded:
-    """Return the facts about an engine as an event. ``seconds`` is the time it took to load."""
+    """Return the facts about an engine as an event. ``seconds`` is the time that loading took."""
     model = engine.runner.model
     return Loaded(
         model=model_name,

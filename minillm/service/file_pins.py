@@ -1,4 +1,4 @@
-"""Pinned beginnings of conversations with attached files. The pin keeps their blocks from being evicted."""
+"""Pin the beginnings of conversations with attached files, so that their blocks are not evicted."""
 
 from dataclasses import dataclass, field
 
@@ -13,22 +13,23 @@ _MOST = 4  # one conversation pins at most a fourth of the pool
 
 @dataclass
 class FilePins:
-    """Pins at most one beginning per conversation: its prompt up to the last attached file."""
+    """Pins the beginnings of conversations. A beginning is a conversation's prompt up to its last attached file."""
 
     driver: Driver
     cache: BlockManager
     pinned: dict[str, Sequence] = field(default_factory=dict)  # by conversation
 
     def begin(self, conversation: str, token_ids: list[int]) -> None:
-        """Unpin a conversation's beginning if its next prompt, ``token_ids``, does not start with it."""
+        """Unpin a conversation's beginning if the next prompt, ``token_ids``, does not start with this beginning."""
         pinned = self.pinned.get(conversation)
         if pinned is not None and token_ids[: len(pinned.token_ids)] != pinned.token_ids:
             self.let_go(conversation)
 
     def keep(self, conversation: str, sequence: Sequence, num_tokens: int) -> None:
-        """Pin the full blocks of an idle sequence's first ``num_tokens`` tokens. This replaces the conversation's pin.
+        """Pin a beginning: the full blocks of the first ``num_tokens`` tokens of ``sequence``, which is idle.
 
-        Nothing is pinned if this gains no block, or needs more than a fourth of the pool.
+        It replaces the conversation's earlier beginning. Do nothing if the new beginning has no more blocks than the
+        earlier one, or needs more than a fourth of the pool.
         """
         cache, before = self.cache, self.pinned.get(conversation)
         num_blocks = min(num_tokens, sequence.num_computed) // cache.block_size

@@ -1,7 +1,7 @@
 """Messages between the chat app and the engine process, one JSON object per line.
 
-The app sends commands, the engine sends events. This module imports no widgets and no tensors. The types limit each
-number on its own; `EventReader` in `checks.py` compares an event with earlier ones.
+The app sends commands, the engine sends events. This module imports neither the UI nor torch. The types limit each
+number on its own. `EventReader` in `checks.py` also compares an event with earlier events.
 """
 
 import json
@@ -19,11 +19,11 @@ from minillm.progress import Progress
 SYSTEM_PROMPT, FILES = "system prompt", "files"
 """Names shown as owners of pinned tables: the system prompt, and beginnings of conversations with files."""
 
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # larger numbers have no exact JSON form everywhere
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # larger integers are not exact in every JSON parser
 Size = Annotated[int, Meta(ge=1, le=1 << 53)]
 Index = Annotated[int, Meta(ge=0, le=1 << 20)]
 Amount = Annotated[float, Meta(ge=0, le=1e12)]
-SeqId = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]  # -1 where an event has no sequence
+SeqId = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]  # -1 if an event concerns no sequence
 TableState = Literal["running", "idle", "pinned", "swapped"]
 
 
@@ -40,11 +40,11 @@ class Event(_Message):
 
 
 class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A part of an event. It is sent as a list of values, because field names would be most of the message."""
+    """A part of an event. It is sent as a list of values, because field names would take most of the bytes."""
 
 
 class Load(Command):
-    """Load a model. This is the first command of a process, and is sent once. Another model needs another process."""
+    """Load a model. This must be the first command. It is sent once, so another model needs another process."""
 
     model: str
     options: dict[str, Any] = {}  # of EngineConfig
@@ -53,45 +53,46 @@ class Load(Command):
 class Generate(Command):
     """Answer a conversation.
 
-    The answer's blocks stay until `Drop`, `Forget` or eviction. The conversation's next question reuses them, and
-    computes only the tokens after its longest common beginning with an earlier answer. This makes branches cheap.
+    The answer's blocks stay in the pool until `Drop`, `Forget` or eviction. The conversation's next question forks from
+    the answer that shares the longest beginning with the new prompt, and computes only the tokens after it. This makes
+    branches cheap.
     """
 
     request_id: str
     conversation: str
     messages: list[dict[str, str]]
-    params: dict[str, Any] = {}  # of BeamSearchParams if it has "beam_width", else of SamplingParams
+    params: dict[str, Any] = {}  # fields of BeamSearchParams if it has "beam_width", else of SamplingParams
     continues: bool = False  # the last message is the beginning of an answer, which the model continues
-    thinks: bool | None = None  # think before the answer, if the template has that switch; None: the template's default
-    room: int = 1  # minimum tokens left in the context for the answer; with fewer, the engine sends `ContextFull`
-    num_pinned: int = 0  # first messages to keep pinned while the conversation's prompts begin with them
+    thinks: bool | None = None  # think before the answer, if the template has this switch; None: the template's default
+    room: int = 1  # minimum tokens of context for the answer; if fewer are left, the engine sends `ContextFull`
+    num_pinned: int = 0  # number of first messages to pin, until a prompt of the conversation begins otherwise
 
 
 class Abort(Command):
-    request_id: str  # the answer to end; its text so far stays
+    request_id: str  # the request to end early; the text generated so far stays valid
 
 
 class Keep(Command):
-    """Free the blocks of all candidates of an answer except number ``index``."""
+    """Keep the blocks of one candidate (sample or beam) of an answer, number ``index``. Free those of all others."""
 
     request_id: str
     index: int
 
 
 class Drop(Command):
-    request_id: str  # the answer to free the blocks of
+    request_id: str  # the answer's request; its blocks are freed, and it is aborted if it is running
 
 
 class Forget(Command):
-    conversation: str  # the conversation to free the blocks of
+    conversation: str  # as `Drop`, for all answers of this conversation
 
 
 class Pin(Command):
-    system: str  # prompt to compute and pin, replacing the previous one; empty: none
+    system: str  # system prompt to compute and pin instead of the previous one; empty: only unpin the previous one
 
 
 class Pace(Command):
-    steps_per_second: float  # at most, so that people can watch; 0: no limit
+    steps_per_second: float  # maximum rate of engine steps, so that people can watch; 0: no limit
 
 
 class Report(Command):
@@ -99,7 +100,7 @@ class Report(Command):
 
 
 class Inspect(Command):
-    block: int  # to describe in a `BlockFacts`
+    block: int  # number of the block to describe in a `BlockFacts`
 
 
 class Loading(Event):
@@ -107,7 +108,7 @@ class Loading(Event):
 
 
 class Notice(Event):
-    text: str  # a line for the user, such as which source failed and which one served; not cleaned for a terminal
+    text: str  # a line for the user, such as which download source failed; not cleaned for a terminal
 
 
 class Loaded(Event):
@@ -124,12 +125,12 @@ class Loaded(Event):
     block_bytes: Count
     has_chat_template: bool
     seconds: Amount
-    has_thinking_switch: bool = False  # the template can turn thinking off
-    has_reasoning_tags: bool = False  # its reasoning can be limited
+    has_thinking_switch: bool = False  # the chat template can turn thinking off
+    has_reasoning_tags: bool = False  # the model's reasoning can be limited
 
 
 class LoadFailed(Event):
-    """The model cannot be used. The process ends."""
+    """The model cannot be loaded. The process ends."""
 
     error: str
     exit_code: Index
@@ -141,7 +142,7 @@ class Reading(Event):
     request_id: str
     num_computed_tokens: Count
     num_prompt_tokens: Size
-    seconds_left: Amount | None  # at the rate so far; None before a rate is known
+    seconds_left: Amount | None  # estimated from the rate so far; None before a rate is known
 
 
 class Started(Event):
@@ -155,7 +156,10 @@ class Started(Event):
 
 
 class TokenChoice(_Record):
-    """A sampled token, its log-probability, and the most probable tokens, best first. The texts are not cleaned."""
+    """A sampled token, its log-probability, and the most probable tokens at its position, best first.
+
+    The texts are not cleaned for a terminal.
+    """
 
     text: str
     logprob: float
@@ -171,11 +175,11 @@ class TextDelta(Event):
     text: str
     num_tokens: Count
     tokens: list[TokenChoice] = []  # if the request asked for log-probabilities
-    num_shared: Count = 0  # of ``num_tokens``, computed for another completion that this one forked from
+    num_shared: Count = 0  # how many of ``num_tokens`` were computed for another completion, before this one forked
 
 
 class BeamView(_Record):
-    """The current state of a beam. ``score`` is its log-probability divided by its length ** length penalty."""
+    """The current state of a beam. ``score`` is ``logprob`` divided by the beam's length ** length penalty."""
 
     text: str
     score: float
@@ -197,7 +201,7 @@ class Finished(Event):
     finish_reason: FinishReason
     num_output_tokens: Count
     tokens_per_second: Amount
-    num_context_tokens: Count  # prompt and completion
+    num_context_tokens: Count  # tokens of prompt and completion
     num_guessed_tokens: Count = 0  # accepted draft tokens of the completion
 
 
@@ -219,12 +223,13 @@ class ContextFull(Event):
 class TableView(_Record):
     """One sequence's block table.
 
-    In a `CacheChanged`, it keeps its first ``keep`` blocks, and ``blocks`` follow them.
+    In a `CacheChanged`, the first ``keep`` blocks are those of the last report, and ``blocks`` are the blocks after
+    them.
     """
 
     seq_id: SeqId
     owner: str  # the request that runs or keeps the sequence; empty for the engine's own sequences
-    index: Index  # of the completion within its request
+    index: Index  # index of the completion within its request
     state: TableState  # "swapped": ``blocks`` are blocks in host memory
     num_tokens: Count
     blocks: list[Count]
@@ -232,20 +237,20 @@ class TableView(_Record):
 
 
 class CacheCounts(_Record):
-    """Counts of pool events since the start, and the number of blocks in host memory now."""
+    """Counts of events in the pool since the start, and the number of blocks that are in host memory now."""
 
     num_copies: Count = 0
     num_evictions: Count = 0
     num_hit_tokens: Count = 0
     num_looked_up_tokens: Count = 0
     num_preemptions: Count = 0
-    num_swapped_out: Count = 0  # blocks
-    num_swapped_in: Count = 0
+    num_swapped_out: Count = 0  # blocks copied to host memory
+    num_swapped_in: Count = 0  # blocks copied back from host memory
     host_blocks_used: Count = 0
 
 
 class LogEntry(_Record):
-    """One cache event (see `minillm.cache.CacheEvent`), with its time and a number that describes it."""
+    """One event of the cache, see `minillm.cache.CacheEvent`."""
 
     time: Amount  # seconds since the model was loaded
     kind: str
@@ -253,11 +258,11 @@ class LogEntry(_Record):
     owner: str
     blocks: list[Count]
     parent_id: SeqId | None = None
-    detail: Count = 0  # for a copy, the number of remaining references to the source; for a hit, the tokens saved
+    detail: Count = 0  # for a copy, the number of references that the source still has; for a hit, the tokens found
 
 
 class CacheChanged(Event):
-    """The changes in the pool since the last such event. The first event lists everything that is not free.
+    """The changes in the pool since the last `CacheChanged`. The first one lists all blocks that are not free.
 
     A block's state follows from the tables that contain it. A block in no table is free or cached.
     """
@@ -268,8 +273,8 @@ class CacheChanged(Event):
     uncached: list[Count] = []  # blocks that are no longer cached
     counts: CacheCounts = msgspec.field(default_factory=CacheCounts)
     log: list[LogEntry] = []
-    num_unlogged: Count = 0  # events not sent because there were too many
-    words: dict[Count, str] = {}  # new text at the beginning of blocks that sequences use; not cleaned
+    num_unlogged: Count = 0  # number of events that are not in ``log`` because there were too many
+    words: dict[Count, str] = {}  # new labels by block: text at the beginning of the block, not cleaned for a terminal
 
 
 class MemoryUse(Event):
@@ -279,21 +284,21 @@ class MemoryUse(Event):
     free: Count
     weights: Count
     cache: Count
-    rest: Count  # other memory of the engine process: activations and workspaces
+    rest: Count  # other memory of the engine process, such as activations and workspaces
 
 
 class Stepped(Event):
-    steps: list[StepReport]  # since the last such event
+    steps: list[StepReport]  # the steps since the last `Stepped`
 
 
 class BlockFacts(Event):
-    """Details of a block that only the engine knows: the answer to `Inspect`."""
+    """The answer to `Inspect`: details of a block that only the engine knows."""
 
     block: Count
-    tokens: list[str]  # not cleaned
-    node: Count | None  # number of its node in the prefix cache; None if the block is not cached
-    before: str  # number of the previous block's node; for a first block, the salt
-    age: Amount | None  # seconds since it was allocated
+    tokens: list[str]  # texts of the block's tokens, not cleaned for a terminal
+    node: Count | None  # number of the block's node in the prefix cache; None if the block is not cached
+    before: str  # number of the node before it; for the first block of a prompt, the salt
+    age: Amount | None  # seconds since the block was allocated
 
 
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")

@@ -24,14 +24,14 @@ class Pinned:
 
 @dataclass
 class Prefixes:
-    """All pinned prefixes, by name. The results of calls are sent to the HTTP process."""
+    """Computes and pins prefixes, each under a new name. Results of calls are sent to the HTTP process."""
 
     driver: Driver
     send: Callable[[messages.Event], None]
     pinned: dict[str, Pinned] = field(default_factory=dict)
 
     def pin(self, call: messages.PinPrefix, token_ids: list[int]) -> None:
-        """Start to compute a prefix. Once it is computed, its blocks are pinned and a result with its name is sent."""
+        """Start to compute the prefix ``token_ids``. `take` will pin its blocks and send the result of the call."""
         name = f"prefix-{secrets.token_hex(8)}"
         try:
             group = self.driver.engine.add(held.prefix_request(token_ids, call.salt, name))
@@ -41,9 +41,9 @@ class Prefixes:
             self.pinned[name] = Pinned(call.tenant, call.call_id, group)
 
     def take(self, name: str, group: SequenceGroup) -> bool:
-        """Pin the prefix that the finished request ``name`` has computed.
+        """Pin the prefix that request ``name``, which has ended, has computed. Send the result of the call.
 
-        Return False if the request did not compute a prefix.
+        Return False if the request was not meant to compute a prefix.
         """
         pin, sequence = self.pinned.get(name), group.sequences[0]
         if pin is None:
@@ -62,7 +62,7 @@ class Prefixes:
         return True
 
     def unpin(self, call: messages.UnpinPrefix) -> None:
-        """Unpin a prefix."""
+        """Unpin a prefix, and send the result of the call."""
         pin = self.pinned.get(call.prefix_id)
         if pin is None or pin.sequence is None:
             self.send(messages.Result(call.call_id, None, f"there is no prefix {shown(call.prefix_id)}"))

@@ -23,13 +23,16 @@ _NO_THOUGHTS = f"\n\n{CLOSE}\n\n"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that is ready for the engine. For a fork, ``token_ids`` lack the tokens before it."""
+    """A request that is ready for the engine.
+
+    For a fork, ``token_ids`` are the tokens after the fork point.
+    """
 
     call: Complete
     token_ids: list[int]
     params: Params
-    in_reasoning: bool
-    continuation: list[int] | None = None  # for a fork: ids of its text, to use if the tokens before it end in text
+    in_reasoning: bool  # the prompt ends inside the reasoning
+    continuation: list[int] | None = None  # for a fork: ids to use instead if the tokens before the fork end in text
 
 
 def prepare(driver: Driver, call: Complete) -> Prepared:
@@ -49,7 +52,8 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
 def with_thoughts(driver: Driver, token_ids: list[int], *, is_bare: bool) -> tuple[list[int], bool]:
     """Return a conversation's token ids, and whether they end inside the reasoning.
 
-    ``is_bare``: the answer must have no reasoning. If the template has opened it, the returned ids close it again.
+    ``is_bare``: the answer must not contain reasoning. If the chat template ends with an opening tag, the tokens of an
+    empty reasoning and the closing tag are appended.
     """
     opened = is_opened(driver.tokenizer.decode, token_ids)
     if opened and is_bare:
@@ -58,9 +62,10 @@ def with_thoughts(driver: Driver, token_ids: list[int], *, is_bare: bool) -> tup
 
 
 def _params(call: Complete) -> Params:
-    """Return the parameters of a request.
+    """Return the parameters of a request. Raises UsageError if they are invalid.
 
-    An error in a tool's grammar names the tool. It does not quote the grammar, because no client wrote it.
+    If the schema of a tool's arguments is invalid, the error names the tool. It does not quote the grammar for tool
+    calls, because no client wrote it.
     """
     values = call.params
     if call.schemas:
@@ -78,9 +83,10 @@ def _params(call: Complete) -> Params:
 
 
 def with_arguments(lark: str, schemas: Mapping[str, Any]) -> str:
-    """Return a Lark grammar with rules for the arguments of each tool, ``arguments_0`` and so on.
+    """Return the Lark grammar ``lark`` with an additional rule for the arguments of each tool.
 
-    They follow ``schemas``.
+    The rules are called ``arguments_0``, ``arguments_1`` and so on, in the order of ``schemas``. ``schemas`` maps tool
+    names to JSON schemas.
     """
     lines = [lark]
     for number, (name, schema) in enumerate(schemas.items()):
@@ -103,7 +109,10 @@ def _naming(tool: str) -> Iterator[None]:
 def prompt_ids(
     driver: Driver, prompt: str | list[int] | Conversation, tenant: str, *, special: bool = True
 ) -> list[int]:
-    """Return the token ids of a tenant's prompt. ``special``: include the special tokens that begin a text."""
+    """Return the token ids of a tenant's prompt.
+
+    ``special``: a text gets the special tokens that begin a text, such as BOS.
+    """
     if isinstance(prompt, Conversation):
         if known := prompt.known_ids:
             if known[-1] in driver.engine.requests.eos_token_ids:  # the template ends the answer itself
@@ -133,9 +142,9 @@ def _chat_ids(driver: Driver, prompt: Conversation, tenant: str, num_known: int 
 def token_of(
     tokenizer: Tokenizer | None, token_id: int, logprob: float | None, top: list[tuple[int, float]], rank: int = 0
 ) -> Token:
-    """Return a token with its texts and bytes, for the HTTP process.
+    """Return a token with its text and bytes, for the HTTP process.
 
-    ``top``: the most probable ids with log-probabilities.
+    ``top``: (token id, log-probability) of the most probable tokens at its position.
     """
     if tokenizer is None:
         return Token(token_id, str(token_id), b"", logprob, [(str(other), b"", value) for other, value in top], rank)

@@ -19,7 +19,7 @@ _MEMORY_INTERVAL = 2.0  # seconds between checks of the device's memory
 
 @dataclass
 class Answer:
-    """A running request, or an ended one with blocks that stay in the pool."""
+    """A running request, or an ended request with blocks that stay in the pool."""
 
     command: messages.Generate
     group: SequenceGroup
@@ -28,15 +28,15 @@ class Answer:
     sent_at: float = 0.0  # time at which beams or progress of the prompt were last sent
     first_read: tuple[float, int] | None = None  # time and number of computed tokens at the first report of progress
     stays: bool = True  # keep the blocks when the request ends
-    num_pinned_tokens: int = 0  # leading tokens of its prompt, up to the last attached file
-    sequences: list[Sequence] = field(default_factory=list)  # idle sequences with blocks: one, or one per candidate
+    num_pinned_tokens: int = 0  # number of the prompt's first tokens to pin, up to the last attached file
+    sequences: list[Sequence] = field(default_factory=list)  # idle sequences with blocks, once the request has ended
     outputs: list[CompletionOutput] = field(default_factory=list)  # results of the ended request
     begun: set[int] = field(default_factory=set)  # indexes of completions with text
     places: dict[int, int] = field(default_factory=dict)  # by seq_id: index of the output that a beam is assigned to
 
     @property
     def searches(self) -> bool:
-        """Return whether the answer comes from beam search."""
+        """Return whether the request uses beam search."""
         return "beam_width" in self.command.params
 
 
@@ -56,7 +56,7 @@ class Reporter:
         self._last_step = engine.figures.last_step
 
     def set_interval(self, seconds: float) -> None:
-        """Set the minimum seconds between reports."""
+        """Set the minimum number of seconds between reports of each kind."""
         self._interval = self._text_interval = seconds
 
     def add_delta(self, answer: Answer, delta: Delta) -> None:
@@ -101,7 +101,10 @@ class Reporter:
             self.send(text)
 
     def end_step(self, answers: Iterable[Answer]) -> None:
-        """Record a step. Then send text, beams and progress of prompts, each unless its last report is too recent."""
+        """Record an engine step. Then send text, beams and the progress of prompts.
+
+        Each of these is sent only if its interval has passed.
+        """
         if (step := self._engine.figures.last_step) is not None and step is not self._last_step:
             self._steps.append(step)
             self._last_step = step
@@ -128,7 +131,7 @@ class Reporter:
         self.send(messages.Reading(answer.command.request_id, done, total, left))
 
     def end_copies(self, answer: Answer, output: RequestOutput) -> None:
-        """Send the completions that are whole copies of another: no sequence has forked for them."""
+        """Send the completions that are complete copies of another completion and never had a sequence."""
         own = {sequence.index for sequence in answer.group.sequences}
         for each in output.outputs:
             if each.index not in own:
@@ -166,9 +169,9 @@ class Reporter:
             self._send_end(answer, each.index, each.finish_reason or "abort", len(each.token_ids))
 
     def show_cache(self, *, now: bool = False) -> None:
-        """Send steps, pool changes and memory use, unless the last report is too recent.
+        """Send steps, pool changes and memory use, unless they were sent too recently.
 
-        ``now``: send them in any case.
+        ``now``: send steps and pool changes at once.
         """
         moment = time.monotonic()
         if now or moment - self._last_picture >= self._interval:
@@ -195,5 +198,5 @@ def memory_use(engine: Engine) -> messages.MemoryUse:
 
 
 def by_score(output: CompletionOutput) -> float:
-    """Return a sort key that puts the best beam first."""
+    """Return a beam's sort key. Sorting by this key puts the best beam first."""
     return -(output.score or 0.0)

@@ -1,8 +1,8 @@
-"""Chat apps on other machines. Each has a session, with its own conversations in the shared pool.
+"""Sessions of chat apps on other machines. Each session has its own conversations in the shared block pool.
 
-Apps choose the names of their requests. Here each name gets the session's name as a prefix, so that names are unique.
-The prefix is removed from events for the app itself. So the app recognizes its own blocks, and sees the owners of all
-others.
+Apps choose the ids of their requests. To make the ids unique, this module prefixes each id with the session's name. It
+removes the prefix again from events for the session's own app. In the view of the cache, an app sees its own ids
+without a prefix, and the ids of other sessions with theirs.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from minillm.service.cache_view import Owner
 from minillm.service.conversations import Conversations
 from minillm.service.engine_requests import EngineRequests
 
-_REFUSED = (chat.Load, chat.Pace)  # ignored commands, which would affect all other apps
+_REFUSED = (chat.Load, chat.Pace)  # commands that are ignored because they would affect other apps
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Session:
     name: str
     tenant: str
     conversations: Conversations
-    asked: set[str] = field(default_factory=set)  # requests with an end that was not reported yet
+    asked: set[str] = field(default_factory=set)  # requests that have not ended, or with an end that was not reported
 
 
 @dataclass
 class Sessions:
-    """All connected apps. All methods must be called in the engine thread."""
+    """The sessions of all connected apps. All methods must be called in the engine thread."""
 
     driver: Driver
     requests: EngineRequests
@@ -43,9 +43,9 @@ class Sessions:
     ending: list[Session] = field(default_factory=list)
 
     def open(self, name: str, tenant: str, reader: str | None, salt: str | None = None) -> None:
-        """Open a session.
+        """Open a session, and send the full state of the pool to the app.
 
-        The app gets the full state of the pool, with the text of tenant ``reader``, or of all without a reader.
+        If ``reader`` is given, the app sees only the text of this tenant. Otherwise it sees all text.
         """
 
         def send(event: chat.Event) -> None:
@@ -57,7 +57,7 @@ class Sessions:
         conversations.reporter.show_cache(now=True)
 
     def handle(self, name: str, line: bytes) -> None:
-        """Carry out a command of an app, which is an encoded line."""
+        """Carry out a command of an app. ``line`` is the command, encoded as JSON."""
         session = self.open_ones.get(name)
         if session is None:
             return
@@ -88,7 +88,7 @@ class Sessions:
         self.ending = [session for session in self.ending if not session.conversations.is_idle]
 
     def _tell_ends(self, session: Session) -> None:
-        """Report the session's answers that have ended or could not start to the HTTP process."""
+        """Tell the HTTP process which answers of the session have ended or could not start."""
         if session.asked:
             for name in session.asked - session.conversations.answers.keys():
                 session.asked.discard(name)
@@ -102,7 +102,7 @@ class Sessions:
     def owners(self, reader: str | None) -> dict[int, Owner]:
         """Return the owners of all sessions' sequences, by seq_id.
 
-        With ``reader``, only this tenant's text may be shown.
+        If ``reader`` is given, the owners say that only this tenant's text may be shown.
         """
         found: dict[int, Owner] = {}
         for session in (*self.open_ones.values(), *self.ending):
@@ -113,7 +113,7 @@ class Sessions:
 
 
 def _renamed(event: chat.Event, prefix: str) -> chat.Event:
-    """Return the event with the app's own names of requests."""
+    """Return the event with ``prefix`` removed from the ids of requests."""
     if hasattr(event, "request_id"):
         return msgspec.structs.replace(event, request_id=event.request_id.removeprefix(prefix))
     if isinstance(event, chat.CacheChanged):

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def leaves_some(own: int, count: int, free: int, times: int = 1) -> bool:
-    """Return whether a tenant that has ``own`` items may take ``count`` of the ``free`` ones.
+    """Return whether a tenant that has ``own`` items may take ``count`` more of the ``free`` items.
 
-    A tenant may have at most ``times`` the number of items that then stay free. So later tenants always find some
-    (dynamic thresholds, Choudhury and Hahne 1998). A tenant without any may take any number.
+    Afterwards the tenant must have at most ``times`` as many items as are still free. So other tenants always find some
+    free items (dynamic thresholds, Choudhury and Hahne 1998). A tenant that has no items may take any number.
     """
     return not own or own + count <= times * (free - count)
 
@@ -21,7 +21,7 @@ def leaves_some(own: int, count: int, free: int, times: int = 1) -> bool:
 class SharedThreads:
     """A thread pool that no tenant can fill.
 
-    The next job is the oldest one of the tenant with the fewest running jobs.
+    When a thread is free, it runs the oldest job of the tenant with the fewest running jobs.
     """
 
     def __init__(self, count: int, name: str) -> None:
