@@ -1,4 +1,4 @@
-"""Find the best continuations of all requests' beams on the device, for the searches that the CPU runs."""
+"""Find the best continuations of beams, for beam searches that the CPU advances. The device finds the best tokens."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class BeamStep:
     def in_turn(self) -> bool:
         """Return whether the groups of beams must be processed one by one.
 
-        This is so if the diversity penalty, which depends on earlier groups, changes the effect of other penalties.
+        They must be if other penalties are applied after the diversity penalty, which depends on earlier groups.
         """
         params = self.params
         follows = params.repetition_penalty != 1.0 or params.logits_processor is not None
@@ -124,7 +124,7 @@ def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count:
 
 
 def _diverse(step: BeamStep, best: Callable[[int, Counter[int]], list[Pairs]]) -> list[list[Candidate]]:
-    """Run one step of diverse beam search: a token costs a penalty each time an earlier group has just chosen it.
+    """Run one step of diverse beam search: penalize tokens by how often earlier groups chose them in this step.
 
     A group with a finished search has no beams and chooses nothing.
 
@@ -165,9 +165,9 @@ def _charged(
 
 
 def _in_turn(logits: Tensor, step: BeamStep) -> list[list[Candidate]]:
-    """Run `_diverse` with the diversity penalty before the repetition penalty and the logits processor.
+    """Run `_diverse` for one group after another. Apply the diversity penalty first, then all other processing.
 
-    That is the order of transformers.
+    Hugging Face transformers has the same order.
     """
 
     def best(number: int, chosen: Counter[int]) -> list[Pairs]:
@@ -193,7 +193,7 @@ def token_logprobs(logits: Tensor, wanted: SequenceOf[tuple[int, int]], count: i
     Args:
         logits: ``[n, vocab]``.
         wanted: (row of logits, token id) pairs.
-        count: negative for the whole vocabulary.
+        count: a negative number lists the whole vocabulary.
     """
     if not wanted:
         return []

@@ -1,4 +1,4 @@
-"""The state of a request's beam searches, the choice of one search at one step, and the hypotheses that it keeps."""
+"""The state of a request's beam searches: running beams, the continuations of one step, and finished beams."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BeamState:
 class Choice:
     """One search at one step: its beams with their rows of logits, and the continuations found so far.
 
-    A continuation is a `Candidate`: a beam and its next token. Texts and matchers are computed once and kept.
+    A continuation is a `Candidate`: a beam and its next token. Its text and grammar matcher are computed once and kept.
     """
 
     group: SequenceGroup

@@ -18,7 +18,7 @@ from minillm.sequence import Flight, SequenceGroup
 
 @dataclass(slots=True)
 class Followed:
-    """A step of beam searches; see `minillm.sequence.Flight`. The device has chosen for some, the CPU for the others.
+    """The beam searches of one step, some on the device and some on the CPU; see `minillm.sequence.Flight`.
 
     Attributes:
         follow: `minillm.beams.method.Beams.follow`.

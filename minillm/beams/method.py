@@ -30,7 +30,8 @@ from minillm.text.stop import OutputText
 class Beams:
     """The decoding method of beam search requests; see `minillm.sequence.Method`.
 
-    With a ``device``, simple searches run on it: the device chooses and forks, and the CPU repeats that one step later.
+    With a ``device``, simple searches run there: the device chooses beams and forks their blocks. The CPU applies the
+    same choice to its sequences one step later.
     """
 
     def __init__(self, requests: Requests, device: DeviceBeams | None = None) -> None:
@@ -95,7 +96,7 @@ class Beams:
         return Searches(self, logits, list(rows.items()))
 
     def _is_for_device(self, group: SequenceGroup) -> bool:
-        """Return whether the device runs the next step of a group's search. All its beams are about to decode."""
+        """Return whether the device runs the next step of a group's search. The caller knows that all beams decode."""
         found = group.state.search
         if found is None or group.device is not None:
             return found is not None
@@ -194,7 +195,7 @@ class Beams:
         group.sequences = [sequence for sequence, _, _ in grown]
 
     def _follow_rows(self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]) -> None:
-        """Replace the sequences as the device replaced their rows, by `kernels.choose_beams`."""
+        """Replace beams that did not survive by forks, in the order in which `kernels.choose_beams` replaced rows."""
         [choice], [chosen], preemption = choices, survivors, self.requests.scheduler.preemption
         if len(chosen) < len(group.sequences):
             group.error = NO_TOKEN

@@ -15,7 +15,7 @@ Beam = TypeVar("Beam")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Beam number ``beam`` continued by ``token_id``; ``logprob`` is the log-probability of the whole beam."""
+    """A continuation: beam number ``beam``, then ``token_id``. ``logprob`` is the log-probability of all its tokens."""
 
     logprob: float
     beam: int
@@ -45,7 +45,7 @@ class BeamSearch(Generic[Beam]):
     done: bool = False
 
     def num_candidates(self, num_end_tokens: int) -> int:
-        """Return how many continuations to consider: enough that ``width`` of them do not end."""
+        """Return how many continuations to consider. At least ``width`` of them do not end with an end token."""
         return max(2, 1 + num_end_tokens) * self.width
 
     def advance(
