@@ -1,7 +1,8 @@
-"""Record for each block how many of its tokens a draft model has computed as well.
+"""Record for each block how many of its tokens the draft model has computed.
 
-The draft model keeps its K and V under the same block ids in a pool of its own. It computes them later than the target
-model, or never. So they may be missing in a block that was copied, moved to host memory or found in the prefix cache.
+The draft model keeps its K and V under the same block ids in a pool of its own. It computes a token later than the
+target model, or never. So its K and V may be missing in a block that was copied, moved to host memory or found in the
+prefix cache.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class Drafted:
             counts[destination] = counts[source]
 
     def overwrite(self, blocks: Sequence[int], first: int, end: int) -> None:
-        """Reset the counts for token positions ``first`` to ``end`` (exclusive) of a table, which get other tokens."""
+        """Reset the counts of a table's blocks, because positions ``first`` to ``end`` (exclusive) get new tokens."""
         size, counts = self._block_size, self._counts
         at = first // size
         counts[blocks[at]] = min(counts[blocks[at]], first % size)

@@ -2,9 +2,9 @@
 
 It has its own weights, and its own pool of K and V with the target model's block ids. So the target's forks, cached
 prefixes, copies on write and swaps apply to both pools, and no state per sequence is needed (`speculation.drafted`).
-Before it proposes tokens, it computes the tokens that it has not seen: a prompt, or the last tokens. Each draft token
-is drawn as the target model will draw it, from the request's parameters, the seed and the position. The random noise is
-the same, so models with similar logits agree at any temperature.
+Before the draft model proposes tokens, it computes its unseen tokens: those of a prompt, or the last tokens of an
+answer. Each draft token is drawn as the target model will draw it, from the request's parameters, the seed and the
+position. The random noise is the same, so models with similar logits agree at any temperature.
 
 An error in this bookkeeping would cost accepted draft tokens, but never change an output.
 """
@@ -46,7 +46,7 @@ class _Draft:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether drafting has begun and should continue. It stops at a known end token."""
+        """Return whether drafting has begun and should continue. Drafting stops at an end token that the CPU knows."""
         known = self.sequence.token_ids[-1] not in self.group.end_ids
         return 0 < self.num_drafted < self.chunk.optional and known
 
@@ -124,7 +124,7 @@ class Drafter(StepObserver):
         return drafted
 
     def _unseen(self, drafts: list[_Draft]) -> Schedule:
-        """Return a schedule of the unseen tokens that fit. The first draft tokens are drawn from its last logits."""
+        """Return a schedule of the unseen tokens, up to ``most_tokens``. Its logits give the first draft tokens."""
         schedule, left = Schedule(), self._most_tokens
         for draft in drafts:
             missing = draft.sequence.num_tokens - draft.sequence.num_computed
@@ -136,7 +136,7 @@ class Drafter(StepObserver):
         return schedule
 
     def _compute(self, schedule: Schedule) -> list[tuple[list[Chunk], Drawn]]:
-        """Compute tokens and draw the next ones. Return the draws that the CPU has not seen yet, with their chunks."""
+        """Compute tokens and draw the next ones. Return the draws that the CPU has not waited for, and their chunks."""
         if not schedule.chunks:
             return []
         logits, sampled = self.runner.run(schedule, [])
@@ -162,8 +162,9 @@ def drafter_of(runner: Runner) -> Drafter | None:
 def price(draft: Llama, model: Llama) -> float:
     """Return the time of a token of the draft model, as a fraction of the time of a token of the target model.
 
-    It is measured on a CPU. On a GPU it is estimated from the bytes per token and the number of layers. A measurement
-    would vary from start to start, and with it the number of draft tokens, the rounding of matmuls, and outputs.
+    On a CPU the fraction is measured. On a GPU it is estimated from the bytes per token and the number of layers. A
+    measurement there would vary between starts. The number of draft tokens, the rounding of matmuls and the outputs
+    would vary with it.
     """
     if model.device.type == "cpu":
         return _seconds_of_a_token(draft) / _seconds_of_a_token(model)
@@ -178,7 +179,7 @@ def token_bytes(model: Llama) -> int:
 
 @torch.inference_mode()
 def _seconds_of_a_token(model: Llama) -> float:
-    """Return the seconds of the fastest of several runs of one token."""
+    """Time several forward passes of one token on the CPU. Return the shortest time, in seconds."""
     zeros = torch.zeros(1, dtype=torch.int64)
     table, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     lengths = [1] if model.rotary.dynamic else None
@@ -192,7 +193,7 @@ def _seconds_of_a_token(model: Llama) -> float:
 
 
 def _drawn_for(group: SequenceGroup) -> SequenceGroup:
-    """Return a copy of a group for the draft model, without log-probabilities, which it need not compute."""
+    """Return a copy of a group for the draft model. The copy does not request log-probabilities."""
     same = copy(group)
     assert isinstance(group.params, SamplingParams)
     same.params = replace(group.params, logprobs=None, prompt_logprobs=None)

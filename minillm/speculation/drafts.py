@@ -49,13 +49,16 @@ class Drafts:
         return self._paces[sequence.index]
 
     def chunk(self, group: SequenceGroup, sequence: Sequence, most: int) -> DraftChunk | None:
-        """Return a chunk of a sequence's last token and up to ``most`` draft tokens, or None without draft tokens."""
+        """Return a chunk of a sequence's last token and up to ``most`` draft tokens, or None if there are no drafts."""
         # One more token is drawn after the draft tokens.
         count = min(self.pace(sequence).count, most, group.max_tokens - sequence.num_output_tokens - 1)
         return self._propose(group, sequence, count) if count > 0 else None
 
     def expects(self, group: SequenceGroup, sequence: Sequence) -> bool:
-        """Return whether draft tokens are expected after a sequence's pending token. If so, the next step waits."""
+        """Return whether draft tokens are expected after a sequence's pending token.
+
+        If so, the next step is not launched until the CPU knows the pending token.
+        """
         return True
 
     def learn(self, chunk: DraftChunk, num_accepted: int) -> None:
@@ -72,9 +75,9 @@ class Drafts:
 class LookupDrafts(Drafts):
     """Finds draft tokens by n-gram lookup in the texts of the group's sequences.
 
-    Draft tokens after a pending token are expected if the text before that token repeats an earlier passage (its
-    source). So a text without repetitions never waits for a lookup, but the first draft of a repetition comes one token
-    late.
+    Draft tokens after a pending token are expected only if the text before that token repeats an earlier passage (the
+    source of the drafts). So a text without repetitions never waits for a lookup. But the first draft of a repetition
+    comes one token late.
     """
 
     def __init__(self, price: Price) -> None:

@@ -12,14 +12,17 @@ _PLACES = 32  # latest occurrences of a pair that a search visits
 
 @dataclass(slots=True)
 class Source:
-    """A position in a text. The tokens from there on are draft tokens for another text, or for the same one."""
+    """A position in a text. The tokens that follow are proposed as draft tokens for another text, or for this text."""
 
     text: list[int]
     place: int  # index of the first draft token
     num_tries: int = 0  # attempts to return to this source since the other text diverged from it
 
     def tokens(self, count: int, text: list[int]) -> tuple[int, ...]:
-        """Return up to ``count`` draft tokens for ``text``. At the end of ``text`` itself, repeat from the source."""
+        """Return up to ``count`` draft tokens for ``text``.
+
+        If the source is in ``text`` itself and too few tokens follow the source, repeat these tokens.
+        """
         found = self.text[self.place : self.place + count]
         period = len(self.text) - self.place
         while found and self.text is text and len(found) < count:
@@ -27,10 +30,11 @@ class Source:
         return tuple(found)
 
     def part(self, num_accepted: int) -> None:
-        """Note that the other text differs after ``num_accepted`` draft tokens. It may agree again one token later.
+        """Note that only the first ``num_accepted`` draft tokens were accepted, so the other text differs after them.
 
-        So move ``place`` past the token that differs. If a later try fails at once, ``place`` stays: the other text is
-        one token longer by then, so the next try compares another alignment.
+        The texts may agree again after the token that differs. So move ``place`` past this token. If a later try fails
+        at its first token, ``place`` stays: the other text is one token longer by then, so the next try compares
+        another alignment.
         """
         if num_accepted or not self.num_tries:
             self.place += num_accepted + 1
@@ -47,7 +51,7 @@ class Occurrences:
         self._ends: list[int] = []  # for each occurrence, the index of its second token in that text
 
     def add(self, text: list[int], first: int, end: int) -> None:
-        """Index the pairs of ``text`` that have their second token at ``first`` to ``end`` (exclusive)."""
+        """Index the pairs of adjacent tokens in ``text`` with the second token at ``first`` to ``end`` (exclusive)."""
         latest, before = self._latest, self._before
         for place in range(max(1, first), end):
             pair = text[place - 1] << 32 | text[place]

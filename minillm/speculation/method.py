@@ -89,11 +89,11 @@ class SpeculativeSamples(Samples):
         return Verification(self, beside, drafted, rows, drawn)
 
     def draw_drafts(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
-        """Draw the tokens that verify drafts, from sequences that assume accepted draft tokens.
+        """Draw the target model's own tokens, to compare draft tokens with them.
 
         Args:
-            draws: see `_rows`.
-            holders: the real sequences, which become these if the draft tokens are accepted.
+            draws: the draws of `_rows`, for copies of the sequences.
+            holders: the sequences that the drafts continue.
         """
         runner = self._runner
         drawn = runner.draw_each(draws, holders) if isinstance(runner, DeviceRunner) else None
@@ -103,7 +103,7 @@ class SpeculativeSamples(Samples):
         return drawn
 
     def note_verified(self, chunk: DraftChunk, num_accepted: int) -> None:
-        """Count a verified chunk's draft tokens, and adapt how many to propose. Does nothing if it had none."""
+        """Count a verified chunk's draft tokens, and adapt how many to propose. Without draft tokens, do nothing."""
         if chunk.draft:
             self.num_verified += 1
             self.num_drafted += len(chunk.draft)
@@ -127,12 +127,12 @@ class SpeculativeSamples(Samples):
 
 
 def _num_free(sequence: Sequence) -> int:
-    """Return how many of a sequence's next tokens are certainly not forced by the limit on its reasoning."""
+    """Return how many tokens a sequence can certainly draw before its reasoning limit may force a token."""
     return NO_LIMIT if sequence.thought is None else sequence.thought.num_free(sequence.token_ids)
 
 
 def _price(model: Llama) -> Price:
-    """Return the costs of draft tokens for a model, relative to its steps."""
+    """Return the costs of draft tokens for a model, relative to a step without draft tokens."""
     if model.device.type == "cpu":
         return _CPU_PRICE if model.one_token is None else _COMPILED_PRICE
     whole, layers = token_bytes(model), model.config.num_layers
@@ -143,7 +143,7 @@ def _price(model: Llama) -> Price:
 def _tried(group: SequenceGroup, work: Callable[[], Result], otherwise: Result) -> Result:
     """Return the result of ``work`` on a group's draft tokens.
 
-    If it raises, report that, return ``otherwise``, and never speculate for this group again.
+    If ``work`` raises, report the error, return ``otherwise``, and never speculate for this group again.
     """
     try:
         return work()
@@ -154,7 +154,7 @@ def _tried(group: SequenceGroup, work: Callable[[], Result], otherwise: Result) 
 
 
 def _rows(chunk: DraftChunk) -> list[Chunk]:
-    """Return a draw for each of a chunk's rows of logits. Each assumes that the draft tokens before it are accepted.
+    """Return a draw for each of a chunk's rows of logits. A draw assumes that the draft tokens before it are accepted.
 
     If draws depend on earlier tokens, each draw gets its own copy of the group, because an error counts only if these
     draft tokens are accepted. Otherwise a draw's sequence has the right number of tokens but no list of them: copying
@@ -175,8 +175,8 @@ def _rows(chunk: DraftChunk) -> list[Chunk]:
 class PlainDraws:
     """The draws of a step without draft tokens; see `minillm.sequence.Flight`.
 
-    If the next step may have draft tokens, it must wait until the CPU knows these draws. Whether it may is decided as
-    late as possible, when all earlier tokens are known.
+    If the next step may have draft tokens, it must wait until the CPU knows these draws. `may_run_ahead` decides this
+    as late as possible, when the CPU knows all earlier tokens.
     """
 
     samples: SpeculativeSamples

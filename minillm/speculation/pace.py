@@ -1,6 +1,7 @@
-"""Choose the number of draft tokens to propose: as many as save time, and none for a while if they do not.
+"""Choose how many draft tokens to propose: the number that saves most time. If none saves time, pause for some steps.
 
-The unit of time is a step without draft tokens. A sequence's pace is this choice, adapted after each step.
+The unit of time is the time of a step without draft tokens. A sequence's pace is its current choice, which adapts after
+each step.
 """
 
 import sys
@@ -17,14 +18,15 @@ _KEPT = 0.95  # decay of the counts of accepted and tried tokens per step
 
 @dataclass(frozen=True)
 class Price:
-    """The costs of draft tokens, in times of a step without draft tokens.
+    """The costs of draft tokens, as fractions of the time of a step without draft tokens.
 
     Attributes:
         step: extra cost of a step that has draft tokens.
         each: extra cost of verifying each draft token.
         draft: extra cost of proposing each draft token.
         wait: extra cost of a step that waits for a lookup instead of running ahead.
-        resumptions: how many tries a diverged text gets to return to its source; 0 if draft tokens are expensive.
+        resumptions: after a text has diverged from the source of its drafts, how often to try the source again; 0 if
+            draft tokens are expensive.
         fewest, most: limits of the draft tokens of a lookup. On a GPU, 5 to 8 rows take equal time, and so do 9 to 16.
     """
 
@@ -47,7 +49,7 @@ class Pace(Protocol):
         """Number of draft tokens to propose for the next step."""
 
     def is_due(self) -> bool:
-        """Return whether this step may have draft tokens, and count down a pause. Call it once per step."""
+        """Return whether this step may have draft tokens. During a pause, count down. Call this once per step."""
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:
         """Adapt to the result of a step. ``num_drafted`` is 0 if the step waited for a lookup that found nothing."""
@@ -73,7 +75,7 @@ class LookupPace:
         return True
 
     def resumes(self, num_tries: int) -> bool:
-        """Return whether to try once more, after ``num_tries`` tries, if a diverged text returns to its source."""
+        """Return whether to try a source again after a text has diverged from it and ``num_tries`` tries failed."""
         return self.credit > 0 and num_tries < self.price.resumptions
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:
@@ -131,7 +133,7 @@ class DraftPace:
             self.left = self.pause if self.pause <= longest else sys.maxsize
 
     def _speed(self, count: int, rate: float | None = None) -> float:
-        """Return the speedup by ``count`` draft tokens per step at an acceptance ``rate`` (default: the recent one)."""
+        """Return the speedup of ``count`` draft tokens per step at an acceptance rate (by default, the recent rate)."""
         rate = self.right / self.tried if rate is None else rate
         tokens = sum(rate**number for number in range(count + 1))
         return tokens / (1 + self.price.step + (self.price.each + self.price.draft) * count)
