@@ -55,7 +55,7 @@ def _disk_cache(name: str, value: Any) -> int:
 
 
 def _chat_template(name: str, value: Any) -> str | None:
-    """Return the text of a chat template, which is given as text or as a file name."""
+    """Return the text of a chat template. ``value`` is this text or the name of a file with it."""
     if value is None:
         return None
     if not isinstance(value, str) or not value:

@@ -1,4 +1,4 @@
-"""Compute answers after several numbers of reasoning tokens (depths), from one reasoning that is computed once."""
+"""Answer a prompt after several amounts of reasoning (depths, in tokens). The reasoning itself is computed once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,7 +78,12 @@ def depths(
 
 
 def _answer(depth: int, output: CompletionOutput, deepest: CompletionOutput, first: int, inside: bool) -> DepthAnswer:
-    """Return the answer at a depth. ``first``: the number of tokens before the reasoning."""
+    """Return the answer at a depth.
+
+    Args:
+        first: the number of generated tokens before the reasoning.
+        inside: the prompt ends within the reasoning.
+    """
     splitter = LeadingReasoning(inside=inside)
     pieces = splitter.push(output.text) + splitter.finish()
     text = "".join(piece for is_reasoning, piece in pieces if not is_reasoning)

@@ -68,7 +68,7 @@ class LLM:
     def close(self) -> None:
         """End the processes of the model's other ranks. This object cannot generate afterwards.
 
-        Without this call they end when this object is deleted.
+        Without this call the processes end when this object is deleted.
         """
         with self._driver.locked() as engine:
             engine.close()
@@ -141,7 +141,7 @@ class LLM:
         take: Callable[[int], Iterable[tuple[Key, Callable[[], tuple[Prompt, Params]]]] | None],
         refuse: Callable[[Key, MinillmError], RequestOutput],
     ) -> Generator[tuple[Key, RequestOutput], None, None]:
-        """Complete prompts that are supplied piece by piece. Yield (key, output) as prompts finish.
+        """Complete prompts that the caller supplies while others run. Yield (key, output) as prompts finish.
 
         Args:
             take: called with the number of sequences that could start. Returns any number of (key, function that

@@ -45,7 +45,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of a request on the `time.monotonic` clock, in seconds. None until they are reached."""
+    """Times of a request on the `time.monotonic` clock, in seconds. A time is None until the request reaches it."""
 
     arrival_time: float
     first_scheduled_time: float | None = None

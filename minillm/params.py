@@ -295,7 +295,8 @@ Params = SamplingParams | BeamSearchParams
 def params_list(params: Params | Sequence[Params] | None, count: int, default: Callable[[], Params]) -> list[Params]:
     """Return a list with the parameters of each of ``count`` prompts.
 
-    ``params``: one set for all prompts, or one for each; None takes ``default``. Raises UsageError for another number.
+    ``params``: one set for all prompts, or a list with one for each; None calls ``default``. Raises UsageError if the
+    list has another length than ``count``.
     """
     if params is None:
         return [default()] * count

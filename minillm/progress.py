@@ -32,7 +32,7 @@ def ignore_message(message: str) -> None:
 
 
 def size(num_bytes: float) -> str:
-    """Return a size in words, such as ``154 MiB`` or ``1.5 MiB``, in units of 1,024 up to GiB."""
+    """Return a size as text, such as ``154 MiB`` or ``1.5 MiB``, in units of 1,024 up to GiB."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1023.5:
             return f"{num_bytes:.{1 if num_bytes < 9.95 and unit != 'B' else 0}f} {unit}"
@@ -87,7 +87,7 @@ def loading_bar(on_progress: OnProgress | None = None, *, enabled: bool | None =
 class GenerationBar:
     """A progress bar with the number of finished prompts and tokens per second.
 
-    ``enabled`` None shows it on terminals and in notebooks. A single prompt has no bar.
+    If ``enabled`` is None, the bar is shown on terminals and in notebooks. There is no bar for a single prompt.
     """
 
     def __init__(self, total: int, *, enabled: bool | None = None) -> None:

@@ -16,7 +16,7 @@ from minillm.verbs import Host
 
 @dataclass(frozen=True)
 class Score:
-    """The scored tokens of a text, in order: the continuation's tokens, or without one all tokens but the first."""
+    """The scored tokens of a text, in order: the continuation's tokens; without a continuation, all but the first."""
 
     token_ids: list[int]  # of the whole text
     tokens: list[PromptTokenLogprobs]

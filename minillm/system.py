@@ -204,12 +204,12 @@ def no_interrupt_lost() -> Iterator[None]:
 
 @contextmanager
 def compact_heap() -> Iterator[Callable[[], object]]:
-    """Return freed memory to the system during the block, if the C library is glibc. Yield a function that does it now.
+    """Make glibc return freed memory to the system during the block. Yield a function that returns it at once.
 
     Otherwise glibc's heap keeps the gaps between live allocations: 130 to 180 MB when a model of 135 million weights is
     packed. Allocations below a megabyte still come from the heap. Fresh memory from the system would have to be zeroed
-    page by page, which takes longer than computing on it. After the block, the thresholds have the maximum values to
-    which glibc would raise them by itself (`man mallopt`).
+    page by page, which takes longer than computing on it. After the block, the thresholds for returning memory have the
+    maximum values to which glibc would raise them by itself (`man mallopt`). Without glibc, nothing changes.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):

@@ -51,7 +51,7 @@ _SHARED = (_SAMPLING & _SEARCH) - {"n"}  # the sampling parameters that also app
 
 @dataclass(frozen=True)
 class UserConfig:
-    """The settings in the file. Settings that the file does not have are empty."""
+    """The settings in config.toml. Settings that the file does not have keep these defaults."""
 
     model: str = ""
     system: str = ""
@@ -79,11 +79,11 @@ class UserConfig:
         return flag or os.environ.get("MINILLM_MODEL") or self.model or default_model()
 
     def request_values(self, given: Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return a request's parameters: of BeamSearchParams if ``beam_width`` is among them, else of SamplingParams.
+        """Return a request's parameters: those of a beam search if ``beam_width`` is among them, else of sampling.
 
         Args:
-            given: the caller's parameters. A parameter that only sampling or only beam search has decides between the
-                two. Without such a parameter this file decides.
+            given: the caller's parameters. If one of them exists only for sampling or only for beam search, it decides
+                between the two. Otherwise this file decides.
             defaults: the model's own defaults, which this file overrides.
         """
         values = with_defaults({**self.sampling, **given}, defaults)
@@ -98,7 +98,7 @@ def read_config(file: str | None = None) -> UserConfig:
     """Read the settings in ``file``. None: the user's own config.toml, which need not exist.
 
     Raises:
-        UsageError: the file is missing or not TOML, or has an unknown setting or a wrong value. The message names it.
+        UsageError: the file is missing or not TOML, or has an unknown setting or a wrong value. The message says which.
     """
     path = config_dir() / "config.toml" if file is None else expanded(file, "--config")
     try:
@@ -116,7 +116,7 @@ def read_config(file: str | None = None) -> UserConfig:
 
 
 def _check_settings(values: Mapping[str, Any]) -> None:
-    """Raise UsageError for an unknown setting. The message names the table of the same or the most similar setting."""
+    """Raise UsageError for an unknown setting. The message suggests the most similar setting and names its table."""
     own = {each.name for each in fields(UserConfig)}
     tables = {"engine": _ENGINE, "beams": _SEARCH, "sampling": _SAMPLING}
     where = {name: f"{name} below [{table}]" for table, names in tables.items() for name in sorted(names)}

@@ -55,7 +55,7 @@ class PinnedPrefix:
 
 
 def beam_search(llm: Host, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
-    """Run `generate` with beam search. The completions of each output are its best beams, best first."""
+    """Run `generate` with beam search. Each output has the prompt's best beams as completions, best first."""
     return llm.generate(prompts, params or BeamSearchParams())
 
 
@@ -125,7 +125,7 @@ def reset_prefix_cache(llm: Host) -> None:
 
 
 def explain_miss(llm: Host, prompt: Prompt, *, salt: str | None = None) -> PrefixReport:
-    """Return how many tokens of a prompt the prefix cache holds, and the first token that differs from cached ones."""
+    """Return how many tokens of a prompt are cached, and where the prompt differs from the best matching prefix."""
     token_ids = llm._driver.token_ids(prompt)
     with llm._driver.locked() as engine:
         report = explain_cache_miss(engine.cache, token_ids, engine.requests.salt_for(len(token_ids), salt))

@@ -1,1 +1,1 @@
-"""Run a model over several processes, and a file of prompts over several models."""
+"""Tensor parallelism: run one model in several processes (ranks) that work in step."""

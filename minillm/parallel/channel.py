@@ -1,7 +1,8 @@
 """Connections from rank 0 to the other ranks. They carry each step's work, and show each side if the other side dies.
 
-Each rank has a plain TCP connection to rank 0. It closes no matter how a process dies, while a collective would wait
-forever. A message is its length and its bytes. Steps get no reply: the other ranks send only the reason of a failure.
+Each rank has a plain TCP connection to rank 0. The connection closes no matter how a process dies, while a collective
+would wait forever. A message is its length and its bytes. Rank 0 sends steps and gets no reply: the other ranks send a
+message only if they fail, with the reason.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _exit_status(process: subprocess.Popen | None) -> str:
 class Follower:
     """Another rank's side of its connection to rank 0. If rank 0 ends, this process ends.
 
-    ``directory``, if not empty, is removed if rank 0 dies.
+    If rank 0 dies, ``directory`` (with the ranks' shared store) is removed. Empty: nothing to remove.
     """
 
     def __init__(self, connection: socket.socket, directory: str = "") -> None:
@@ -198,7 +199,7 @@ class Follower:
         threading.Thread(target=self._read, daemon=True).start()
 
     def messages(self) -> Iterator[bytes]:
-        """Yield rank 0's messages until its end marker."""
+        """Yield rank 0's messages until rank 0 sends an empty one, which means the end."""
         while message := self._messages.get():
             yield message
 

@@ -1,6 +1,6 @@
 """Collectives of the ranks that share a model: NCCL between GPUs, gloo between CPUs.
 
-GPUs with peer access add up the small tensors of a decode step with `minillm.kernels.all_reduce`: over NVLink that
+GPUs with peer access add up the small tensors of a decode step with `minillm.kernels.all_reduce`. Over NVLink this
 takes a quarter to a half of NCCL's time.
 """
 
@@ -34,7 +34,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1  # CUDA's constant
 
 
 class Ranks:
-    """The collectives of this process, rank ``rank`` of the ``size`` that share a model. All tensors are on ``device``.
+    """Collectives among the ``size`` processes that share a model. This process is rank ``rank``, on ``device``.
 
     All ranks must make the same calls in the same order. No global state of `torch.distributed` is used, so a program
     may have its own process group, or several models one after another.
@@ -50,7 +50,7 @@ class Ranks:
             self._sums = sums if self.least(int(sums is not None)) else None  # all ranks or none
 
     def keep_order(self) -> None:
-        """Let `all_reduce` add in the order of ranks from now on, for any tensor size. All ranks must call this."""
+        """Make `all_reduce` add in rank order from now on, for tensors of any size. All ranks must call this."""
         self._in_order = True
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Ranks:
         return x
 
     def _all_reduce_in_order(self, x: Tensor) -> Tensor:
-        """Replace ``x`` by its sum in the order of ranks.
+        """Replace ``x`` by its sum over all ranks, added in rank order.
 
         With peer access, pieces of ``x`` are added one after another; otherwise all ranks' tensors are gathered first.
         """
@@ -111,7 +111,7 @@ class Ranks:
     def close(self) -> None:
         """Leave the group before Python ends, since its threads must not outlive Python.
 
-        The caller has discarded all CUDA graphs that contain its collectives.
+        The caller has discarded all CUDA graphs that contain the group's collectives.
         """
         if self.device.type == "cuda":
             # Unlike NCCL's orderly shutdown, this does not wait for other ranks. The thread limits the time in case it
@@ -136,7 +136,7 @@ class _Handle(ctypes.Structure):
 class PeerMemoryError(RuntimeError):
     """The CUDA driver cannot share memory between these processes.
 
-    Reasons are different hosts, no peer access between the GPUs, or memory of another allocator.
+    Possible reasons: different hosts, GPUs without peer access, or memory that was not allocated by ``cudaMalloc``.
     """
 
 
@@ -161,7 +161,7 @@ def _call(function: str, *arguments: Any) -> None:
 
 
 def export_memory(tensor: Tensor) -> bytes:
-    """Return a handle with which another process on this host can open ``tensor``. Keep ``tensor`` while it is used."""
+    """Return a handle with which other processes on this host can open ``tensor``. Keep ``tensor`` while they do."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), tensor.data_ptr())
     _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
@@ -189,7 +189,7 @@ class PeerMemory:
 
 @dataclass(frozen=True)
 class PeerSums:
-    """The buffers of `minillm.kernels.all_reduce` among these ranks, for sums in one shot and in two."""
+    """The buffers of `minillm.kernels.all_reduce` for these ranks' GPUs, for one-shot sums and for two-shot sums."""
 
     exchanges: list[Exchange]  # fastest first; if none takes a tensor, NCCL adds it
     stop: Tensor  # waiting kernels in the model's stream poll it
@@ -206,7 +206,7 @@ class PeerSums:
         return next((exchange for exchange in self.exchanges if exchange.takes(x)), None)
 
     def end_waiting(self) -> None:
-        """Stop pending sums, which then have no result. Any thread may call this."""
+        """Stop sums that wait for another rank. Their results are undefined. Any thread may call this."""
         with torch.cuda.device(self.stop.device), torch.cuda.stream(self.stream):
             self.stop.copy_(torch.ones(1, dtype=torch.int32).pin_memory(), non_blocking=True)
 

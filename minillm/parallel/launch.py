@@ -1,6 +1,6 @@
 """Connect the processes that share a model: rank 0 starts the others, or `torchrun` has started all of them.
 
-If torchrun starts more processes than one model needs, each ``tensor_parallel_size`` successive ranks share a model.
+If torchrun starts more processes than one model needs, every ``tensor_parallel_size`` consecutive ranks share a model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Torchrun:
         return self
 
     def num_replicas(self, tensor_parallel_size: int) -> int:
-        """Return how many models all processes form. Raises UsageError if some processes would be left over."""
+        """Return how many copies of the model the processes run. Raises UsageError if processes would be left over."""
         if self.world_size % tensor_parallel_size:
             wrong = f"{self.world_size} processes, not a multiple of tensor_parallel_size {tensor_parallel_size}"
             raise UsageError(f"torchrun has started {wrong}; start another number of them")
@@ -89,7 +89,7 @@ class Torchrun:
 
 
 def _knock(host: str, port: int, seconds: float) -> None:
-    """Connect to ``host`` once, to fail early: torch itself would retry for `PATIENCE`.
+    """Connect to ``host`` and close the connection, to fail early: torch itself would retry for `PATIENCE`.
 
     Raises:
         OSError, OverflowError, UnicodeError: the host does not answer within ``seconds``, or the address is invalid.
@@ -105,7 +105,7 @@ def _knock(host: str, port: int, seconds: float) -> None:
 
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
-    """Connect the ranks of ``model`` as rank 0, starting them without torchrun.
+    """Connect this process, as rank 0, with the other ranks of ``model``. If torchrun is None, start those first.
 
     Raises:
         RankDied: a rank ended before it was ready.
@@ -185,7 +185,7 @@ def connect(address: Mapping[str, str | int], rank: int) -> Follower:
 
 
 def _accept(server: socket.socket, secret: str, connections: dict[int, socket.socket]) -> None:
-    """Accept a waiting connection, if any, and add it to ``connections``. Drop it unless it knows the secret."""
+    """Accept a waiting connection, if any. Add it to ``connections`` if it sends the secret, else close it."""
     try:
         connection, _ = server.accept()
     except TimeoutError:
