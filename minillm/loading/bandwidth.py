@@ -1,7 +1,8 @@
-"""The bandwidth of a device's memory: the best of several short measurements, kept in the cache directory.
+"""Measure a device's memory bandwidth, and store it in the cache directory.
 
-Other programs can make a measurement slower, never faster. So the best measurement is closest to the hardware, and a
-later one replaces it only if it is better. Reading the file does not import torch.
+The bandwidth is the highest of several short measurements. Other programs can make a measurement slower, never faster,
+so the highest is closest to the hardware. A later measurement replaces the stored one only if it is higher. Reading the
+stored bandwidth does not import torch.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 _PROBE_BYTES = 1 << 28  # more than a processor's cache holds
-_COUNT = 8  # measurements, each takes some hundredths of a second
-_SPREAD = 1.3  # ratio of the best rate to the median above which the machine is busy
-_TAKEN = 0.35  # cores: if other programs use more, the machine is busy
-_MOST_BYTES = 1 << 16  # of the file
+_COUNT = 8  # number of measurements; each takes some hundredths of a second
+_SPREAD = 1.3  # the machine is busy if the best rate is above the median rate by more than this factor
+_TAKEN = 0.35  # the machine is busy if other programs use more than this number of cores
+_MOST_BYTES = 1 << 16  # size limit for the file
 _PLAUSIBLE = (1e8, 1e14)  # bytes per second
 
 
@@ -40,9 +41,9 @@ class Bandwidth:
 
 
 def kept_rate(device: str) -> float | None:
-    """Return the best rate measured so far for a processor or card, in bytes per second, or None.
+    """Return the highest rate measured so far for a processor or card, in bytes per second.
 
-    A damaged file counts as missing.
+    Return None if it has never been measured, or if the file is damaged.
     """
     rate = _read().get(device)
     return float(rate) if isinstance(rate, int | float) and _PLAUSIBLE[0] <= rate <= _PLAUSIBLE[1] else None
@@ -62,7 +63,7 @@ def known_rate(device: torch.device) -> float:
 
 
 def measure(device: torch.device) -> Bandwidth:
-    """Measure the memory bandwidth: reads on a CPU, copies with reads and writes on a GPU. See `best_of`."""
+    """Measure the memory bandwidth (see `best_of`): of reads on a CPU, of copies (reads plus writes) on a GPU."""
     import torch
 
     data = torch.ones(_PROBE_BYTES // 4, device=device)
@@ -82,7 +83,7 @@ def measure(device: torch.device) -> Bandwidth:
 
 
 def best_of(device: str, once: Callable[[], float]) -> Bandwidth:
-    """Measure several times. Return the highest rate, including the one stored for this device by earlier runs.
+    """Measure several times. Return the highest rate of these measurements and of those that earlier runs stored.
 
     Store the rate if it is a new maximum.
 
@@ -101,9 +102,12 @@ def best_of(device: str, once: Callable[[], float]) -> Bandwidth:
 
 
 def is_busy(rates: Sequence[float], rate: float, cores: float) -> bool:
-    """Return whether other programs slowed a measurement down: they used ``cores`` cores, or ``rates`` are too low.
+    """Return whether other programs slowed a measurement down.
 
-    ``rates``: the measured rates, sorted. ``rate``: the best known rate.
+    Args:
+        rates: the measured rates in ascending order. They are low or vary if the machine is busy.
+        rate: the best known rate.
+        cores: the number of cores that other programs used during the measurement.
     """
     return cores > _TAKEN or rate > _SPREAD * rates[len(rates) // 2]
 
@@ -115,7 +119,7 @@ def _name(device: torch.device) -> str:
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Return `threads.clocks`, with 0 as the busy time of the cores if the system does not count it."""
+    """Return `threads.clocks`. If the system does not count the cores' busy time, that time is 0."""
     from minillm.loading.threads import clocks  # not at the top: it imports torch
 
     try:
@@ -137,7 +141,7 @@ def _read() -> dict[str, Any]:
 
 
 def _keep(device: str, rate: float) -> None:
-    """Replace the file atomically. If the cache directory is not writable, keep nothing."""
+    """Store a rate by replacing the file atomically. If the cache directory is not writable, store nothing."""
     with suppress(OSError):
         _path().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_path().parent) as scratch:

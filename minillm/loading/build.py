@@ -32,12 +32,12 @@ from minillm.runner.runner import Runner
 from minillm.speculation.drafter import MOST_SEQS, Drafter
 from minillm.system import compact_heap
 
-_HARDLY_PAYS = 0.5  # of the time of a token: a draft token that takes longer hardly saves time
+_HARDLY_PAYS = 0.5  # speculation hardly saves time if a draft token takes more than this fraction of a token's time
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes with which an engine fits into memory."""
+    """The largest sizes with which an engine fits into memory."""
 
     num_blocks: int
     max_model_len: int
@@ -54,9 +54,11 @@ def load_weights(
     draft: Draft | None = None,
     on_message: OnMessage = ignore_message,
 ) -> tuple[Llama, Budget]:
-    """Load the model, or this rank's part of it. Return it and the memory budget before loading.
+    """Load the model, or this rank's part of it. Return the model, and the memory budget as it was before loading.
 
-    ``draft``: a draft model to reserve memory for.
+    ``draft``: a draft model for which memory is left.
+
+    Raises UsageError if the device does not support an option, and CapacityError if the model does not fit.
     """
     dtype, model_config = choose_dtype(config, device), description.config
     if device.type == "cuda":
@@ -86,7 +88,10 @@ def load_weights(
 
 
 def _choose_weights(model: Sized, budget: Budget, ranks: Ranks | None, on_message: OnMessage) -> Budget:
-    """Decide, equally on all ranks, whether low-bit weights are dequantized. Return the budget with this choice."""
+    """Decide whether low-bit weights are dequantized when they are loaded. All ranks make the same decision.
+
+    Return the budget with this choice. ``on_message`` is told if the weights stay low-bit.
+    """
     dequantizes = model.decided(budget).config.weights == "expanded"
     if ranks is not None:
         dequantizes = bool(ranks.least(dequantizes))
@@ -109,7 +114,7 @@ def _load(
     on_progress: OnProgress,
 ) -> Llama:
     held = budget.layout().held
-    packs_itself = held in ("int8", "int4")  # for CPU matmuls, during loading and first use
+    packs_itself = held in ("int8", "int4")  # the matrices are packed for the CPU, partly at their first use
     if config.kv_cache_dtype == "int8" and description.config.head_dim % 4:
         raise UsageError(
             f"kv_cache_dtype int8 needs a head_dim divisible by 4, and {description.name}'s is "
@@ -121,7 +126,7 @@ def _load(
     with compact_heap() if device.type == "cpu" else nullcontext(lambda: None) as trim:
 
         def report(done: int, total: int) -> None:
-            trim()  # otherwise the heap keeps four times the bytes of the embedding
+            trim()  # otherwise the heap would keep four times the size of the embedding in freed memory
             on_progress(Progress("loading weights", done, total, "layers"))
 
         model = load_llama(
@@ -163,9 +168,10 @@ def build_runner(
     on_message: OnMessage = ignore_message,
     since: Clocks | None = None,
 ) -> tuple[Runner, Limits]:
-    """Load the weights (or this rank's part) and a draft model's weights, choose tiles, and allocate the pools.
+    """Load the model (or this rank's part) and its draft model, choose tiles, and allocate the pools.
 
-    ``since``: earlier `threads.clocks`, to measure the cores that other programs have used since.
+    Args:
+        since: an earlier result of `threads.clocks`. Cores that other programs have used since then are left to them.
     """
     cores = free_cores(config, device, since)
     if cores is not None:
@@ -206,7 +212,7 @@ def build_runner(
     num_host_blocks = 0
     if config.preemption == "swap":
         space = min(config.swap_space_gb * 1e9, 0.5 * free_bytes(torch.device("cpu")))
-        # For the whole model, because all ranks of a machine swap to the same memory.
+        # These are bytes for the whole model, because all ranks of a machine swap to the same memory.
         whole = description.config.kv_bytes_per_token(model.kv_element_size) + sum(per_token[1:])
         num_host_blocks = int(space / (whole * config.block_size))
         if ranks is not None:
@@ -228,7 +234,7 @@ def build_runner(
 
 
 def free_cores(config: EngineConfig, device: torch.device, since: Clocks | None) -> FreeCores | None:
-    """Set torch's number of threads on a CPU. Return the observer that adapts it to the free cores.
+    """Set torch's number of threads on a CPU. Return an observer that keeps adapting the number to the free cores.
 
     Return None on a GPU, or if the user chose the number.
     """
@@ -245,7 +251,7 @@ def free_cores(config: EngineConfig, device: torch.device, since: Clocks | None)
 
 
 def following(cores: FreeCores, on_progress: OnProgress) -> OnProgress:
-    """Wrap ``on_progress`` to update the number of threads first."""
+    """Return a function that adapts the number of threads and then calls ``on_progress``."""
 
     def progress(made: Progress) -> None:
         cores.follow()
@@ -266,12 +272,12 @@ def _check_smaller(draft: Llama, model: Llama, config: EngineConfig) -> None:
 def _new_runner(model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks | None) -> Runner:
     """Return a runner with its pool."""
     sizes, device = (limits.num_blocks, config.block_size, limits.num_host_blocks), model.device
-    # The host computes the angles of dynamic rope scaling at every step. On a CPU only sharded models use a
-    # DeviceRunner, so that ranks exchange as little as on GPUs.
+    # With dynamic rope scaling, the host computes angles at every step, so a plain Runner is needed. On a CPU, only
+    # sharded models use a DeviceRunner: its ranks exchange less.
     if model.rotary.dynamic or (device.type == "cpu" and ranks is None):
         return Runner(model, *sizes)
     whole = any(layer.attention.window is None for layer in model.layers)  # some layer can read shared blocks
-    # All ranks use one plan, which needs the same number of heads on each.
+    # All ranks use one attention plan, which needs the same number of heads on each rank.
     even = ranks is None or model.local.num_heads * ranks.size == model.config.num_heads
     return DeviceRunner(
         model,
@@ -284,7 +290,10 @@ def _new_runner(model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks
 
 
 def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
-    """Compile and load the kernels of a first request in parallel. One by one, they take most of a first start."""
+    """Compile and load the kernels that the first request needs, in parallel.
+
+    One after another, they would take most of the time of a first start.
+    """
     runner = DeviceRunner(
         model, 1, config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=longest, graphs=False, sharing=None
     )

@@ -1,7 +1,7 @@
-"""Compiled layers for a model on a CPU (`minillm.model.one_token`): loaded from the cache, or compiled now.
+"""Load compiled layers for a model on a CPU (`minillm.model.one_token`). Compile them if the cache does not have them.
 
 A separate process compiles, so that its memory of some hundred megabytes is freed afterwards. The cache has one library
-file for each combination of layer shape, kind of processor, torch version, and source of the layer.
+file for each combination of layer shape, kind of processor, torch version, and source code of the layer.
 """
 
 import hashlib
@@ -27,15 +27,15 @@ from minillm.system import cache_dir, processor, processor_features
 from minillm.text.reading import read_bytes
 from minillm.weights.files import sha256_of
 
-_LONGEST = 300  # seconds
+_LONGEST = 300  # time limit for the compilation in seconds
 _SCRATCH = "minillm-"  # prefix of temporary directories
 
 
 def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMessage) -> Llama:
     """Return the model with its layers compiled for a single token, or report why they cannot be compiled.
 
-    Only layers with 4-bit matrices are compiled; other models are returned unchanged, without a message. So is every
-    model on a machine with a GPU: there torch 2.11 crashed while it loaded such a library.
+    Only layers with 4-bit matrices are compiled. Other models are returned unchanged, without a message. On a machine
+    with a GPU, every model is returned unchanged, because torch 2.11 crashed there while it loaded such a library.
     """
     shape = one_token.layer_shape(model)
     if shape is None or torch.cuda.is_available():
@@ -69,7 +69,10 @@ def _path(shape: LayerShape) -> Path:
 
 
 def _checksum(path: Path) -> Path:
-    """Return the path of a library's SHA-256: a damaged library could crash the process or compute nonsense."""
+    """Return the path of the file with a library's SHA-256.
+
+    It is checked because a damaged library could crash the process or compute nonsense.
+    """
     return path.with_suffix(".sha256")
 
 
@@ -92,7 +95,10 @@ def _remove(path: Path) -> None:
 
 
 def _compile(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | None:
-    """Compile a layer to the library ``path``, unless another process just has. Return the problem, or None."""
+    """Compile a layer to the library ``path``, unless another process does so meanwhile.
+
+    Return None on success, else a description of the problem.
+    """
     if compiler() is None:
         return "no C++ compiler (g++) was found to compile the layers"
     try:
@@ -100,7 +106,7 @@ def _compile(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | No
         with FileLock(path.parent / "compiling.lock", timeout=2 * _LONGEST):
             if _is_whole(path):  # another process has just compiled it
                 return None
-            for rest in path.parent.glob(f"{_SCRATCH}*"):  # of a process that was killed
+            for rest in path.parent.glob(f"{_SCRATCH}*"):  # left by a process that was killed
                 _remove(rest)
             return _compile_here(shape, path, on_progress)
     except (subprocess.TimeoutExpired, Timeout):

@@ -25,16 +25,19 @@ from minillm.weights.files import identity_of
 from minillm.weights.resolve import resolve
 from minillm.weights.stored import StoredTensor
 
-_ROUNDED = {"q4_0": "int4", "q8_0": "int8"}  # quantizations of random weights, as by --quantize
+_ROUNDED = {"q4_0": "int4", "q8_0": "int8"}  # names of random weights' quantizations -> names that --quantize takes
 
 
 @dataclass(frozen=True)
 class Description:
-    """A model before its weights are read. ``open_source`` opens them; ``served_by`` says where they come from."""
+    """A model before its weights are read.
+
+    ``open_source(device)`` opens the weights. ``served_by`` describes their origin, such as a hub repository.
+    """
 
     name: str
     config: ModelConfig
-    tensors: tuple[StoredTensor, ...]  # as stored
+    tensors: tuple[StoredTensor, ...]  # names, shapes and types as in the files
     open_source: Callable[[torch.device], TensorSource]
     served_by: str
     tokenizer: Tokenizer | None
@@ -74,9 +77,9 @@ def describe(
 
 
 def _without_weights(name: str, on_progress: OnProgress, on_message: OnMessage) -> tuple[ModelConfig, Tokenizer | None]:
-    """Return the configuration, and the tokenizer or None, of a model with random weights.
+    """Return the configuration of a model that gets random weights, and its tokenizer or None.
 
-    A directory needs only its config.json.
+    ``name`` is a name in `SHAPES` or a model. Of a model's directory, only config.json is required.
     """
     if name in SHAPES:
         return SHAPES[name], None
@@ -97,7 +100,7 @@ class Draft:
     config: EngineConfig
 
     def beside(self, budget: Budget) -> Budget:
-        """Return ``budget`` with this draft model's memory reserved: the rest is for the main model."""
+        """Return ``budget`` with this draft model's memory reserved. The main model can use the rest."""
         layout = replace(budget, config=self.config).layout()
         return budget.beside(weights_in_memory(self.description.tensors, layout), shape_of(self.description.config))
 
@@ -109,10 +112,10 @@ def describe_draft(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = ignore_message,
 ) -> Draft | None:
-    """Describe the draft model that ``config.speculate`` names, or return None.
+    """Describe the draft model that ``config.speculate`` names. Return None if it names no model.
 
     Raises:
-        MinillmError: there is no such model, or it has other tokens than ``model``.
+        MinillmError: there is no such model, or its vocabulary differs from that of ``model``.
     """
     if config.draft is None:
         return None
@@ -140,7 +143,7 @@ def describe_draft(
 
 
 def _unfit(draft: Description, model: Description) -> str | None:
-    """Return why one model cannot draft for another, or None."""
+    """Return the reason why ``draft`` cannot propose tokens for ``model``, or None if it can."""
     if draft.config.num_parameters > model.config.num_parameters:
         sizes = [f"{each.config.num_parameters / 1e6:,.0f} million" for each in (draft, model)]
         return f"it is the larger one, {sizes[0]} parameters and {sizes[1]}; name a smaller or a quantized model"

@@ -45,8 +45,8 @@ from minillm.speculation.drafter import drafter_of
 from minillm.speculation.method import SpeculativeSamples
 from minillm.weights.manifest import default_model
 
-_CHAT_SEQS = 64  # candidates of an answer, or beams, and two more conversations
-_STALL_SECONDS = 0.045  # maximum delay of a running sequence by others' prompts, per token
+_CHAT_SEQS = 64  # enough for the candidates of an answer, or its beams, and for two more conversations
+_STALL_SECONDS = 0.045  # maximum time for which other requests' prompts may delay a token of a running sequence
 
 
 @memory_errors()
@@ -58,9 +58,9 @@ def load_engine(
 ) -> Engine:
     """Load model ``name`` (None: the default model), and create an engine for it.
 
-    With ``tensor_parallel_size`` N, this starts N - 1 more processes, which end with the engine. Under torchrun they
-    already exist. On ranks other than 0 of a model this call never returns: it ends the process when rank 0 has
-    finished.
+    With ``tensor_parallel_size`` N, this starts N - 1 more processes, which end with the engine. Under torchrun, these
+    processes already exist and make the same call. In a process whose rank is not 0, the call never returns: it ends
+    the process when rank 0 has finished.
 
     Raises:
         MinillmError: the model cannot be found, downloaded or read, or does not fit into memory.
@@ -90,7 +90,8 @@ def load_engine(
         runner, limits = build_runner(description, config, device, ranks, on_progress, on_message)
     runner.observers.append(Followers(leader))
     endings = ExitStack()
-    for end in (ranks.close, runner.close, leader.close):  # called in reverse order: graphs hold the ranks' collectives
+    # Called in reverse order, because the runner's graphs use the ranks' collectives.
+    for end in (ranks.close, runner.close, leader.close):
         endings.callback(end)
     engine = new_engine(runner, config, limits, description, leader.watched, endings.close)
     weakref.finalize(engine, endings.close)  # at the latest when the interpreter ends
@@ -103,7 +104,10 @@ def best_form(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> str:
-    """Return the name of the quantized version that a chat takes of a model: see `minillm.loading.fits.choose_form`."""
+    """Return the name of the quantized version of a model that a chat loads: see `minillm.loading.fits.choose_form`.
+
+    ``name`` is the model's name; None: the default model.
+    """
 
     def budget() -> Budget:
         device = choose_device(config)
@@ -116,12 +120,13 @@ def best_form(
 
 
 def chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of EngineConfig for one person's chat. ``options`` override these choices.
+    """Return the options of EngineConfig for one person's chat. ``options`` override the choices made here.
 
-    On a CPU with float32 weights the chat speculates. Low-bit matmuls round several rows differently than one row, so
-    with low-bit weights speculation would change sampled answers. On a GPU the chat keeps no 16-bit copy of low-bit
-    weights, which hardly speeds up a single answer. It also reserves memory for fewer sequences: with a vocabulary of
-    128,256 tokens, each sequence takes a megabyte.
+    On a CPU with float32 weights, the chat speculates by n-gram lookup. Low-bit matmuls round several rows differently
+    than one row, so with low-bit weights speculation would change sampled answers.
+
+    On a GPU, the chat keeps no 16-bit copy of low-bit weights, because the copy hardly speeds up a single answer. It
+    also reserves memory for fewer sequences: with a vocabulary of 128,256 tokens, each sequence takes a megabyte.
     """
     config = EngineConfig(**options)
     device = choose_device(config)
@@ -190,7 +195,7 @@ def new_engine(
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a model's generation_config.json sets."""
+    """Convert the settings in a model's generation_config.json to fields of `SamplingParams`."""
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
     defaults = {names.get(name, name): value for name, value in generation.items()}
     if defaults.pop("do_sample", True) is False:
@@ -203,9 +208,9 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 def methods_for(
     requests: Requests, runner: Runner, seed: int = 0, speculate: str = "off"
 ) -> dict[type[Params], Method]:
-    """Return all decoding methods, by the type of their parameters. ``speculate``: see `EngineConfig`.
+    """Return the decoding methods (sampling and beam search), by the type of a request's parameters.
 
-    If the runner has a draft model, that model proposes the draft tokens.
+    ``speculate`` is described in `EngineConfig`. If the runner has a draft model, that model proposes the draft tokens.
     """
     samples = Samples(requests, runner, seed)
     if speculate != "off":
@@ -228,10 +233,11 @@ class Followers(StepObserver):
 def _tokens_in_a_stall(config: ModelConfig, device: torch.device) -> int:
     """Estimate from the chip's data sheet how many prompt tokens a GPU computes in `_STALL_SECONDS`.
 
-    (A measurement would differ from start to start, and so would the chunks of prompts and the last bits of results.)
+    (This is not measured, because a measurement varies between starts. Prompts would then be split into different
+    chunks, and results would differ in their lowest bits.)
     """
     properties = torch.cuda.get_device_properties(device)
-    # FLOPs of the tensor cores per multiprocessor and cycle, in half precision.
+    # Half-precision FLOPs of a multiprocessor's tensor cores per cycle.
     per_cycle = {7: 1024, 8: 2048 if properties.minor == 0 else 1024, 9: 4096}.get(properties.major, 4096)
     rate = 0.65 * properties.multi_processor_count * per_cycle * 1.7e9
     return max(256, int(_STALL_SECONDS * rate / (2 * config.num_parameters)) // 256 * 256)

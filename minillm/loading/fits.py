@@ -20,13 +20,16 @@ from minillm.weights.stored import StoredTensor
 
 
 def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], shard: Shard, budget: Budget) -> None:
-    """Raise CapacityError if a rank's part of a model does not fit into ``budget`` with a step and a short context."""
+    """Raise CapacityError if a rank's part of a model does not fit into ``budget``.
+
+    Beside the weights, memory is needed for one step and a short context.
+    """
     whole, local = dict(parameter_shapes(model)), dict(parameter_shapes(shard.local(model)))
 
     def share(tensor: StoredTensor) -> float:
         if tensor.name in whole:
             return math.prod(local[tensor.name]) / math.prod(whole[tensor.name])
-        return 1 / shard.size  # packed weights and their scales
+        return 1 / shard.size  # stored tensors of quantized matrices, such as packed levels and scales
 
     tensors, shape = tuple(tensors), shape_of(model)
     itself = Sized(name, tensors, shape, 0)
@@ -48,7 +51,7 @@ def _needs(fit: Fit, budget: Budget) -> str:
 
 
 def _instead(model: Sized, budget: Budget) -> str:
-    """Suggest a quantization that would fit, or give general advice."""
+    """Return the end of an error message: a quantization that would fit, or general advice."""
     name = model.name
     entry = load_manifest().models.get(name.partition(":")[0])
     forms = [] if entry is None else sized_forms(entry)
@@ -77,11 +80,16 @@ def choose_form(
     on_message: OnMessage = lambda message: None,
     bandwidth: Callable[[], float | None] = lambda: None,
 ) -> str:
-    """Choose the best quantization that fits of a model in weights.toml, download it if necessary, and return its name.
+    """Choose the quantization of a model: the best one that fits on the device. Return its name, such as ``model:q4``.
 
-    A name without several quantizations is returned unchanged. Downloaded quantizations are preferred. If a download
-    fails, the next best quantization is tried. ``budget`` and ``bandwidth`` (bytes per second) are called only if there
-    is a choice. ``on_message`` gets the choice.
+    The choice is among the quantizations in weights.toml. If there are none, ``name`` is returned unchanged. Downloaded
+    quantizations are preferred; otherwise the chosen one is downloaded. If that fails, the next best quantization is
+    tried.
+
+    Args:
+        budget: returns the device's memory. It is called only if there is a choice.
+        bandwidth: returns the device's memory bandwidth in bytes per second, or None. Called only if there is a choice.
+        on_message: called with a line about the choice.
 
     Raises:
         DownloadError: no fitting quantization could be downloaded.
@@ -100,7 +108,7 @@ def choose_form(
         else:
             on_message(_chosen(model, fit, [each for each, _ in fitting]))
             return model.name
-    return name  # none fits: loading it reports that
+    return name  # no quantization fits; loading the model will raise the error
 
 
 def _chosen(model: Sized, fit: Fit, fitting: Sequence[Sized]) -> str:

@@ -1,9 +1,11 @@
 """Limit the memory for the stacks of a GPU's threads.
 
-The driver reserves local memory for every thread that can run: as much as the largest stack of any kernel so far, and
-at least 1,024 bytes. That is 277 MB of an H100's memory, and some 700 MB more after kernels that spill registers, as a
-few tuning candidates do. A kernel with a known stack size gets its memory at launch, even above the limit
-(`cuCtxSetLimit`). The stack sizes of NCCL's kernels are unknown.
+The driver reserves a stack in local memory for every thread that can run at the same time. Its size is that of the
+largest stack of any kernel so far, and at least a limit of 1,024 bytes. On an H100 this takes 277 MB. It takes some
+700 MB more after kernels that spill registers, as a few tuning candidates do.
+
+This module lowers the limit (`cuCtxSetLimit`). A kernel with a known stack size gets its memory at launch, even above
+the limit. The stack sizes of NCCL's kernels are unknown, so the limit stays if several ranks run.
 """
 
 import ctypes
@@ -20,20 +22,23 @@ _SMALL = 128  # bytes
 
 
 def keep_small(device: torch.device, config: EngineConfig) -> None:
-    """Lower the stack limit of the GPU that this process will use, unless several ranks (NCCL) use the model."""
+    """Lower the stack limit of the GPU that this process will use. Do nothing on a CPU or with several ranks."""
     if device.type == "cuda" and config.tensor_parallel_size == 1 and Torchrun.from_environment() is None:
-        # If anything fails here, loading fails the same way and reports it.
+        # Errors are ignored here, because loading the model will fail with the same error.
         with suppress(OSError, RuntimeError), torch.cuda.device(device):
             torch.cuda.mem_get_info(device)  # creates CUDA's context
             _set_limit(_SMALL)
 
 
 def give_back(device: torch.device) -> None:
-    """Free the stack memory of kernels that will not run again. The limit stays the same."""
+    """Free the stack memory that earlier kernels needed. The limit stays the same.
+
+    If such a kernel runs again, the driver allocates the memory again.
+    """
     with suppress(OSError), torch.cuda.device(device):
         before = ctypes.c_size_t()
         if not _driver().cuCtxGetLimit(ctypes.byref(before), _STACK_SIZE):
-            _set_limit(2 * before.value)  # setting the current value would change nothing
+            _set_limit(2 * before.value)  # the driver only reallocates stacks if the limit changes
             _set_limit(before.value)
 
 

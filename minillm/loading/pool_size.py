@@ -20,9 +20,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_memory(device: torch.device) -> tuple[int, int, int]:
-    """Return the free and total bytes of a device's memory, and the bytes that this process holds.
+    """Return three sizes in bytes: a device's free memory, its total memory, and the memory that this process holds.
 
-    On a GPU the last figure is torch's memory, without CUDA's own.
+    On a GPU, the last figure is torch's memory, without the memory of the CUDA context.
     """
     if device.type == "cuda":
         return *torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
@@ -30,7 +30,7 @@ def device_memory(device: torch.device) -> tuple[int, int, int]:
 
 
 def budget_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Budget:
-    """Return the budget of a device: its memory, as it is free now, and the options that divide it."""
+    """Return a device's memory budget: its total memory, the memory that is free now, and the options in ``config``."""
     on_gpu = device.type == "cuda"
     total = torch.cuda.mem_get_info(device)[1] if on_gpu else system.memory()[1]
     return Budget(free_bytes(device), total, on_gpu, dtype.itemsize, config)
@@ -38,11 +38,11 @@ def budget_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) ->
 
 @torch.inference_mode()
 def activation_bytes(model: Llama, num_tokens: int, num_logits: int, longest: int) -> int:
-    """Run a step of ``num_tokens`` tokens on a GPU, and return its peak memory in bytes without weights and pool.
+    """Run a step of ``num_tokens`` tokens on a GPU. Return its peak memory in bytes, without weights and pool.
 
     Args:
-        num_logits: rows of logits.
-        longest: tokens of the longest sequence. An 8-bit cache is dequantized over the width of the block table.
+        num_logits: the number of tokens that need logits.
+        longest: the length of the longest sequence in tokens. For an 8-bit cache, as many tokens are dequantized.
     """
     device = model.device
     before = torch.cuda.memory_allocated(device)
@@ -79,14 +79,14 @@ def size_pool(
     ranks: Ranks | None = None,
     beside: int = 0,
 ) -> tuple[int, int]:
-    """Size the pool by ``config`` and by the memory left once the weights are loaded.
+    """Compute the size of the KV cache pool, after the weights are loaded. It depends on ``config`` and free memory.
 
     Args:
-        model: the configuration of the model, or of this rank's part.
+        model: the configuration of the model, or of this rank's part of it.
         element_size: bytes of a number in the pool.
-        reserved: bytes that the steps need, without weights and pool.
-        ranks: processes that share the model. The process with the least memory decides for all.
-        beside: bytes per token of a draft model's pool, which has the same number of blocks.
+        reserved: bytes that steps need, without weights and pool.
+        ranks: the processes among which the model is sharded. The one with the least memory determines the result.
+        beside: bytes per token in a draft model's pool, which gets the same number of blocks; 0 without a draft model.
 
     Returns:
         The number of blocks, and the maximum length of a sequence in tokens.

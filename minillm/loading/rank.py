@@ -1,6 +1,7 @@
-"""The process of a rank other than 0: it computes the steps that rank 0 sends, until rank 0 has finished.
+"""The process of a rank other than 0. It computes the steps that rank 0 sends, until rank 0 has finished.
 
-Rank 0 starts it as ``python -m minillm.loading.rank`` with its task as JSON on standard input, or torchrun starts it.
+Rank 0 starts this process as ``python -m minillm.loading.rank``, with its task as JSON on standard input. Under
+torchrun, the process runs the same command as rank 0, and calls `follow`.
 """
 
 import json
@@ -27,9 +28,9 @@ from minillm.runner import wire
 def follow(
     follower: Follower, store: Store, rank: int, name: str, config: EngineConfig, device: torch.device
 ) -> NoReturn:
-    """Run as rank ``rank`` of a model until rank 0 has finished; then end the process.
+    """Build this rank's runner, and run the steps that rank 0 sends. End the process when rank 0 has finished.
 
-    A failure is reported to rank 0, which raises it.
+    An error here is sent to rank 0, which raises it.
     """
     status = 0
     if threading.current_thread() is threading.main_thread():
@@ -41,18 +42,18 @@ def follow(
             for message in follower.messages():
                 runner.observed(wire.decode(message))
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # the others may still need a pending all-reduce
+                torch.cuda.synchronize(device)  # other ranks may wait for this rank in an all-reduce
     except Exception as error:
         follower.fail(str(error) if isinstance(error, MinillmError) else f"{type(error).__name__}: {error}")
         status = 1
-    # Not sys.exit: it could wait for other ranks, on the device or in a thread of the process group.
+    # sys.exit could wait for other ranks, on the device or in a thread of the process group.
     sys.stderr.flush()
     os._exit(status)
 
 
 def main() -> None:
     task = json.loads(sys.stdin.read())
-    follower = connect(task, task["rank"])  # first, so that each side notices if the other dies
+    follower = connect(task, task["rank"])  # first of all: from now on, each process notices if the other dies
     config = EngineConfig(**task["config"])
     store = open_store(task["directory"])
     device = choose_device(config, task["rank"])

@@ -1,7 +1,8 @@
 """Adapt torch's number of threads to the cores that other programs leave free, during loading and steps.
 
-The threads of an op wait for each other at its end. If another program takes the core of one thread, all others spin
-until that thread continues, and every op becomes as slow as the scheduler's time slices. One thread fewer costs little.
+The threads of an op wait for each other at the op's end. If another program takes the core of one thread, all other
+threads spin until that thread continues. Every op then takes as long as the operating system's time slices. Running
+with one thread fewer costs little in comparison.
 """
 
 import math
@@ -16,23 +17,23 @@ from minillm.runner.observers import StepObserver
 from minillm.runner.step import StepWork
 
 _EVERY = 0.25  # seconds between measurements
-_IDLE = 0.1  # seconds without a step, after which the measurement starts again
-_TOLERATED = 0.35  # cores: other programs may take this much from the last thread
+_IDLE = 0.1  # after this many seconds without a step, a new measurement starts
+_TOLERATED = 0.35  # other programs may use this fraction of the last thread's core
 _STAT = Path("/proc/stat")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-Clocks = tuple[float, float, float]  # seconds: wall time, busy time of the cores, CPU time of this process
+Clocks = tuple[float, float, float]  # in seconds: wall-clock time, busy time of the cores, CPU time of this process
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 
 
 class FreeCores(StepObserver):
-    """Sets torch's number of threads before a step, and while weights are loaded.
+    """Sets torch's number of threads before steps, and while weights are loaded.
 
-    It never exceeds torch's number of threads at construction, and does not override a number set by other code.
+    The number never exceeds torch's number of threads at construction. If other code sets the number, it stays.
 
     Args:
-        read: returns the seconds for which the cores of this process were busy since the machine started; by default
-            the system's count.
-        since: earlier `clocks` at which the first measurement begins.
+        read: returns the seconds for which this process's cores were busy since the machine started. By default, they
+            are read from the operating system.
+        since: an earlier result of `clocks`, at which the first measurement begins; by default now.
     """
 
     def __init__(self, read: Callable[[], float] | None = None, since: Clocks | None = None) -> None:
@@ -41,10 +42,10 @@ class FreeCores(StepObserver):
         self._cores = len(os.sched_getaffinity(0))
         self._ours = torch.get_num_threads()
         self._seen = since or clocks(self._read)
-        self._ended = math.inf  # no step yet: the first one counts from the loading of the model
+        self._ended = math.inf  # before the first step; that step uses the measurement begun while loading
 
     def begin(self, work: StepWork) -> None:
-        if time.monotonic() - self._ended > _IDLE:  # other programs may have used the idle cores
+        if time.monotonic() - self._ended > _IDLE:  # programs that used the idle cores may not need them during steps
             self._seen = clocks(self._read)
         else:
             self.follow()
@@ -58,7 +59,10 @@ class FreeCores(StepObserver):
             self.look()
 
     def look(self) -> None:
-        """Set torch's threads to the number of cores that were free since the last measurement."""
+        """Set torch's number of threads to the number of cores that other programs have left free.
+
+        Their use of cores is measured since the previous call.
+        """
         before, self._seen = self._seen, clocks(self._read)
         seconds, busy, own = (now - then for now, then in zip(self._seen, before, strict=True))
         others = max(0.0, busy - own) / seconds
@@ -69,12 +73,15 @@ class FreeCores(StepObserver):
 
 
 def clocks(read: Callable[[], float] | None = None) -> Clocks:
-    """Return the current clocks, for `FreeCores`."""
+    """Read the current clocks, from which `FreeCores` measures. ``read`` is that of `FreeCores`."""
     return time.monotonic(), (read or _busy_seconds)(), time.process_time()
 
 
 def follows_free_cores() -> bool:
-    """Return whether minillm may set the number of threads: Linux reports the load, and no variable sets the number."""
+    """Return whether minillm may set the number of threads.
+
+    It may if the system reports the cores' load (Linux), and if no environment variable sets the number.
+    """
     return _STAT.exists() and not any(name in os.environ for name in _USERS_OWN)
 
 
@@ -84,7 +91,7 @@ def _busy_seconds() -> float:
     for line in _STAT.read_text().splitlines():
         name, *counts = line.split()
         if name in names:
-            user, nice, system, _, _, irq, softirq, steal = map(int, counts[:8])  # between them: idle and iowait
+            user, nice, system, _, _, irq, softirq, steal = map(int, counts[:8])  # the two in the middle: idle, iowait
             ticks += user + nice + system + irq + softirq + steal
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -94,5 +101,5 @@ def quota() -> int:
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):  # no cgroup, or no limit
+    except (OSError, ValueError):  # there is no cgroup, or it has no limit
         return os.cpu_count() or 1

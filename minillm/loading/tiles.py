@@ -1,7 +1,8 @@
-"""Choose tile sizes of a loaded model's low-bit kernels on its GPU: built in, measured before, or measured now.
+"""Choose the tile sizes with which a loaded model's low-bit kernels run on its GPU.
 
-Measured tiles are kept in one file for each kind of card and version of Triton. The file has a digest of the kernels
-that were measured. A file of other kernels is ignored, and so are tiles that are no longer candidates.
+A tile may be built in, measured by an earlier run, or measured now. Measured tiles are stored in one file for each kind
+of card and version of Triton. The file has a digest of the kernels' source code. It is ignored if the kernels have
+changed since. Tiles that are no longer candidates are ignored as well.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ RECORDED = "NVIDIA H200"  # the kernels' built-in tiles were tuned for this card
 _KERNELS = (low_bit_matvec, low_bit_matmul, low_bit_tiles, low_bit_lanes)
 _MOST_BYTES = 1 << 24
 
-Tiles = Mapping[str, Mapping[int, Tile]]  # by the matmul's name, then by `bucket`
+Tiles = Mapping[str, Mapping[int, Tile]]  # matmul's name -> number of tokens (a `bucket`) -> tile
 Measure = Callable[[Mapping[Product, Sequence[LowBit]], torch.dtype, OnCount, OnCount], Iterator[Timed]]
 
 
@@ -46,7 +47,7 @@ class TileFile:
 
     card: str
     path: Path
-    kernels: str  # a digest of their sources
+    kernels: str  # a digest of the kernels' source code
 
     @classmethod
     def of(cls, device: torch.device) -> "TileFile":
@@ -56,7 +57,10 @@ class TileFile:
         return cls(card, cache_dir() / "tiles" / f"{name}.json", hashlib.sha256(sources.encode()).hexdigest())
 
     def read(self, on_message: OnMessage) -> Tiles:
-        """Return the measured tiles, none if the file is missing, damaged or of other kernels. Damage is reported."""
+        """Return the measured tiles. The result is empty if the file is missing, damaged or for changed kernels.
+
+        Damage is reported to ``on_message``.
+        """
         try:
             found = parse_json(read_bytes(self.path, _MOST_BYTES))
             if (found["card"], found["kernels"]) != (self.card, self.kernels):
@@ -72,7 +76,7 @@ class TileFile:
             return {}
 
     def add(self, tiles: Tiles, on_message: OnMessage) -> None:
-        """Merge ``tiles`` into the file atomically. Report it if the file cannot be written."""
+        """Merge ``tiles`` into the file atomically. If the file cannot be written, tell ``on_message``."""
         content = {"card": self.card, "kernels": self.kernels, "tiles": {**self.read(ignore_message), **tiles}}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +98,7 @@ def products_of(model: Llama) -> dict[Product, list[LowBit]]:
 
 
 def set_tiles(model: Llama, tiles: Tiles) -> None:
-    """Set the tiles of every low-bit matrix of a model. A matmul without ``tiles`` uses the built-in ones."""
+    """Set the tiles of every low-bit matrix of a model. Matmuls that are missing in ``tiles`` use the built-in ones."""
     for weight, place in _weights(model):
         names = [str(Product(part.layout, part.shape, place)) for part in weight.parts]
         pairs = zip(weight.parts, names, strict=True)
@@ -120,7 +124,10 @@ def measured(
     on_message: OnMessage,
     measure: Measure = low_bit_tuning.measure,
 ) -> Iterator[Timed]:
-    """Measure tiles for these matmuls, and yield the fastest of each. Results so far reach ``file`` even on ctrl-c."""
+    """Measure tiles for these matmuls. Yield the fastest tile for each matmul and number of tokens.
+
+    When the measurement ends, even by ctrl-c, the results so far are stored in ``file``.
+    """
     found: dict[str, dict[int, Tile]] = {}
 
     def tell(label: str, unit: str) -> OnCount:
@@ -146,9 +153,10 @@ def choose_tiles(
     on_message: OnMessage = ignore_message,
     measure: Measure = low_bit_tuning.measure,
 ) -> None:
-    """Set the tiles from ``file``. Measure missing tiles, unless the built-in ones were tuned for this card.
+    """Set the tiles of a model's low-bit matrices from ``file``.
 
-    With several ranks, rank 0 measures first. The others read its results, and measure only what is still missing.
+    Missing tiles are measured, unless the built-in tiles were tuned for this card. With several ranks, rank 0 measures
+    first. The other ranks read the results of rank 0, and measure only tiles that are still missing.
     """
     products, dtype = products_of(model), model.dtype
     if not products:
@@ -164,7 +172,7 @@ def choose_tiles(
         )
         for each in measured(missing, dtype, file, on_progress, on_message, measure):
             tiles.setdefault(str(each.product), {})[each.tokens] = each.tile
-        torch.cuda.empty_cache()  # the pool of blocks takes the free memory
+        torch.cuda.empty_cache()  # the pool will take all memory that is free
         if model.device.type == "cuda":
             give_back(model.device)
     set_tiles(model, tiles)
@@ -173,7 +181,7 @@ def choose_tiles(
 
 
 def known(tiles: Tiles, products: Iterable[Product], dtype: torch.dtype) -> dict[str, dict[int, Tile]]:
-    """Return the tiles of each matmul that has a valid tile for every bucket of token counts."""
+    """Return the tiles of each matmul, without those matmuls that lack a valid tile for some bucket of token counts."""
 
     def is_whole(product: Product) -> bool:
         found = tiles.get(str(product), {})
