@@ -1,6 +1,6 @@
 """Chat templates: render a conversation as the text format that the model was trained on.
 
-Templates come with the model and are code. They run in a separate process: see `minillm.text.sandbox`.
+A template comes with the model and is a program. Therefore it runs in a separate process (`minillm.text.sandbox`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from minillm.text.tools import knows_tools, plain_calls, plain_tools, texts_in, 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name")
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # synonyms; the first one present counts
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # synonyms; if a message has several, the first counts
 _KEYS_OF = {"assistant": ("tool_calls", *_THOUGHTS), "tool": ("tool_call_id",)}  # in addition to _KEYS
 _EMPTY_KEYS = ("refusal", "audio", "function_call", "annotations", "tool_calls", *_THOUGHTS)  # ignored if empty
 _MEMORY_BYTES = 512 << 20
-_MAX_CHARACTERS = 16 << 20  # of all messages together
+_MAX_CHARACTERS = 16 << 20  # maximum characters of all messages together
 
 
 class ChatTemplate:
@@ -37,7 +37,7 @@ class ChatTemplate:
 
     @property
     def has_thinking_switch(self) -> bool:
-        """Return whether thinking can be switched on and off (``enable_thinking``: Qwen 3, SmolLM 3 and others)."""
+        """Return whether the template has the variable ``enable_thinking``, which switches thinking on and off."""
         return "enable_thinking" in self.source
 
     def render(
@@ -53,15 +53,15 @@ class ChatTemplate:
         """Render the conversation as text.
 
         Args:
-            messages: see `plain_messages`. If the template does not know the developer role, it becomes the system
-                role.
-            tools: see `minillm.text.tools.plain_tools`. If the template does not support tools, they become text of the
-                system message.
+            messages: see `plain_messages`. If the template does not know the role developer, the role system replaces
+                it.
+            tools: see `minillm.text.tools.plain_tools`. If the template does not support tools, they are described in
+                the system message.
             add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: end inside the last message, so that generation continues it.
-            thinks: whether the model should think first, if the template has that switch; None: the template's default.
-            num_known: return only the text after the answer that is the last of the first ``num_known`` messages; 0:
-                all text.
+            continue_final_message: end inside the last message, so that generation continues this message.
+            thinks: whether the model should think first, if `has_thinking_switch`; None: the template's default.
+            num_known: omit the text of the first ``num_known`` messages, of which the last must be an answer. 0: return
+                the text of all messages.
 
         Raises:
             UsageError: a message is invalid, or the template rejects it.
@@ -98,10 +98,14 @@ class ChatTemplate:
 
 
 def _up_to_end(text: str, content: str) -> str:
-    """Return ``text``, a rendered conversation, up to the end of its last message.
+    """Return a rendered conversation up to the end of its last message.
 
-    ``content`` is the last message's text, followed in ``text`` by `END_OF_MESSAGE`. Trailing spaces are dropped if the
-    template trims messages. Raises UsageError if ``text`` does not contain the whole message.
+    If the template trims messages, trailing spaces are dropped. Raises UsageError if ``text`` does not contain the
+    whole last message.
+
+    Args:
+        text: the rendered conversation. `END_OF_MESSAGE` marks the end of the last message.
+        content: the content of the last message.
     """
     end = text.rfind(END_OF_MESSAGE)
     if end < 0 or content.strip() not in text[:end]:
@@ -111,11 +115,13 @@ def _up_to_end(text: str, content: str) -> str:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Normalize messages: each gets a role, its content as text, and optionally a name.
+    """Check messages in OpenAI's format, and return them in one normal form.
 
-    An assistant message may have ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``, which
-    may also be called ``thinking`` or ``reasoning``. A tool message has a ``tool_call_id``. Content may also be None,
-    which means empty text, or a list of text parts, which are joined by newlines.
+    A returned message has ``role``, ``content`` as text, and optionally ``name``. An assistant message may also have
+    ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``, a tool message ``tool_call_id``.
+
+    A given ``content`` may also be None, which means empty text, or a list of text parts, which are joined by newlines.
+    ``thinking`` and ``reasoning`` are other names of ``reasoning_content``.
 
     Raises UsageError for an unknown role or key, or content that is not text.
     """

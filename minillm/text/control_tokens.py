@@ -1,9 +1,9 @@
 """Keep untrusted text from turning into control tokens.
 
-A control token (``<|im_end|>``, ``</s>``, ``[INST]``) structures the conversation. A user who could type one could
-forge a turn. A tokenizer finds control tokens by their spelling. Therefore minillm inserts a reserved character, the
-break, between the letters of each spelling in untrusted text. The tokenizer drops the break *after* it has searched for
-control tokens. The rest is tokenized like any other text, in its context.
+A control token (``<|im_end|>``, ``</s>``, ``[INST]``) structures the conversation. A user who could type control tokens
+could forge a turn. A tokenizer finds control tokens by their spelling, which is their text. Therefore minillm *breaks*
+each spelling in untrusted text: it inserts a reserved character, `BREAK`, between the letters. The tokenizer removes
+`BREAK` after it has searched for control tokens, and tokenizes the letters like any other text.
 """
 
 import re
@@ -18,16 +18,16 @@ from minillm.text.tools import with_texts
 
 BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for internal use; `admissible` removes it from input
 END_OF_MESSAGE = "\ufdd1"  # marks the end of the last message while a chat template is rendered
-CONTINUES = "\ufdd2"  # begins a text that continues another: see `minillm.text.dummy_prefix`
+CONTINUES = "\ufdd2"  # begins a text that continues another text: see `minillm.text.dummy_prefix`
 
 _MARKUP = re.compile(r"<\S+>|\[\S+\]|<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
 
 
 def is_control(token: AddedToken) -> bool:
-    """Return whether an added token is a control token: it is marked special, or it looks like markup.
+    """Return whether an added token is a control token, because it is marked special or looks like markup.
 
-    DeepSeek's ``<｜User｜>`` opens a turn although it is not marked special. Runs of spaces, which some tokenizers add,
-    are ordinary text.
+    For example, DeepSeek's ``<｜User｜>`` opens a turn although it is not marked special. Other added tokens, such as
+    runs of spaces, are ordinary text.
     """
     return token.special or _MARKUP.fullmatch(token.content) is not None
 
@@ -43,7 +43,7 @@ def admissible(text: str) -> str:
 
 
 class Spellings:
-    """The spellings of a set of control tokens: finds and breaks them in a text."""
+    """Finds and breaks the spellings of a set of control tokens in texts."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = sorted(set(texts), key=len, reverse=True)
@@ -59,7 +59,8 @@ class Spellings:
     def broken(self, text: str) -> str:
         """Return ``text`` with a `BREAK` between the characters of every spelling.
 
-        A `BREAK` is also added at an end of ``text`` where adjacent text could complete a spelling.
+        If ``text`` begins or ends with a part of a spelling, adjacent text could complete the spelling. So a `BREAK` is
+        added at that end of ``text`` as well.
         """
         text = self._pattern.sub(lambda match: BREAK.join(match[0]), text)
         if any(text[-i:] in self._starts for i in range(1, min(len(text) + 1, self._longest))):
@@ -70,11 +71,11 @@ class Spellings:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer. Their spellings in untrusted texts are broken.
+    """The control tokens of a tokenizer. Breaks their spellings in untrusted texts.
 
     Attributes:
         ids: the ids of the control tokens.
-        longest: characters of the longest one.
+        longest: number of characters of the longest control token.
 
     Args:
         added: the added tokens of the tokenizer, by id.
@@ -90,7 +91,7 @@ class ControlTokens:
         self._assistant_spellings = Spellings(allowed) if few else self._spellings
 
     def search_first(self, backend: tokenizers.Tokenizer) -> None:
-        """Make the backend search for control tokens before it normalizes the text."""
+        """Make the backend search for all control tokens before it normalizes the text."""
         found = [token for token in self._tokens.values() if token.normalized]
         if found:  # in one call: each takes time linear in the number of tokens
             backend.add_tokens([AddedToken(**{**token.__getstate__(), "normalized": False}) for token in found])
@@ -106,7 +107,7 @@ class ControlTokens:
     def broken_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message of a conversation with every spelling in its texts broken.
 
-        ``<think>`` and ``</think>`` stay in the assistant's own texts, because templates look for them.
+        In the assistant's own texts, ``<think>`` and ``</think>`` are not broken, because templates look for them.
         """
         own = ("content", "reasoning_content") if message["role"] == "assistant" else ()
         broken: dict[str, Any] = {}

@@ -1,8 +1,9 @@
-"""Tokens declared by the files next to tokenizer.json, added as in transformers.
+"""Add the tokens that the files next to tokenizer.json declare, as transformers does.
 
-If tokenizer_config.json has ``added_tokens_decoder``, that is the table of added tokens. Otherwise
-special_tokens_map.json overrides the named tokens, and added_tokens.json adds more. Named tokens (``eos_token``) and
-``extra_special_tokens``, formerly ``additional_special_tokens``, are always added. Named tokens are always special.
+A named token is the value of a key such as ``eos_token``. Named tokens are added and are special. The tokens in
+``extra_special_tokens``, formerly ``additional_special_tokens``, are added as well. The other tokens come from
+``added_tokens_decoder`` in tokenizer_config.json. If this key is missing, they come from added_tokens.json, and
+special_tokens_map.json overrides the named tokens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,20 +19,20 @@ from minillm.text.reading import is_there, read_json, shown
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 _TABLE = "added_tokens_decoder"
-_MOST_ADDED = 1 << 28  # bytes: memory estimate for the prefixes of all added tokens
+_MOST_ADDED = 1 << 28  # maximum estimate, in bytes, of the memory for the prefixes of all added tokens
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json. If it has no table of added tokens, special_tokens_map.json overrides its keys.
+    """Read tokenizer_config.json. Raises WeightsError if a file is damaged.
 
-    Raises WeightsError if a file is damaged.
+    If it has no ``added_tokens_decoder``, the keys of special_tokens_map.json override its keys.
     """
     config, named = (_read(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     return config if _TABLE in config else {**config, **named}
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """Return the named tokens, such as ``eos_token``, by name. transformers' standard names come first."""
+    """Return the named tokens, such as ``eos_token``, by name. The standard names of transformers come first."""
     extra = _extra(config)
     values = {**config, **(extra if isinstance(extra, Mapping) else {})}
     names = [name for name in values if name.endswith("_token") or (isinstance(extra, Mapping) and name in extra)]
@@ -40,7 +41,7 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def add_declared(backend: tokenizers.Tokenizer, directory: Path, config: Mapping[str, Any]) -> None:
-    """Add the declared tokens that the backend lacks, and set the declared flags of tokens that it already has.
+    """Add the declared tokens that the backend lacks. For tokens that the backend has, set the declared flags.
 
     Raises WeightsError if a declaration is damaged.
     """
@@ -65,7 +66,7 @@ def add_declared(backend: tokenizers.Tokenizer, directory: Path, config: Mapping
 
 
 def check_added(texts: Iterable[str]) -> None:
-    """Raise WeightsError if the added tokens would take more memory than those of any known model."""
+    """Raise WeightsError if added tokens with these texts would take more memory than those of any known model."""
     lengths = list(map(len, texts))
     if sum(length * (length + 64) for length in lengths) > _MOST_ADDED:
         raise WeightsError(f"{len(lengths)} added tokens of up to {max(lengths)} characters, which no model has")
@@ -80,12 +81,12 @@ def _extra(config: Mapping[str, Any]) -> Any:
 
 
 def _of_file(path: Path, special: set[str]) -> dict[int, AddedToken]:
-    """Read the tokens of an added_tokens.json, which has no flags. Texts in ``special`` become special tokens."""
+    """Read the tokens of an added_tokens.json. The file has no flags: tokens with texts in ``special`` are special."""
     return {_id(number): _token(text, path.name, special=text in special) for text, number in _read(path).items()}
 
 
 def _token(value: Any, where: str, *, special: bool = False) -> AddedToken:
-    """Make a token from its text, or from an object with its content and flags."""
+    """Create a token from its text, or from a JSON object with its content and flags."""
     found = {"content": value} if isinstance(value, str) else _object(value, where)
     text, flags = found.get("content"), {name: found[name] for name in _FLAGS if found.get(name) is not None}
     if not isinstance(text, str) or not all(isinstance(flag, bool) for flag in flags.values()):

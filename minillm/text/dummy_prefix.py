@@ -1,7 +1,8 @@
 """The space that a tokenizer adds before a text (SentencePiece's dummy prefix), and how to avoid it.
 
-A text that continues another must not get that space. minillm begins such a text with a mark, the reserved character
-`CONTINUES`. After each step that adds a prefix, another step removes the prefix together with the mark.
+A text that continues another text must not get this space. minillm begins such a text with a mark, the reserved
+character `CONTINUES`. After each step of the tokenizer that adds a prefix, minillm inserts a step that removes the
+prefix together with the mark.
 """
 
 from collections.abc import Mapping
@@ -14,10 +15,14 @@ Step = Mapping[str, Any]  # a normalizer or a pre-tokenizer, as in tokenizer.jso
 
 
 def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
-    """Return ``step`` followed by the removal of its prefix before a mark, and whether ``step`` adds a prefix.
+    """Return a step that adds no prefix to a marked text, and whether ``step`` adds a prefix to other texts.
 
-    ``step`` is returned unchanged if it adds none. ``members`` is the key of a sequence's steps: ``normalizers`` or
-    ``pretokenizers``.
+    The returned step is ``step`` if it adds no prefix. Otherwise it is a sequence of ``step`` and the removal of the
+    prefix and the mark.
+
+    Args:
+        step: a normalizer or pre-tokenizer; None: there is none.
+        members: the key of a sequence's steps, ``normalizers`` or ``pretokenizers``.
     """
     kind = None if step is None else step["type"]
     if step is None or kind not in ("Sequence", "Prepend", "Metaspace", "ByteLevel"):
@@ -30,9 +35,9 @@ def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
 
 
 def _removable(step: Step) -> list[Step]:
-    """Return the steps that replace ``step`` if it adds a prefix: they also remove it before a mark.
+    """Return the steps that replace ``step`` if it adds a prefix. Otherwise return an empty list.
 
-    Otherwise return an empty list.
+    The returned steps add the prefix as well, but remove it again before a mark.
     """
     kind = step["type"]
     if kind == "Prepend":

@@ -1,6 +1,6 @@
 """Rebuild tokenizers from a GGUF file's metadata.
 
-GGUF stores a vocabulary and the *name* of the pre-tokenizer. `minillm.text.pre_tokenizers` has their definitions.
+GGUF stores a vocabulary and the *name* of a pre-tokenizer. `minillm.text.pre_tokenizers` defines the pre-tokenizers.
 """
 
 import math
@@ -21,9 +21,12 @@ _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 
 
 def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
-    """Rebuild a tokenizer; return it, its special tokens by name (``bos_token`` and so on), and its chat template.
+    """Rebuild a tokenizer. Raises WeightsError if the metadata is damaged, or the tokenizer is not supported.
 
-    Raises WeightsError if the metadata is damaged, or the tokenizer is not supported.
+    Returns:
+        - the tokenizer;
+        - its special tokens by name (``bos_token`` and so on);
+        - its chat template, or None.
     """
     values = Values("the metadata", metadata)
     kind, tokens = metadata.get("tokenizer.ggml.model"), read_tokens(values)
@@ -58,7 +61,7 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Tokens) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer, and whether it adds BOS before a text by default."""
+    """Return a byte-level BPE tokenizer, and whether BOS is added before a text unless the metadata says otherwise."""
     name = metadata.get("tokenizer.ggml.pre")
     name = "default" if name in (None, "") else name
     if not isinstance(name, str) or name not in SPLITS:
@@ -85,8 +88,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Tokens) -> tuple[tokenizers
 def _sentencepiece(values: Values, tokens: Tokens) -> tokenizers.Tokenizer:
     """Return a BPE tokenizer that merges like SentencePiece.
 
-    SentencePiece's BPE merges the pair with the best score. The same result comes from BPE with merges sorted by score.
-    Equal or missing scores are ordered by id, because SentencePiece numbers tokens in the order of their scores.
+    SentencePiece always merges the pair that forms the token with the best score. BPE with merges sorted by score gives
+    the same result. Merges with equal or missing scores are sorted by token id, because SentencePiece numbers tokens in
+    the order of their scores.
     """
     scores: Any = values.values.get("tokenizer.ggml.scores", [0.0] * len(tokens.texts))
     sound = isinstance(scores, list) and all(type(score) in (int, float) and math.isfinite(score) for score in scores)

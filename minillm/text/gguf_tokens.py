@@ -1,9 +1,9 @@
 """The tokens in a GGUF file's metadata: their texts and kinds, the special tokens, and the tokens that end an answer.
 
-Files can be inconsistent: a fine-tuned model keeps the base model's end token, or a converter marks ``<|im_end|>`` as a
-word. llama.cpp corrects such tokens by their texts (src/llama-vocab.cpp), and authors test their files with it. minillm
-does the same, with one exception. If a byte-level file names no end token, llama.cpp ends answers at token 11,
-regardless of its text. minillm does not.
+Files can be wrong. For example, a fine-tuned model keeps the base model's end token, or a converter marks
+``<|im_end|>`` as a word. llama.cpp corrects such tokens by their texts (src/llama-vocab.cpp), and authors test their
+files with llama.cpp. minillm makes the same corrections, with one exception. If a byte-level file names no end token,
+llama.cpp ends answers at token 11, whatever its text is. minillm does not.
 """
 
 from collections.abc import Mapping
@@ -25,20 +25,20 @@ _ENDS = frozenset(
         *("<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
     )
 )
-# Tokens with these texts also end an answer, unless a metadata key names another token for the same purpose.
+# Tokens with these texts also end an answer, unless a key of the metadata names a token for the same purpose.
 _ENDS_BY_KEY = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# Code models use these for fill-in-the-middle.
+# Tokens for fill-in-the-middle, in code models.
 _FILL_IN = (
     *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>"),
     *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>"),
     *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>"),
     *("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )
-_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # parsers of gpt-oss answers look for them
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # decoded as text, for parsers of gpt-oss answers
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # defaults
 _NAMES = ("bos", "eos", "eot", "eom", "unknown", "padding", *_ENDS_BY_KEY)
 
@@ -48,10 +48,10 @@ class Tokens:
     """A vocabulary.
 
     Attributes:
-        texts: the text of each token id.
-        kinds: the kind of each token id: NORMAL, UNKNOWN, CONTROL, ….
-        ids: the id of each text.
-        special: ids by name (``bos``, ``eos``, ``unknown``, …).
+        texts: the text of each token, by id.
+        kinds: the kind of each token, by id: NORMAL, UNKNOWN, CONTROL, ….
+        ids: the id of each token, by text.
+        special: the ids of special tokens by name (``bos``, ``eos``, ``unknown``, …).
     """
 
     texts: list[str]
@@ -63,7 +63,7 @@ class Tokens:
 def read_tokens(values: Values) -> Tokens:
     """Read the tokens of GGUF metadata, and correct their kinds by their texts.
 
-    Raises WeightsError if they are damaged.
+    Raises WeightsError if the metadata is damaged.
     """
     found = texts_of(values.values, "tokens")
     kinds = values.values.get("tokenizer.ggml.token_type", [NORMAL] * len(found))
@@ -86,7 +86,7 @@ def read_tokens(values: Values) -> Tokens:
 
 
 def texts_of(metadata: Mapping[str, Any], key: str) -> list[str]:
-    """Return the list of texts under ``tokenizer.ggml.KEY``. Raises WeightsError if it is missing, empty or invalid."""
+    """Return the list of texts at ``tokenizer.ggml.KEY``. Raises WeightsError if it is missing, empty or invalid."""
     values = metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise WeightsError(f"the metadata has no usable tokenizer.ggml.{key}")
@@ -94,9 +94,9 @@ def texts_of(metadata: Mapping[str, Any], key: str) -> list[str]:
 
 
 def special_ids(values: Values, count: int) -> dict[str, int]:
-    """Return the ids of special tokens by name, from the metadata's keys and SentencePiece's defaults.
+    """Return the ids of special tokens by name, from the metadata or from SentencePiece's defaults.
 
-    Ids of ``count`` or more are ignored. Raises WeightsError if a key's value is not an integer.
+    ``count`` is the number of tokens. Invalid ids are ignored. Raises WeightsError if a value is not an integer.
     """
     defaults = _SENTENCEPIECE_IDS if values.values.get("tokenizer.ggml.model") == "llama" else {}
     found: dict[str, int] = {}
@@ -112,7 +112,7 @@ def special_ids(values: Values, count: int) -> dict[str, int]:
 def end_ids(values: Values, count: int) -> list[int]:
     """Return the ids of the tokens that end an answer, the file's own end token first.
 
-    ``count`` is the number of rows of the model's embedding. Larger ids are left out.
+    ``count`` is the number of rows of the model's embedding. Ids without a row are left out.
     """
     tokens = values.values.get("tokenizer.ggml.tokens")
     texts = tokens if isinstance(tokens, list) else []
@@ -130,7 +130,10 @@ def _ends_by_text(special: Mapping[str, int]) -> frozenset[str]:
 
 
 def _not_ends(texts: Mapping[str, int]) -> dict[str, int]:
-    """Return tokens that end answers in other vocabularies but not in this one, as a map of text to kind."""
+    """Return the tokens that end answers in other vocabularies but not in this one.
+
+    ``texts`` are the texts of this vocabulary. The result maps each such token's text to its kind in this vocabulary.
+    """
     found = {}
     calls = bool({"<|call|>", "<|calls|>"} & texts.keys())
     if calls and {"<|return|>", "<|flush|>"} & texts.keys():

@@ -1,9 +1,9 @@
 """Tokenizers in Hugging Face's layout: tokenizer.json and the files next to it.
 
 A tokenizer.json comes with the model and is untrusted. Its steps (normalizer, pre-tokenizer, post-processor) can be
-harmful: a regular expression that never ends, a replacement that turns one character into a thousand, data that makes
-the library panic. If every step is known to take time linear in the text, the tokenizer runs in this process. Otherwise
-it runs in a `minillm.text.sandbox`.
+harmful. For example, a regular expression may never end, a replacement may turn one character into a thousand, or data
+may make the library panic. If every step is known to take time linear in the text, the tokenizer runs in this process.
+Otherwise it runs in a `minillm.text.sandbox`.
 """
 
 import json
@@ -23,13 +23,13 @@ from minillm.text.reading import is_there, read_bytes
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import Sandbox, quiet
 
-_MAX_BYTES = 64 << 20  # of a tokenizer.json; the largest known ones have 33 MB
-_MEMORY_BYTES, _MEMORY_PER_BYTE = 1 << 30, 16  # for a tokenizer in a sandbox, and for each byte of its file
+_MAX_BYTES = 64 << 20  # maximum size of a tokenizer.json; the largest known files have 33 MB
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 1 << 30, 16  # memory limit of a sandbox: a constant, and bytes per byte of the file
 
-# Each step, with its key in a sequence.
+# The steps of a tokenizer, each with the key of the list of steps if it is a sequence of several.
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
 _PATTERNS = {pattern for split in SPLITS.values() for pattern in split.patterns}
-# Factor by which a step may lengthen a text, in bytes. The Unicode standard states those of the normalization forms.
+# Maximum factors by which steps lengthen a text in bytes. The Unicode standard states those of normalization forms.
 _GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Prepend": 1}
 _GROWTH |= {"ByteLevel": 2, "Metaspace": 4, "Digits": 1, "Whitespace": 1, "WhitespaceSplit": 1, "Punctuation": 1}
 _GROWTH |= {"TemplateProcessing": 1, "BertProcessing": 1, "RobertaProcessing": 1}
@@ -39,7 +39,9 @@ _LONGEST = 64  # characters that a step adds before a text
 
 
 def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, dict[str, Any] | None]:
-    """Read tokenizer.json and the files next to it. Raises WeightsError if it is missing, or a file is damaged.
+    """Read tokenizer.json and the files next to it.
+
+    Raises WeightsError if tokenizer.json is missing, or if a file is damaged.
 
     Returns:
         - the tokenizer, without the steps that must not run in this process;
@@ -93,7 +95,10 @@ def encoder_of(document: Mapping[str, Any]) -> Sandbox:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object. Raises ValueError for a repeated key: the library might use a value that was not checked."""
+    """Build a JSON object. Raises ValueError for a repeated key.
+
+    The library might use another one of the key's values than the value that was checked.
+    """
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has a key twice")
@@ -103,7 +108,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def is_known(document: Mapping[str, Any]) -> bool:
     """Return whether every step of a tokenizer.json is known to be harmless, so that it may run in this process.
 
-    ``document`` is the content of the file. Together the steps must not lengthen a text by more than `_MOST_GROWTH`.
+    ``document`` is the content of the file. All steps together must not lengthen a text by more than a factor of
+    `_MOST_GROWTH`.
     """
     try:
         model = document["model"]
@@ -133,9 +139,10 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template: the text of the file ``path``, else ``chat_template`` of the config, else None.
+    """Return the chat template, or None if there is none.
 
-    In the config it is a text, or a list of named templates with one called "default".
+    It is the text of the file ``path``. If the file is missing or empty, it is the value of the config's key
+    ``chat_template``: a text, or a list of named templates, of which the one named "default" is used.
     """
     try:
         if is_there(path) and (text := read_bytes(path).decode("utf-8", errors="replace")):

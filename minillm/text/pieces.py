@@ -1,7 +1,7 @@
-"""The ids of the texts between a chat's control tokens, kept from turn to turn.
+"""Encode a chat piece by piece, and keep the ids of each piece for later turns.
 
-The ``tokenizers`` library first searches a text for added tokens. Then it encodes each piece between two of them alone.
-So the ids of a chat are those of its pieces in order, and a new turn has to encode only its own pieces.
+The ``tokenizers`` library first searches a text for added tokens. A piece is the text between two added tokens. The
+library encodes each piece independently of the others. So a new turn has to encode only its own pieces.
 """
 
 import json
@@ -14,14 +14,14 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-_MOST_CHARACTERS = 1 << 21  # of all kept pieces: their ids take about one byte for each
+_MOST_CHARACTERS = 1 << 21  # maximum characters of all kept pieces: their ids take about one byte per character
 
 
 class Pieces:
-    """Encodes chats piece by piece. Threads may use it together.
+    """Encodes chats piece by piece. It is thread-safe.
 
     Args:
-        added: the ids of the added tokens for which the library searches first, by their texts.
+        added: the ids of the added tokens by text, if the library searches for them before it normalizes a text.
         encode: encodes one piece with the library.
     """
 
@@ -37,11 +37,12 @@ class Pieces:
     def of(
         cls, added: Mapping[int, AddedToken], steps: Mapping[str, Any], encode: Callable[[str], list[int]]
     ) -> "Pieces | None":
-        """Return the pieces of a tokenizer; None if a piece's ids may depend on what stands next to it.
+        """Return `Pieces` for a tokenizer; None if the ids of a piece may depend on the text around the piece.
 
         Args:
-            added: all added tokens by id, as the library searches for them.
+            added: all added tokens by id.
             steps: normalizer and pre-tokenizer, as in tokenizer.json.
+            encode: encodes one piece with the library.
         """
         first = {token.content: number for number, token in added.items() if not token.normalized and token.content}
         strips = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
@@ -49,9 +50,10 @@ class Pieces:
         return None if strips or depends or not first else cls(first, encode)
 
     def ids(self, text: str, owner: str | None = None) -> list[int]:
-        """Return the ids of a text, the same as the library's.
+        """Return the ids of a text, which are the same as the library's.
 
-        Only requests of the same ``owner`` use each other's pieces: the time would tell others that a text is known.
+        Only requests of the same ``owner`` share pieces. Otherwise an owner could detect, by timing, that another owner
+        has used a text.
         """
         found: list[int] = []
         for number, part in enumerate(self._pattern.split(text)):

@@ -1,7 +1,7 @@
 """The pre-tokenizers that GGUF files name in ``tokenizer.ggml.pre``, with llama.cpp's regular expressions.
 
-Only those of Llama-family models are here. A wrong pre-tokenizer would tokenize almost correctly, so unknown names are
-rejected.
+This module has only the pre-tokenizers of Llama-family models. A wrong pre-tokenizer would tokenize almost correctly,
+so unknown names are rejected.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ class Split:
     """The rules by which a byte-level tokenizer splits a text into pieces before it merges bytes within each piece.
 
     Attributes:
-        patterns: each splits the pieces that the previous one returned. Unmatched text between matches is also a piece.
-        ignore_merges: a piece that is a vocabulary entry is not split further.
+        patterns: regular expressions. Each one splits the pieces that result from the previous one. A match is a piece,
+            and so is the text between two matches.
+        ignore_merges: a piece that is a vocabulary entry becomes one token, whatever the merges are.
         adds_bos: BOS is added before a text, unless the file says otherwise.
-        composes: letters and their accents are composed first (NFC), as in the models' own tokenizers. llama.cpp does
-            not compose them.
+        composes: letters and their accents are composed first (NFC), as in the models' own tokenizers. llama.cpp skips
+            this step.
     """
 
     patterns: tuple[str, ...]
@@ -38,7 +39,10 @@ A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 
 
 
 def _class_of(code_points: str) -> str:
-    """Return code points and ranges (``0041-005A 00B5``) as the content of a regular expression's character class."""
+    """Return the content of a regular expression's character class.
+
+    ``code_points`` are hexadecimal code points and ranges, such as ``0041-005A 00B5``.
+    """
     return "".join("-".join(chr(int(end, 16)) for end in entry.split("-")) for entry in code_points.split())
 
 
@@ -80,7 +84,7 @@ _DIGITS_APART = (r"\p{N}", GPT2)
 _SEED_CODER = QWEN2.replace(r"[\r\n]*|\s*[\r\n]+", r"|\s*[\r\n]+")  # a line end after punctuation is a separate piece
 _VIKING = (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")
 
-# The names that llama.cpp gives each split.
+# llama.cpp's names of each `Split`.
 _LLAMA3_NAMES = (
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     "jina-v5-nano",

@@ -1,4 +1,4 @@
-"""Accepted kinds of prompts, normalized to text or a list of Python ints."""
+"""Convert every accepted kind of prompt to text or a list of Python ints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -11,9 +11,9 @@ Prompt = str | Sequence[int]
 
 
 def prompt_list(prompts: Any) -> list[Prompt]:
-    """Return one prompt or several as a list.
+    """Return a list of prompts, given one prompt or several.
 
-    Raises UsageError for other types. The prompts themselves are not checked.
+    Raises UsageError for other types. The single prompts are not checked.
     """
     found = _unwrapped(prompts)
     found = found.tolist() if hasattr(found, "tolist") else found  # an array or a tensor
@@ -40,9 +40,9 @@ def plain_ids(prompt: Any) -> list[int]:
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """Return the prompt in a dictionary of vLLM: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or both.
+    """Return the prompt that is wrapped in a dictionary, as in vLLM. Return any other value unchanged.
 
-    Token ids take precedence over text. Any other value is returned as it is.
+    The dictionary has the key ``prompt`` (text), ``prompt_token_ids``, or both. Token ids take precedence over text.
     """
     if isinstance(prompt, Mapping) and prompt and set(prompt) <= {"prompt", "prompt_token_ids"}:
         return prompt.get("prompt_token_ids", prompt.get("prompt"))

@@ -1,7 +1,7 @@
 """Read untrusted files: only regular files are opened, sizes are limited, and each value is checked.
 
-A pipe, a device or a directory instead of a file is reported rather than waited for. An error about a value names the
-file, the key and the value.
+A pipe, a device or a directory in place of a file raises an error, instead of blocking. An error about a value names
+the file, the key and the value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minillm.text.safe import clean_line, parse_json
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
-_MAX_BYTES = 64 << 20  # of a file that is read whole; the index of a model of 400 billion parameters has 0.2 MB
+_MAX_BYTES = 64 << 20  # maximum size of a file; the index of a model with 400 billion parameters has 0.2 MB
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -64,17 +64,16 @@ def is_there(path: Path) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return ``value`` on one short line, shortened for messages."""
+    """Return a representation of ``value`` for messages, shortened and on one line."""
     return clean_line(_REPR.repr(value), 100)
 
 
 @dataclass(frozen=True)
 class Values:
-    """The keys and values of one JSON or metadata object, read with checks.
+    """Reads and checks the values of one JSON object, or of a file's metadata.
 
-    A null value counts as absent, as in transformers.
-
-    Each method raises WeightsError if the value has another type or is out of range.
+    Each method raises WeightsError if a value has another type or is out of range. A null value counts as absent, as in
+    transformers.
 
     Attributes:
         where: the name of the file or object, for error messages.
@@ -90,13 +89,13 @@ class Values:
         return self.values[key] if self.has(key) else default
 
     def error(self, key: str, wanted: str) -> WeightsError:
-        """Return the error for a missing key, or a value other than ``wanted``."""
+        """Return the error for a key that is missing or has a wrong value. ``wanted`` describes the right values."""
         if not self.has(key):
             return WeightsError(f"{self.where}: the required key {key} is missing")
         return WeightsError(f"{self.where}: {key} must be {wanted}, not {shown(self.values[key])}")
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e30) -> float:
-        """Return a finite number from ``least`` to ``most``; without a default the key is required."""
+        """Return a finite number from ``least`` to ``most``. If ``default`` is None, the key is required."""
         value = self._found(key, default)
         if type(value) not in (int, float) or not least <= value <= most:
             raise self.error(key, f"a number from {least:g} to {most:g}")
@@ -110,7 +109,7 @@ class Values:
         return value
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 62) -> int:
-        """Return an integer from ``least`` to ``most``; without a default the key is required."""
+        """Return an integer from ``least`` to ``most``. If ``default`` is None, the key is required."""
         value = self._found(key, default)
         if type(value) not in (int, float) or not least <= value <= most or value != int(value):
             raise self.error(key, f"a whole number from {least} to {most}")
@@ -146,7 +145,7 @@ class Values:
         return Values(f"{self.where}: {key}", value)
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the value, one token id or a list of them, as a tuple.
+        """Return token ids as a tuple. The value is one token id or a list of token ids.
 
         Ids beyond the model's vocabulary are dropped, because the model never produces them.
         """

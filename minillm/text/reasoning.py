@@ -1,4 +1,4 @@
-"""A model's reasoning, between ``<think>`` and ``</think>``, and the answer after it."""
+"""Separate a model's reasoning, which is between ``<think>`` and ``</think>``, from the answer after it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 OPEN, CLOSE = "<think>", "</think>"  # tags around the reasoning
-Pieces = list[tuple[bool, str]]  # (is reasoning, text) without the tags; no text is empty
-PROMPT_END = 8  # last tokens of a prompt to search for an opening tag, which may be followed by space
+Pieces = list[tuple[bool, str]]  # (whether it is reasoning, text without the tags) of each piece; no text is empty
+PROMPT_END = 8  # number of a prompt's last tokens to search for an opening tag, which may be followed by white space
 
 
 def is_opened(decode: Callable[[list[int]], str], prompt: list[int]) -> bool:
@@ -21,9 +21,9 @@ def is_opened(decode: Callable[[list[int]], str], prompt: list[int]) -> bool:
 
 
 def _cut(text: str, tag: str) -> tuple[str, bool, str]:
-    """Split ``text`` at the first ``tag``. Return the text before it, whether ``tag`` was found, and the rest.
+    """Split ``text`` at the first ``tag``. Return the text before the tag, whether it was found, and the rest.
 
-    If ``tag`` was not found, the rest is the end of ``text`` that may begin a tag. It needs more text to decide.
+    If the tag was not found, the rest is the part at the end of ``text`` that may be the beginning of a tag.
     """
     before, found, after = text.partition(tag)
     if found:
@@ -36,8 +36,8 @@ def _cut(text: str, tag: str) -> tuple[str, bool, str]:
 class ReasoningSplitter:
     """Splits streamed text into reasoning and answer, which may alternate.
 
-    Text that may begin a tag is held back until more arrives. ``inside`` is whether the text begins inside the
-    reasoning.
+    Text that may be the beginning of a tag is held back until more text arrives. ``inside`` is whether the text begins
+    inside the reasoning.
     """
 
     inside: bool = False
@@ -55,18 +55,18 @@ class ReasoningSplitter:
         return pieces
 
     def finish(self) -> Pieces:
-        """End the text. Return the text that was held back, as an ordinary piece: it is not a tag."""
+        """End the text. Return the text that was held back. It is an ordinary piece, because no tag follows."""
         held, self._held = self._held, ""
         return [(self.inside, held)] if held else []
 
 
 class LeadingReasoning:
-    """Splits streamed text that may begin with reasoning. Tags that occur later, in the answer, are ordinary text.
+    """Splits streamed text that may begin with reasoning. In the answer after it, tags are ordinary text.
 
     White space around the reasoning is dropped.
 
     Args:
-        inside: the prompt ends with the opening tag.
+        inside: the prompt ends with the opening tag, so the text begins inside the reasoning.
     """
 
     def __init__(self, *, inside: bool) -> None:
@@ -122,7 +122,7 @@ class LeadingReasoning:
 
 
 def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
-    """Return all reasoning and all answer text of a complete text. ``inside``: the text begins inside the reasoning."""
+    """Return (reasoning, answer) of a complete text. ``inside``: the text begins inside the reasoning."""
     splitter = ReasoningSplitter(inside)
     pieces = splitter.push(text) + splitter.finish()
     return (

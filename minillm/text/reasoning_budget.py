@@ -1,7 +1,8 @@
 """A sequence's reasoning, token by token, and the limit on its length.
 
-At the limit the tokens that close the reasoning are forced, one by one; the answer follows. Everything is derived from
-the sequence's tokens, so a forked or recomputed sequence continues where it was.
+When the reasoning reaches the limit, the next tokens are forced, one by one, to a text that closes the reasoning. Then
+the answer follows. The position is derived from the sequence's tokens alone, so a forked or recomputed sequence has the
+right position as well.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from minillm.errors import MinillmError
 from minillm.text.reasoning import CLOSE, OPEN
 from minillm.text.tokenizer import Tokenizer
 
-CLOSING = f"\n\nEnough thinking; I will answer now.\n{CLOSE}\n\n"  # forced at the limit
-CLOSED = f"\n\n{CLOSE}\n\n"  # the same for a limit of 0
+CLOSING = f"\n\nEnough thinking; I will answer now.\n{CLOSE}\n\n"  # the text that is forced at the limit
+CLOSED = f"\n\n{CLOSE}\n\n"  # the text that is forced if the limit is 0
 NO_LIMIT = 1 << 24  # tokens, more than any context has
 _OPEN, _CLOSE = OPEN.encode(), CLOSE.encode()
 
@@ -27,9 +28,9 @@ class ReasoningTags:
     """The tags around a model's reasoning, as tokens.
 
     Attributes:
-        opening: the opening tag, if it is one token.
-        closing, closed: the tokens of `CLOSING` and `CLOSED`.
-        spelled: the tags that are one token each, by id. Special tokens have no other text.
+        opening: the id of the opening tag; None if the tag is not one token.
+        closing, closed: the ids of `CLOSING` and of `CLOSED`.
+        spelled: the bytes of both tags by id, if each tag is one token. The tokenizer has no bytes for special tokens.
     """
 
     tokenizer: Tokenizer
@@ -56,11 +57,11 @@ class ReasoningTags:
         return cls(tokenizer, tags[0][0] if are_tokens else None, closing, closed, spelled)
 
     def text(self, token_id: int) -> bytes:
-        """Return the bytes of a token, also of a tag that is a special token."""
+        """Return the bytes of a token, even if it is a special token for a tag."""
         return self.spelled.get(token_id) or self.tokenizer.token_bytes(token_id)
 
     def is_open(self, prompt: Sequence[int], end_ids: Collection[int]) -> bool:
-        """Return whether a prompt ends inside reasoning. Only the text after its last end token counts."""
+        """Return whether a prompt ends inside reasoning. Only the text after the last of ``end_ids`` counts."""
         after = b""
         for token_id in reversed(prompt):
             if token_id in end_ids:
@@ -74,25 +75,27 @@ class ReasoningTags:
 
 
 class _Stage(Enum):
-    START = auto()  # no token yet that is not space: the opening tag may come
-    INSIDE = auto()
-    CLOSING = auto()  # at the limit: the next token is forced
-    OVER = auto()
+    START = auto()  # nothing but white space so far, or a part of the opening tag
+    INSIDE = auto()  # the next token may continue the reasoning
+    CLOSING = auto()  # the limit is reached, and the next token is forced
+    OVER = auto()  # the next token belongs to the answer
 
 
 class Thought:
     """The position of a sequence in its reasoning.
 
+    Methods take the sequence's tokens as ``token_ids``, prompt included. They describe the next token after these.
+
     Attributes:
         first: index of the first token of reasoning.
-        count: tokens of reasoning so far.
+        count: number of reasoning tokens so far.
 
     Args:
-        limit: maximum number of tokens between the tags. The tags and the forced tokens do not count.
+        limit: maximum number of tokens between the tags. Tags and forced tokens do not count.
         is_open: the prompt ends inside reasoning.
         first: number of prompt tokens.
-        has_grammar: the answer has a grammar. Unless ``is_open``, the first generated token then must begin either the
-            reasoning or the answer.
+        has_grammar: the answer has a grammar. Then the first generated token begins the reasoning or the answer, unless
+            ``is_open``.
     """
 
     def __init__(
@@ -105,9 +108,9 @@ class Thought:
             self._begin()
 
     def copy(self, limit: int | None = None) -> Self:
-        """Return an independent copy at this position, with another limit if given.
+        """Return an independent copy at this position. ``limit`` is the limit of the copy; None: the same limit.
 
-        If `count` has reached it, the reasoning is closed next.
+        If `count` has reached the copy's limit already, the next token is forced.
         """
         other = copy(self)
         if limit is not None:
@@ -117,28 +120,31 @@ class Thought:
         return other
 
     def depth(self, token_ids: list[int]) -> int | None:
-        """Return the tokens of reasoning so far if the next token may continue it."""
+        """Return the number of reasoning tokens so far if the next token may continue the reasoning, else None."""
         return self.count if self._follow(token_ids) is _Stage.INSIDE else None
 
     def is_inside(self, token_ids: list[int]) -> bool:
-        """Return whether the next token is certainly not part of the answer."""
+        """Return whether the next token belongs to the reasoning or to the text that closes it."""
         return self._follow(token_ids) in (_Stage.INSIDE, _Stage.CLOSING)
 
     def may_open(self, token_ids: list[int]) -> int | None:
-        """Return the id of the opening tag if it may be the first token of an answer with a grammar, else None."""
+        """Return the id of the opening tag if the next token may be this tag although the grammar forbids it.
+
+        Otherwise return None. It is also None if there is no grammar.
+        """
         starts = self._follow(token_ids) is _Stage.START
         return self.tags.opening if starts and self._has_grammar else None
 
     def covers(self, token_ids: list[int], token_id: int) -> bool:
-        """Return whether ``token_id`` after ``token_ids`` belongs to the reasoning or is one of its tags."""
+        """Return whether the next token, if it is ``token_id``, belongs to the reasoning or is one of its tags."""
         return self.is_inside(token_ids) or token_id == self.may_open(token_ids)
 
     def forced(self, token_ids: list[int]) -> int | None:
-        """Return the only token that may follow; None if there is no such restriction."""
+        """Return the id to which the next token is forced; None if it is not forced."""
         return self._forced_ids[self._num_forced] if self._follow(token_ids) is _Stage.CLOSING else None
 
     def num_free(self, token_ids: list[int]) -> int:
-        """Return the number of next tokens that are certainly not forced."""
+        """Return a number of next tokens that are certainly not forced, whatever they are."""
         stage = self._follow(token_ids)
         if stage is _Stage.OVER:
             return NO_LIMIT
@@ -152,7 +158,7 @@ class Thought:
         self._stage = _Stage.INSIDE if self.limit else _Stage.CLOSING
 
     def _follow(self, token_ids: list[int]) -> _Stage:
-        """Account for the tokens that were added since the last call."""
+        """Account for the tokens that were added since the last call. Return the stage of the next token."""
         while self._seen < len(token_ids) and self._stage is not _Stage.OVER:
             self._push(token_ids[self._seen])
             self._seen += 1
@@ -184,7 +190,10 @@ class Thought:
 
 
 def reasoning(tags: ReasoningTags, output: list[int], *, is_open: bool) -> Thought:
-    """Return the reasoning at the beginning of an output, forced tokens included."""
+    """Return the position after all generated tokens, ``output``, from which the caller reads `first` and `count`.
+
+    No limit applies, so tokens that were forced are counted as well.
+    """
     thought = Thought(tags, NO_LIMIT, is_open=is_open, first=0)
     thought._follow(output)
     return thought

@@ -1,9 +1,9 @@
 """The only filter between untrusted text and a terminal.
 
-Model output, prompts, file names, chat templates and server messages are untrusted. Terminals obey control characters
-(ESC, the 8-bit C1 codes, carriage returns), and bidirectional controls change the displayed order. All such text passes
-through `clean` before it reaches a widget, a title, a log line or stdout. `clean` replaces each dangerous character by
-a visible substitute. It looks at one character at a time, so a text may be split into chunks anywhere.
+Model output, prompts, file names, chat templates and server messages are untrusted. Their control characters (ESC, the
+8-bit C1 codes, carriage returns) could control the terminal, and bidirectional controls change the displayed order. All
+untrusted text passes through `clean` before it reaches a widget, a title, a log line or stdout. `clean` replaces each
+dangerous character with a visible substitute. It looks at one character at a time, so a text may be split anywhere.
 
 Markup is not escaped here: widgets that parse markup must not receive untrusted text.
 """
@@ -44,14 +44,14 @@ STAND_INS = _stand_ins()
 def clean(text: str) -> str:
     """Replace every terminal control character with a visible substitute.
 
-    Newlines and tabs stay; ``\\r\\n`` becomes ``\\n``. The result encodes to UTF-8 and contains no C0, DEL or C1 byte
-    sequence, so no escape sequence can begin in it.
+    Newlines and tabs stay, and ``\\r\\n`` becomes ``\\n``. No escape sequence can begin in the result, because it
+    contains no other C0 character, no DEL and no C1 character. The result can be encoded as UTF-8.
     """
     return text.replace("\r\n", "\n").translate(STAND_INS)
 
 
 def clean_line(text: str, limit: int = 200) -> str:
-    """Return ``text`` cleaned, on one line, and cut to ``limit`` characters, for titles, names and messages."""
+    """Clean ``text`` for titles, names and messages. Return it on one line, shortened to ``limit`` characters."""
     line = " ".join(clean(text).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
@@ -67,10 +67,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_strict_json(text: str) -> Any:
-    """Parse a JSON text from a model or a client. The result can be written as JSON and UTF-8 again.
+    """Parse a JSON text from a model or a client. The value can always be encoded as JSON and UTF-8 again.
 
-    Escapes of lone surrogates become U+FFFD. Raises ValueError for NaN, infinities and numbers beyond float64, for text
-    that is not JSON, and for text that is nested too deeply.
+    Escapes of lone surrogates become U+FFFD. Raises ValueError for text that is not JSON or is nested too deeply, and
+    for NaN, infinities and numbers beyond float64.
     """
     import json
 
@@ -93,9 +93,9 @@ def _finite(number: str) -> float:
 def json_line(value: object, *, ascii_only: bool = False) -> str:
     """Return ``value`` as JSON on one line that is safe for a terminal.
 
-    Every character that `clean` would replace is written as its ``\\u`` escape. Parsing the line gives the same value.
-    Lone surrogates are escaped, so the line encodes to UTF-8, and so is U+2028, which some readers take for the end of
-    a line.
+    Every character that `clean` would replace is written as its ``\\u`` escape, so parsing the line gives the same
+    value. These characters include lone surrogates, which UTF-8 cannot encode, and U+2028, which some programs take for
+    the end of a line.
     """
     import json
 

@@ -17,18 +17,20 @@ from typing import Any
 from minillm.errors import WeightsError
 from minillm.text.safe import clean_line
 
-_QUIET = threading.Lock()  # stderr is shared by the process
-_HELD = 1 << 14  # bytes: a request of this size fits into an empty pipe, so writing it does not block
-SECONDS = 5.0  # for an answer; the slowest known template takes 20 ms
+_QUIET = threading.Lock()  # all threads share stderr
+_HELD = 1 << 14  # bytes: a request of this size fits into an empty pipe, so writing the request does not block
+SECONDS = 5.0  # default time limit for an answer; the slowest known template takes 20 ms
 
 
 class Sandbox:
-    """A process that runs `minillm.text.sandbox_process` and answers requests. It is started by the first request.
+    """A process that runs `minillm.text.sandbox_process` and answers requests.
+
+    The first request starts the process. After a failure, the next request starts a new process.
 
     Args:
-        subject: the kind of program, "chat template" or "tokenizer".
+        subject: the kind of program that the process runs, "chat template" or "tokenizer".
         memory: maximum size of the process's address space, in bytes.
-        first: a request that every new process gets before any other.
+        first: a request that every new process gets before any other request.
     """
 
     def __init__(self, subject: str, memory: int, first: Mapping[str, Any] | None = None) -> None:
@@ -47,7 +49,7 @@ class Sandbox:
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
         """Send a request and return the answer of the process.
 
-        ``seconds`` is the time limit, `SECONDS` unless given. Raises WeightsError if the process fails, exceeds the
+        ``seconds`` is the time limit; None: `SECONDS`. Raises WeightsError if the process fails, exceeds the time
         limit, or needs more memory than it may use.
         """
         with self._lock:
@@ -95,9 +97,9 @@ class Sandbox:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide stderr output of a library that panics.
+    """Hide the message that a library prints to stderr when it panics.
 
-    If the block ends without an exception, print the output afterwards.
+    If the ``with`` block raises no exception, print the output of the block afterwards.
     """
     with _QUIET, tempfile.TemporaryFile() as written:
         try:

@@ -1,8 +1,8 @@
 """The process of a `minillm.text.sandbox.Sandbox`: reads one JSON request per line, and answers each with a JSON line.
 
-It runs as a script with two arguments: the kind of program, and the maximum address space in bytes. It imports nothing
-of minillm. It limits its own address space, and the parent kills it if it takes too long. Jinja's own sandbox keeps a
-chat template from accessing anything outside, but limits neither time nor memory.
+This file runs as a script with two arguments: the kind of program, and the maximum address space in bytes. It imports
+nothing of minillm. It limits its own address space, and the parent kills it if it takes too long. Jinja's own sandbox
+keeps a chat template from accessing files and Python internals, but limits neither time nor memory.
 """
 
 import json
@@ -18,12 +18,15 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-_MOST_TOKENS = 64  # per character of a text, at most
-_tokenizers: list[Any] = []  # at most one
+_MOST_TOKENS = 64  # maximum tokens per character of a text
+_tokenizers: list[Any] = []  # the loaded tokenizer, if there is one
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}``, which marks assistant text for training. Renders its body."""
+    """The Jinja tag ``{% generation %}…{% endgeneration %}``, which marks assistant text for training.
+
+    It only renders its body.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -34,7 +37,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class Refusal(Exception):
-    """The template rejects this conversation: it called ``raise_exception``."""
+    """Raised if the template rejects the conversation, by calling ``raise_exception``."""
 
 
 def _raise_exception(message: str) -> None:
@@ -60,9 +63,10 @@ def _template(source: str) -> jinja2.Template:
 
 
 def render(request: dict[str, Any]) -> dict[str, Any]:
-    """Render ``template`` with ``variables``.
+    """Render the request's ``template`` with its ``variables``.
 
-    Return the ``text``, or, as ``refused``, the template's reason to reject them.
+    Return the result under the key ``text``. If the template rejects the conversation, return the reason under the key
+    ``refused``. Raises ValueError if the text is longer than the request's ``limit``.
     """
     parts, length = [], 0
     try:
@@ -77,7 +81,10 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode(request: dict[str, Any]) -> dict[str, Any]:
-    """Load ``tokenizer``, the content of a tokenizer.json, or return the ``ids`` of ``text``."""
+    """Load the request's ``tokenizer``, which is the content of a tokenizer.json, or encode the request's ``text``.
+
+    Return the ids of a text under the key ``ids``. ``special`` says whether to add special tokens.
+    """
     if "tokenizer" in request:
         import tokenizers  # not at the top: templates do not need it
 

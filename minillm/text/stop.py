@@ -13,22 +13,24 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class OutputText:
     """The text of one completion: decodes tokens, and searches for stop strings.
 
-    A stop string ends the completion if a token after the first ``min_tokens`` completes it. The stop string may begin
-    earlier. Text that could begin a stop string is held back; all other text is shown at once. Shown text cannot be
-    part of a later match, so only the held text is searched.
+    The completion ends at the first match of a stop string. A match that ends within the first ``min_tokens`` tokens is
+    ignored. Text that could be the beginning of a stop string is *held* back. All other text is *shown*, which means
+    that `push` returns it. Shown text cannot be part of a later match, so only the held text is searched.
     """
 
     def __init__(self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """Begin with an empty text. The first of ``stops`` to match after ``min_tokens`` tokens ends it."""
+        """Begin with an empty text. ``stops`` are the stop strings. Ignore their matches in the first ``min_tokens``
+        tokens.
+        """
         self._detokenizer, self._stops = detokenizer, tuple(stops)
-        self._not_yet = min_tokens  # number of next tokens that must not complete a stop string
+        self._not_yet = min_tokens  # number of next tokens in which no match may end
         self._held = ""
-        self._immune = 0  # characters of the held text in which no match may end
+        self._immune = 0  # number of characters at the beginning of the held text in which no match may end
         self._shown: list[str] = []
         self.matched: str | None = None  # the stop string that has ended the completion
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that can be shown now, which is empty after a stop string has matched."""
+        """Add a token. Return the text that can be shown now. It is empty after a stop string has matched."""
         self._not_yet -= 1
         return self._take(self._detokenizer.push(token_id))
 
@@ -37,7 +39,7 @@ class OutputText:
         return self._take(self._detokenizer.finish()) + self.cut_off()
 
     def cut_off(self) -> str:
-        """Return the text that was held back, without an incomplete character. Call it for an aborted completion."""
+        """Return the held text, without an incomplete character. Call this for an aborted completion."""
         return self._release(len(self._held))
 
     @property
@@ -52,7 +54,7 @@ class OutputText:
         return other
 
     def _take(self, text: str) -> str:
-        """Add decoded text; return the part that no stop string can still match."""
+        """Add decoded text. Return the text that can be shown now, because no later match can include it."""
         if self.matched is not None:
             return ""
         self._held += text
@@ -60,7 +62,8 @@ class OutputText:
             return self._release(len(self._held))
         if self._not_yet >= 0:
             self._immune = len(self._held)
-        # Take the match that ends first, and the longest one of those: this does not depend on the split into tokens.
+        # Take the match that ends first, and of several such matches the longest. This choice does not depend on how
+        # the text is split into tokens.
         match = min((found for stop in self._stops if (found := self._find(stop)) is not None), default=None)
         if match is None:
             return self._release(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
@@ -78,9 +81,9 @@ class OutputText:
         return shown
 
     def _find(self, stop: str) -> tuple[int, int, str] | None:
-        """Find the first match of ``stop`` after the immune text.
+        """Find the first match of ``stop`` in the held text that ends after the immune characters.
 
-        Return a sort key (end, -length, ``stop``), or None.
+        Return the sort key of the match, (end, -length, ``stop``), or None.
         """
         at = self._held.find(stop, max(0, self._immune + 1 - len(stop)))
         return None if at < 0 else (at + len(stop), -len(stop), stop)
@@ -93,23 +96,23 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class StreamingDetokenizer:
-    """Decodes one sequence token by token. Characters are never split, and none is lost.
+    """Decodes one sequence token by token. It never splits a character, and loses none.
 
     Every token stands for some bytes. Streaming needs only a table of these bytes and an incremental UTF-8 decoder. The
-    bytes of an incomplete character wait for the next token, and an invalid sequence becomes U+FFFD.
+    bytes of an incomplete character wait for the next token. An invalid byte sequence becomes U+FFFD.
 
     Args:
-        table: the bytes of each token id. Larger ids have none: embeddings are often padded.
-        prompt_ids: the beginning of the sequence. It is not decoded again, but if it ends inside a character, that
+        table: the bytes of each token, by id. Ids beyond the table, as in a padded embedding, have no bytes.
+        prompt_ids: the tokens of the prompt, which are not returned. If the prompt ends inside a character, this
             character is returned once it is complete.
-        strips: maximum number of spaces to drop at the beginning of the whole text, prompt included, and at its end.
-            SentencePiece adds one before the first word.
+        strips: maximum numbers of spaces to drop at the beginning and at the end of the whole text, prompt included.
+            SentencePiece adds a space before the first word.
     """
 
     def __init__(
         self, table: Sequence[bytes], prompt_ids: Sequence[int] = (), *, strips: tuple[int, int] = (0, 0)
     ) -> None:
-        """Begin after the prompt. If its last character is incomplete, keep that character's bytes."""
+        """Begin after the prompt. If the prompt's last character is incomplete, keep the bytes of this character."""
         self._table = table
         self._decoder = _Utf8Decoder("replace")
         tail = b""
@@ -135,7 +138,7 @@ class StreamingDetokenizer:
         return self._trim(self._decoder.decode(self._bytes(token_id)))
 
     def finish(self) -> str:
-        """Return the rest after the last token. An incomplete character becomes U+FFFD."""
+        """Return the rest of the text after the last token. An incomplete character becomes U+FFFD."""
         text = self._trim(self._decoder.decode(b"", final=True))
         self._held = ""
         return text
@@ -145,9 +148,9 @@ class StreamingDetokenizer:
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def _trim(self, text: str) -> str:
-        """Drop the spaces that ``strips`` asks for, and return the rest of ``text``.
+        """Return ``text`` without the spaces that ``strips`` asks to drop.
 
-        Spaces at its end are held back, because they are dropped only if no more text follows.
+        Spaces at the end of ``text`` are held back, because they are dropped only if no more text follows.
         """
         while self._leading and text:
             self._leading -= 1

@@ -1,4 +1,4 @@
-"""Convert vocabulary entries to bytes, as the tokenizer's own decoder would."""
+"""Convert the entries of a vocabulary to bytes, as the tokenizer's own decoder would."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from minillm.text.safe import clean_line
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """A tokenizer's decoder, reduced to rules that convert one vocabulary entry to bytes.
+    """The rules of a tokenizer's decoder that convert one vocabulary entry to bytes.
 
     Attributes:
-        byte_level: entries are written in GPT-2's printable characters, one for each byte.
-        space_mark: the text that stands for a space in an entry.
-        byte_fallback: an entry such as ``<0x0A>`` stands for that byte.
-        strips: maximum number of spaces to drop at a text's beginning and at its end.
-        strips_each: maximum number of spaces to drop at the beginning and at the end of each entry.
+        byte_level: each character of an entry stands for one byte, as in GPT-2.
+        space_mark: the text that stands for a space in an entry, such as ``▁``.
+        byte_fallback: an entry such as ``<0x0A>`` stands for one byte.
+        strips: maximum numbers of spaces to drop at the beginning and at the end of a whole text.
+        strips_each: maximum numbers of spaces to drop at the beginning and at the end of each entry.
     """
 
     byte_level: bool = False
@@ -88,9 +88,9 @@ class TokenBytes:
 
 
 def _bytes() -> dict[int, int]:
-    """Return the inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019), by code point.
+    """Return the inverse of GPT-2's map from bytes to printable characters (Radford et al. 2019), by code point.
 
-    Characters below 256 that the map does not produce become a code point that Latin-1 cannot encode.
+    Code points below 256 that stand for no byte are mapped to a code point that Latin-1 cannot encode.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -1,19 +1,19 @@
-"""Text to token ids and back.
+"""Convert text to token ids and back.
 
-The ``tokenizers`` library does the work. minillm adds two things: text typed by a user can never become a control token
-(see `minillm.text.control_tokens`), and decoding uses a table of bytes (see `minillm.text.stop`).
+The ``tokenizers`` library does the work. minillm adds two things. Text typed by a user can never become a control token
+(see `minillm.text.control_tokens`). Decoding uses a table of bytes (see `minillm.text.stop`).
 
-Plain text gets the same ids as from the library, and thus from transformers, with these differences:
+Texts get the same ids as in the library and in transformers, and ids the same texts, with these differences:
 
 - A control token spelled out in a text (``</s>``, ``<|im_end|>``) is ordinary text, unless ``parse_special`` is set.
-- Control tokens are searched before the normalizer runs, including those marked ``normalized``. transformers searches
-  these after it, and misses a ``</s>`` within a chat if the normalizer has put a mark before it.
-- transformers 5 drops the Prepend normalizer of a tokenizer.json with class LlamaTokenizer. minillm applies it, as
-  transformers 4 and SentencePiece do. A text's first word therefore has other ids than in transformers 5.
+- minillm searches for all control tokens before it normalizes a text. transformers searches for control tokens marked
+  ``normalized`` in the normalized text. It misses a ``</s>`` within a chat if the normalizer has put ``▁`` before it.
+- transformers 5 drops the Prepend normalizer of a tokenizer.json with class LlamaTokenizer. minillm applies this
+  normalizer, as transformers 4 and SentencePiece do. So a text's first word has other ids than in transformers 5.
 - Decoding drops one leading space of a text, as SentencePiece does. If the decoder is Metaspace, transformers drops all
   leading spaces.
-- If byte tokens form invalid UTF-8, each invalid sequence becomes one U+FFFD, and valid sequences between them stay.
-  transformers replaces the whole run. A stream could not do that, because it cannot know in time where the run ends.
+- If a run of byte tokens is not valid UTF-8, each invalid byte sequence becomes one U+FFFD, and valid sequences stay.
+  transformers replaces the whole run. A stream could not do so, because it cannot know in time where the run ends.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from minillm.text.token_bytes import TokenBytes
 from minillm.text.tools import plain_tools, with_texts
 
 _MAX_VOCAB = 1 << 24
-_MAX_CONTROL = 1 << 10  # characters of a control token
+_MAX_CONTROL = 1 << 10  # maximum characters of a control token
 _DROP = {"type": "Replace", "pattern": {"String": BREAK}, "content": ""}
-_MAX_CHARACTERS = 16 << 20  # of a text, for any context length
+_MAX_CHARACTERS = 16 << 20  # maximum characters of a text, for any context length
 _SLOWEST = 200_000  # characters per second: a lower bound of the encoder's speed
 _NO_TOKENIZER = (None, "none", "no_vocab")  # kinds in GGUF files without a tokenizer
 _MORE_THAN_ROWS = 1 << 10  # maximum ids of added tokens beyond the embedding
@@ -55,12 +55,14 @@ class Tokenizer:
 
     Args:
         backend: the tokenizer of the ``tokenizers`` library.
+        special_tokens: the texts of special tokens by name, such as ``eos_token``.
+        chat_template: the Jinja source of the model's chat template, or None.
         steps: normalizer, pre-tokenizer and post-processor, as in tokenizer.json, if they are not trusted. The backend
-            then has none, and the whole tokenizer runs in a separate process.
-        num_rows: rows of the model's embedding; None: no limit. Added tokens may have larger ids, such as a ``<pad>``
-            that the model was never trained with. The model cannot produce them, and a text that contains one is
-            rejected.
-        added_as_written: the text of an added token is decoded as it is. Otherwise the decoder converts it.
+            then lacks these steps, and the whole tokenizer runs in a separate process.
+        num_rows: number of rows of the model's embedding; None: no limit. Added tokens may have larger ids, such as a
+            ``<pad>`` that the model was never trained with. The model cannot produce these tokens, and a text that
+            contains one is rejected.
+        added_as_written: an added token is decoded to its text. Otherwise the tokenizer's decoder converts the text.
 
     Raises WeightsError if the decoder is not supported, or if the tokenizer belongs to another model.
     """
@@ -99,7 +101,7 @@ class Tokenizer:
         self._sandbox = self._obey_marks(steps)
         self._wrapping = _wrapping(self._whole_ids("a"), self._whole_ids("a", special=True), self._num_rows)
         self.use_template(chat_template)
-        self._given: ChatTemplate | None = None  # the last one passed by a caller
+        self._given: ChatTemplate | None = None  # the last template passed to `apply_chat_template`
 
     def use_template(self, chat_template: str | None) -> None:
         """Use this chat template from now on. None removes the chat template."""
@@ -109,7 +111,7 @@ class Tokenizer:
         self.has_thinking_switch = self._template is not None and self._template.has_thinking_switch
 
     def _obey_marks(self, steps: Mapping[str, Any] | None) -> Sandbox | None:
-        """Make the tokenizer drop `BREAK`, and the prefix of a text that begins with `CONTINUES`.
+        """Make the tokenizer remove `BREAK` from texts, and add no prefix to a text that begins with `CONTINUES`.
 
         Return the sandbox in which the tokenizer runs, or None if it runs in this process.
         """
@@ -140,12 +142,12 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path, num_rows: int | None = None) -> Tokenizer:
-        """Read tokenizer.json and the files next to it. Raises WeightsError if it is damaged or not supported."""
+        """Read tokenizer.json and the files next to it. Raises WeightsError if they are damaged or not supported."""
         return cls(*read_directory(directory), num_rows=num_rows)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], num_rows: int | None = None) -> Tokenizer:
-        """Rebuild the tokenizer from a GGUF file's metadata. Raises WeightsError if it is damaged or not supported."""
+        """Rebuild a tokenizer from a GGUF file's metadata. Raises WeightsError if it is damaged or not supported."""
         return cls(*rebuild(metadata), num_rows=num_rows, added_as_written=True)
 
     def save(self, directory: Path) -> None:
@@ -160,7 +162,7 @@ class Tokenizer:
 
     @property
     def encodes_here(self) -> bool:
-        """Return whether texts are encoded in this process, in time linear in their length, not in a sandbox."""
+        """Return whether texts are encoded in this process instead of a sandbox, and in time linear in their length."""
         return self._sandbox is None
 
     def encode(
@@ -170,10 +172,10 @@ class Tokenizer:
 
         Args:
             add_special_tokens: include the tokens that the tokenizer adds around every text, usually BOS before it.
-            parse_special: control tokens spelled out in the text become those tokens, as in transformers. Use it only
-                with trusted text: whoever writes ``<|im_end|>`` can forge a turn of a conversation. If the text
-                contains its own BOS, unset ``add_special_tokens`` to avoid a second one.
-            continues: the text continues another one, so it does not get SentencePiece's space before its first word.
+            parse_special: parse spellings of control tokens as these tokens, as transformers does. Use it only with
+                trusted text, because a text with ``<|im_end|>`` can forge a turn of a conversation. If the text
+                contains its own BOS, unset ``add_special_tokens`` to avoid a second BOS.
+            continues: the text continues another text, so it does not get SentencePiece's space before its first word.
                 See `ends_in_text`.
 
         Raises UsageError if the text contains a token without an embedding, or cannot be encoded without control
@@ -187,14 +189,14 @@ class Tokenizer:
         return [*before, *ids, *after] if add_special_tokens else ids
 
     def ends_in_text(self, ids: Sequence[int]) -> bool:
-        """Return whether the last of ``ids`` has text. If so, encode a text that follows ``ids`` with ``continues``."""
+        """Return whether the last of ``ids`` has text. If so, encode the next text with ``continues=True``."""
         return bool(ids) and self.token_bytes(ids[-1]) != b""
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raise ContextLengthError if ``text`` is longer than ``max_tokens`` tokens can be, each as long as the longest
-        one.
+        """Raise ContextLengthError if ``text`` certainly has more than ``max_tokens`` tokens.
 
-        If ``max_tokens`` is None, only a general maximum applies.
+        That is certain if ``text`` has more characters than ``max_tokens`` of the longest token. Also raise the error
+        if ``text`` is longer than a general maximum. If ``max_tokens`` is None, only the general maximum applies.
         """
         # Tokenizing takes seconds per million characters, and a hundred times the text's memory.
         most = _MAX_CHARACTERS if max_tokens is None else min(max_tokens * self._longest, _MAX_CHARACTERS)
@@ -205,7 +207,7 @@ class Tokenizer:
             )
 
     def _whole_ids(self, text: str, special: bool = False) -> list[int]:
-        """Encode ``text`` with the library. ``special`` adds the tokens that belong before and after every text.
+        """Encode ``text`` with the library. ``special``: include the tokens that it adds around every text.
 
         Raises WeightsError if the tokenizer fails, or takes too long or too much memory.
         """
@@ -231,9 +233,9 @@ class Tokenizer:
         return ids
 
     def _plain_ids(self, broken: str, continues: bool) -> list[int]:
-        """Encode a text that must not produce control tokens. Their spellings in it are already broken.
+        """Encode ``broken``, a text in which the spellings of control tokens are broken.
 
-        Raises UsageError if it produces one nevertheless.
+        Raises UsageError if the ids contain a control token nevertheless.
         """
         ids = self._ids(broken, continues)
         if self.control_ids.intersection(ids):
@@ -245,7 +247,7 @@ class Tokenizer:
     def _ids_apart(self, text: str, continues: bool = False) -> list[int]:
         """Encode a text piece by piece, split at each `BREAK`.
 
-        This is needed if the model's ordinary vocabulary can join the pieces to a control token again.
+        This is needed if the model's ordinary vocabulary can merge the pieces into a control token again.
         """
         ids: list[int] = []
         for piece in text.split(BREAK):
@@ -266,12 +268,15 @@ class Tokenizer:
     ) -> list[int]:
         """Encode a conversation. Control tokens come only from the template, never from a message or a tool.
 
-        Texts between control tokens are encoded once, and their ids kept for later turns of the same ``owner``.
+        Args:
+            chat_template: a Jinja template to use instead of the model's own.
+            owner: the ids of texts between control tokens are kept, for later conversations of the same owner.
 
-        ``chat_template`` is a Jinja template to use instead of the model's own. `ChatTemplate.render` describes the
-        other arguments.
+        `ChatTemplate.render` describes the other arguments.
 
-        Raises UsageError if there is no template or it rejects the conversation, WeightsError if it is broken.
+        Raises:
+            UsageError: there is no template, or the template rejects the conversation.
+            WeightsError: the template is broken.
         """
         template = self._template
         if chat_template is not None:
@@ -310,9 +315,9 @@ class Tokenizer:
         return StreamingDetokenizer(self._table, prompt_ids, strips=self._decoding.strips)
 
     def difference(self, other: Tokenizer) -> str | None:
-        """Describe the first id that has different texts in this and the ``other`` tokenizer, or return None.
+        """Describe the first id that has different texts in this and the ``other`` tokenizer. Return None without one.
 
-        A message to the user shows the result.
+        The description is for a message to the user.
         """
         for token_id, (own, its) in enumerate(zip(self._texts, other._texts, strict=False)):
             if own != its:
@@ -324,7 +329,10 @@ class Tokenizer:
         return self._table[token_id] if token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """Return one token for a display: special tokens by name, invalid UTF-8 as <0xE2>. The text is not cleaned."""
+        """Return the text of one token for a display. It is not cleaned for a terminal.
+
+        A special token is shown by its name, such as ``</s>``, and a byte that is not valid UTF-8 as ``<0xE2>``.
+        """
         if token_id >= self.vocab_size:
             return f"<{token_id}>"  # a row of the embedding without a token
         data = self._table[token_id]
@@ -338,7 +346,7 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         """Return the id of a named token such as ``bos_token``.
 
-        Return None if it is missing or has no embedding in the model.
+        Return None if the token is missing or has no embedding in the model.
         """
         text = self.special_tokens.get(name)
         token_id = None if text is None else self._backend.token_to_id(text)
@@ -346,23 +354,23 @@ class Tokenizer:
 
 
 def _state(step: Any) -> dict[str, Any] | None:
-    """Return a step of the backend as the object that tokenizer.json would contain; None for no step."""
+    """Return a step of the backend as the JSON object that tokenizer.json would contain. None means no step."""
     return None if step is None else json.loads(step.__getstate__())
 
 
 def _with_state(step: Any, state: Any) -> Any:
-    """Set ``step``, an empty sequence, to ``state``, an object as in tokenizer.json. Return ``step``."""
+    """Fill ``step``, an empty sequence, with ``state``, a step as in tokenizer.json. Return ``step``."""
     step.__setstate__(json.dumps(state).encode())
     return step
 
 
 def _check_sizes(size: int, own_ids: Set[int], num_rows: int, longest_control: int) -> None:
-    """Raise WeightsError if a tokenizer with ids below ``size`` does not belong to the model.
+    """Raise WeightsError if a tokenizer with ids below ``size`` is too large, or belongs to another model.
 
     Args:
-        own_ids: the ids of its vocabulary without added tokens.
-        num_rows: rows of the model's embedding.
-        longest_control: characters of the longest control token.
+        own_ids: the ids of the tokenizer's vocabulary without added tokens.
+        num_rows: number of rows of the model's embedding.
+        longest_control: number of characters of the longest control token.
     """
     if size > _MAX_VOCAB:
         raise WeightsError(f"the tokenizer has a token id of {size - 1}, beyond any vocabulary")
@@ -380,9 +388,9 @@ def _wrapping(bare: list[int], wrapped: list[int], num_rows: int) -> tuple[list[
     """Return the ids that the tokenizer adds before every text, and the ids that it adds after every text.
 
     Args:
-        bare: the ids of a text without these.
-        wrapped: the ids of the same text with them.
-        num_rows: rows of the model's embedding.
+        bare: the ids of a text without added ids.
+        wrapped: the ids of the same text with added ids.
+        num_rows: number of rows of the model's embedding.
     """
     if max(wrapped, default=0) >= num_rows:
         raise WeightsError("the tokenizer adds a token to every text that the model has no embedding for")

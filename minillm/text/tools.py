@@ -1,6 +1,6 @@
-"""Tools that a model may call, and the calls in a conversation: validated, and rendered as text if needed.
+"""Check the tools that a model may call and the tool calls in a conversation. Render both as text if needed.
 
-The format is OpenAI's: a tool is ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+The format is OpenAI's. A tool is ``{"type": "function", "function": {"name", "description", "parameters"}}``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minillm.errors import UsageError
 from minillm.text.safe import clean_line, parse_strict_json
 
 MAX_TOOLS = 128
-_MAX_DEPTH = 64  # of a schema, and of arguments
+_MAX_DEPTH = 64  # maximum levels of nesting in a schema and in arguments
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 # The prompt that SmolLM2 and Qwen were trained with: https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B-Instruct.
@@ -65,11 +65,11 @@ def _plain_tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def plain_calls(calls: Any) -> list[dict[str, Any]]:
-    """Normalize the tool calls of an assistant message.
+    """Return a normalized copy of the tool calls of an assistant message.
 
-    ``arguments`` as JSON text becomes an object, as templates expect.
+    If ``arguments`` are JSON text, they are parsed to an object, as templates expect.
 
-    Raises UsageError with the position of an invalid call.
+    Raises UsageError with the position of the first invalid call.
     """
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise UsageError(f"tool_calls of a message must be a list, not {shown(calls)}")
@@ -143,7 +143,7 @@ def _plain_json(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, keys included."""
+    """Yield every text in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -156,7 +156,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of a JSON value with ``change`` applied to each text, keys included."""
+    """Return a copy of a JSON value with ``change`` applied to each text, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -167,7 +167,7 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def knows_tools(template: str) -> bool:
-    """Return whether a chat template supports tools."""
+    """Return whether a chat template supports tools, because it mentions the variable ``tools``."""
     return re.search(r"\btools\b", template) is not None
 
 
