@@ -1,7 +1,7 @@
 """Every op of the model and the sampler. Ops take plain tensors: no sequence, no engine, no configuration.
 
-`minillm.kernels.reference` specifies each public op. The device of the op's first tensor decides whether
-`minillm.kernels.gpu` or `minillm.kernels.cpu` computes it.
+`minillm.kernels.reference` specifies each public op. `minillm.kernels.gpu` or `minillm.kernels.cpu` computes an op,
+depending on the device of the op's first tensor.
 """
 
 import sys
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 
 def _op(contract: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return an op that calls the function with the contract's name, for a GPU or a CPU as its first tensor is."""
+    """Return an op that calls the GPU's or the CPU's function of the same name, depending on its first tensor."""
     on_cpu = getattr(cpu, contract.__name__)
     on_gpu = getattr(gpu, contract.__name__) if torch.cuda.is_available() else on_cpu
 
@@ -120,7 +120,7 @@ LOW_BIT = "low-bit"  # the name of a `Matmul` that chooses its kernel itself
 
 
 class Matmul(NamedTuple):
-    """A way to multiply by a weight, fastest up to a number of tokens. See `LinearWeight.matmuls`."""
+    """One way to multiply by a weight, and the maximum number of tokens to use it for. See `LinearWeight.matmuls`."""
 
     most_tokens: int
     name: str
@@ -212,7 +212,7 @@ class LinearWeight:
 
     @cached_property
     def matmuls(self) -> list[Matmul]:
-        """The ways to multiply by this weight, by number of tokens. The last takes any number."""
+        """The ways to multiply by this weight, in order of their maximum numbers of tokens. The last has no maximum."""
         low_bit = [Matmul(self.max_low_bit_tokens, LOW_BIT, _by_parts)] if self.parts else []
         if self.max_low_bit_tokens == sys.maxsize:
             return low_bit
@@ -301,7 +301,7 @@ def _matmuls_of(weight: Tensor) -> list[Matmul]:
 
 
 def _is_by_parts(x: Tensor, weight: LinearWeight) -> bool:
-    """Return whether a matmul of x's number of tokens reads the low-bit matrices, and not their 16-bit copy."""
+    """Return whether a matmul of as many tokens as ``x`` has reads the low-bit matrices, and not their 16-bit copy."""
     return x.shape[0] <= weight.max_low_bit_tokens
 
 
@@ -376,9 +376,9 @@ def _is_handed_over(x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> boo
 class Ops(NamedTuple):
     """The model's ops that sum over more than one token's row: matmuls and attention.
 
-    There are two sets. `FASTEST` chooses the order of summation by the number of tokens, so a token's last digits
-    depend on the rest of the batch. `minillm.kernels.deterministic.OPS` is batch-invariant: it always adds in the same
-    order. It needs a GPU.
+    There are two sets. `FASTEST` chooses the order of summation by the number of tokens. So the last digits of a
+    token's result depend on the rest of the batch. `minillm.kernels.deterministic.OPS` is batch-invariant: it always
+    adds in the same order. It needs a GPU.
     """
 
     linear: Callable[..., Tensor]

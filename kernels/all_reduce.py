@@ -9,8 +9,8 @@ In one shot, every rank receives all words of all other ranks. In two shots, it 
 N-th of the whole, and sends the slice's sum to the others. That is a second hop, but only 2 / N of the bytes. One shot
 is therefore used for the smallest sums and for two ranks.
 
-Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes. Bytes over NVLink, from each rank: 8
-(N - 1) a word in one shot, 16 (N - 1) / N in two. A rank reads the same number from its own inbox, and 8 a word for x.
+Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes. For each word, a rank sends 8 (N - 1)
+bytes over NVLink in one shot, 16 (N - 1) / N in two. It reads as many bytes from its inbox, and moves 8 for x.
 
 Every rank's *inbox* is the memory to which the other ranks write. It has an area for each source rank (in two shots,
 also for each shot) and each of two turns. Sums use the turns alternately. A turn's area is free again as soon as a rank
@@ -60,7 +60,7 @@ class Exchange:
         return 4 * self.capacity * (1 if self.shots == 1 else self.inboxes.numel())
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether `all_reduce` supports ``x``: dtype and layout fit, it is whole words, and not too many."""
+        """Return whether `all_reduce` supports ``x``: its dtype, its layout, and its size in whole words."""
         size = x.numel() * x.itemsize
         return x.dtype in _DTYPES and x.is_contiguous() and size % 4 == 0 and 0 < size <= self.most_bytes
 
@@ -68,7 +68,8 @@ class Exchange:
 def inbox_words(ranks: int, capacity: int, shots: int = 1) -> int:
     """Return the number of int64 words of each rank's inbox.
 
-    ``capacity`` is the maximum words of 4 bytes in a sum, in two shots in a slice: a multiple of WORDS.
+    ``capacity`` is a multiple of WORDS: the maximum number of 4-byte words in a sum (one shot) or in a slice (two
+    shots).
     """
     return shots * _TURNS * ranks * capacity
 

@@ -67,7 +67,7 @@ class KVCache:
 
 
 class Pages(NamedTuple):
-    """One layer's K and V, and where in it the contexts of some sequences are.
+    """One layer's K and V, and the block tables and lengths of some sequences' contexts.
 
     Slots outside these contexts may hold anything, even NaN, and never influence a result.
     """
@@ -82,7 +82,7 @@ class Pages(NamedTuple):
 
 
 def check_scales(cache: Tensor, scales: Tensor | None) -> None:
-    """Raise ValueError unless ``scales`` fit one layer's K or V, ``cache``: only an int8 cache has scales."""
+    """Raise ValueError unless ``scales`` fit ``cache``, one layer's K or V. An int8 cache needs scales, others none."""
     blocks, block_size, num_kv_heads, _ = cache.shape
     if (cache.dtype == torch.int8) != (scales is not None):
         raise ValueError(f"a cache of int8 needs scales, and other dtypes have none: not {cache.dtype}")

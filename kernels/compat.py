@@ -53,7 +53,7 @@ def plain_operand(numbers):
 def release(PDL: tl.constexpr):
     """Let the next kernel start (programmatic dependent launch).
 
-    It starts once all programs have called this or ended.
+    The next kernel starts once all programs of this kernel have called this function or ended.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -89,10 +89,10 @@ def wait_then_release(PDL: tl.constexpr):
 
 @triton.jit
 def begin_part(PART: tl.constexpr, PDL: tl.constexpr):
-    """Start a kernel that computes part number PART of a result, where several kernels compute one part each.
+    """Begin a kernel that computes part number PART (from 1) of a result. Several kernels compute one part each.
 
-    PART is 0 for a kernel that computes a whole result; it calls `wait_for_inputs`. All parts have the same inputs. The
-    first kernel waits for them before it lets the second one start, so the others need not wait.
+    All parts have the same inputs. The first kernel waits for these inputs before it lets the second kernel start, so
+    the other kernels need not wait. If one kernel computes the whole result, PART is 0: wait as in `wait_for_inputs`.
     """
     if PART == 1:
         wait_then_release(PDL)
@@ -104,9 +104,9 @@ def begin_part(PART: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def end_part(PART: tl.constexpr, PDL: tl.constexpr):
-    """End a kernel only after the kernels of earlier parts: see `begin_part`.
+    """Wait at the end of a kernel until the kernels of earlier parts have ended: see `begin_part`.
 
-    A kernel that waits for the last part thus waits for all parts.
+    A later kernel that waits for the last part thus waits for all parts.
     """
     if PART > 1:
         wait(PDL)

@@ -85,7 +85,7 @@ class Variant:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a value as JSON. A list with a mark replaces each value that JSON lacks."""
+    """Return a value as JSON. Kinds of values that JSON lacks, such as tuples, become ``[kind, ...]`` lists."""
     if isinstance(value, tuple | list):
         return ["tuple" if isinstance(value, tuple) else "list", *map(_to_json, value)]
     if isinstance(value, dict):

@@ -47,7 +47,7 @@ def graph_microseconds(launch: Callable[[int], object], launches: int = 24, repl
 
 
 def now() -> torch.cuda.Event:
-    """Record and return a CUDA event: it has the time on the GPU's clock at which all earlier work has ended."""
+    """Record and return a CUDA event: it marks the time, on the GPU's clock, when all earlier work has ended."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

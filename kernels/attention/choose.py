@@ -17,7 +17,7 @@ from minillm.kernels.launch import NotCompiledError
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """Compute `reference.prefill_attention`, with Hopper's kernel if it supports the chunks.
 
-    Under `only_compiled`, the general kernel replaces a variant of Hopper's that is not compiled: that takes seconds.
+    Under `only_compiled`, use the general kernel if Hopper's is not compiled yet, because compiling it takes seconds.
     """
     hopper = _hopper_prefill(q.device)
     if hopper is not None and hopper.takes(q, pages):

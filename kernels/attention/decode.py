@@ -70,8 +70,8 @@ def v_numbers(levels, q):
 def share(weights, scales, q):
     """Multiply softmax weights by V's scales, as an operand of the matmul with `v_numbers`.
 
-    In float16 they are also multiplied by 64, which undoes the division in `v_numbers`. This keeps the digits of small
-    values of V, and large ones do not overflow.
+    In float16 the products are also multiplied by 64, which undoes the division in `v_numbers`. This keeps the digits
+    of small values of V, and large values do not overflow.
     """
     if q.dtype == tl.float16:
         scales = scales * 64
@@ -214,8 +214,8 @@ def _merge_splits_kernel(
 ):  # fmt: skip
     """Merge the partial results of one head of a sequence, weighted by their share of the softmax.
 
-    Grid: (sequences, heads). If ``growth_ptr`` is given, the output is the input of a low-bit matmul: it is multiplied
-    by the growth, and written as `HalfActivations.x` by eights, with ``num_turns`` turns of 128 columns.
+    Grid: (sequences, heads). If ``growth_ptr`` is given, the output is the input of a low-bit matmul. It is multiplied
+    by the growth, and written in the layout by eights of `HalfActivations.x`, with ``num_turns`` turns of 128 columns.
     """
     wait_for_inputs(PDL)
     seq = tl.program_id(0).to(tl.int64)
@@ -250,7 +250,7 @@ def _merge_splits_kernel(
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device, least: int = 64) -> int:
     """Return the number of parts into which to split each context, so that there are enough programs to fill the GPU.
 
-    It depends only on shapes. A context of ``max_context`` tokens gets parts of about ``least`` tokens or more.
+    The number depends only on shapes. A context of ``max_context`` tokens gets parts of about ``least`` tokens or more.
     """
     processors = num_multiprocessors(device) if device.type == "cuda" else 4
     return max(1, min(most_parts(num_seqs, num_kv_heads, processors), -(-max_context // least)))
@@ -317,7 +317,7 @@ def _attend_parts(q: Tensor, pages: Pages, softmax_scale: float, num_splits: int
 
 
 def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Tensor | None = None) -> int:
-    """Launch the attention kernel that supports ``pages``. Return the tile of `_Parts`.
+    """Launch the attention kernel that supports ``pages``. Return the value of `_Parts.tile`.
 
     Without ``lse``, final results are written to ``out``. With ``lse``, contexts are split, and ``out`` and ``lse`` are
     `_Parts.numbers` and `_Parts.lse`.
@@ -356,7 +356,7 @@ def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Ten
 
 
 def _merge(parts: _Parts, pages: Pages, out: Tensor, growth: Tensor | None) -> None:
-    """Write merged results to ``out``: in the queries' shape, or with ``growth`` in the layout `HalfActivations.x`."""
+    """Write merged results to ``out``: in the queries' shape, or, with ``growth``, as `HalfActivations.x`."""
     num_seqs, num_splits, num_heads, head_dim = parts.numbers.shape
     _merge_splits_kernel[(num_seqs, num_heads)](
         out, growth, parts.numbers, parts.lse, pages.lens, out.shape[1], num_heads, num_splits,
@@ -366,9 +366,9 @@ def _merge(parts: _Parts, pages: Pages, out: Tensor, growth: Tensor | None) -> N
 
 
 def lanes_tiling(part: int) -> tuple[int, int]:
-    """Return (tokens that the length of a part is a multiple of, warps) for parts of up to ``part`` tokens.
+    """Return `_Parts.tile` and the number of warps, for parts of up to ``part`` tokens.
 
-    A warp handles 32 tokens at a time, and a single warp needs no merge. The multiple is at most 64 tokens, so that
+    A warp handles 32 tokens at a time, and a single warp needs no merge. The tile is at most 64 tokens, so that
     contexts much shorter than their block tables are still spread over enough programs.
     """
     warps = min(4, triton.next_power_of_2(-(-part // TOKENS.value)))

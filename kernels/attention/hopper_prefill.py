@@ -308,7 +308,7 @@ def _prefill_kernel(
 def takes(q: Tensor, pages: Pages) -> bool:
     """Return whether this kernel supports these chunks and is faster than `attention.prefill`.
 
-    It needs 16 bits, heads of 64 or 128, blocks of 16 or more, compute capability 9.0, and long chunks.
+    It needs 16-bit values, heads of 64 or 128, blocks of 16 or more tokens, compute capability 9.0, and long chunks.
     """
     block_size, num_seqs = pages.k.shape[1], pages.lens.shape[0]
     fits = q.element_size() == 2 and pages.k.dtype == q.dtype and q.shape[2] in (64, 128) and block_size >= 16
@@ -346,8 +346,8 @@ def _constants(group: int, head_dim: int, block_size: int, num_seqs: int, window
 
 
 def _seqs_tile(num_seqs: int) -> int:
-    """Return the constant SEQS_TILE: 1, or a power of two from 256. There are few, because each variant compiles for
-    seconds.
+    """Return the constant SEQS_TILE: 1, or a power of two from 256 on. Few values are possible, because compiling the
+    kernel for each of them takes seconds.
     """
     return 1 if num_seqs == 1 else max(256, triton.next_power_of_2(num_seqs))
 
@@ -368,7 +368,7 @@ def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _is_there(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the kernel can be used now: this Triton compiles it, and need not do so now (`only_compiled`)."""
+    """Return whether the kernel can be used now: Triton can compile it, or has done so if `only_compiled` holds."""
     try:
         return _compiles(device, dtype, head_dim)
     except NotCompiledError:

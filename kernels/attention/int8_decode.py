@@ -118,7 +118,7 @@ def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _block_ids(table_ptr, tokens, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Load the block ids of each lane's COUNT tokens from ``tokens`` on.
+    """Load the block ids of each lane's COUNT adjacent tokens. The first token is ``tokens``.
 
     Tokens after the end get 0, a valid block id.
     """

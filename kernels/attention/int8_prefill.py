@@ -1,8 +1,8 @@
 """Dequantize contexts of an 8-bit cache to 16 bits, for attention that reads each value many times.
 
-A chunk of a prompt multiplies a token's K and V by each of its queries. Dequantizing them for every tile of queries
-takes longer than the matmuls, so they are dequantized once, to a scratch buffer. Bytes: 1 in and 2 out for each value,
-and the scales.
+In a chunk of a prompt, every query reads a token's K and V. Dequantizing K and V for every tile of queries takes longer
+than the matmuls, so they are dequantized once, to a scratch buffer. Bytes: 1 in and 2 out for each value, and the
+scales.
 
 Grid: (tiles of a context's rows, sequences, K and V). The scratch buffer stores contexts one after another in the order
 of sequences. A context that does not fit is left out. The attention kernel evaluates the same condition, and reads that

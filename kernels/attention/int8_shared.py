@@ -88,7 +88,7 @@ def _v_tile(loaded, HEAD_DIM: tl.constexpr):
 def _parts(x, COUNT: tl.constexpr):
     """Split ``x [a, b, COUNT]`` along its last dimension into COUNT tensors ``[a, b]``.
 
-    The order of these tensors depends only on COUNT, so the results for two x match.
+    The order of these tensors depends only on COUNT, so two calls with the same COUNT have the same order.
     """
     if COUNT == 1:
         return (tl.reshape(x, [x.shape[0], x.shape[1]]),)
@@ -160,9 +160,10 @@ def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constex
 
 @triton.jit
 def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
-    """Load the block ids of each lane's tokens of V, which are two tokens in every eight, from ``at`` on.
+    """Load the block ids of each lane's tokens of V: in every eight tokens the two that begin at ``at``.
 
-    There is one id per block; if blocks have 2 or 4 tokens, one per two tokens; if they have one, one per token.
+    Blocks of 8 or more tokens need one id per block. Blocks of 2 or 4 need one id for the lane's two tokens in every
+    eight, and blocks of 1 need one id for each of these tokens.
     """
     ids = ()
     for i in tl.static_range(0, TOKENS, max(8, min(TOKENS, BLOCK_SIZE))):

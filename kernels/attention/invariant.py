@@ -79,7 +79,7 @@ def _fold(
 
 @triton.jit
 def _weigh(maximum, part_maximum):
-    """Return the maximum over joined segments and the next one, and the factors that scale their sums to it."""
+    """Return the new maximum after joining a segment, and the factors that rescale the earlier sums and its sums."""
     new_maximum = tl.maximum(maximum, part_maximum)
     safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     return new_maximum, tl.exp2(maximum - safe), tl.exp2(part_maximum - safe)

@@ -71,7 +71,7 @@ class Costs:
     def worth(self, spared: int, tails: int) -> bool:
         """Return whether it is faster to read shared blocks once.
 
-        It saves ``spared`` bytes of reads, but ``tails`` bytes of tails are then read more slowly.
+        This saves ``spared`` bytes of reads, but the ``tails`` bytes of all tails are then read more slowly.
         """
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
 
@@ -298,7 +298,7 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
 
 
 def _common_blocks(tables: Sequence[Sequence[int]], members: list[int], begin: int, end: int) -> int:
-    """Return the first index from ``begin`` on at which the members' block tables differ, at most ``end``.
+    """Return the first index at which the members' block tables differ, from ``begin`` to at most ``end``.
 
     All blocks are compared: if two sequences computed the same tokens at the same time, equal blocks may follow
     different ones.
@@ -322,7 +322,7 @@ def plan_attention(
     costs: Costs = MEASURED,
     fixed: Sequence[int] | None = None,
 ) -> Plan | None:
-    """Plan the decode attention of a batch. Return None if reading shared blocks once would not pay.
+    """Plan the decode attention of a batch. Return None if reading shared blocks once saves no time.
 
     Args:
         num_rows: number of rows in the batch, including padding after the sequences; by default there is no padding.

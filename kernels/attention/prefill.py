@@ -197,8 +197,8 @@ def _prefill_attention_kernel(
 def prefill_attention(
     q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float, *, capacity: int | None = None
 ) -> Tensor:
-    """Compute `reference.prefill_attention`, with the requirements of `attention.decode.paged_attention`, else
-    ValueError.
+    """Compute `reference.prefill_attention`. Requirements and ValueError are as in
+    `attention.decode.paged_attention`.
 
     ``capacity`` is the maximum number of 8-bit context tokens to dequantize first, by default `capacity_for`.
     """
@@ -247,8 +247,8 @@ def check_chunks(q: Tensor, pages: Pages, cu_seqlens: Tensor) -> None:
 def capacity_for(q: Tensor, pages: Pages) -> int:
     """Return the maximum number of 8-bit context tokens to dequantize before attention, 0 if that is not faster.
 
-    It depends only on shapes: on the longest context that the block tables can hold, and on the step's number of
-    queries.
+    The number depends only on shapes: on the longest context that the block tables can hold, and on the number of
+    queries in the step.
     """
     num_seqs = pages.lens.shape[0]
     takes = pages.k_scales is not None and q.element_size() == 2 and has_int8_mma(q.device)

@@ -87,7 +87,7 @@ def _attend(
 
 @triton.jit
 def _take_most_shared_memory(ptr, number):
-    """Keep a second program off the multiprocessor by reserving 128 kB of shared memory.
+    """Reserve 128 kB of shared memory, so that no second program runs on the same multiprocessor.
 
     The memory belongs to a matmul that never runs, because ``number`` is never negative. Programs start while those of
     the previous kernel still run. Without the reservation, two could share one multiprocessor for as long as they live,

@@ -3,8 +3,8 @@
 ``block_copy`` copies blocks within the pool; ``gather_blocks`` and ``scatter_blocks`` move them to and from a staging
 buffer, on the device or in pinned host memory. Bytes: each block is read once and written once. Memory-bound
 (PCIe-bound with a staging buffer in host memory). Grid: (blocks, 2 * layers, pieces of a block). Tile: 8 kB, 16 bytes
-per thread and load, as 32-bit words for every dtype. Offsets are 64-bit. A pool in 8 bits has a second tensor, of
-scales, and a launch for each.
+per thread and load, as 32-bit words for every dtype. Offsets are 64-bit. An 8-bit pool has a second tensor, for the
+scales, and each of its two tensors takes a launch.
 """
 
 import torch
@@ -24,10 +24,10 @@ def _move_blocks_kernel(
     target_plane_stride, source_plane_stride, target_block_stride, source_block_stride, words,
     TARGET_BY_ID: tl.constexpr, SOURCE_BY_ID: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Move one piece of a block, in one plane: the K or V of one layer.
+    """Move one piece of block ``number``, in one plane: the K or V of one layer.
 
-    Block ids are entry ``number`` of an id list on the sides with ``…_BY_ID``; on the other side blocks are in list
-    order.
+    With TARGET_BY_ID or SOURCE_BY_ID, that side's block id is entry ``number`` of its id list. Otherwise, it is
+    ``number`` itself.
     """
     number = tl.program_id(0).to(tl.int64)
     plane = tl.program_id(1).to(tl.int64)
@@ -52,7 +52,8 @@ def _as_words(tensor: Tensor) -> Tensor:
 def _move(target: Tensor, source: Tensor, target_ids: Tensor | None, source_ids: Tensor | None) -> None:
     """Move blocks between ``[planes, blocks, words]`` views. A plane is the K or V of one layer.
 
-    The ids list the blocks to write and to read. Without ids, blocks are in the order of the other side's list.
+    ``target_ids`` and ``source_ids`` list the blocks to write and to read, in the same order. A side whose list is None
+    uses blocks 0, 1, 2 and so on.
     """
     ids = target_ids if target_ids is not None else source_ids
     assert ids is not None

@@ -1,4 +1,4 @@
-"""The ops on a CPU: fast functions where they pay, else those of `minillm.kernels.reference`."""
+"""The ops on a CPU: faster functions for some ops, and those of `minillm.kernels.reference` for the others."""
 
 from minillm.kernels.cpu.attention import (
     HostPlan,

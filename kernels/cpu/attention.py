@@ -99,7 +99,7 @@ def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
 def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
     """Return the inputs for all sequences at once, each padded to ``longest`` with its own first token.
 
-    Other slots may hold NaN, and 0 * NaN is NaN.
+    Padding with other slots could read NaN, which a weight of 0 does not hide: 0 * NaN is NaN.
     """
     k_cache, _, tables, lens, window, scales, _ = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -225,7 +225,7 @@ def _numbers(pages: Pages, span: Span) -> tuple[Tensor, Tensor]:
 
 
 def _spans(pages: Pages, lengths: list[int], seen: list[int]) -> list[Span]:
-    """Return where the last ``seen[i]`` of each sequence's ``lengths[i]`` tokens are in the cache."""
+    """Return the visible part of each sequence: the last ``seen[i]`` of its ``lengths[i]`` tokens."""
     spans, block_size = [], pages.k.shape[1]
     for row, length, count in zip(pages.tables.tolist(), lengths, seen, strict=True):
         begin, skipped = divmod(length - count, block_size)

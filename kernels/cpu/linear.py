@@ -22,7 +22,7 @@ _CHECKED_AT_ONCE = 1 << 18  # weights
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A weight in a layout that a CPU library multiplies fast, as functions."""
+    """A weight, packed in the layout of a CPU library. Its functions multiply by the packed weight."""
 
     apply: Callable[[Tensor], Tensor]  # x [rows, in] -> x @ weight.T + bias [rows, out], float32
     num_bytes: int  # size of the weight
@@ -72,11 +72,11 @@ def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
 def float16_scales(weight: Tensor) -> Tensor | None:
     """Return powers of two ``[out]`` by which to multiply the rows of ``weight [out, in]`` to store them in float16.
 
-    Divided by its scale again, no stored number differs from the weight by more than 2^-23 of the Euclidean norm of its
-    row, nor of its column. Such a change is lost in the rounding of float32 sums. This holds even if a row is small and
-    its result is multiplied later, or a column is small because its input is large. bfloat16 has fewer digits than
-    float16; only its numbers below 2^-14 may lose some, at most 2^-25. Nearly all rows therefore have scale 1. Return
-    None if no scale achieves this: the weights have more digits, or are infinite or NaN.
+    After division by the scale, no stored number differs from the weight by more than 2^-23 of the Euclidean norm of
+    its row, nor of its column. Such a change is lost in the rounding of float32 sums. This holds even if a row is small
+    and its result is multiplied later, or a column is small because its input is large. bfloat16 has fewer digits than
+    float16. Only bfloat16 numbers below 2^-14 may lose digits, at most 2^-25. Nearly all rows therefore have scale 1.
+    Return None if no scale achieves this: the weights have more digits, or are infinite or NaN.
     """
     scales, columns = torch.ones(len(weight)), None
     at_once = max(1, _CHECKED_AT_ONCE // weight.shape[1])  # keeps the copies in the cache

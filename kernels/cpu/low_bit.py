@@ -3,14 +3,14 @@
     weight[n, k] = scale[n] * level[n, k]              levels of 8 bits, a scale for each row
     x[k] = peak / 63 * (high[k] + low[k] / 126)        both of 7 bits: 14 bits of a row's largest number, `peak`
 
-FBGEMM's integer matmul is exact. Two rows of activations take little longer than one, because the weights must be read
-in any case: one row's high and low parts are two such rows. (They have 7 bits, because without VNNI the sum of two
-8-bit products overflows.) FBGEMM quantizes activations by their minimum and maximum; two additional columns hold -64
-and 63, so that its rounding changes nothing.
+FBGEMM's integer matmul is exact. The high and low parts of one row of activations are multiplied as two rows. Two rows
+take little longer than one, because the weights must be read in any case. (The parts have 7 bits, because without VNNI
+the sum of two 8-bit products overflows.) FBGEMM quantizes activations by their minimum and maximum; two additional
+columns hold -64 and 63, so that its rounding changes nothing.
 
-The error is in the weights: half a level, 2^-8 of a row's largest weight. It matters for large activations, which are
-in a few columns, the same ones for nearly any input. For these columns, the remainders of the rounded weights are
-stored as additional columns. The first input determines which columns these are.
+The error is in the weights: half a level, 2^-8 of a row's largest weight. It matters for large activations. For nearly
+any input, the large activations are in the same few columns. For these columns, the remainders of the rounded weights
+are stored as additional columns. The first input determines which columns these are.
 """
 
 import math
@@ -46,9 +46,9 @@ def packed_int8(
     """Pack a float32 weight ``[out, in]`` in 8 bits. Return None if this torch cannot multiply such weights.
 
     The weight is packed at the first matmul, which is exact. ``weight`` is called then, and returns a function that
-    loads rows; only some rows are float32 at a time. The input of that matmul should resemble later ones: the columns
-    in which it is large get 16 bits. ``stored`` are the same weights, if they are low-bit. 4-bit matrices are also kept
-    as they are, for matmuls of one or a few rows.
+    loads rows; only some rows are float32 at a time. The input of the first matmul should resemble later inputs: the
+    columns in which this input is large get 16 bits. ``stored`` are the same weights as low-bit matrices, if there are
+    any. 4-bit matrices are also kept as they are, for matmuls of one or a few rows.
     """
     if torch.backends.quantized.engine not in FBGEMM or not hasattr(torch, "_make_per_channel_quantized_tensor"):
         return None
@@ -99,8 +99,8 @@ class _Int8Linear:
         return residual if self._bias is None else residual.add_(self._bias)
 
     def _pack(self, weight: Rows, x: Tensor) -> Tensor:
-        """Pack the weight. Return the result of the first matmul, with input ``x``, which chooses the columns with
-        remainders.
+        """Pack the weight, with remainders for the columns in which ``x``, the first input, is large. Return the result
+        of the first matmul.
         """
         scales = torch.empty(self._out_features)
         product = x.new_empty(x.shape[0], self._out_features)
@@ -137,9 +137,9 @@ class _Int8Linear:
         return product if self._bias is None else product.add_(self._bias)
 
     def _one(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return factors ``[1, 2]`` and integer sums ``[2, out]`` of the two parts of one row of activations.
+        """Return factors ``[1, 2]`` and integer sums ``[2, out]``, for the high and low part of one row of activations.
 
-        Multiplied with each other, they are the result of the matmul.
+        The matmul of factors and sums is the result of the layer, without the bias.
         """
         least, most = torch.aminmax(x)
         low, high = least.item(), most.item()

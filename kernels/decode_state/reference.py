@@ -60,7 +60,7 @@ def penalized(logits: Tensor, generated: Tensor, repetition: float, frequency: f
 
 
 def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """Store each slot's drawn token, which the next step computes, and add 2 to its count: see `penalize`.
+    """Store each slot's drawn token, which the next step computes, and add 2 to the token's count: see `penalize`.
 
     Slots of running beams, with ``FORKS`` 1, do not change.
     """

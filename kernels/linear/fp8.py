@@ -170,8 +170,8 @@ def mlp(
 ) -> Tensor:  # fmt: skip
     """Compute RMSNorm, the gated `product` and the projection ``down``, for more than `MOST_FUSED` tokens.
 
-    ``silu(gate) * up`` is quantized where it is computed, so it is never written in 16 bits. Return the sum with
-    ``residual``, written to it, or without one a new tensor ``[tokens, out]``.
+    ``silu(gate) * up`` is quantized where it is computed, so it is never written in 16 bits. The result is added to
+    ``residual`` in place, or without a residual returned as a new tensor ``[tokens, out]``.
     """
     levels, token_scales = quantize(x, norm)
     sums = _sums(levels, token_scales, gate_up, bias, x.dtype)
@@ -203,7 +203,10 @@ def _multiply(
 
 
 def _sums(levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``[tokens, out]`` in ``dtype``: from `_SCALED_INSIDE` tokens on the product, below only sums of levels."""
+    """Return ``[tokens, out]`` in ``dtype``: the layer's result for at least `_SCALED_INSIDE` tokens.
+
+    For fewer tokens, return only the matmul of the levels, without scales and bias.
+    """
     scales, extra = (_one(levels.device), _one(levels.device)), None
     if levels.shape[0] >= _SCALED_INSIDE:
         scales, extra = (token_scales, matrix.scales.t()), bias

@@ -3,9 +3,9 @@
 Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes per load; the next tile loads while one is
 multiplied. Bytes: the matrix, once. Weights are converted to float32 in registers, so x is not quantized.
 
-Compared with 16 bits, there is half the time for a weight's instructions, because it has half the bytes. Therefore a
-thread sums its own weights from tile to tile, and the threads' sums are combined once, at the end. (`matvec` combines
-them for every tile: a weight of a long row takes 4.2 instructions there, 3.5 here, and a program's warps wait for each
+An FP8 weight has half the bytes of a 16-bit weight, so its instructions must take half the time. Therefore a thread
+sums its own weights from tile to tile, and the threads' sums are combined once, at the end. (`matvec` combines the sums
+for every tile. A weight of a long row takes 4.2 instructions there, 3.5 here, and a program's warps wait for each
 other.) With short rows and no gate, and with two tokens, `matvec` is faster.
 """
 

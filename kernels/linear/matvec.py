@@ -162,7 +162,7 @@ def _matvec_kernel(
 
 
 def most_tokens(weight: Tensor) -> int:
-    """Return up to how many tokens these kernels are the fastest way to multiply a weight ``[out, in]``."""
+    """Return the maximum number of tokens for which these kernels are the fastest, for a weight ``[out, in]``."""
     return max((1, *(tokens for tokens, largest in _LARGEST.items() if weight.numel() <= largest)))
 
 
@@ -187,7 +187,7 @@ def product(
 
 
 def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
-    """Check shapes and layouts. Return ``out``, or a new tensor for the result without it.
+    """Check shapes and layouts. Return the tensor for the result: ``out``, or else a new tensor.
 
     ``matrices`` is the number of matrices that the weight stacks by rows. Raises ValueError for a wrong shape or
     layout.
@@ -251,7 +251,7 @@ def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
 def _fp8_tile(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
     """Choose a tile with more rows than in 16 bits, so that each converted number of x is used for more weights.
 
-    A weight has half the bytes, so there is half the time for its instructions. Measured in an 8B model.
+    An FP8 weight has half the bytes, so its instructions must take half the time. Measured in an 8B model.
     """
     rows, width = 8 if tokens == 1 and features <= 4096 else 4, min(2048, max(16, triton.next_power_of_2(columns)))
     return rows, width, max(1, width // 512)

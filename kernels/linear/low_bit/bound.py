@@ -3,8 +3,8 @@
 RMSNorm's result is ``y * w``, and the norm of y is at most the square root of in. By the Cauchy-Schwarz inequality, a
 row g of the gate's matrix gives at most ``sqrt(in) * |w * g|`` plus its bias, and so does a row of up's matrix.
 ``silu(gate) * up`` is at most the product of both. Attention's result is a mean of values, so the bounds of v's rows
-hold for it. The largest of these bounds is scaled to the upper end of float16's range. Results usually stay 1,000 times
-below it, and numbers another 100,000 times smaller still have all their digits.
+hold for it. The largest of these bounds is scaled to the upper end of float16's range. Results are usually 1,000 times
+smaller than that, and numbers another 100,000 times smaller still have all their digits.
 """
 
 import torch

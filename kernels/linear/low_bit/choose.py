@@ -80,16 +80,16 @@ def name_of(x: Tensor, parts: tuple[LowBit, ...]) -> str:
 
 
 def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
-    """Return whether a gated matmul of x's number of tokens can write the input layout of the next one: see
+    """Return whether a gated matmul of as many tokens as ``x`` has can write the input layout of the next matmul: see
     `gated_halves`.
 
-    ``parts`` are the gated matrix, ``following`` is the next one.
+    ``parts`` are the gated matrix, ``following`` is the matrix of the next matmul.
     """
     return len(parts) == 1 and _is_for_matmul(x, parts) and reads_halves(x, following)
 
 
 def reads_halves(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    """Return whether a matmul of x's number of tokens reads `HalfActivations`, and x's columns are not reordered."""
+    """Return whether a matmul of as many tokens reads `HalfActivations`, with the columns of ``x`` in order."""
     return parts[0].order is None and _is_for_matmul(x, parts)  # all parts have an order, or none
 
 
@@ -169,7 +169,10 @@ def columns_of(
 def _placed(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[int, LowBit, Tensor | None, Tensor]]:
-    """Yield the tuples of `columns_of` after the number of the part's launch: from 1, or 0 for a single part."""
+    """Yield the number of each part's launch, followed by the tuple of `columns_of`. Numbers begin at 1.
+
+    A single part has number 0.
+    """
     for number, each in enumerate(columns_of(parts, bias, out), 1):
         yield number if len(parts) > 1 else 0, *each
 

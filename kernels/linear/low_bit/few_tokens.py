@@ -59,10 +59,10 @@ class FixedScale(NamedTuple):
 
 @triton.jit
 def by_eights(tokens, token, columns, column, num_turns):
-    """Return the offset of an element in `HalfActivations.x` by eights.
+    """Return the offset of an element in `HalfActivations.x`, stored by eights.
 
-    The token is number ``token`` of the eight number ``tokens``, the column number ``column`` of the eight number
-    ``columns``.
+    ``tokens`` is the number of a group of eight tokens, and ``token`` the number of the element's token in it. In the
+    same way, ``columns`` and ``column`` give the element's column.
     """
     turn, group, word = columns // 16, columns % 16 // 4, columns % 4
     return (tokens * num_turns + turn) * 1024 + word * 256 + token * 32 + group * 8 + column
@@ -107,8 +107,8 @@ def halve_activations(
 ) -> HalfActivations:
     """Convert ``x [tokens, in]`` to float16 with a scale per token, after RMSNorm with ``norm`` (weight, eps) if given.
 
-    Columns are put into ``order [in]`` of a matrix, if given. NaN and infinity stay. Rows for padding tokens, up to a
-    multiple of eight or a tile of `many_tokens`, are arbitrary.
+    If ``order [in]`` of a matrix is given, columns are put into this order. NaN and infinity stay. Rows for padding
+    tokens, up to a multiple of eight or a tile of `many_tokens`, are arbitrary.
     """
     tokens, columns = x.shape
     turns = _turns(columns)
@@ -343,7 +343,7 @@ def gated_halves(
 ) -> HalfActivations:
     """Compute ``silu(gate) * up`` like `matmul`, scaled with ``by``.
 
-    Return it in the input layout of the next matmul.
+    Return the result in the input layout of the next matmul.
     """
     half = empty_eights(x.scales, matrix.shape[0] // 2)
     _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=True, add=False, tile=tile, part=0)

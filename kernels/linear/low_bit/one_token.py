@@ -2,7 +2,7 @@
 
 It computes sums of byte products (``dp4a``), so activations are first quantized to integers: 16 bits in groups of 32
 with one scale, as two planes of bytes. With 8 bits, as in llama.cpp, the next token's distribution differs by a KL
-divergence of 3e-3 on the default model. With 16 it differs by 1e-7, at the cost of half as many instructions again.
+divergence of 3e-3 on the default model. With 16 bits it differs by 1e-7, but 1.5 times as many instructions are needed.
 
 `_product_kernel`: as many programs as run at a time. Each program quantizes x and keeps it in registers. It then
 computes ROWS whole rows at a time. The next rows' weights load during the current multiplication, and the first rows'
@@ -68,10 +68,11 @@ _LARGEST = tl.constexpr(127 * 256 + 127)  # two signed bytes
 def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.constexpr):
     """Quantize one token to integers. Also return its sum of squares, which RMSNorm needs.
 
-    A value is ``scale * (256 * coarse + fine)``; coarse and fine are signed bytes. The result begins with four tensors
-    of words ``[1, groups, 4]``, in the order of the matrix's levels (see `low_bit.layouts`). They are coarse for the
-    first four values of each eight and for the other four, then fine for both. Then follow three tensors ``[1,
-    groups]`` float32: the scale, and the sum of the values in each half of the group.
+    A value is ``scale * (256 * coarse + fine)``; coarse and fine are signed bytes, four in a word. The order is that of
+    the matrix's levels (see `low_bit.layouts`). The first four values and the last four values of each eight are in
+    separate tensors. Returns, as one tuple: four tensors of words ``[1, groups, 4]``, which are the first and last
+    coarse bytes and the first and last fine bytes; three tensors ``[1, groups]`` float32, which are the scale and the
+    sums of the values in each half of the group.
     """
     columns = (groups * 32)[:, None, None] + (tl.arange(0, 4) * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
     mask = (groups < num_groups)[:, None, None]

@@ -34,7 +34,7 @@ _UNFIT = (OutOfResources, PTXASError, torch.OutOfMemoryError)  # the tile is too
 
 @dataclass(frozen=True)
 class Product:
-    """A kind of matmul. All matrices of a model with this layout, shape and place share their tiles."""
+    """A kind of matmul. All matrices of a model with this layout, shape and place use the same tiles."""
 
     layout: Layout
     shape: tuple[int, int]
@@ -75,7 +75,7 @@ class Timed(NamedTuple):
 
 
 def buckets(dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the numbers of tokens to tune tiles for, if activations are of ``dtype``."""
+    """Return the numbers of tokens (buckets) to tune tiles for. ``dtype`` is that of the activations."""
     return (1, 2, 8, 16, 32, 64) if dtype.itemsize == 2 else (1, 2)
 
 
