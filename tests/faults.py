@@ -1181,7 +1181,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/grammar/test_grammar.py::test_what_cannot_be_obeyed_is_refused_by_name"),
     ],
     "minillm/model/one_token.py": [
-        ("one-token-unturned-k", "Layer.forward", "Subscript 1", "$value.args[0][None]",
+        ("one-token-unturned-k", "Layer.forward", "turn(q), turn(k)", "turn(q), k",
          ONE_TOKEN + "test_the_function_computes_as_the_ops_do[groups of two]"),
         ("one-token-scores-unscaled", "Layer.forward", "BinOp 10", "$left",
          ONE_TOKEN + "test_without_roundings_it_is_the_layer_of_the_paper"),

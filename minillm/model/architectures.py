@@ -39,6 +39,7 @@ class Architecture:
         has_partial_rope: ``partial_rotary_factor`` is the fraction of each head that rotates.
         has_adjacent_pairs: the two dimensions of a rotary pair are adjacent. In Llama they are half a head apart.
         has_two_ropes: layers with a window have their own rotary embedding.
+        has_rope_alpha: ``alpha`` of dynamic scaling is a fixed factor on the base of the frequencies.
         gguf: ``general.architecture`` of GGUF files, if llama.cpp knows the architecture.
         gguf_is_permuted: llama.cpp's converter makes rotary pairs adjacent.
         gguf_with_windows: the architecture of GGUF files of the same ``gguf`` that have a window.
@@ -56,6 +57,7 @@ class Architecture:
     has_partial_rope: bool = False
     has_adjacent_pairs: bool = False
     has_two_ropes: bool = False
+    has_rope_alpha: bool = False
     gguf: str = ""
     gguf_is_permuted: bool = False
     gguf_with_windows: str = ""
@@ -171,6 +173,73 @@ def _gemma3(values: Values, num_layers: int) -> Fields:
     }
 
 
+def _granite(values: Values, num_layers: int) -> Fields:
+    """Read Granite's multipliers.
+
+    It multiplies each branch by r, and adds it to x. Here x is divided by r, so branches are added as they are. RMSNorm
+    then returns the same if eps is divided by the square of r.
+    """
+    names = ("residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling")
+    residual, embedding, attention, logits = (values.number(name, 1.0, least=1e-6, most=1e6) for name in names)
+    return {
+        **_biases(values, num_layers),
+        "rms_norm_eps": values.number("rms_norm_eps") / residual**2,
+        "embedding_scale": embedding / residual,
+        "attention_scale": attention,
+        "logits_scale": 1 / logits,
+    }
+
+
+def _granite_hybrid(values: Values, num_layers: int) -> Fields:
+    """Read a Granite 4 model. Models with Mamba layers or experts are rejected."""
+    kinds = values.values.get("layer_types")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(each not in ("attention", FULL) for each in kinds)
+    ):
+        raise WeightsError(
+            "config.json: layers of other layer_types than 'attention', such as Mamba, are not supported"
+        )
+    if values.integer("num_local_experts", 8, least=0):
+        raise WeightsError("config.json: mixture-of-experts models (num_local_experts) are not supported")
+    is_rotated = values.text("position_embedding_type", "nope") == "rope"
+    return {
+        **_granite(values, num_layers),
+        "mlp_bias": False,
+        "intermediate_size": values.integer("shared_intermediate_size", 1024, most=1 << 24),
+        "layers_without_rope": () if is_rotated else tuple(range(num_layers)),
+    }
+
+
+def _phi3(values: Values, num_layers: int) -> Fields:
+    return {"windows": _windows(values, num_layers, range(num_layers), _window(values))}
+
+
+def _ernie(values: Values, num_layers: int) -> Fields:
+    biases = _biases(values, num_layers)
+    return {name: values.flag("use_bias", given) for name, given in biases.items()}
+
+
+def _helium(values: Values, num_layers: int) -> Fields:
+    return {**_biases(values, num_layers), "output_bias": False}
+
+
+def _seed_oss(values: Values, num_layers: int) -> Fields:
+    return {**_biases(values, num_layers), "output_bias": values.flag("attention_out_bias")}
+
+
+def _ministral3(values: Values, num_layers: int) -> Fields:
+    """Read Ministral 3. Its context is limited to the original one: after that, q is scaled by its position."""
+    key, context = "llama_4_scaling_beta", values.integer("max_position_embeddings")
+    rope = values.part("rope_parameters" if values.has("rope_parameters") else "rope_scaling")
+    if not rope.values and not values.has("rope_theta"):
+        raise values.error("rope_parameters", "an object")
+    if rope.number(key, values.number(key, 0.0)):
+        context = min(context, rope.integer("original_max_position_embeddings", context))
+    return {**_phi3(values, num_layers), "max_position_embeddings": context}
+
+
 # Names of norms of a checkpoint that has none before attention and MLP.
 _NORMS_AFTER = {
     "post_attention_layernorm": "post_self_attn_layernorm",
@@ -182,6 +251,7 @@ _GGUF_NORMS_AFTER = {
 }
 _GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 _WINDOW_KEY = {"attention.sliding_window": "sliding_window"}
+
 
 _ALL = (
     Architecture(
@@ -279,6 +349,83 @@ _ALL = (
         gguf="gemma3",
         gguf_names={**_GGUF_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
         gguf_keys={**_WINDOW_KEY, "rope.freq_base_swa": "rope_local_base_freq"},
+    ),
+    Architecture(
+        "GraniteForCausalLM",
+        "granite",
+        read=_granite,
+        gguf="granite",
+        gguf_is_permuted=True,
+        gguf_keys={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+    Architecture(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        read=_granite_hybrid,
+        names={"shared_mlp": "mlp", "output_linear": "down_proj"},
+        packed={"mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")},
+    ),
+    Architecture(
+        "Phi3ForCausalLM",
+        "phi3",
+        {"original_max_position_embeddings": 4096},
+        read=_phi3,
+        packed={
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            **_GATE_UP,
+        },
+        has_partial_rope=True,
+        gguf="phi3",
+        gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        gguf_keys=_WINDOW_KEY,
+    ),
+    Architecture(
+        "Ernie4_5ForCausalLM",
+        "ernie4_5",
+        {"rope_theta": 500_000.0, "head_dim": 128, "tie_word_embeddings": True, "num_key_value_heads": 2},
+        read=_ernie,
+        has_adjacent_pairs=True,
+        gguf="ernie4_5",
+    ),
+    Architecture(
+        "HeliumForCausalLM",
+        "helium",
+        {"rope_theta": 100_000.0, "head_dim": 128, "num_key_value_heads": 20},
+        read=_helium,
+        has_adjacent_pairs=True,
+    ),
+    Architecture(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        {"head_dim": 128, "attention_bias": True, "num_key_value_heads": 8},
+        read=_seed_oss,
+        gguf="seed_oss",
+        gguf_names={"post_attention_norm": "post_attention_layernorm"},
+    ),
+    Architecture("MinistralForCausalLM", "ministral", {"sliding_window": 4096, "num_key_value_heads": 8}, read=_phi3),
+    Architecture(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        {"head_dim": 128, "num_key_value_heads": 8},
+        read=_ministral3,
+        gguf="mistral3",
+        gguf_keys={"attention.temperature_scale": "llama_4_scaling_beta"},
+        gguf_is_permuted=True,
+    ),
+    Architecture(
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan_v1_dense",
+        fields={"qk_norm": "after_rope"},
+        read=_attention_biases,
+        names={"query_layernorm": "q_norm", "key_layernorm": "k_norm"},
+        has_rope_alpha=True,
+        gguf="hunyuan-dense",
+        gguf_names={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
     ),
 )
 ARCHITECTURES = {each.name: each for each in _ALL}

@@ -17,6 +17,7 @@ from minillm.forms import kv_row_bytes
 from minillm.model.architectures import ARCHITECTURES, Architecture
 from minillm.model.rope_config import RopeConfig, read_ropes
 from minillm.text.reading import Values, shown
+from minillm.text.safe import clean_line
 
 # Values of an MLP's activation in config.json, by its name here, and the key that has them.
 _ACTIVATIONS = {"silu": ("hidden_act", ("silu", "swish")), "gelu": ("hidden_activation", ("gelu_pytorch_tanh",))}
@@ -59,7 +60,8 @@ class ModelConfig:
     output_bias: bool = False  # whether o has a bias
     mlp_bias: bool = False  # whether gate, up and down have biases
     norms: Literal["before", "after", "both"] = "before"  # RMSNorms of a layer: before attention and MLP, after them
-    qk_norm: Literal["", "heads", "all"] = ""  # RMSNorm of each head of q and k before rotary, or of all heads at once
+    # RMSNorm of each head of q and k before or after they are rotated, or of all heads at once before
+    qk_norm: Literal["", "heads", "after_rope", "all"] = ""
     activation: Literal["silu", "gelu"] = "silu"  # of the MLP; gelu is its tanh approximation
     attention_scale: float | None = None  # factor on q @ k; None: 1 / sqrt(head_dim)
     embedding_scale: float = 1.0  # factor on embeddings
@@ -183,7 +185,8 @@ def _architecture(values: Values) -> Architecture:
     found = ARCHITECTURES.get(name) or by_type.get(name)
     if found is None:
         known = ", ".join(each.removesuffix("ForCausalLM") for each in ARCHITECTURES)
-        raise WeightsError(f"config.json: architecture {shown(name)} is not supported; supported: {known}")
+        given = clean_line(repr(name), 40)
+        raise WeightsError(f"config.json: architecture {given} is not supported; supported: {known}")
     return found
 
 

@@ -176,7 +176,8 @@ def load_llama(
     def head_norms(attention: str) -> HeadNorms | None:
         if not config.qk_norm:
             return None
-        return HeadNorms(vector(attention + "q_norm.weight"), vector(attention + "k_norm.weight"), config.rms_norm_eps)
+        q, k = vector(attention + "q_norm.weight"), vector(attention + "k_norm.weight")
+        return HeadNorms(q, k, config.rms_norm_eps, config.qk_norm == "after_rope")
 
     def attention_of(index: int) -> Attention:
         """Return a layer's kind of attention. A window as long as the longest sequence counts as none."""

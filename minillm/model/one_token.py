@@ -39,6 +39,7 @@ class LayerShape:
     eps: float
     biases: tuple[bool, ...]  # whether these have a bias: q k v, o, gate and up, down
     has_head_norms: bool
+    norms_after_rotary: bool  # whether heads are normalized after they are rotated
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
@@ -77,6 +78,7 @@ def layer_shape(model: Llama) -> LayerShape | None:
         eps=config.rms_norm_eps,
         biases=biases.pop(),
         has_head_norms=norms.pop(),
+        norms_after_rotary=config.qk_norm == "after_rope",
     )
 
 
@@ -130,11 +132,14 @@ class Layer(torch.nn.Module):
 
         heads = linear(norm(x), qkv_bias).view(-1, dim)
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads))
-        if shape.has_head_norms:
+        if shape.has_head_norms and not shape.norms_after_rotary:
             q, k = norm(q), norm(k)
-        keys.index_copy_(0, slot, turn(k)[None])
+        q, k = turn(q), turn(k)
+        if shape.has_head_norms and shape.norms_after_rotary:
+            q, k = norm(q), norm(k)
+        keys.index_copy_(0, slot, k[None])
         values.index_copy_(0, slot, v[None])
-        query = turn(q).view(num_kv_heads, -1, dim) * shape.softmax_scale
+        query = q.view(num_kv_heads, -1, dim) * shape.softmax_scale
         # Sums instead of matmuls, so that the compiled loops read K and V in place.
         # [visible tokens, kv heads, query heads per kv head]
         shares = (query * keys[slots][:, :, None]).sum(-1).softmax(0)

@@ -114,6 +114,7 @@ def _read_rope(config: Values, context: int, head_dim: int, architecture: Archit
     if nested := next((key for key, value in rope.values.items() if isinstance(value, Mapping)), None):
         raise WeightsError(f"{rope.where}: settings per kind of layer ({clean_line(nested, 60)}) are not supported")
     kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in TYPES:
         raise WeightsError(
             f"{config.where}: rope type {clean_line(repr(kind), 60)} is not supported; supported: {', '.join(TYPES)}"
@@ -127,9 +128,12 @@ def _read_rope(config: Values, context: int, head_dim: int, architecture: Archit
     if dims < 2 or dims % 2 or (head_dim - dims) % 2:
         raise WeightsError(f"{config.where}: {key} rotates {dims} of {head_dim} dimensions, not pairs")
     theta = rope if "rope_theta" in rope.values else config
+    base = theta.positive("rope_theta") if "rope_theta" in theta.values else 10_000.0
+    if kind == "dynamic" and architecture.has_rope_alpha and rope.number("alpha", 0.0):
+        kind, base = "default", base * rope.number("alpha") ** (head_dim / max(1, head_dim - 2))
     return RopeConfig(
         # The default is 10,000: Llama 1 and 2 were saved before the key existed.
-        theta=theta.positive("rope_theta") if "rope_theta" in theta.values else 10_000.0,
+        theta=base,
         dims=0 if dims == head_dim else dims,
         has_adjacent_pairs=architecture.has_adjacent_pairs,
         type=kind,

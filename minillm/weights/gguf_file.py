@@ -18,6 +18,8 @@ from minillm.errors import WeightsError
 from minillm.kernels import LowBit
 from minillm.kernels.linear.low_bit.layouts import GROUP, in_eight_bits
 from minillm.model.architectures import ARCHITECTURES, FULL, OF_GGUF, WINDOWED
+from minillm.model.config import ModelConfig
+from minillm.model.loader import parameter_shapes
 from minillm.text.gguf_tokens import end_ids, special_ids
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
@@ -43,10 +45,9 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }  # those of Llama: see `Architecture.gguf_names`
-_ROPE_FACTORS = "rope_freqs.weight"
+_ROPE_FACTORS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _MAX_ROPE_FACTORS = 1 << 16
-_UNBIASED_OUTPUT = ("qwen2", "glm4")  # o has no bias if q, k and v have one
-_SCALING_TYPES = ("none", "linear", "yarn")
+_SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 _FOLLOWED = (
     *("type", "factor", "attn_factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow"),
     "finetuned",  # changes nothing
@@ -64,11 +65,12 @@ class GGUFCheckpoint:
         self._data = np.memmap(path, mode="r", dtype=np.uint8)
         for info in header.tensors.values():
             self._span(info)
-        self.config: dict[str, Any] = _config(header, self._rope_factors(header), path)
+        factors = {name: self._rope_factors(header, name) for name in (_ROPE_FACTORS, _SHORT, _LONG)}
+        self.config: dict[str, Any] = _config(header, factors, path)
         found = (each for info in header.tensors.values() for each in self._unfused(info))
         self._architecture = OF_GGUF[header.metadata["general.architecture"]]
         names = {**_LAYER_NAMES, **self._architecture.gguf_names}
-        self._tensors = {_hf_name(info.name, names): info for info in found if info.name != _ROPE_FACTORS}
+        self._tensors = {_hf_name(info.name, names): info for info in found if info.name not in factors}
         self.generation_config: dict[str, Any] = {}
         self.tokenizer_source = header.metadata
         self._zeros = _absent_biases(self._tensors, self.config)
@@ -126,7 +128,8 @@ class GGUFCheckpoint:
 
     def _unfused(self, info: TensorInfo) -> list[TensorInfo]:
         """Split an ``attn_qkv`` tensor by rows into q, k and v. Return any other tensor as it is."""
-        if not re.fullmatch(r"blk\.\d+\.attn_qkv\.(weight|bias)", info.name):
+        is_fused = re.fullmatch(r"blk\.\d+\.attn_qkv\.(weight|bias)", info.name)
+        if not is_fused or "attn_qkv" in self._architecture.gguf_names:
             return [info]
         heads = self.config["num_attention_heads"], *2 * (self.config["num_key_value_heads"],)
         rows = [count * self.config["head_dim"] for count in heads]
@@ -158,12 +161,12 @@ class GGUFCheckpoint:
             raise WeightsError(f"{self._path}: the file is cut short within tensor {clean_line(info.name)}")
         return slice(info.offset, end)
 
-    def _rope_factors(self, header: Header) -> list[float] | None:
-        info = header.tensors.get(_ROPE_FACTORS)
+    def _rope_factors(self, header: Header, name: str) -> list[float] | None:
+        info = header.tensors.get(name)
         if info is None:
             return None
         if len(info.shape) != 1 or info.shape[0] > _MAX_ROPE_FACTORS:
-            raise WeightsError(f"{self._path}: tensor {_ROPE_FACTORS} has shape {info.shape}, which fits no head")
+            raise WeightsError(f"{self._path}: tensor {name} has shape {info.shape}, which fits no head")
         return self._dequantized(info).tolist()
 
     def _dequantized(self, info: TensorInfo) -> np.ndarray:
@@ -211,15 +214,8 @@ def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> di
 
     Such a bias is zero. (In llama.cpp each bias is optional, while one flag in config.json covers several of them.)
     """
-    flags = {"self_attn": config["attention_bias"], "mlp": config["mlp_bias"]}
-    kinds = "q|k|v" if config["model_type"] in _UNBIASED_OUTPUT else r"\w+"
-    found = {}
-    for name, info in tensors.items():
-        parts = re.fullmatch(rf"model\.layers\.\d+\.(self_attn|mlp)\.({kinds})_proj\.weight", name)
-        bias = f"{name.removesuffix('weight')}bias"
-        if parts and flags[parts[1]] and bias not in tensors:
-            found[bias] = info.shape[:1]
-    return found
+    shapes = parameter_shapes(ModelConfig.from_hf(config))
+    return {name: shape for name, shape in shapes if name.endswith(".bias") and name not in tensors}
 
 
 def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
@@ -249,7 +245,7 @@ def check_architecture(metadata: Values) -> str:
     return architecture
 
 
-def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str, Any]:
+def _config(header: Header, factors: dict[str, list[float] | None], path: Path) -> dict[str, Any]:
     """Return the content of the config.json that corresponds to the file's metadata."""
     metadata = Values(str(path), header.metadata)
     architecture = check_architecture(metadata)
@@ -281,22 +277,29 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
         "rope_theta": metadata.positive(f"{architecture}.rope.freq_base", 10_000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": architecture == "qwen2" or biases,
+        "attention_out_bias": any(name.endswith("attn_output.bias") for name in header.tensors),
         "mlp_bias": any(re.search(r"ffn_(gate|up|down)\.bias$", name) for name in header.tensors),
         "bos_token_id": special_ids(metadata, vocab_size).get("bos"),
         "eos_token_id": end_ids(metadata, vocab_size),
     }
     if found.has_partial_rope:
         config["partial_rotary_factor"] = math.nextafter(turned / head_dim, 1.0)  # rounded down to ``turned`` again
+    if "attention.scale" in found.gguf_keys:
+        config[found.gguf_keys["attention.scale"]] = head_dim**-0.5
     config |= {
         name: metadata.number(f"{architecture}.{key}", least=-1e30)
         for key, name in found.gguf_keys.items()
-        if metadata.has(f"{architecture}.{key}")
+        if metadata.values.get(f"{architecture}.{key}") != 0 and metadata.has(f"{architecture}.{key}")  # 0: not set
     }
     config |= _windows(metadata, architecture, config["num_hidden_layers"])
     if architecture == "gemma3":  # llama.cpp knows the factor on q by the number of layers
         config["query_pre_attn_scalar"] = hidden / heads if config["num_hidden_layers"] == 62 else head_dim
     if scaling := _rope_scaling(metadata, f"{architecture}.rope.", factors):
         config["rope_scaling"] = scaling
+    if original := scaling.get("original_max_position_embeddings"):
+        config["original_max_position_embeddings"] = original
+    if architecture == "granite" and not metadata.flag("granite.rope.scaling.finetuned", True):
+        raise WeightsError(f"{path}: granite.rope.scaling.finetuned false (no rotary embedding) is not supported")
     return config
 
 
@@ -315,7 +318,7 @@ def _windows(metadata: Values, architecture: str, num_layers: int) -> dict[str, 
     return config | {"layer_types": [WINDOWED if each else FULL for each in pattern]}
 
 
-def _rope_scaling(metadata: Values, rope: str, frequency_factors: list[float] | None) -> dict[str, Any]:
+def _rope_scaling(metadata: Values, rope: str, factors: Mapping[str, list[float] | None]) -> dict[str, Any]:
     """Convert a file's metadata to the ``rope_scaling`` of a config.json. The result is empty without scaling.
 
     The metadata is interpreted as in llama.cpp, with one exception: llama.cpp ignores YaRN's betas for these
@@ -324,8 +327,8 @@ def _rope_scaling(metadata: Values, rope: str, frequency_factors: list[float] | 
 
     Args:
         rope: the prefix of the metadata keys.
-        frequency_factors: one divisor of the frequency per pair of dimensions, or None. GGUF stores Llama 3's scaling
-            this way.
+        factors: divisors of the frequencies, one per pair of dimensions, by the names of their tensors. GGUF stores
+            Llama 3's scaling this way, and LongRoPE's two lists.
     """
     prefix = f"{rope}scaling."
     kind = metadata.text(f"{prefix}type", "linear")  # files of 2023 omit it: there was no other type
@@ -335,24 +338,36 @@ def _rope_scaling(metadata: Values, rope: str, frequency_factors: list[float] | 
     # Unsupported keys are accepted with these values, which change nothing. The first two keys are for other
     # architectures. The third is the weight of YaRN's ramp; -1 means "not set".
     ramp = 1.0 if kind == "yarn" else 0.0
+    followed = (*_FOLLOWED, "yarn_log_multiplier") if rope == "mistral3.rope." else _FOLLOWED
     neutral = {"yarn_log_multiplier": (0.0,), "yarn_attn_factor": (1.0,), "yarn_ext_factor": (ramp, -1.0)}
     for key, value in metadata.values.items():
         name = key.removeprefix(prefix)
-        if name != key and name not in _FOLLOWED and value not in neutral.get(name, ()):
+        if name != key and name not in followed and value not in neutral.get(name, ()):
             raise WeightsError(f"{metadata.where}: {clean_line(key, 80)} {shown(value)} is not supported")
     scaling: dict[str, Any] = {}
     factor = metadata.number(f"{prefix}factor", metadata.number(f"{rope}scale_linear", 0.0)) or 1.0
+    original = metadata.integer(f"{prefix}original_context_length", 0, least=0)
+    amplitude = metadata.positive(f"{prefix}attn_factor", 1.0)
+    if factors[_SHORT] is not None or kind == "longrope":
+        if factors[_SHORT] is None or factors[_LONG] is None or not original:
+            raise WeightsError(
+                f"{metadata.where}: longrope needs {_SHORT}, {_LONG} and {prefix}original_context_length"
+            )
+        scaling = {"rope_type": "longrope", "short_factor": factors[_SHORT], "long_factor": factors[_LONG]}
+        return {**scaling, "attention_factor": amplitude, "original_max_position_embeddings": original}
     if kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor}
-        if original := metadata.integer(f"{prefix}original_context_length", 0, least=0):
+        if original:
             scaling["original_max_position_embeddings"] = original
+        if multiplier := metadata.number(f"{prefix}yarn_log_multiplier", 0.0):
+            scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
         for name in ("beta_fast", "beta_slow"):
             if metadata.has(f"{prefix}yarn_{name}"):
                 scaling[name] = metadata.positive(f"{prefix}yarn_{name}")
     elif kind == "linear" and factor != 1.0:
         scaling = {"rope_type": "linear", "factor": factor}
-    if (amplitude := metadata.positive(f"{prefix}attn_factor", 1.0)) != 1.0:
+    if amplitude != 1.0:
         scaling = {"rope_type": "default", **scaling, "amplitude": amplitude}
-    if frequency_factors is not None:
-        scaling = {"rope_type": "default", **scaling, "frequency_factors": frequency_factors}
+    if factors[_ROPE_FACTORS] is not None:
+        scaling = {"rope_type": "default", **scaling, "frequency_factors": factors[_ROPE_FACTORS]}
     return scaling

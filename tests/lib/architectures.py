@@ -69,6 +69,82 @@ def _gemma3(rng: random.Random) -> Keys:
     return found | ({"layer_types": kinds(rng, found["num_hidden_layers"])} if rng.random() < 0.3 else {})
 
 
+def _flags(rng: random.Random, *names: str) -> Keys:
+    return {name: rng.random() < 0.4 for name in names}
+
+
+def _multipliers(rng: random.Random) -> Keys:
+    return {
+        "embedding_multiplier": rng.choice([0.7, 4.0, 12.0]), "residual_multiplier": rng.choice([1.0, 0.22, 0.5]),
+        "attention_multiplier": rng.choice([0.05, 0.1, 0.2]), "logits_scaling": rng.choice([1.0, 2.0, 0.9]),
+    }  # fmt: skip
+
+
+def _granite(rng: random.Random) -> Keys:
+    biases = _flags(rng, "attention_bias", "mlp_bias")
+    return sizes(rng, kind="Granite", rope_parameters=theta(rng), **_multipliers(rng), **biases)
+
+
+def _granite4(rng: random.Random) -> Keys:
+    found = sizes(rng, kind="GraniteMoeHybrid", **_multipliers(rng), **_flags(rng, "attention_bias"))
+    return found | {
+        "layer_types": ["attention"] * found["num_hidden_layers"], "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": found["intermediate_size"], "mamba_d_head": 2 * found["hidden_size"],
+        "mamba_n_heads": 1, "position_embedding_type": "rope", "rope_parameters": theta(rng),
+    }  # fmt: skip
+
+
+def _phi3(rng: random.Random) -> Keys:
+    found = sizes(rng, kind="Phi3", sliding_window=rng.choice([None, 9]))
+    dim = found["hidden_size"] // found["num_attention_heads"]
+    share = rng.choice([0.5, 0.75, 1.0]) if dim == 16 else 1.0
+    rope = theta(rng, partial_rotary_factor=share)
+    if rng.random() < 0.5:
+        factors = {
+            f"{name}_factor": [rng.uniform(1, 8) for _ in range(int(dim * share) // 2)] for name in ("short", "long")
+        }
+        rope |= {"rope_type": "longrope", **factors}
+    return found | {"rope_parameters": rope, "original_max_position_embeddings": rng.choice([128, 256])}
+
+
+def _ernie(rng: random.Random) -> Keys:
+    return sizes(rng, kind="Ernie4_5", head_dim=rng.choice([4, 8, 16]), **_flags(rng, "use_bias"))
+
+
+def _helium(rng: random.Random) -> Keys:
+    found = sizes(rng, kind="Helium", **_flags(rng, "attention_bias", "mlp_bias"))
+    return found | {"head_dim": found["hidden_size"] // found["num_attention_heads"]}
+
+
+def _seed_oss(rng: random.Random) -> Keys:
+    biases = _flags(rng, "attention_bias", "attention_out_bias", "mlp_bias")
+    return sizes(rng, kind="SeedOss", head_dim=rng.choice([8, 16]), rope_parameters=theta(rng), **biases)
+
+
+def _ministral(rng: random.Random) -> Keys:
+    found = sizes(rng, kind="Ministral", sliding_window=rng.randint(2, 40), head_dim=rng.choice([8, 16]))
+    return found | ({"layer_types": kinds(rng, found["num_hidden_layers"])} if rng.random() < 0.5 else {})
+
+
+def _ministral3(rng: random.Random) -> Keys:
+    factor = rng.choice([2.0, 16.0])
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": factor, "original_max_position_embeddings": 128,
+        "max_position_embeddings": int(128 * factor), "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
+    context = int(128 * factor)
+    return sizes(rng, kind="Ministral3", head_dim=16, rope_parameters=yarn, max_position_embeddings=context)
+
+
+def _hunyuan(rng: random.Random) -> Keys:
+    found = sizes(rng, kind="HunYuanDenseV1", head_dim=rng.choice([8, 16]), **_flags(rng, "attention_bias"))
+    alpha = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
+    return found | {"rope_parameters": rng.choice([theta(rng), alpha])}
+
+
 CASES: dict[str, Callable[[random.Random], Keys]] = {
     "olmo2": _olmo2, "olmo3": _olmo3, "exaone4": _exaone4, "glm4": _glm4, "gemma3": _gemma3,
+    "granite": _granite, "granite4": _granite4, "phi3": _phi3, "ernie": _ernie, "helium": _helium,
+    "seed_oss": _seed_oss, "ministral": _ministral, "ministral3": _ministral3, "hunyuan": _hunyuan,
 }  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,11 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 # What llama.cpp's converter makes of a model_type.
-ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
-PERMUTED = ("llama", "smollm3")
+ARCHITECTURES = {
+    "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "granitemoehybrid": "granite", "ministral": "llama",
+    "ministral3": "mistral3", "hunyuan_v1_dense": "hunyuan-dense",
+}  # fmt: skip
+PERMUTED = ("llama", "smollm3", "granite", "mistral3")
 
 
 def converted(config: Any) -> dict[str, Any]:
@@ -38,6 +43,29 @@ def converted(config: Any) -> dict[str, Any]:
         found["rope.freq_base_swa"] = config.rope_parameters["sliding_attention"]["rope_theta"]
     if kind == "glm4":
         found["rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
+    if "granite" in kind:
+        found |= {
+            "attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling,
+        }  # fmt: skip
+    if kind == "phi3":
+        original, dim = config.original_max_position_embeddings, config.hidden_size // config.num_attention_heads
+        found |= {
+            "rope.scaling.original_context_length": original,
+            "attention.sliding_window": config.sliding_window or 0,
+        }
+        found["rope.dimension_count"] = int(dim * rope["partial_rotary_factor"])
+        if rope["rope_type"] == "longrope":
+            scale = config.max_position_embeddings / original
+            found["rope.scaling.attn_factor"] = (
+                math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+            )
+    if kind == "ministral3":
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+    if "alpha" in rope:  # the converter also writes a context of 262,144
+        found["rope.freq_base"] = rope["rope_theta"] * rope["alpha"] ** (config.head_dim / (config.head_dim - 2))
+        found |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
     if rope["rope_type"] in ("linear", "yarn"):
         found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -60,7 +88,7 @@ def write_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "shared_intermediate_size", config.intermediate_size))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     if getattr(config, "head_dim", None):
@@ -80,11 +108,11 @@ def write_gguf(
             list: writer.add_array,
         }  # fmt: skip
         adders[type(value)](key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper().replace("-", "_")], config.num_hidden_layers)
     exact: dict[str, np.ndarray] = {}
     written: dict[str, list[np.ndarray]] = {}
     kinds: dict[str, gguf.GGMLQuantizationType] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _unpacked(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
@@ -107,11 +135,24 @@ def write_gguf(
         exact[name] = back
     for name, parts in written.items():
         writer.add_tensor(name, np.concatenate(parts), raw_dtype=kinds[name])
+    for length in ("long", "short"):
+        if factors := config.rope_parameters.get(f"{length}_factor"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(factors, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return exact
+
+
+def _unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Split the MLP of Granite 4 as the converter does."""
+    for name, tensor in tensors.items():
+        if "shared_mlp.input_linear" in name:
+            for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.{part}_proj"), rows
+        else:
+            yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), tensor
 
 
 def gguf_model(**overrides: Any) -> Any:

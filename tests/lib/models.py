@@ -111,7 +111,7 @@ def in_4_bits(held: Held = "int8", **changes: Any) -> Llama:
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     loaded = load_llama(
-        RoundedTensors(StateDict(tensors), "int4"),
+        RoundedTensors(LlamaTensors(StateDict(tensors), config), "int4"),
         config,
         device=torch.device("cpu"),
         dtype=torch.float32,

@@ -55,7 +55,7 @@ def test_an_architecture_computes_what_transformers_computes(case: str, seed: in
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("helium", "ministral")])  # not in llama.cpp
 def test_a_gguf_file_of_an_architecture_is_the_same_model(case: str, seed: int, tmp_path: Path) -> None:
     theirs, rng = random_model(case, seed)
     path = tmp_path / "m.gguf"

@@ -213,7 +213,7 @@ def test_biases_and_norms_are_counted() -> None:
         ("Qwen2Moe", {}, "Qwen2MoeForCausalLM"),
         ("Qwen3Moe", {}, "Qwen3MoeForCausalLM"),
         ("Gemma2", {}, "Gemma2ForCausalLM"),
-        ("Ministral", {}, "MinistralForCausalLM"),
+        ("MiniCPM3", {}, "MiniCPM3ForCausalLM"),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "sliding_window"),
         ("Qwen2", {"use_sliding_window": "yes", "sliding_window": 9}, "use_sliding_window"),
         ("Qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),

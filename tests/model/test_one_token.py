@@ -23,6 +23,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "groups of two": {},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "norms of heads": {"kind": "Qwen3", "num_key_value_heads": 1, "head_dim": 32},
+    "norms of heads after rotary": {"kind": "HunYuanDenseV1", "head_dim": 32},
+    "multipliers": {"kind": "Granite", "attention_multiplier": 0.1, "residual_multiplier": 0.3},
     "a window": {"kind": "Mistral", "sliding_window": 5},
     "layers without rotary": {"kind": "SmolLM3", "no_rope_layers": [1, 0, 1], "pad_token_id": 0},
     "as many kv heads": {"num_key_value_heads": 4},
