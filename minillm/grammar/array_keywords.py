@@ -14,15 +14,16 @@ from minillm.grammar.scalar_keywords import Rewriting
 ARRAYS = frozenset(
     ["prefixItems", "items", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains", "unevaluatedItems"]
 )
-_POSITIONS = 8  # first positions of an array at which contains may find its item
-_MOST_WAYS = 1600  # alternatives for the items of a set
+_POSITIONS = 8  # number of first positions of an array at which the item that ``contains`` requires may be
+_MOST_WAYS = 1600  # maximum alternatives that a rewritten ``uniqueItems`` may list
 
 
 def of_arrays(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Rewrite a schema's array keywords.
+    """Rewrite a schema's array keywords. Return None, because these keywords never reject every value.
 
-    Keywords that can be written directly go to ``result``. Schemas that a value must also satisfy go to ``more``.
-    Returns None: the schema accepts something.
+    Args:
+        result: the rewritten schema, to which this function adds keywords.
+        more: receives schemas that a value must satisfy in addition to ``result``.
     """
     first, rest = tuple_of(schema)
     if "unevaluatedItems" in schema and schema["unevaluatedItems"] is not True:
@@ -49,9 +50,10 @@ def of_arrays(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any
 
 
 def _containing(rewriter: Rewriting, schema: dict[str, Any], least: int, most: int | None) -> Schema:
-    """Return a schema for ``contains`` and ``minContains``: enough matching items are among the array's first items.
+    """Return a schema for ``contains`` and ``minContains``.
 
-    Values other than arrays are also valid. ``least`` and ``most`` limit the array's length; ``most`` may be None.
+    It requires the matching items among an array's first items, and accepts all values that are not arrays. ``least``
+    and ``most`` are the limits of the array's length; ``most`` is None without a limit.
     """
     fewest, greatest = count(schema, "minContains", 1), count(schema, "maxContains")
     inner, start = schema["contains"], schema.get("$from", 0)
@@ -78,10 +80,14 @@ def _containing(rewriter: Rewriting, schema: dict[str, Any], least: int, most: i
 def _unique(
     rewriter: Rewriting, schema: dict[str, Any], first: list[Schema], rest: Schema, least: int, most: int | None
 ) -> Schema:
-    """Return a schema for ``uniqueItems``: arrays with distinct items, and values other than arrays.
+    """Return a schema for ``uniqueItems``. It accepts arrays with distinct items, and all values that are not arrays.
 
-    The items have the schemas ``first`` by position, then ``rest``. ``least`` and ``most`` limit the array's length.
     Raises Unsupported if distinct items cannot be expressed.
+
+    Args:
+        first: the schemas of the array's first items, by position.
+        rest: the schema of all further items.
+        least, most: the limits of the array's length; ``most`` is None without a limit.
     """
     ways: list[Schema] = [typed(set(KINDS) - {"array"}), {"type": "array", "maxItems": 1}]
     size = len(first) if rest is False and most is None else most
@@ -107,9 +113,11 @@ def _unique(
 
 
 def _differ(rewriter: Rewriting, first: list[Schema], rest: Schema, size: int | None) -> bool:
-    """Return whether any two items of a tuple always differ, because their schemas are disjoint. False if unknown.
+    """Return whether any two items of an array always differ, because their schemas are disjoint. False if unknown.
 
-    ``size`` is the maximum length of the tuple.
+    Args:
+        first, rest: see `_unique`.
+        size: maximum length of the array; None: no limit.
     """
     if size is None or size > 8 or (size > len(first) and rest is not False):
         return False
@@ -117,7 +125,7 @@ def _differ(rewriter: Rewriting, first: list[Schema], rest: Schema, size: int | 
 
 
 def _finite(rewriter: Rewriting, schema: Schema) -> list[Any] | None:
-    """Return all values that a schema accepts. Return None if they are too many, or if they cannot be listed."""
+    """Return all values that a schema accepts. Return None if there are too many, or if they cannot be listed."""
     kinds = rewriter.meaning.kinds(schema)
     for part in rewriter.meaning.parts(schema):
         for values in choices(part):
@@ -139,10 +147,10 @@ def _finite(rewriter: Rewriting, schema: Schema) -> list[Any] | None:
 
 
 def _partition() -> Iterable[tuple[Schema, Schema]]:
-    """Yield pairs of disjoint schemas.
+    """Yield pairs of disjoint schemas, to express that two items differ.
 
-    An array of two items with the two schemas of a pair has distinct items. Some distinct items fit no pair, so the
-    rewritten schema accepts fewer arrays than the original.
+    If the first item fits one schema of a pair and the second item the other schema, the items differ. Some items
+    differ but fit no pair. So a schema with all pairs as alternatives accepts fewer arrays than the original.
     """
     for first in "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ":
         yield {"type": "string", "pattern": f"^{first}"}, {"type": "string", "pattern": f"^(?!{first})"}

@@ -14,30 +14,30 @@ from minillm.grammar.notation import limited_matcher, notation
 from minillm.grammar.trial import readable
 from minillm.grammar.vocabulary import NUM_CORES, Vocabulary
 
-_SECONDS = 10.0  # every grammar here has already compiled for a vocabulary of single bytes within 4
+_SECONDS = 10.0  # time limit; `grammar.trial` has already compiled the grammar for single bytes within 4 seconds
 _MOST_KEPT = 128
-# Copies of a matcher share a lexer and compute their masks one after another. Separately compiled matchers compute
-# theirs in parallel. A grammar that is requested again is therefore compiled again, up to this many times.
+# Copies of a matcher share a lexer, so they compute their masks one after another. Separately compiled matchers compute
+# masks in parallel. Therefore a grammar that is requested again is compiled again, up to this many times.
 _FAMILIES = min(16, NUM_CORES)
 _CHEAP_SECONDS = 0.05  # slower grammars are compiled only once
 
 
 @dataclass
 class _Kept:
-    """Matchers of one grammar at the beginning of a text, each compiled separately, to be copied for requests."""
+    """Matchers of one grammar at the beginning of a text, each compiled separately. Requests get copies of them."""
 
     matchers: list[Matcher]
-    seconds: float  # of one compilation
+    seconds: float  # duration of the longest compilation
     turn: int = 0  # index of the next matcher to copy
 
     @property
     def may_grow(self) -> bool:
-        """Return whether the next request should compile the grammar again, for another matcher."""
+        """Return whether the next request should compile the grammar again, to add a matcher."""
         return not self.matchers or (len(self.matchers) < _FAMILIES and self.seconds < _CHEAP_SECONDS)
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary. It keeps the latest ones for other requests with the same grammar.
+    """Compiles grammars for one vocabulary. It keeps the latest compiled grammars for later requests.
 
     It is thread-safe.
     """
@@ -52,8 +52,8 @@ class Compiler:
         """Return a new matcher of ``grammar``, at the beginning of a text.
 
         Raises:
-            UsageError: the grammar takes too long to compile for this vocabulary, or allows no text that its tokens can
-                spell.
+            UsageError: the grammar takes too long to compile for this vocabulary, or allows no text that the tokens of
+                the vocabulary can spell.
         """
         with self._looking:
             kept = self._kept.get(grammar) or _Kept([], 0.0)
@@ -78,7 +78,7 @@ class Compiler:
     def _compile(self, grammar: Grammar) -> Matcher:
         """Compile a grammar in a thread. Raises UsageError as `matcher` does.
 
-        If it takes too long, the thread keeps running, because nothing can interrupt it.
+        After the time limit the thread keeps running, because nothing can interrupt the library.
         """
         found: list[Matcher] = []
         failed: list[Exception] = []
@@ -88,7 +88,7 @@ class Compiler:
                 with self._working:
                     state = limited_matcher(self._vocabulary.tokenizer, notation(grammar.kind, grammar.source))
                     matcher = Matcher(self._vocabulary, state, Family())
-                    _ = matcher.is_exhausted  # does the deferred part of the work now
+                    _ = matcher.is_exhausted  # makes the library do the deferred part of its work now
                 found.append(matcher)
             except Exception as error:
                 failed.append(error)

@@ -20,11 +20,11 @@ _NOT_DOT: Chars = chars([(10, 10), (13, 13), (0x2028, 0x2029)])
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
 _COUNTS = re.compile(r"\{(\d{1,6})(,?)(\d{0,6})\}")
 _OPENINGS = re.compile(r"\?(?::|<?[=!]|P?<[A-Za-z_]\w*>)")
-_UNROLLED = 4  # repetitions of a group with assertions
+_UNROLLED = 4  # maximum repetitions of a group that contains an anchor or a look-ahead
 
 
 class BadPattern(ValueError):
-    """An expression that is invalid, or has a feature that no grammar supports."""
+    """Raised for an expression that is invalid, or that has an unsupported feature."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class _Node:
         kind: "set" (one character of ``chars``), "cat" (concatenation), "or", "rep" (repetition), "begin" and "end"
             (anchors), or "look" (look-ahead).
         parts: the operands.
-        least, most: limits of a repetition; ``most`` is None without a limit. For a look-ahead, ``most`` is 0 if it
-            must not match.
+        least, most: limits of a repetition; ``most`` is None without a limit. For a negative look-ahead, ``most`` is 0.
     """
 
     kind: str
@@ -52,7 +51,7 @@ class _Node:
 
 
 def language(algebra: Algebra, pattern: str) -> Language:
-    """Return the language of all texts in which an expression matches somewhere.
+    """Return the language of all texts in which the expression ``pattern`` matches somewhere.
 
     Raises BadPattern if the expression is invalid or not supported.
     """
@@ -74,8 +73,8 @@ def _continued(algebra: Algebra, node: _Node, rest: Callable[[bool], Language], 
     """Return the language of ``node`` followed by the rest of the expression.
 
     Args:
-        rest: returns the language of the rest. Its argument is whether the rest is at the start of the text.
-        begin: ``node`` is at the start of the text.
+        rest: returns the language of the rest. Its argument is whether the rest begins at the start of the text.
+        begin: ``node`` begins at the start of the text.
     """
     if not node.asserts:
         return _followed(algebra, _alone(algebra, node), rest, begin)
@@ -115,7 +114,7 @@ def _followed(algebra: Algebra, body: Language, rest: Callable[[bool], Language]
 
 
 def _alone(algebra: Algebra, node: _Node) -> Language:
-    """Return the language of a node without assertions."""
+    """Return the language of a node that contains no anchors and look-aheads."""
     if node.kind == "set":
         return algebra.one_of(node.chars)
     parts = [_alone(algebra, part) for part in node.parts]

@@ -13,9 +13,9 @@ from minillm.grammar.trial import check_compiles
 from minillm.text.safe import clean_line, parse_json
 
 # Limits that keep an untrusted grammar from exhausting the machine, far above any practical grammar.
-MAX_BYTES = 1 << 18  # of a schema, of a Lark grammar, of all choices
+MAX_BYTES = 1 << 18  # maximum size of a schema, of a Lark grammar, or of all choices together
 MAX_REGEX_BYTES = 1 << 14
-MAX_DEPTH = 100  # of objects and arrays within each other, in a schema
+MAX_DEPTH = 100  # maximum levels of nested objects and arrays in a schema
 MAX_CHOICES = 4096
 
 # The kinds, with their names in messages.
@@ -32,12 +32,13 @@ _KINDS = {
 class Grammar:
     """A constraint on the text of an answer, for the parameter ``grammar``. Create it with one of the class methods.
 
-    The whole text of the answer matches the grammar, unless it was cut off by ``max_tokens``, by a stop string, or by
-    an abort.
+    The whole text of the answer matches the grammar, unless the answer was cut off by ``max_tokens``, by a stop string,
+    or by an abort.
 
     Attributes:
         kind: "json_object", "json_schema", "regex", "choice" or "lark".
-        source: the schema or the list of choices as JSON, the expression, or the Lark grammar. Empty for "json_object".
+        source: the schema or the list of choices as JSON, the regular expression, or the Lark grammar. Empty for
+            "json_object".
 
     Raises:
         UsageError: the grammar is too large, is nested too deeply, allows no text, takes too long to compile, or is
@@ -65,12 +66,13 @@ class Grammar:
     def json(cls, schema: Any = None) -> Grammar:
         """Return a grammar of the JSON texts that ``schema`` accepts. Without a schema, it accepts any JSON object.
 
+        Properties are generated in the schema's order. A schema allows properties that it does not mention, unless it
+        sets ``"additionalProperties": False``. The formats of the JSON Schema standard are enforced. Other formats, and
+        the keyword ``x-guidance``, are ignored. Unsupported keywords (such as ``maxContains``, or ``uniqueItems`` for
+        items that are not an enum) are rejected.
+
         Args:
-            schema: a JSON schema, as a mapping, as JSON text, or as a pydantic class. Properties are generated in the
-                schema's order. The schema allows everything that it does not forbid. To forbid other properties, set
-                ``"additionalProperties": False``. The standard's formats are enforced. Other formats, and
-                ``x-guidance``, are ignored. Unsupported keywords (``uniqueItems`` unless the items are an enum,
-                ``maxContains``, …) are rejected.
+            schema: a JSON schema, as a mapping, as JSON text, or as a pydantic class.
         """
         if schema is None:
             return cls("json_object")
@@ -82,32 +84,34 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Return a grammar of the texts that an expression matches from end to end.
+        """Return a grammar of the texts that a regular expression matches from end to end.
 
-        The syntax is that of Rust's crate ``regex``: like Python's, without look-around and backreferences. ``\\d`` and
-        ``\\w`` match digits and letters of all scripts; ``[0-9]`` matches only ASCII digits.
+        The syntax is that of Rust's crate ``regex``. It is like Python's syntax without look-around and backreferences.
+        ``\\d`` and ``\\w`` match digits and letters of all scripts; ``[0-9]`` matches only ASCII digits.
         """
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Grammar:
-        """Return a grammar of a list of texts: the answer is exactly one of them."""
+        """Return a grammar that makes the answer exactly one of the texts ``choices``."""
         if isinstance(choices, str) or not isinstance(choices, Iterable):
             raise UsageError(f"grammar: choices must be a list of texts, not {shown(choices)}")
         return cls("choice", _json_text("choice", list(choices)))
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """Return a grammar in Lark's syntax, in the variant that the library llguidance accepts."""
+        """Return a grammar, given its text in the variant of Lark's syntax that the library llguidance accepts."""
         return cls("lark", text)
 
 
 def grammar_of(name: str, value: Any) -> Grammar | None:
-    """Convert the parameter ``name`` to a grammar.
+    """Return the grammar that a parameter's ``value`` stands for; None for None.
 
-    ``value`` may be a `Grammar`, a mapping such as ``{"regex": "…"}``, or None.
+    Args:
+        name: the parameter's name, for error messages.
+        value: a `Grammar`, a mapping such as ``{"regex": "…"}``, or None.
 
-    Raises UsageError if it is anything else, or if the grammar is invalid.
+    Raises UsageError if ``value`` is anything else, or if the grammar is invalid.
     """
     if value is None or isinstance(value, Grammar):
         return value

@@ -21,18 +21,18 @@ _NOTHING_ALLOWED = (
 
 @dataclass
 class Family:
-    """State that all copies of a matcher share: in the library, they share one lexer and the limits of its size."""
+    """State of a matcher and all its copies, which share one lexer in the library, and the limits of its size."""
 
-    has_failed: bool = False  # possibly by the shared lexer: a new matcher must be compiled
+    has_failed: bool = False  # the shared lexer may have failed, so a new matcher must be compiled
 
 
 class Matcher:
-    """A position in a grammar. `minillm.grammar.compiler` creates one at the beginning of a text.
+    """The position of one text in a grammar. `minillm.grammar.compiler` creates matchers at the beginning of a text.
 
     Attributes:
-        state: the library's matcher.
-        family: shared by all copies of this matcher.
-        error: why the matcher cannot continue, or None. Once set, it stays.
+        state: the matcher of the library llguidance.
+        family: the state that all copies of this matcher share.
+        error: why the matcher cannot continue, or None. An error is never removed.
     """
 
     __slots__ = ("error", "family", "state", "vocabulary")
@@ -48,35 +48,35 @@ class Matcher:
 
     @property
     def may_stop(self) -> bool:
-        """Return whether the text so far is complete, so that the answer may end here. It may also continue."""
+        """Return whether the text so far is complete, so that the answer may end here. The text may also continue."""
         return self.error is None and self.state.is_accepting()
 
     def is_complete(self, end_ids: Collection[int]) -> bool:
         """Return whether the text is complete and nothing can follow, so that generation can stop without an end token.
 
-        ``end_ids`` are the request's end tokens. If there are any, a text counts as complete only if the library has
-        stopped, because the model may still generate an end token.
+        ``end_ids`` are the request's end tokens. If the request has end tokens, the model may generate one of them.
+        Then only the library decides whether nothing can follow, and no mask is computed.
         """
         return self.may_stop and (self.state.is_stopped() or (not end_ids and self.is_exhausted))
 
     @property
     def is_exhausted(self) -> bool:
-        """Return whether no token may follow. This takes as long as computing a mask."""
+        """Return whether no token may follow. This takes as long as the computation of a mask."""
         words = np.zeros((1, self.vocabulary.num_words), dtype=np.uint32)
         self.vocabulary.fill([self.state], words)
         return not words.any()
 
     def spellings(self) -> list[int]:
-        """Return all tokens that may follow if the grammar forces the next bytes, else an empty list.
+        """Return all tokens that may follow, if the grammar forces the next bytes. Otherwise return an empty list.
 
-        Forced bytes can be spelled with different tokens. A mask then has only the first token of one spelling, while
-        this list has the first tokens of all spellings.
+        The forced bytes can be split into tokens in several ways, called spellings. A mask then has only the first
+        token of one spelling. The returned list has the first tokens of all spellings.
         """
         text = self.state.compute_ff_bytes()
         return [each for each in self.vocabulary.along(text) if self.state.validate_tokens([each])] if text else []
 
     def advance(self, token_id: int, *, ends: bool = False) -> None:
-        """Advance by a token. ``ends``: the token ends the text. Sets `error` if the grammar does not allow it."""
+        """Advance by a token. ``ends``: the token ends the text. If the grammar forbids the token, set `error`."""
         if self.error is not None:
             return
         if ends:

@@ -1,6 +1,7 @@
 """The meaning of JSON schemas: which values a schema accepts, and whether two schemas are disjoint.
 
-Every value has a kind (`KINDS`). Unlike JSON Schema's types, they separate integers from other numbers, "fractions".
+Every value has a kind, one of `KINDS`. Kinds are like JSON Schema's types, except that a number is either an "integer"
+or a "fraction".
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ Schema = dict[str, Any] | bool
 KINDS = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 NUMBERS = ("integer", "fraction")
 REFERENCES = ("$ref", "$recursiveRef", "$dynamicRef")
-# Keywords with subschemas for the same value.
+# Keywords with subschemas that apply to the same value as the schema itself.
 IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", *REFERENCES)
 _DEEPEST = 8  # nesting levels to compare two schemas
 _MOST_VISITS = 60_000
 
 
 class Unsupported(ValueError):
-    """A keyword, or combination of keywords, that is not supported. The text names it."""
+    """Raised for a keyword, or a combination of keywords, that is not supported. The text names the keywords."""
 
 
 def kinds_of_type(name: Any) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def kinds_of_type(name: Any) -> tuple[str, ...]:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value. 1.0 is an integer, as in the standard."""
+    """Return the kind of a value. 1.0 is an integer, as in the JSON Schema standard."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -62,12 +63,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 def mapping(schema: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the mapping at a keyword; empty if the keyword is absent. Raises UsageError if the value is no mapping."""
+    """Return the mapping at keyword ``key``; empty if absent. Raises UsageError if the value is not a mapping."""
     return _checked(schema, key, dict, {})
 
 
 def sequence(schema: dict[str, Any], key: str) -> list[Any]:
-    """Return the list at a keyword; empty if the keyword is absent. Raises UsageError if the value is no list."""
+    """Return the list at keyword ``key``; empty if absent. Raises UsageError if the value is not a list."""
     return _checked(schema, key, list, [])
 
 
@@ -79,7 +80,10 @@ def _checked(schema: dict[str, Any], key: str, kind: type, otherwise: Any) -> An
 
 
 def count(schema: dict[str, Any], key: str, otherwise: int | None = None) -> Any:
-    """Return the count at a keyword, or ``otherwise`` if it is absent. Raises UsageError if the value is no count."""
+    """Return the count at keyword ``key``, or ``otherwise`` if absent.
+
+    Raises UsageError if the value is not an integer of 0 or more.
+    """
     value = schema.get(key, otherwise)
     if value is None:
         return None
@@ -89,7 +93,7 @@ def count(schema: dict[str, Any], key: str, otherwise: int | None = None) -> Any
 
 
 def number(schema: dict[str, Any], key: str) -> Any:
-    """Return the number at a keyword, or None if it is absent. Raises UsageError if the value is no number."""
+    """Return the number at keyword ``key``; None if absent. Raises UsageError if the value is not a number."""
     value = schema.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise UsageError(f"grammar: the JSON schema's {key} must be a number, not {str(value)[:40]!r}")
@@ -97,9 +101,10 @@ def number(schema: dict[str, Any], key: str) -> Any:
 
 
 def bounds(schema: dict[str, Any]) -> tuple[Any, bool, Any, bool]:
-    """Return a schema's limits of a number: the minimum, whether it is excluded, the maximum, whether it is excluded.
+    """Return the limits that a schema sets for numbers.
 
-    A missing limit is None.
+    Returns:
+        The minimum, or None; whether it is excluded; the maximum, or None; whether it is excluded.
     """
     found: list[Any] = []
     for plain, exclusive, closer in (("minimum", "exclusiveMinimum", max), ("maximum", "exclusiveMaximum", min)):
@@ -155,9 +160,10 @@ class Meaning:
         return found
 
     def parts(self, schema: Schema, depth: int = 0) -> Iterator[dict[str, Any]]:
-        """Split ``schema`` into schemas that a value must all satisfy: itself, its allOf, and its reference's target.
+        """Split ``schema`` into schemas. A value is valid under ``schema`` if it satisfies each yielded schema.
 
-        Ignore allOf and references when you read a yielded schema, because their schemas are yielded separately.
+        They are ``schema`` itself, the schemas in its allOf, and the schema that its reference names, recursively. The
+        caller must ignore allOf and references in a yielded schema, because these schemas are yielded separately.
         """
         self.visit()
         if depth > 20:
@@ -174,7 +180,7 @@ class Meaning:
             yield from self.parts(target, depth + 1)
 
     def kinds(self, schema: Schema, depth: int = 0) -> frozenset[str]:
-        """Return the kinds of value that a schema may accept. Some may turn out to be rejected."""
+        """Return a set that contains all kinds of value that a schema accepts. It may contain other kinds as well."""
         found = frozenset(KINDS)
         if depth > _DEEPEST:
             return found
@@ -190,10 +196,7 @@ class Meaning:
         return found
 
     def strings(self, schema: dict[str, Any]) -> list[Language]:
-        """Return a list of languages.
-
-        A string must belong to all of them to satisfy the schema's own string keywords.
-        """
+        """Convert a schema's own string keywords to languages. A valid string belongs to all of the languages."""
         found = [schema["$language"]] if "$language" in schema else []
         if "pattern" in schema:
             found.append(self.language(schema["pattern"]))
@@ -210,7 +213,7 @@ class Meaning:
     def values_of(self, part: dict[str, Any], name: str) -> list[Schema]:
         """Return the schemas that ``part`` applies to the value of property ``name``.
 
-        ``part`` is a schema without its allOf and references: see `parts`.
+        ``part`` is a schema that `parts` yielded, so allOf and references are ignored.
         """
         found = [mapping(part, "properties")[name]] if name in mapping(part, "properties") else []
         patterns = mapping(part, "patternProperties")
@@ -220,7 +223,7 @@ class Meaning:
         return found
 
     def disjoint(self, one: Schema, other: Schema, depth: int = 0) -> bool:
-        """Return whether no value is valid under both schemas. False if unknown."""
+        """Return whether no value is valid under both schemas. Return False if this is unknown."""
         if one is False or other is False:
             return True
         if depth > _DEEPEST or one is True or other is True:
@@ -285,7 +288,7 @@ class Meaning:
         return False
 
     def accepts(self, schema: Schema, value: Any) -> bool:
-        """Return whether a value is valid under a schema. Raises Unsupported if that cannot be determined."""
+        """Return whether a value is valid under a schema. Raises Unsupported if this cannot be determined."""
         self.visit()
         if isinstance(schema, bool):
             return schema
@@ -374,20 +377,20 @@ def required(schema: dict[str, Any]) -> list[str]:
 
 
 def as_schema(dependency: Any) -> Schema:
-    """Return the value of a dependency as a schema. A name or a list of names means required properties."""
+    """Return a value within ``dependencies`` as a schema. A name or a list of names means required properties."""
     if isinstance(dependency, str):
         dependency = [dependency]
     return {"type": "object", "required": dependency} if isinstance(dependency, list) else dependency
 
 
 def items_at(schema: dict[str, Any], at: int) -> Schema:
-    """Return the schema that a schema's own keywords apply to the item at position ``at`` of an array."""
+    """Return the schema for the item at position ``at`` of an array, from a schema's own keywords."""
     first, rest = tuple_of(schema)
     return first[at] if at < len(first) else rest
 
 
 def tuple_of(schema: dict[str, Any]) -> tuple[list[Schema], Schema]:
-    """Return the schemas of an array's first items by position, and the schema of all further items."""
+    """Return the schemas for an array's first items by position, and the schema for all further items."""
     if isinstance(schema.get("items"), list):
         return schema["items"], schema.get("additionalItems", True)
     return sequence(schema, "prefixItems"), schema.get("items", True)

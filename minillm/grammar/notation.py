@@ -11,9 +11,9 @@ from minillm.grammar.rewriting import supported
 if TYPE_CHECKING:
     import llguidance
 
-# White space between two tokens of JSON. If any amount were allowed, small models would sometimes write nothing else.
+# White space between two tokens of JSON. If it were unlimited, small models would sometimes generate nothing else.
 WHITE_SPACE = r" {1,2}|\r?\n[ \t]{0,48}"
-# The first two limit one step of one sequence: to 14 ms and 2.5 ms at the library's own rates.
+# The first two values limit the time of one step of one sequence, to 14 ms and 2.5 ms at the library's own rates.
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
@@ -33,9 +33,10 @@ def library() -> Any:
 
 
 def notation(kind: str, source: str) -> str:
-    """Return the grammar in llguidance's syntax, for `limited_matcher`. Syntax errors are not found here.
+    """Convert a grammar to llguidance's syntax, for `limited_matcher`. Syntax errors are found only there.
 
-    Raises UsageError if llguidance is not installed or a JSON schema is not supported.
+    ``kind`` and ``source`` are those of `Grammar`. Raises UsageError if llguidance is not installed, or if a JSON
+    schema is not supported.
     """
     matcher = library().LLMatcher
     if kind in ("json_object", "json_schema"):
@@ -53,7 +54,10 @@ def notation(kind: str, source: str) -> str:
 
 
 def followed(schema: Any) -> dict[str, Any]:
-    """Rewrite a schema to one that llguidance follows. Raises UsageError with the name of an unsupported keyword."""
+    """Rewrite a schema to an object that llguidance supports.
+
+    Raises UsageError with the name of an unsupported keyword.
+    """
     found = supported(schema)
     if isinstance(found, bool):  # true or false: anything or nothing
         return {} if found else {"enum": []}
@@ -61,7 +65,7 @@ def followed(schema: Any) -> dict[str, Any]:
 
 
 def limited_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatcher:
-    """Compile ``text``, a grammar in llguidance's syntax, for a vocabulary. If that fails, the matcher has an error."""
+    """Compile ``text``, a grammar in llguidance's syntax, for a vocabulary. If this fails, the matcher has an error."""
     import llguidance
 
     return llguidance.LLMatcher(tokenizer, text, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))

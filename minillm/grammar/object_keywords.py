@@ -17,14 +17,15 @@ OBJECTS = frozenset(
         *("required", "propertyNames", "minProperties", "maxProperties"),
     )
 )
-_MOST_WAYS = 400  # alternatives for the present properties
+_MOST_WAYS = 400  # maximum alternatives for the set of optional properties that are present
 
 
 def of_objects(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Rewrite a schema's object keywords.
+    """Rewrite a schema's object keywords. Return False if the schema accepts nothing, else None.
 
-    Keywords that can be written directly go to ``result``. Schemas that a value must also satisfy go to ``more``.
-    Returns False if the schema accepts nothing, else None.
+    Args:
+        result: the rewritten schema, to which this function adds keywords.
+        more: receives schemas that a value must satisfy in addition to ``result``.
     """
     more_names: Schema = schema.get("additionalProperties", True)
     if "unevaluatedProperties" in schema and schema["unevaluatedProperties"] is not True:
@@ -57,7 +58,7 @@ def _names_allowed(rewriter: Rewriting, schema: dict[str, Any]) -> Language | No
 
 
 def _texts(rewriter: Rewriting, schema: Schema) -> Language:
-    """Return the language of the strings that a schema accepts."""
+    """Return the language of the strings that ``schema``, a schema for property names, accepts."""
     ways = []
     for part in rewriter.meaning.parts(schema):
         unknown = [key for key in ("oneOf", "if") if key in part]
@@ -82,15 +83,15 @@ def _patterns(
 ) -> tuple[dict[str, Schema], Schema]:
     """Rewrite patternProperties and propertyNames.
 
-    The returned patterns are disjoint, so that each name matches only one.
+    The returned patterns are disjoint, so that each property name matches at most one of them.
 
     Args:
         allowed: the language of allowed property names; None: all names.
-        rest: the schema of other properties.
+        rest: the rewritten schema of properties that match none of the original patterns.
 
     Returns:
-        - a schema by pattern;
-        - the schema of properties that match no pattern.
+        - the rewritten schemas of properties, by pattern;
+        - the rewritten schema of properties that match none of these patterns.
     """
     algebra, patterns = rewriter.algebra, mapping(schema, "patternProperties")
     if not patterns and allowed is None:
@@ -123,9 +124,9 @@ def _every(rewriter: Rewriting, schemas: list[Schema]) -> Schema:
 
 
 def _counted(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Write the limits on the number of properties to ``result`` and ``more``.
+    """Add minProperties and maxProperties to ``result`` and ``more``, as `of_objects` does.
 
-    Return False if no object is possible.
+    Return False if the schema accepts nothing, because no object is possible.
     """
     least, most = count(schema, "minProperties", 0), count(schema, "maxProperties")
     names, properties = required(schema), result.get("properties", {})
@@ -154,12 +155,15 @@ def _counted(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any]
 def _subsets(
     rewriter: Rewriting, optional: list[str], lacking: int, spare: int | None, bounds: dict[str, int], is_open: bool
 ) -> Schema:
-    """Return a schema with one alternative for each set of optional properties that may be present.
+    """Return a schema for minProperties and maxProperties. It accepts all values that are not objects.
+
+    It has one alternative for each set of optional properties that may be present.
 
     Args:
-        lacking: minimum number of properties in addition to the required ones.
-        spare: maximum number of properties in addition to the required ones; None: no limit.
-        bounds: the original keywords, for an alternative with further properties.
+        optional: names of the optional properties.
+        lacking: minimum number of properties in addition to the required properties.
+        spare: maximum number of properties in addition to the required properties; None: no limit.
+        bounds: the original keywords, for alternatives with properties that the schema does not name.
         is_open: properties that the schema does not name are allowed.
     """
     ways: list[Schema] = [typed(set(KINDS) - {"object"})]
@@ -171,7 +175,7 @@ def _subsets(
             raise Unsupported(f"has {' and '.join(bounds)} with too many optional properties")
         for chosen in combinations(optional, size):
             way: dict[str, Any] = {"type": "object", "required": list(chosen)}
-            if spare is not None or size < lacking:  # exactly these
+            if spare is not None or size < lacking:  # exactly these optional properties are present
                 way |= {"properties": {name: False for name in optional if name not in chosen}, **bounds}
             ways.append(way)
     return rewriter.ways(ways)

@@ -1,4 +1,4 @@
-"""Negate a JSON schema: describe the values that it rejects, as a list of schemas."""
+"""Negate a JSON schema: describe the values that the schema rejects, as a list of schemas."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from minillm.grammar.meaning import (
     tuple_of,
 )
 
-_MOST_NUMBERS = 20  # of an enum
+_MOST_NUMBERS = 20  # maximum numbers in an enum for which all gaps between the numbers are listed
 
 
 def opposites(meaning: Meaning, schema: Schema, names: tuple[str, ...] = ()) -> Iterator[Schema | None]:
-    """Yield schemas that together accept the values that ``schema`` rejects.
+    """Yield schemas. A value that any of them accepts is a value that ``schema`` rejects.
 
-    None stands for a part that cannot be expressed.
+    Together the yielded schemas accept all values that ``schema`` rejects, unless None is yielded. None stands for
+    values that no schema can describe.
 
     Args:
-        names: relevant property names. If ``schema`` forbids additional properties, the presence of any of these names
-            violates it.
+        names: names of properties that may occur. If ``schema`` forbids additional properties, one of the yielded
+            schemas accepts objects that have such a property although ``schema`` does not mention it.
     """
     if isinstance(schema, bool):
         if not schema:
@@ -56,9 +57,9 @@ def opposites(meaning: Meaning, schema: Schema, names: tuple[str, ...] = ()) -> 
 
 
 def typed(kinds: Any) -> Schema:
-    """Return a schema that accepts values of ``kinds``.
+    """Return a schema that accepts values of ``kinds`` (see `KINDS`).
 
-    Fractions without integers cannot be expressed, and are left out.
+    If ``kinds`` contains "fraction" without "integer", fractions are left out, because no type expresses them.
     """
     found = [kind for kind in KINDS if kind in kinds and kind != "fraction"]
     return {"type": ["number" if kind == "integer" and "fraction" in kinds else kind for kind in found]}

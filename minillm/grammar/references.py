@@ -1,4 +1,4 @@
-"""References within a JSON schema: find the subschemas that ``$ref`` and similar keywords name."""
+"""Resolve references within a JSON schema: find the subschemas that ``$ref`` and similar keywords name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class References:
         self._root = root
         self._bases: dict[int, str] = {}  # base URIs, by the id() of schemas
         self._named: dict[str, Any] = {"": root}
-        self._dynamic: list[Any] = []  # dynamic anchors: their meaning depends on the path to a reference
+        self._dynamic: list[Any] = []  # dynamic anchors; what they name depends on the path to a reference
         dialect = root.get("$schema") if isinstance(root, dict) else None
         self.is_old = isinstance(dialect, str) and any(draft in dialect for draft in _OLD)
         self._documents: set[str] = set()
@@ -52,7 +52,7 @@ class References:
     def _name(self, node: Any, base: str, name: str) -> str:
         """Register ``node`` under the URI ``name``, resolved against ``base``.
 
-        Return the base URI of its subschemas.
+        Return the base URI of the subschemas of ``node``.
         """
         document, _, fragment = _joined(base, name).partition("#")
         if fragment:
@@ -63,13 +63,14 @@ class References:
         return document
 
     def has(self, node: Any) -> bool:
-        """Return whether ``node`` is part of the original schema, and was not created by a rewrite."""
+        """Return whether ``node`` is part of the original schema, rather than created by a rewrite."""
         return id(node) in self._bases
 
     def target(self, node: dict[str, Any]) -> Any:
-        """Return the schema that the reference of ``node`` names, after following references to references.
+        """Return the schema that the reference in ``node`` names.
 
-        Raises UsageError if it does not exist, or refers to itself.
+        If this schema is only a reference as well, follow it. Raises UsageError if a referenced schema does not exist,
+        or if the references form a cycle.
         """
         [key, *_] = (each for each in _REFERENCES if each in node)
         reference = node[key]
@@ -116,7 +117,7 @@ class References:
 
 
 def _constraints(node: dict[str, Any]) -> list[str]:
-    """Return the keywords of ``node`` that are not annotations."""
+    """Return the keywords of ``node`` without annotations such as ``title``."""
     return [key for key in node if key not in ("title", "description", "$comment", "default", "examples")]
 
 

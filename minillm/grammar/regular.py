@@ -1,7 +1,8 @@
 """Regular languages with intersection and complement, written as regular expressions.
 
-llguidance's expressions have no look-around and no complement. Therefore an expression in JavaScript's syntax is parsed
-into a language, languages are combined, and the result is written as an expression that llguidance accepts.
+A *language* is a set of texts. llguidance's regular expressions have no look-around and no complement. Therefore an
+expression in JavaScript's syntax is parsed into a language. Languages are combined, and the resulting language is
+written as an expression that llguidance accepts.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-LAST = 0x10FFFF  # code point
-Chars = tuple[tuple[int, int], ...]  # ranges of code points, in order, with gaps between them
-_MOST_STEPS = 20_000  # computed derivatives, for all languages of one schema
-_MOST_STATES = 400  # of one automaton
-_MOST_LETTERS = 16_000  # characters of one written expression
+LAST = 0x10FFFF  # the last code point of Unicode
+Chars = tuple[tuple[int, int], ...]  # a set of characters: ranges (first, last) of code points, sorted and not adjacent
+_MOST_STEPS = 20_000  # maximum derivatives to compute for all languages of one schema
+_MOST_STATES = 400  # maximum states of one automaton
+_MOST_LETTERS = 16_000  # maximum characters of one written expression
 
 
 class TooComplex(ValueError):
-    """A language that is too large to be written as an expression."""
+    """Raised if a language is too complex to be written as an expression, or takes too much work."""
 
 
 def chars(ranges: Iterable[tuple[int, int]]) -> Chars:
@@ -47,9 +48,9 @@ ALL: Chars = ((0, LAST),)
 
 @dataclass(frozen=True, eq=False)
 class Language:
-    """A node of an expression tree, which stands for a set of texts.
+    """A set of texts, represented by a node of an expression tree.
 
-    `Algebra` creates equal nodes once, so they are identical.
+    `Algebra` never creates the same node twice, so equal nodes are identical objects.
 
     Attributes:
         kind: "set" (one character of ``chars``), "cat" (concatenation), "or", "and", "not" or "rep" (repetition).
@@ -57,7 +58,7 @@ class Language:
         least, most: limits of a repetition; ``most`` is None without a limit.
         has_empty: whether the language contains the empty text.
         number: position in the order of creation.
-        derivatives: results of `Algebra.step`, by character.
+        derivatives: cached results of `Algebra.step`, by code point.
     """
 
     kind: str
@@ -71,7 +72,7 @@ class Language:
 
 
 class Algebra:
-    """Creates and combines languages. TooComplex is raised if that takes too much work."""
+    """Creates and combines languages. Methods raise TooComplex if they take too much work."""
 
     def __init__(self) -> None:
         self._made: dict[object, Language] = {}
@@ -99,7 +100,7 @@ class Algebra:
         return found
 
     def one_of(self, of: Chars) -> Language:
-        """Return the language of the single characters ``of``."""
+        """Return the language of all texts that are one character of the set ``of``."""
         return self._make("set", (), of=of) if of else self.nothing
 
     def text(self, text: str) -> Language:
@@ -107,7 +108,7 @@ class Algebra:
         return self.then(*(self.one_of(((ord(each), ord(each)),)) for each in text))
 
     def then(self, *parts: Language) -> Language:
-        """Return the concatenation of languages: a text of the first, followed by a text of the next, and so on."""
+        """Return the concatenation of languages: texts that join a text of each language, in order."""
         flat: list[Language] = []
         for part in parts:
             if part is self.nothing:
@@ -154,7 +155,7 @@ class Algebra:
         return self.nothing if of is self.anything else self._make("not", (of,), has_empty=not of.has_empty)
 
     def repeat(self, of: Language, least: int = 0, most: int | None = None) -> Language:
-        """Return the language of ``least`` to ``most`` concatenated texts of ``of``. None: no limit."""
+        """Return the language of texts that join ``least`` to ``most`` texts of ``of``. None means no limit."""
         if most == 0 or of is self.empty or (of is self.nothing and least == 0):
             return self.empty
         if of is self.nothing or (least == most == 1):
@@ -164,7 +165,10 @@ class Algebra:
         return self._make("rep", (of,), least=least, most=most, has_empty=least == 0 or of.has_empty)
 
     def step(self, of: Language, char: int) -> Language:
-        """Return the language of the texts that may follow ``char`` in ``of`` (Brzozowski's derivative)."""
+        """Return the Brzozowski derivative: the texts of ``of`` that begin with ``char``, without this first character.
+
+        ``char`` is a code point.
+        """
         found = of.derivatives.get(char)
         if found is None:
             self._steps += 1
@@ -216,7 +220,7 @@ class Algebra:
         return True
 
     def expression(self, of: Language) -> str:
-        """Write a language as a regular expression that matches its texts from end to end.
+        """Write a language as a regular expression that matches exactly the texts of the language.
 
         Raises TooComplex if the expression would be too long.
         """
@@ -226,7 +230,7 @@ class Algebra:
         return f"^(?:{written})$"
 
     def _plain(self, of: Language) -> Language:
-        """Return an equal language with neither intersections nor complements in its tree."""
+        """Return the same language as a tree without intersections and complements."""
         if of.kind in ("and", "not"):
             return self._eliminated(of)
         parts = tuple(self._plain(part) for part in of.parts)
@@ -237,7 +241,7 @@ class Algebra:
         return self.then(*parts) if of.kind == "cat" else self.either(*parts)
 
     def _eliminated(self, of: Language) -> Language:
-        """Return an equal language without intersections and complements, by eliminating the states of an automaton."""
+        """Return the same language without intersections and complements, by eliminating the states of an automaton."""
         edges = self._automaton(of)
         into: dict[int, set[int]] = {}
         for state, targets in edges.items():
@@ -265,8 +269,8 @@ class Algebra:
     def _automaton(self, of: Language) -> dict[int, dict[int, Language]]:
         """Return the transitions of a deterministic automaton for ``of``, by source and target state.
 
-        A transition is the language of its characters. State 1 is the initial state. Two states are added, with
-        transitions of the empty text: -1 leads to the initial state, and accepting states lead to -2.
+        A transition is the language of its characters. State 1 is the initial state. Two states are added: state -1
+        leads to state 1, and accepting states lead to state -2. Both of these transitions are the empty text.
         """
         letters = _alphabet(of)
         numbers, waiting = {of: 1}, [of]
@@ -289,7 +293,7 @@ class Algebra:
 
 
 def _alphabet(of: Language) -> list[Chars]:
-    """Partition all characters into sets. A language never distinguishes two characters of the same set."""
+    """Partition all characters into sets, so that ``of`` never distinguishes two characters of the same set."""
     cuts, seen, waiting = {0, LAST + 1}, {of}, [of]
     ranges: set[Chars] = set()
     while waiting:
@@ -345,7 +349,7 @@ def _written_set(of: Chars) -> str:
 
 
 def _written_range(low: int, high: int) -> str:
-    """Write a range of characters, without the surrogates in it, which are not text."""
+    """Write a range of code points for a character class. Leave out surrogates, because they are not characters."""
     if low <= 0xDFFF and high >= 0xD800:
         below = _written_range(low, 0xD7FF) if low < 0xD800 else ""
         return below + (_written_range(0xE000, high) if high > 0xDFFF else "")

@@ -1,7 +1,8 @@
 """Rewrite JSON schemas for llguidance, which supports a part of JSON Schema.
 
-The rewritten schema uses only that part. It accepts the same values, or fewer if they cannot be expressed exactly. It
-never accepts a value that the original rejects. Schemas that cannot be rewritten are rejected.
+The rewritten schema uses only this part. It accepts the same values as the original schema. If these values cannot be
+expressed exactly, it accepts fewer values, but never a value that the original rejects. Schemas that cannot be
+rewritten at all are rejected.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from minillm.grammar.opposites import opposites
 from minillm.grammar.regular import TooComplex
 from minillm.grammar.scalar_keywords import BOUNDS, EXACT, STRINGS, of_numbers, of_strings
 
-_MOST_SIZE = 60_000  # subschemas of the result
-_MOST_OPPOSITES = 4  # nesting levels: each multiplies the alternatives of the outer one
+_MOST_SIZE = 60_000  # maximum subschemas of the result
+_MOST_OPPOSITES = 4  # maximum nested negations: each one multiplies the number of alternatives
 
 Write = Callable[["Rewriter", dict[str, Any], dict[str, Any], list[Schema]], bool | None]
-# Keywords that one function rewrites together, and the keyword that determines their position in the result.
+# Keywords that one function rewrites together, and the keyword that determines their position in the result. The
+# function adds keywords to its third argument, which is the rewritten schema. To its fourth argument it adds schemas
+# that a value must satisfy as well. It returns False if the schema accepts nothing, else None.
 _GROUPS: tuple[tuple[frozenset[str], str, Write], ...] = (
     (OBJECTS, "properties", of_objects),
     (ARRAYS, "items", of_arrays),
@@ -44,7 +47,7 @@ _GROUPS: tuple[tuple[frozenset[str], str, Write], ...] = (
 
 
 def supported(root: Schema) -> Schema:
-    """Rewrite a schema to one that llguidance supports. Raises UsageError with the name of an unsupported keyword."""
+    """Rewrite a schema for llguidance. Raises UsageError with the name of an unsupported keyword."""
     try:
         return Rewriter(_tidy(root)).whole()
     except (Unsupported, TooComplex) as error:
@@ -54,7 +57,10 @@ def supported(root: Schema) -> Schema:
 
 
 def _tidy(schema: Any) -> Any:
-    """Return a copy of a schema with draft 3's ``required: true`` of a property moved to its object's ``required``."""
+    """Return a copy of a schema that lists required properties in ``required`` of their object.
+
+    In draft 3 of the standard, ``required: true`` is a keyword of the property itself.
+    """
     if isinstance(schema, list):
         return [_tidy(each) for each in schema]
     if not isinstance(schema, dict):
@@ -74,20 +80,20 @@ class Rewriter:
     def __init__(self, root: Schema) -> None:
         self.root, self.meaning = root, Meaning(root)
         self.algebra = self.meaning.algebra
-        self._names: dict[int, str] = {}  # of definitions, by the identity of their schemas
+        self._names: dict[int, str] = {}  # names of definitions, by the id() of their original schemas
         self._definitions: dict[str, Schema] = {}
-        self._open: list[int] = []  # definitions being written, and schemas being negated
+        self._open: list[int] = []  # the id() of schemas that are being written as definitions, or negated
         self._size = self._opposites = 0
 
     def whole(self) -> Schema:
-        """Return the rewritten schema, with the definitions that its references name."""
+        """Return the rewritten root schema, including the definitions that its references name."""
         result = self.rewritten(self.root)
         if self._definitions and isinstance(result, dict):
             result = {**result, "$defs": self._definitions}
         return result
 
     def rewritten(self, schema: Schema) -> Schema:
-        """Return ``schema``, a part of the original or a new one, rewritten for llguidance. Raises Unsupported."""
+        """Rewrite ``schema``, which is a part of the original or was created by a rewrite. Raises Unsupported."""
         self._size += 1
         if self._size > _MOST_SIZE:
             raise Unsupported("becomes too large; make it simpler")
@@ -111,8 +117,9 @@ class Rewriter:
     def _own(self, schema: dict[str, Any]) -> tuple[Schema, list[Schema]]:
         """Rewrite the keywords of a schema in their order, which determines the order of generated properties.
 
-        Return the rewritten schema, and further schemas that a value must also satisfy. The first is False if
-        ``schema`` accepts nothing.
+        Returns:
+            The rewritten schema; False if ``schema`` accepts nothing.
+            Further rewritten schemas that a value must satisfy as well.
         """
         result: dict[str, Any] = {}
         more: list[Schema] = []
@@ -174,7 +181,7 @@ class Rewriter:
         return False if self._definitions[name] is False else {"$ref": f"#/$defs/{name}"}
 
     def ways(self, ways: Iterable[Schema]) -> Schema:
-        """Return a schema that accepts a value if any of ``ways`` accepts it."""
+        """Return a schema that accepts a value if any of the rewritten schemas ``ways`` accepts the value."""
         found = [way for way in ways if way is not False]
         if any(way is True or way == {} for way in found):
             return True
@@ -201,7 +208,7 @@ class Rewriter:
             ]
             alone = self.rewritten(way)
             if against and any(id(part) in self._open for part in self.meaning.parts(way)):
-                alone = False  # the library cannot restrict a recursive definition
+                alone = False  # llguidance cannot restrict a recursive definition
             if against and alone is not False:
                 noes = [self._no({"not": other, "$names": names, "$within": [way, outer]}) for other in against]
                 alone = False if False in noes else {"allOf": [alone, *noes]}
@@ -218,7 +225,10 @@ class Rewriter:
         return [*found, *(name for each in inner for name in self._names_in(each))]
 
     def _no(self, schema: dict[str, Any]) -> Schema:
-        """Rewrite ``not``, as the union of schemas that accept rejected values: see `opposites`."""
+        """Rewrite ``not`` as a union of schemas that accept the values that the inner schema rejects.
+
+        The schemas come from `opposites`.
+        """
         inner, found = schema["not"], []
         exact = self._opposites < _MOST_OPPOSITES and id(inner) not in self._open
         self._open.append(id(inner))

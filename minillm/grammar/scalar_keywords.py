@@ -13,12 +13,12 @@ from minillm.grammar.regular import Algebra
 
 STRINGS = frozenset(("pattern", "format", "minLength", "maxLength", "$language"))
 BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
-EXACT = 1 << 53  # larger integers are not exact in the library
-_FARTHEST = (1 << 63) - 1024  # the library's largest integer
+EXACT = 1 << 53  # larger integers are not exact in llguidance
+_FARTHEST = (1 << 63) - 1024  # the largest integer of llguidance
 
 
 class Rewriting(Protocol):
-    """The interface of `minillm.grammar.rewriting.Rewriter` that the functions for single keywords use."""
+    """The part of `minillm.grammar.rewriting.Rewriter` that the functions for groups of keywords use."""
 
     meaning: Meaning
     algebra: Algebra
@@ -27,7 +27,7 @@ class Rewriting(Protocol):
         """Return a schema, rewritten for llguidance."""
 
     def ways(self, ways: Iterable[Schema]) -> Schema:
-        """Return a schema that accepts a value if any of ``ways`` accepts it."""
+        """Return a schema that accepts a value if any of the rewritten schemas ``ways`` accepts the value."""
 
 
 def written(rewriter: Rewriting, pattern: str) -> str:
@@ -41,10 +41,11 @@ def written(rewriter: Rewriting, pattern: str) -> str:
 
 
 def of_strings(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Rewrite a schema's string keywords.
+    """Rewrite a schema's string keywords. Return None, because these keywords never reject every value.
 
-    The first pattern and the lengths go to ``result``. Further patterns go to ``more``, as schemas that a value must
-    also satisfy. Returns None: the schema accepts something.
+    Args:
+        result: the rewritten schema, to which this function adds the first pattern and the lengths.
+        more: receives further patterns, as schemas that a value must satisfy in addition to ``result``.
     """
     patterns = []
     if "pattern" in schema:
@@ -63,7 +64,7 @@ def of_strings(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
 
 
 def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Rewrite a schema's number keywords into ``result``. Returns None: the schema accepts something."""
+    """Add a schema's number keywords to ``result``. Return None, because these keywords never reject every value."""
     low, above, high, below = bounds(schema)
     if low is not None:
         result["exclusiveMinimum" if above else "minimum"] = _inner(low, up=True)
@@ -78,9 +79,10 @@ def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
 
 
 def _inner(bound: float, *, up: bool) -> float:
-    """Return the nearest bound that llguidance represents exactly. It is never outside the original range.
+    """Return the bound nearest to ``bound`` that llguidance represents exactly and that allows no further numbers.
 
-    ``up``: ``bound`` is a minimum, so the result may be larger. Otherwise it may be smaller.
+    ``up``: ``bound`` is a minimum, so the result may be larger. Otherwise it is a maximum, and the result may be
+    smaller.
     """
     if abs(bound) <= EXACT:
         return bound

@@ -1,7 +1,7 @@
-"""Compile each grammar first in a process that can be killed.
+"""Compile each new grammar in a process that can be killed, before it is compiled in this process.
 
-Most grammars of reasonable size compile in milliseconds. Some, such as an intersection of expressions or a large
-``multipleOf``, would take hours in a library that cannot be interrupted.
+Most grammars of reasonable size compile in milliseconds. Some grammars, such as an intersection of expressions or a
+large ``multipleOf``, would take hours, and the library cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from pathlib import Path
 from minillm.grammar.notation import LIMITS, notation
 from minillm.text.safe import clean_line
 
-_CPU_SECONDS = 4  # the largest known schema takes 0.1
-_WALL_SECONDS = 60.0  # for a busy machine
-_MEMORY = 2 << 30  # bytes of address space
+_CPU_SECONDS = 4  # limit of CPU time; the largest known schema takes 0.1 seconds
+_WALL_SECONDS = 60.0  # time limit, long enough for a busy machine
+_MEMORY = 2 << 30  # maximum bytes of address space
 
 
 @lru_cache(maxsize=256)
 def check_compiles(kind: str, source: str) -> str | None:
-    """Compile a grammar in another process. Return its fault as the end of a sentence, or None if it compiles.
+    """Compile a grammar in another process. Return None if the grammar compiles.
 
-    Raises UsageError if the library is not installed, or a JSON schema is not supported.
+    Otherwise return the grammar's fault as the end of a sentence, such as "takes too much memory to compile". Raises
+    UsageError if llguidance is not installed, or if a JSON schema is not supported.
     """
     request = {"grammar": notation(kind, source), "limits": LIMITS, "seconds": _CPU_SECONDS, "memory": _MEMORY}
     # -P: a module of the current directory must not replace one of the standard library.
@@ -48,7 +49,7 @@ def check_compiles(kind: str, source: str) -> str | None:
 
 
 def readable(fault: str) -> str:
-    """Convert an error of the library to the end of a one-line message."""
+    """Convert an error of the library to the end of a sentence, for a one-line message."""
     if fault.startswith("panic"):
         return "makes the library fail; make it simpler"
     if "invalid regex" in fault and "\nerror: " in fault:

@@ -1,7 +1,7 @@
 """The process of `minillm.grammar.trial`: compiles one grammar for a vocabulary of single bytes.
 
-It reads one JSON object from stdin. It writes a JSON object with the ``fault`` of the grammar, which is null if it
-compiles. It imports nothing of minillm.
+It reads one JSON object from stdin. It writes a JSON object with the ``fault`` of the grammar to stdout. The fault is
+null if the grammar compiles. This file imports nothing of minillm.
 """
 
 import json
@@ -15,7 +15,7 @@ _END = 256  # the id after the bytes
 
 
 class Bytes:
-    """A vocabulary of the 256 bytes, in the interface that the library expects of a tokenizer."""
+    """A vocabulary with one token for each byte. It has the interface that the library expects of a tokenizer."""
 
     eos_token_id, bos_token_id = _END, None
     tokens = (*(bytes([byte]) for byte in range(256)), b"")

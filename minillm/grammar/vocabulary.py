@@ -17,28 +17,30 @@ if TYPE_CHECKING:
     import llguidance
 
 NUM_CORES = len(os.sched_getaffinity(0))
-# Lengths of runs of JSON string characters. The library groups the tokens of at most this many characters.
-# If the grammar allows any run of that length next, it allows the whole group at once, without testing each token. The
-# library's own groups have 10, 30 and any number. The shorter ones speed up the last ten characters of bounded strings.
+# Groups of tokens that consist of JSON string characters. Each number is the maximum characters of the tokens in one
+# group. If the grammar allows any text of that length next, the library allows the whole group at once, without testing
+# each token. By default it has groups for 10, 30 and any number of characters. The groups for fewer characters speed up
+# the last ten characters of bounded strings.
 _RUNS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 30)
 _MARK = "\x02"  # before a text to encode: some tokenizers treat the beginning of a text differently
 
 
 class Vocabulary:
-    """A model's tokens, and masks of the tokens that a grammar allows next.
+    """A model's tokens. Computes masks of the tokens that a grammar allows next.
 
     Args:
-        tokens: the bytes of each of the model's ids. Control tokens and unused ids have none: no grammar allows them.
-        encode: encodes a text without special tokens. If a grammar leaves no choice of the next bytes, a mask has only
-            the token that this function chooses for them. `Matcher.spellings` returns the others.
+        tokens: the bytes of each token of the model, by id. Control tokens and unused ids have no bytes, and no grammar
+            allows them.
+        encode: encodes a text without special tokens. If a grammar forces the next bytes, a mask has only the first
+            token that this function chooses for these bytes. `Matcher.spellings` returns the other possible tokens.
     """
 
     def __init__(self, tokens: Sequence[bytes], encode: Callable[[str], Sequence[int]]) -> None:
         package = library()
         self.size = len(tokens)
-        self.num_words = self.size // 32 + 1  # of a mask: one bit for each id, and one for the end of a text
+        self.num_words = self.size // 32 + 1  # 32-bit words of a mask: one bit for each id, and one for the text's end
         self._encode = encode
-        # The end of a text gets a separate id after the model's, because each request has its own end tokens.
+        # The end of a text gets an id of its own, after the model's ids, because each request has its own end tokens.
         self._tokens = (*tokens, b"")
         self._ids = {data: token_id for token_id, data in reversed(list(enumerate(tokens))) if data}
         self._longest = max(map(len, self._ids), default=0)
@@ -60,11 +62,11 @@ class Vocabulary:
 
         Args:
             states: the library's matcher of each sequence.
-            words: ``[states, num_words]``, contiguous. Bit ``i % 32`` of word ``i // 32`` is set to 1 if token ``i``
-                is allowed. If a text is complete or its state has an error, no bit is set.
+            words: ``[states, num_words]``, contiguous; receives the masks. Bit ``i % 32`` of word ``i // 32`` is set if
+                token ``i`` is allowed. If no text can follow or the state has an error, no bit is set.
 
         Returns:
-            For each sequence, whether its text may end here, or its state has an error.
+            For each sequence, whether its text may end here. It is also True if the state has an error.
         """
         assert words.flags.c_contiguous, "the library writes to the memory itself"
         if len(states) == 1:
@@ -78,14 +80,14 @@ class Vocabulary:
         return may_end
 
     def along(self, text: bytes) -> list[int]:
-        """Return the tokens that begin ``text``, and the tokens that begin with ``text``."""
+        """Return the ids of tokens that are a prefix of ``text``, and of tokens that have ``text`` as a prefix."""
         tokens = enumerate(self._tokens[: self.size])
         return [each for each, data in tokens if data and (text.startswith(data) or data.startswith(text))]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text within another text, as far as its bytes can be encoded.
+        """Return the ids of a text that continues another text. Stop at the first byte that cannot be encoded.
 
-        The library calls this to choose the tokens for bytes that the grammar forces.
+        The library calls this method to choose the tokens for bytes that the grammar forces.
         """
         wanted = text.encode("utf-8", "surrogateescape")
         try:
@@ -104,7 +106,7 @@ class Vocabulary:
     def _longest_first(self, data: bytes) -> list[int]:
         """Encode ``data`` by taking the longest possible token each time.
 
-        Stop at the first byte that begins no token.
+        Stop at the first position where no token fits.
         """
         ids, at = [], 0
         while at < len(data):
@@ -118,14 +120,14 @@ class Vocabulary:
 
 
 def _slices() -> list[str]:
-    """Return nested groups of tokens as regular expressions. The library can allow a whole group at once."""
+    """Return nested groups of tokens (see `_RUNS`), each as a regular expression of the tokens' texts."""
     space, *_, character = library().LLTokenizer.json_slices()
     character = character.removesuffix("+")
     return [space, *(f"{character}{{1,{most}}}" for most in _RUNS), f"{character}+"]
 
 
 class _Tokens:
-    """The vocabulary in the interface that the library expects of a tokenizer."""
+    """Adapts the vocabulary to the interface that the library expects of a tokenizer."""
 
     bos_token_id = None
 
