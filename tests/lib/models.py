@@ -130,9 +130,8 @@ def noisy(model: Any, noise: float, seed: int = 1) -> Llama:
             deviation = tensor.std() if tensor.dim() > 1 else 0.0
             tensors[name] = tensor + noise * deviation * torch.randn(tensor.shape, generator=generator)
     config = ModelConfig.from_hf(model.config.to_dict())
-    return load_llama(
-        StateDict(tensors), config, device=DEVICE, dtype=torch.float32, max_positions=config.max_position_embeddings
-    )
+    source, longest = LlamaTensors(StateDict(tensors), config), config.max_position_embeddings
+    return load_llama(source, config, device=DEVICE, dtype=torch.float32, max_positions=longest)
 
 
 def write_tiny_model(directory: Path, *, max_positions: int = 512) -> Path:

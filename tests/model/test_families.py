@@ -112,7 +112,12 @@ def test_random_shapes_of_every_family() -> None:
 
 # --- under any load ---------------------------------------------------------------------------------------------------
 
-LOADED = ["mistral, window 12", "qwen2, windows by layer_types", "qwen3", "smollm3, windows"]
+LOADED = {
+    **{name: FAMILIES[name] for name in ("mistral, window 12", "qwen2, windows by layer_types", "qwen3")},
+    "smollm3, windows": FAMILIES["smollm3, windows"],
+    "olmo3": {"kind": "Olmo3", "sliding_window": 12, "num_hidden_layers": 4},
+    "gemma3": {"kind": "Gemma3", "sliding_window": 12, "head_dim": 16, "num_hidden_layers": 6},
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
@@ -124,7 +129,7 @@ def outputs_of(model: Llama, requests: list[tuple[list[int], Any]], **options: A
 @cache
 def each_alone(family: str) -> tuple[Llama, list[tuple[list[int], Any]], list[list[list[int]]]]:
     """A model, requests of every kind, and the tokens of each where it is the only one."""
-    model = ours(hf_model(**FAMILIES[family]))
+    model = ours(hf_model(**LOADED[family]))
     rng = random.Random(1)
     head = prompt_of(22, 99)
     prompts = [(head if i % 2 else []) + prompt_of(rng.randint(1, 30), i) for i in range(9)]
@@ -149,7 +154,7 @@ def test_chunks_batches_shared_prefixes_and_preemption_change_nothing(family: st
 
 @pytest.mark.parametrize("family", LOADED)
 def test_a_cached_prefix_gives_the_same_tokens(family: str) -> None:
-    model = ours(hf_model(**FAMILIES[family]))
+    model = ours(hf_model(**LOADED[family]))
     prompt = prompt_of(50)
     engine = engine_for(model, num_blocks=128)
     first, second = (run(engine, [(prompt, GREEDY)])[0] for _ in range(2))

@@ -39,6 +39,7 @@ from minillm.kernels.attention.plan import FREE
 from minillm.loading.engine import Followers, methods_for
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
+from minillm.model.llama_tensors import LlamaTensors
 from minillm.model.loader import load_llama, parameter_shapes
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
@@ -197,7 +198,14 @@ def team(
 
     def load(rank: int) -> Llama:
         ranks = Ranks(store, rank, size, CPU)
-        part = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256, ranks=ranks)
+        part = load_llama(
+            LlamaTensors(StateDict(tensors), config),
+            config,
+            device=CPU,
+            dtype=torch.float32,
+            max_positions=256,
+            ranks=ranks,
+        )
         return replace(part, kv_in_8_bits=in_8_bits)
 
     def follow(rank: int) -> None:
@@ -275,6 +283,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "kind": "SmolLM3", "use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2,
     },
     "one KV head": {"num_attention_heads": 6, "num_key_value_heads": 1},
+    "norms on both sides, two ropes, GELU": {
+        "kind": "Gemma3", "head_dim": 16, "sliding_window": 7, "num_hidden_layers": 7, "pad_token_id": 0,
+    },
+    "norms on both sides, packed gate and up": {"kind": "Glm4", "head_dim": 16, "num_key_value_heads": 2},
+    "norms after, layers without rope": {"kind": "Exaone4", "sliding_window": 7, "num_hidden_layers": 4},
     "dynamic rope": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
         "max_position_embeddings": 64,
@@ -288,10 +301,21 @@ def test_ranks_compute_what_one_rank_computes(kind: str, size: int) -> None:
     model = hf_model(**MODELS[kind])
     requests = mixed(random.Random(size), model.config.vocab_size, 15)
     config, tensors = tensors_of(model)
-    whole = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256)
+    whole = load_llama(
+        LlamaTensors(StateDict(tensors), config), config, device=CPU, dtype=torch.float32, max_positions=256
+    )
     expected = tokens(run(engine_over(whole, None, num_blocks=200), requests))
     with team(model, size, num_blocks=200) as engine:
         assert tokens(run(engine, requests)) == expected
+
+
+@pytest.mark.parametrize("kind", ["Olmo2", "Olmo3"])
+def test_norms_over_all_heads_are_rejected_on_several_ranks(kind: str) -> None:
+    config, _ = tensors_of(hf_model(kind=kind))
+    assert shard_of(config, 0, 1).size == 1
+    with pytest.raises(UsageError, match=f"{kind}ForCausalLM normalizes q and k over all heads") as caught:
+        shard_of(config, 0, 2)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -311,7 +335,9 @@ def test_ranks_score_prompts_as_one_rank_does(kind: str, size: int, monkeypatch:
         ([rng.randrange(3, 96) for _ in range(rng.randint(1, 50))], kinds[number % 4]) for number in range(16)
     ]
     config, tensors = tensors_of(model)
-    whole = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256)
+    whole = load_llama(
+        LlamaTensors(StateDict(tensors), config), config, device=CPU, dtype=torch.float32, max_positions=256
+    )
     expected = run(engine_over(whole, None, num_blocks=200), requests)
     with team(model, size, num_blocks=60) as engine:
         found = run(engine, requests)
@@ -331,7 +357,9 @@ def test_a_pool_that_preempts_changes_no_token(host_blocks: int, in_8_bits: bool
     model = hf_model(**MODELS["3 KV heads, uneven"])
     requests = mixed(random.Random(7), 96, 20)
     config, tensors = tensors_of(model)
-    whole = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256)
+    whole = load_llama(
+        LlamaTensors(StateDict(tensors), config), config, device=CPU, dtype=torch.float32, max_positions=256
+    )
     expected = tokens(run(engine_over(replace(whole, kv_in_8_bits=in_8_bits), None, num_blocks=300), requests))
     options: dict[str, Any] = {"host_blocks": host_blocks, "in_8_bits": in_8_bits, "admission": "optimistic"}
     with team(model, 2, num_blocks=40, **options) as engine:
@@ -356,7 +384,9 @@ def test_searches_fork_on_all_ranks_at_once() -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=40, ignore_eos=True)
     requests: list[tuple[list[int], Params]] = [([5, 6, 7 + i], params) for i in range(3)]
     config, tensors = tensors_of(model)
-    whole = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256)
+    whole = load_llama(
+        LlamaTensors(StateDict(tensors), config), config, device=CPU, dtype=torch.float32, max_positions=256
+    )
     expected = tokens(run(engine_over(whole, None, num_blocks=300), requests))
     with team(model, 2, num_blocks=300) as engine:
         assert tokens(run(engine, requests)) == expected
