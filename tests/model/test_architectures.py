@@ -14,8 +14,9 @@ from lib.architectures import CASES
 from lib.beams import assert_same, expected
 from lib.engine import engine_for, logits_in_chunks, run
 from lib.gguf_files import converted, write_gguf
-from lib.models import DEVICE, hf_model, ours
+from lib.models import DEVICE, TINY, StateDict, hf_model, ours
 from minillm import BeamSearchParams, SamplingParams
+from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
 from minillm.model.llama_tensors import LlamaTensors
 from minillm.model.loader import load_llama
@@ -70,3 +71,53 @@ def test_a_gguf_file_of_an_architecture_is_the_same_model(case: str, seed: int, 
     tokens = [rng.randrange(3, 96) for _ in range(70)]
     logits = [logits_in_chunks(each, tokens, [40, 1, 29]).log_softmax(-1) for each in (model, ours(theirs))]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+
+
+ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}
+ODD: list[tuple[str, dict[str, Any], str]] = [
+    ("Gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+    ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("Gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0"),
+    ("Gemma3", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+    ("Gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern must be"),
+    ("Gemma3", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "contradict"),
+    ("Gemma3", {"rope_parameters": ROPES}, "rope type dynamic of layers with a window"),
+    ("Gemma3", {"rope_parameters": {"full_attention": {}, "sliding_attention": 5}}, "sliding_attention must be"),
+    ("Gemma3", {"rope_parameters": {"linear_attention": {}}}, r"settings per kind of layer \(linear_attention\)"),
+    ("Olmo3", {"layer_types": ["full_attention"] * 2}, "layer_types must be a list of 3"),
+    ("Olmo3", {"sliding_window": 0}, "sliding_window must be"),
+    ("Olmo2", {"rope_parameters": ROPES}, "settings per kind of layer"),
+    ("Olmo2", {"num_key_value_heads": 4}, "not a multiple of num_key_value_heads 4"),
+    ("Exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be a whole number"),
+    ("Glm4", {"partial_rotary_factor": 0.4, "head_dim": 8}, "rotates 3 of 8 dimensions"),
+    ("Glm4", {"partial_rotary_factor": 0}, "rotates 0 of 128 dimensions"),
+    ("Glm4", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be"),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "said"), ODD, ids=str)
+def test_an_odd_configuration_is_rejected_in_one_line(kind: str, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(WeightsError, match=said) as caught:
+        ModelConfig.from_hf({**TINY, "architectures": [f"{kind}ForCausalLM"], **keys})
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_two_tensors_for_one_parameter_are_rejected() -> None:
+    theirs = hf_model(kind="Olmo2", num_hidden_layers=1)
+    tensors, prefix = dict(theirs.state_dict()), "model.layers.0."
+    tensors[f"{prefix}post_self_attn_layernorm.weight"] = tensors[f"{prefix}post_attention_layernorm.weight"]
+    config = ModelConfig.from_hf(theirs.config.to_dict())
+    with pytest.raises(WeightsError, match=r"post_self_attn_layernorm\.weight are the same"):
+        LlamaTensors(StateDict(tensors), config).names()
+
+
+def test_packed_rows_that_do_not_fit_are_named() -> None:
+    theirs = hf_model(kind="Glm4", num_hidden_layers=1)
+    tensors, name = dict(theirs.state_dict()), "model.layers.0.mlp.gate_up_proj.weight"
+    tensors[name] = tensors[name][:-1]
+    config = ModelConfig.from_hf(theirs.config.to_dict())
+    source = LlamaTensors(StateDict(tensors), config)
+    with pytest.raises(WeightsError, match=r"gate_proj\.weight has shape \(159, 48\)"):
+        load_llama(source, config, device=DEVICE, dtype=torch.float32, max_positions=64)

@@ -21,6 +21,7 @@ from lib.models import TINY, write_tiny_model
 from minillm.config import EngineConfig
 from minillm.errors import DownloadError, MinillmError, UsageError, WeightsError
 from minillm.loading.engine import load_engine
+from minillm.model.architectures import ARCHITECTURES
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.gguf_header import Header, read_header
 from minillm.weights.manifest import load_manifest
@@ -57,6 +58,10 @@ CONFIG_KEYS = [
         "architectures",
         "model_type",
         "head_dim",
+        "hidden_activation",
+        "query_pre_attn_scalar",
+        "rope_local_base_freq",
+        "sliding_window_pattern",
         "hidden_act",
         "rope_theta",
         "rope_parameters",
@@ -116,7 +121,7 @@ def write(path: Path, content: Any) -> None:
 
 @settings(RELAXED, max_examples=250)
 @given(
-    kind=st.sampled_from(["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"]),
+    kind=st.sampled_from([name.removesuffix("ForCausalLM") for name in ARCHITECTURES]),
     changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), values, min_size=1, max_size=2),
     max_model_len=st.sampled_from([64, None]),
 )
