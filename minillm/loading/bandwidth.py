@@ -83,7 +83,7 @@ def measure(device: torch.device) -> Bandwidth:
 
 
 def best_of(device: str, once: Callable[[], float]) -> Bandwidth:
-    """Measure several times. Return the highest rate of these measurements and of those that earlier runs stored.
+    """Measure several times. Return the highest known rate, whether measured now or stored by an earlier run.
 
     Store the rate if it is a new maximum.
 

@@ -1,4 +1,4 @@
-"""The supported architectures: how each one's config.json, tensors and GGUF files differ from Llama's.
+"""The supported architectures. Each is described by how its config.json, tensors and GGUF files differ from Llama's.
 
 An `Architecture` is data: defaults, names, flags. Its ``read`` function adds the `ModelConfig` fields that depend on
 keys of config.json. ``docs/add-a-model.md`` follows the addition of one architecture.
@@ -31,20 +31,20 @@ class Architecture:
     Attributes:
         name: the name in the ``architectures`` of config.json.
         model_type: the ``model_type`` of config.json.
-        defaults: values of missing config.json keys, where transformers' default differs from Llama's.
-        fields: constant fields of `ModelConfig`.
-        read: returns further fields of `ModelConfig`, from config.json and the number of layers.
-        names: components of tensor names in the checkpoint, and the names in `parameter_shapes`.
-        packed: matrices that the checkpoint stacks by rows, and the matrices in them.
-        has_partial_rope: ``partial_rotary_factor`` is the fraction of each head that rotates.
+        defaults: values for keys that are missing in config.json, where transformers' default differs from Llama's.
+        fields: fields of `ModelConfig` with the same value for all models of the architecture.
+        read: called with config.json and the number of layers. Returns further fields of `ModelConfig`.
+        names: component of a tensor's name in the checkpoint -> component of its name in `parameter_shapes`.
+        packed: name of a matrix that the checkpoint stacks from several, by rows -> names of those matrices.
+        has_partial_rope: the config.json may have ``partial_rotary_factor``, the fraction of each head that rotates.
         has_adjacent_pairs: the two dimensions of a rotary pair are adjacent. In Llama they are half a head apart.
-        has_two_ropes: layers with a window have their own rotary embedding.
-        has_rope_alpha: ``alpha`` of dynamic scaling is a fixed factor on the base of the frequencies.
-        gguf: ``general.architecture`` of GGUF files, if llama.cpp knows the architecture.
-        gguf_is_permuted: llama.cpp's converter makes rotary pairs adjacent.
-        gguf_with_windows: the architecture of GGUF files of the same ``gguf`` that have a window.
-        gguf_names: names of a layer's tensors in GGUF files, where they differ from Llama's, and in the checkpoint.
-        gguf_keys: further metadata keys, without the architecture, and the config.json keys with the same value.
+        has_two_ropes: layers with an attention window have a rotary embedding of their own.
+        has_rope_alpha: with dynamic scaling, ``alpha`` is a fixed factor on the base of the frequencies.
+        gguf: the value of ``general.architecture`` in GGUF files; empty if llama.cpp does not know the architecture.
+        gguf_is_permuted: llama.cpp's converter permutes the rows of q and k, so that rotary pairs become adjacent.
+        gguf_with_windows: the name of the architecture of GGUF files that have the same ``gguf`` and a window.
+        gguf_names: name of a layer's tensor in GGUF files -> its name in the checkpoint, where Llama's differ.
+        gguf_keys: further metadata key, without the architecture's prefix -> config.json key with the same value.
     """
 
     name: str
@@ -66,9 +66,10 @@ class Architecture:
 
 
 def _windows(values: Values, num_layers: int, having: Collection[int], window: int | None) -> tuple[int | None, ...]:
-    """Return each layer's attention window, as in transformers. Return an empty tuple if no layer has one.
+    """Return each layer's attention window in tokens, or None for a layer without one, as in transformers.
 
-    Without ``layer_types``, the layers ``having`` have a window.
+    Return an empty tuple if no layer has a window. ``having`` are the indices of the layers with a window; the key
+    ``layer_types`` overrides them.
     """
     kinds = [WINDOWED if window is not None and i in having else FULL for i in range(num_layers)]
     if values.has("layer_types"):
@@ -117,7 +118,8 @@ def _smollm3(values: Values, num_layers: int) -> Fields:
 def _layers_without_rope(values: Values, num_layers: int) -> tuple[int, ...]:
     """Return the indices of the layers that do not rotate q and k.
 
-    They have a 0 in ``no_rope_layers``. Without that key, every ``no_rope_layer_interval``-th layer is one.
+    The list ``no_rope_layers`` has a 0 for these layers. Without that key, every ``no_rope_layer_interval``-th layer
+    does not rotate.
     """
     if not values.has("no_rope_layers"):
         interval = values.integer("no_rope_layer_interval")
@@ -138,7 +140,7 @@ def _internlm3(values: Values, num_layers: int) -> Fields:
 
 
 def _every(values: Values, num_layers: int, default: int) -> tuple[int | None, ...]:
-    """Return the windows of a model in which every ``sliding_window_pattern``-th layer has none."""
+    """Return the layers' windows for a model in which every ``sliding_window_pattern``-th layer has no window."""
     period = num_layers + 1 if values.has("layer_types") else values.integer("sliding_window_pattern", default)
     return _windows(values, num_layers, [i for i in range(num_layers) if (i + 1) % period], _window(values))
 
@@ -148,7 +150,10 @@ def _olmo3(values: Values, num_layers: int) -> Fields:
 
 
 def _exaone4(values: Values, num_layers: int) -> Fields:
-    """Layers without a window do not rotate q and k, unless no layer has a window."""
+    """Return the fields of Exaone 4. Layers without a window do not rotate q and k.
+
+    If the config sets no ``sliding_window`` at all, all layers rotate q and k.
+    """
     windows = _every(values, num_layers, 4)
     without = tuple(i for i, window in enumerate(windows) if window is None) if _window(values) else ()
     no_rope = tuple(range(num_layers)) if _window(values) and not windows else without
@@ -174,10 +179,10 @@ def _gemma3(values: Values, num_layers: int) -> Fields:
 
 
 def _granite(values: Values, num_layers: int) -> Fields:
-    """Read Granite's multipliers.
+    """Return the fields of Granite, which has four constant factors.
 
-    It multiplies each branch by r, and adds it to x. Here x is divided by r, so branches are added as they are. RMSNorm
-    then returns the same if eps is divided by the square of r.
+    Granite multiplies the results of attention and MLP by r before it adds them to x. Here, x is divided by r instead,
+    and the results are added unchanged. RMSNorm then returns the same if eps is divided by the square of r.
     """
     names = ("residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling")
     residual, embedding, attention, logits = (values.number(name, 1.0, least=1e-6, most=1e6) for name in names)
@@ -191,7 +196,7 @@ def _granite(values: Values, num_layers: int) -> Fields:
 
 
 def _granite_hybrid(values: Values, num_layers: int) -> Fields:
-    """Read a Granite 4 model. Models with Mamba layers or experts are rejected."""
+    """Return the fields of a Granite 4 model. Raises WeightsError if it has Mamba layers or experts."""
     kinds = values.values.get("layer_types")
     if (
         not isinstance(kinds, list)
@@ -230,7 +235,10 @@ def _seed_oss(values: Values, num_layers: int) -> Fields:
 
 
 def _ministral3(values: Values, num_layers: int) -> Fields:
-    """Read Ministral 3. Its context is limited to the original one: after that, q is scaled by its position."""
+    """Return the fields of Ministral 3, with its context limited to the original one.
+
+    In a longer context, it multiplies q by a factor that depends on the position, which is not supported.
+    """
     key, context = "llama_4_scaling_beta", values.integer("max_position_embeddings")
     rope = values.part("rope_parameters" if values.has("rope_parameters") else "rope_scaling")
     if not rope.values and not values.has("rope_theta"):
@@ -240,7 +248,7 @@ def _ministral3(values: Values, num_layers: int) -> Fields:
     return {**_phi3(values, num_layers), "max_position_embeddings": context}
 
 
-# Names of norms of a checkpoint that has none before attention and MLP.
+# Norms after attention and MLP: names in checkpoints that have no norms before attention and MLP -> names here.
 _NORMS_AFTER = {
     "post_attention_layernorm": "post_self_attn_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
@@ -431,13 +439,16 @@ _ALL = (
 ARCHITECTURES = {each.name: each for each in _ALL}
 OF_GGUF = {each.gguf: each for each in _ALL if each.gguf}
 
-# Prefixes in the checkpoints of vision models: of the language model's tensors with their replacements, and of others.
+# In the checkpoints of vision models: prefixes of the language model's tensors -> their replacements; other prefixes.
 _TEXT = {"language_model.": "", "model.language_model.": "model."}
 _IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 def text_name(name: str) -> str | None:
-    """Return a stored tensor's name in the checkpoint of the language model alone. None if it is for images."""
+    """Return the name that a vision model's tensor has in a checkpoint of the language model alone.
+
+    Return None if the tensor is for images. Names of other models are returned unchanged.
+    """
     if name.startswith(_IMAGES):
         return None
     prefix = next(filter(name.startswith, _TEXT), "")

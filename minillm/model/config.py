@@ -19,7 +19,7 @@ from minillm.model.rope_config import RopeConfig, read_ropes
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
 
-# Values of an MLP's activation in config.json, by its name here, and the key that has them.
+# Name of an MLP's activation in this module -> (key in config.json, its values for this activation).
 _ACTIVATIONS = {"silu": ("hidden_act", ("silu", "swish")), "gelu": ("hidden_activation", ("gelu_pytorch_tanh",))}
 # Vision models. Their text_config describes a language model of another architecture.
 VISION = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
@@ -41,7 +41,7 @@ class ModelConfig:
     """The architecture and dimensions of a Llama-family decoder. Sizes are in elements.
 
     ``max_position_embeddings`` is in tokens. Special token ids beyond the vocabulary are dropped. ``eos_token_ids``
-    lacks the tokenizer's own end token, which ends a chat turn; the engine adds it.
+    does not contain the token with which the tokenizer ends a chat turn; the engine adds it.
     """
 
     architecture: str
@@ -59,19 +59,19 @@ class ModelConfig:
     attention_bias: bool = False  # whether q, k and v have biases
     output_bias: bool = False  # whether o has a bias
     mlp_bias: bool = False  # whether gate, up and down have biases
-    norms: Literal["before", "after", "both"] = "before"  # RMSNorms of a layer: before attention and MLP, after them
-    # RMSNorm of each head of q and k before or after they are rotated, or of all heads at once before
+    norms: Literal["before", "after", "both"] = "before"  # whether RMSNorms are before or after attention and MLP
+    # RMSNorm of q and k: of each head before rotary ("heads") or after it, or of all heads together before it ("all")
     qk_norm: Literal["", "heads", "after_rope", "all"] = ""
-    activation: Literal["silu", "gelu"] = "silu"  # of the MLP; gelu is its tanh approximation
+    activation: Literal["silu", "gelu"] = "silu"  # the MLP's activation; "gelu" is the tanh approximation of GELU
     attention_scale: float | None = None  # factor on q @ k; None: 1 / sqrt(head_dim)
     embedding_scale: float = 1.0  # factor on embeddings
     logits_scale: float = 1.0  # factor on logits
     norm_offset: float = 0.0  # added to the stored weights of RMSNorms
-    local_rope: RopeConfig | None = None  # of layers with a window, if it is not ``rope``
+    local_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs from ``rope``
     layers_without_rope: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()  # each layer's attention window in tokens, see `Pages.window`; empty: none
     bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()  # generation_config.json's if it has any, as in transformers' ``generate``
+    eos_token_ids: tuple[int, ...] = ()  # from generation_config.json, or else config.json, as transformers does
     dtype: str | None = None  # dtype of the saved checkpoint, if config.json has it
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # see `_generation_defaults`
 
@@ -98,21 +98,22 @@ class ModelConfig:
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Return the bytes of one token's K and V over all layers.
 
-        ``element_size`` is the bytes of an element in the KV cache; 1 also counts scales: see `kv_row_bytes`.
+        ``element_size`` is the size of an element of the KV cache in bytes. If it is 1, scales are counted as well: see
+        `kv_row_bytes`.
         """
         return 2 * self.num_layers * self.num_kv_heads * kv_row_bytes(self.head_dim, element_size)
 
     @property
     def longest_context(self) -> int:
-        """Maximum tokens of a sequence: the trained context, times the scaling factor if rope scaling is dynamic."""
+        """Maximum length of a sequence in tokens: the trained context, multiplied if rope scaling is dynamic."""
         stretch = self.rope.factor if self.rope.type == "dynamic" else 1.0
         return int(self.max_position_embeddings * max(1.0, stretch))
 
     @property
     def rope_changes_beyond(self) -> int | None:
-        """The sequence length in tokens above which a token's rotary angles also depend on that length. None: never.
+        """The sequence length in tokens above which a token's rotary angles also depend on the length. None: never.
 
-        K of the same tokens then differs between sequences, so equal tokens are not enough to share their blocks.
+        In longer sequences, K of equal tokens may differ. Sequences with equal tokens then cannot share blocks.
         """
         if self.rope.type == "dynamic":
             return self.max_position_embeddings
@@ -215,14 +216,14 @@ def _refuse_unsupported(values: Values, activation: str) -> None:
 
 
 def ignored_settings(generation: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a generation_config.json that would change answers, but that minillm ignores."""
+    """Return the keys of a generation_config.json that change answers in transformers, but that minillm ignores."""
     return [name for name, neutral in _UNSUPPORTED.items() if generation.get(name) not in (None, neutral, [], {})]
 
 
 def _generation_defaults(values: Values) -> dict[str, Any]:
-    """Return the sampling parameters in a generation_config.json, by their keys.
+    """Return the sampling parameters that a generation_config.json sets, under its own keys.
 
-    Raises WeightsError for a wrong value.
+    Raises WeightsError if a value is invalid.
     """
     checks: dict[str, Callable[[str], Any]] = {
         "temperature": partial(values.number, most=1e6),

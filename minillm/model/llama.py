@@ -55,7 +55,7 @@ class Batch:
     num_decodes: int
     cu_seqlens: Tensor  # [num_seqs - num_decodes + 1] int32, starts of the chunks, counted from the first chunk
     logit_rows: Tensor | None = None  # [num_logits] int64, indices of the tokens that need logits; None: all
-    shared: WorkList | None = None  # blocks that decoding sequences share, if reading them once is faster
+    shared: WorkList | None = None  # work for blocks that decoding sequences share, if reading them once is faster
     rope_lengths: list[int] | None = None  # for each token, with dynamic rope scaling only: see `RotaryTable.rows`
 
     @cached_property
@@ -80,7 +80,7 @@ class CompiledLayers(Protocol):
 
 
 class Attention(NamedTuple):
-    """A kind of attention. All layers of one kind share a step's rotary angles, slots and plan."""
+    """A kind of attention. In a step, all layers of one kind use the same rotary angles, slots and plan."""
 
     rotary: RotaryTable | None  # None: q and k are not rotated
     window: int | None  # see `Pages.window`
@@ -141,7 +141,7 @@ class Llama:
 
     @cached_property
     def local(self) -> ModelConfig:
-        """The config of the part that this object holds: the whole model, unless it is sharded."""
+        """The config for this rank's part of the model. Without sharding, this is the model's config."""
         return self.config
 
     @cached_property
@@ -172,7 +172,7 @@ class Llama:
         """
         c = self.local
         shape = (c.num_layers, 2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
-        # No huge pages: with them the first token of each block would clear 2 MB per layer.
+        # Huge pages are off. With them, the first token of each block would clear 2 MB per layer.
         if not self.kv_in_8_bits:
             return KVCache(torch.empty(shape, dtype=self.dtype, device=self.device))
         scales = torch.empty(*shape[:3], c.num_kv_heads, block_size, dtype=torch.float32, device=self.device)
@@ -198,9 +198,9 @@ class Llama:
         return x
 
     def logits(self, hidden: Tensor, rows: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Return the logits ``[num_logits, vocab]`` of the ``rows [num_logits]`` of ``hidden [num_tokens, hidden]``.
+        """Return logits ``[num_logits, vocab]`` for the rows of ``hidden [num_tokens, hidden]`` with indices ``rows``.
 
-        ``rows`` None means all rows. If ``out`` is given, the result is written to it.
+        If ``rows`` is None, all rows are used. If ``out`` is given, the result is written to it.
         """
         return self._logits(hidden if rows is None else hidden[rows], out)
 
@@ -270,9 +270,9 @@ class Llama:
         return self.ops.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
     def steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
-        """Return the rotary angles, the slots and the plan of a step, for each kind of attention.
+        """Return for each kind of attention: the rotary angles and slots of a step, and its attention plan or None.
 
-        They are equal in all layers of one kind. ``cache`` may be that of any layer.
+        All layers of one kind use the same ones. ``cache`` may be the cache of any layer.
         """
         steps = {}
         for kind, angles in self.angles(batch).items():
@@ -313,7 +313,7 @@ class Llama:
     ) -> Tensor:
         """Write the tokens' K and V to the layer's ``cache``, and compute attention.
 
-        Return the result of all tokens, ``[num_tokens, num_heads * head_dim]``.
+        Return the attention output of all tokens, ``[num_tokens, num_heads * head_dim]``.
         """
         q, n, scale = self._rotated(qkv, cache, layer, places, plan), batch.num_decodes, self.config.softmax_scale
         window, outputs = layer.attention.window, []

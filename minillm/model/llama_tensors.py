@@ -1,10 +1,10 @@
-"""A checkpoint's tensors by the names and with the rows that `minillm.model.loader` expects.
+"""Convert a checkpoint's tensors to the names and the order of rows that `minillm.model.loader` expects.
 
-- Names are translated: `Architecture.names`. Tensors of a vision encoder are left out.
-- A matrix that the checkpoint stacks from several is read by its rows: `Architecture.packed`.
-- Rows of q and k are ordered by rotary pairs, with a pair's two dimensions half a head apart as in Llama. Attention is
-  the same with any order that q and k share. Dimensions that do not rotate get the angle 0.
-- Constants are multiplied into norm weights, or added to them.
+- Names are translated (`Architecture.names`). Tensors of a vision encoder are left out.
+- If the checkpoint stacks several matrices in one tensor (`Architecture.packed`), each is read as a slice of its rows.
+- Rows of q and k are reordered so that a rotary pair's two dimensions are half a head apart, as in Llama. Any order
+  that q and k share gives the same attention. Dimensions that do not rotate get the angle 0.
+- Constants of the architecture are multiplied into norm weights, or added to them.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from minillm.text.safe import clean_line
 
 @dataclass(frozen=True)
 class LlamaTensors:
-    """A `TensorSource` of another source's tensors. ``stored`` is in the layout of Hugging Face's checkpoints."""
+    """A `TensorSource` with the converted tensors of the checkpoint ``stored``, which is in Hugging Face's layout."""
 
     stored: TensorSource
     config: ModelConfig
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, slice | None]]:
-        """The stored tensor of each tensor, and its rows there; None: all."""
+        """A dictionary: tensor's name -> (name of the stored tensor that contains it, its rows there; None: all)."""
         architecture = ARCHITECTURES[self.config.architecture]
         rows = {name: shape[0] for name, shape in parameter_shapes(self.config)} if architecture.packed else {}
         places: dict[str, tuple[str, slice | None]] = {}
@@ -53,7 +53,7 @@ class LlamaTensors:
 
     @cached_property
     def _head_order(self) -> Tensor | None:
-        """The stored position of each dimension of a head ``[head_dim]`` int64, or None if they are in order."""
+        """The position of each head dimension in the checkpoint, ``[head_dim]`` int64; None if the order is kept."""
         rope, dim = self.config.rope, self.config.head_dim
         turning = rope.dims or dim
         if turning == dim and not rope.has_adjacent_pairs:
@@ -62,7 +62,7 @@ class LlamaTensors:
         return torch.cat((pairs, torch.arange(turning, dim).view(2, -1)), 1).flatten()
 
     def stored_name(self, name: str) -> str:
-        """Return the name of the stored tensor that a tensor is in."""
+        """Return the name of the stored tensor that contains the tensor ``name``."""
         return self._places[name][0]
 
     def names(self) -> list[str]:
@@ -73,7 +73,7 @@ class LlamaTensors:
         shape = self.stored.shape(stored)
         if rows is None:
             return shape
-        # A stored matrix of other rows than its parts together has no part of the expected shape.
+        # If the parts' rows do not add up to the stored matrix, return its shape, which the loader rejects.
         last = max(part.stop for where, part in self._places.values() if where == stored and part is not None)
         return (rows.stop - rows.start, *shape[1:]) if shape[0] == last else shape
 
@@ -93,15 +93,16 @@ class LlamaTensors:
         return matrix if matrix is None or order is None else matrix.rows(order.to(device))
 
     def _rows(self, name: str, rows: slice | None) -> slice | None:
-        """Return the stored rows of some rows of a tensor."""
+        """Convert a range of a tensor's rows to the range of the stored tensor's rows. None means all rows."""
         own = self._places[name][1]
         if own is None or rows is None:
             return rows if own is None else own
         return slice(own.start + rows.start, min(own.stop, own.start + rows.stop))
 
     def _order(self, name: str, rows: slice | None) -> Tensor | None:
-        """Return the order of the rows of q, k and their norms, counted from the first of ``rows``. They are whole
-        heads.
+        """Return the order in which to take stored rows of q, k or their norms, or None to keep their order.
+
+        ``rows`` must be whole heads. Indices count from the first of them.
         """
         order, dim = self._head_order, self.config.head_dim
         if order is None or not name.split(".")[-2].startswith(("q_", "k_")):

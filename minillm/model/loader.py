@@ -24,19 +24,19 @@ from minillm.parallel.collectives import Ranks
 from minillm.text.safe import clean_line
 
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Suffixes of buffers in old checkpoints, which minillm computes itself.
+# Name suffixes of buffers in old checkpoints. minillm ignores these tensors and computes them itself.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
 
 class TensorSource(Protocol):
-    """The interface through which the loader reads a checkpoint: tensors by name, or slices of them."""
+    """The interface through which the loader reads a checkpoint: whole tensors by name, or slices of them."""
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor: ...
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """Return a slice of a matrix as it is stored, on ``device``.
+        """Return a slice of a low-bit matrix on ``device`` without dequantizing it. None for a slice means all.
 
         Return None if the matrix is not low-bit, or if the slice would split a block of weights.
         """
@@ -45,7 +45,8 @@ class TensorSource(Protocol):
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and the shape of every parameter of a model. A tied output head is not listed.
 
-    Names are Llama's, and those of norms after attention and MLP are GLM-4's: see `minillm.model.llama_tensors`.
+    All architectures use Llama's names here, and GLM-4's names for norms after attention and MLP. To these names,
+    `minillm.model.llama_tensors` converts a checkpoint's.
     """
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -74,7 +75,7 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def norm_names(config: ModelConfig) -> list[str]:
-    """Return the names of a layer's RMSNorms, without those of q and k."""
+    """Return the names of a layer's RMSNorms before and after attention and MLP. Norms of q and k are not listed."""
     before, after = config.norms != "after", config.norms != "before"
     names = ["input_layernorm", "post_attention_layernorm"] if before else []
     return names + (["post_self_attn_layernorm", "post_mlp_layernorm"] if after else [])
@@ -96,12 +97,12 @@ def load_llama(
     Args:
         max_positions: the longest sequence, in tokens.
         weights: "stored" keeps low-bit matrices low-bit, and "expanded" dequantizes them to ``dtype``. On a CPU, "int8"
-            quantizes each matrix to 8 bits on first use, see `minillm.model.settle`. "int4" does so only with low-bit
-            matrices, and keeps those of 4 bits as they are.
-        on_progress: called with the number of loaded layers and of all layers.
+            quantizes each matrix to 8 bits on first use (see `minillm.model.settle`). "int4" keeps 4-bit matrices as
+            they are, quantizes other low-bit matrices to 8 bits, and leaves unquantized matrices unquantized.
+        on_progress: called with the number of loaded layers and the number of all layers.
 
     Raises:
-        WeightsError: a tensor is missing, unknown or has the wrong shape, or the config gives no rotary angles.
+        WeightsError: a tensor is missing, unknown or has the wrong shape, or the config gives no finite rotary angles.
         UsageError: there are more ranks than the model has heads.
     """
     _check_names(source, config)
@@ -124,7 +125,7 @@ def load_llama(
         return source.low_bit(name, device, *shard.part_of(name, config)) if weights != "expanded" else None
 
     def fused(*names: str) -> LinearWeight:
-        """Stack the rows of several matrices, and their biases if the model has them."""
+        """Load several matrices as one, with their rows stacked. The same for their biases if the model has them."""
         parts = [f"{name}.weight" for name in names]
         rows = sum(held[part][0] for part in parts)
         shape = (rows, held[parts[0]][1])
@@ -163,7 +164,7 @@ def load_llama(
         return take(name).to(device=device, dtype=dtype, copy=True)
 
     def vocabulary(name: str) -> Tensor | LowBit:
-        """Load the embedding or the head: this rank's rows, padded with zeros so that all ranks have equally many."""
+        """Load this rank's rows of the embedding or the head. Zeros pad them to the same number on all ranks."""
         if (stored := low_bit(name)) is not None:
             return padded(stored, held[_EMBEDDING][0])
         rows = read(name)
@@ -180,7 +181,7 @@ def load_llama(
         return HeadNorms(q, k, config.rms_norm_eps, config.qk_norm == "after_rope")
 
     def attention_of(index: int) -> Attention:
-        """Return a layer's kind of attention. A window as long as the longest sequence counts as none."""
+        """Return a layer's kind of attention. A window that no sequence can exceed counts as no window."""
         window = config.windows[index] if config.windows else None
         table = local_rotary if window is not None else rotary
         is_rotated = index not in config.layers_without_rope
@@ -213,8 +214,8 @@ def load_llama(
         layers.append(layer)
         on_progress(index + 1, config.num_layers)
     norm = vector("model.norm.weight")
-    # Some checkpoints store a head although their config says it is tied. As in transformers, that head is used if it
-    # differs from the embedding.
+    # Some checkpoints store a head although their config says that the embedding is the head. As in transformers, the
+    # stored head is used if it differs from the embedding.
     head = embedding
     if not config.tie_word_embeddings:
         head = vocabulary(HEAD)
@@ -242,7 +243,7 @@ def _fill(target: Tensor, parts: list[Tensor]) -> None:
 
 def _check_names(source: TensorSource, config: ModelConfig) -> None:
     present, expected = set(source.names()), {}
-    for name, shape in parameter_shapes(config):  # if the config claims too many layers, the first missing one raises
+    for name, shape in parameter_shapes(config):  # raises at the first missing name, so a huge number of layers is safe
         expected[name] = shape
         if name not in present:
             raise WeightsError(

@@ -1,11 +1,11 @@
 """Compiled decoder layers for one token of one sequence on a CPU.
 
-A token of a small model takes some 750 PyTorch ops. While weights stream through the caches, each op costs more than
-its work, and together they take half of a token's time. TorchInductor therefore fuses everything between two matmuls of
-a layer into loops. A C++ compiler builds one library of them (AOTInductor) for all layers of the same shape. The
-matmuls are torch's own 4-bit ones.
+A token of a small model takes some 750 PyTorch ops. Starting an op costs more than its arithmetic, because weights
+stream through the CPU's caches. The ops outside of matmuls take half of a token's time. TorchInductor therefore fuses
+everything between two matmuls of a layer into loops. A C++ compiler builds them into one library (AOTInductor), which
+serves all layers of the same shape. The matmuls are torch's own 4-bit matmuls.
 
-`Layer` is a layer's arithmetic; the ops of `minillm.model.llama` are its reference.
+`Layer` computes the same as the ops of `minillm.model.llama`, which are its reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ from minillm.kernels.linear.low_bit.layouts import GROUP
 from minillm.model.llama import Angles, Attention, Batch, Llama
 from minillm.model.llama import Layer as Weights
 
-_FEWEST_SLOTS = 2  # torch.export would specialize the function for a length of 1
+_FEWEST_SLOTS = 2  # torch.export specializes functions for a length of 1, so compiled layers need at least 2 slots
 _MOST_SLOTS = 1 << 30
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """All facts about a layer that its compiled function depends on."""
+    """All properties of a layer that its compiled function depends on."""
 
     hidden: int
     num_heads: int
@@ -37,13 +37,13 @@ class LayerShape:
     intermediate: int
     softmax_scale: float
     eps: float
-    biases: tuple[bool, ...]  # whether these have a bias: q k v, o, gate and up, down
+    biases: tuple[bool, ...]  # whether each of the four `matrices` has a bias
     has_head_norms: bool
     norms_after_rotary: bool  # whether heads are normalized after they are rotated
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """The (rows, columns) of four matrices: q k v, o, gate and up, down."""
+        """The shapes (rows, columns) of the layer's four matrices: q, k and v; o; gate and up; down."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [
             (heads + 2 * kv_heads, self.hidden),
@@ -56,7 +56,8 @@ class LayerShape:
 def layer_shape(model: Llama) -> LayerShape | None:
     """Return the shape that all layers of the model have in common, for `compile_layer`.
 
-    Return None if they cannot be compiled, because they differ or are not 4-bit matrices on a CPU.
+    Return None if the layers cannot be compiled: they differ in shape, their matrices are not 4-bit matrices on a CPU,
+    or they contain ops that `Layer` does not support.
     """
     is_plain = type(model) is Llama and model.ops is FASTEST and not model.kv_in_8_bits
     if not is_plain or model.device.type != "cpu" or model.dtype != torch.float32:
@@ -108,7 +109,7 @@ class Layer(torch.nn.Module):
 
         Args:
             x: ``[1, hidden]`` float32, the layer's input.
-            cos, sin: ``[1, head_dim / 2]`` float32, of the rotary angles of q and k.
+            cos, sin: ``[1, head_dim / 2]`` float32, the cosines and sines of the rotary angles of q and k.
             keys, values: ``[all slots, kv heads, head_dim]`` float32, the layer's part of the pool.
             slot: ``[1]`` int64, the slot of the token's K and V.
             slots: ``[visible tokens]`` int64, the slots that the token attends to, including its own.
@@ -192,7 +193,7 @@ def compile_layer(shape: LayerShape, path: Path) -> None:
 
 
 def _without_precompiled_headers() -> dict[str, bool]:
-    """Return the inductor settings that disable precompiled headers, as far as this torch has them."""
+    """Return the inductor settings that disable precompiled headers, if this torch version has such settings."""
     config = torch._inductor.config
     settings: dict[str, bool] = {}
     if hasattr(config, "cpp_cache_precompile_headers"):
@@ -203,7 +204,10 @@ def _without_precompiled_headers() -> dict[str, bool]:
 
 
 def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:
-    """Return example arguments of `Layer.forward`, and example weights. Only the values of the slots matter."""
+    """Return example arguments of `Layer.forward`, and example weights.
+
+    The compiler needs only their shapes and dtypes. The slots must be valid indices.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def some(*size: int) -> Tensor:
@@ -225,9 +229,9 @@ def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:
 
 @dataclass(frozen=True)
 class OneToken:
-    """The compiled layers of a model, for batches of one token. ``run`` computes one layer."""
+    """The compiled layers of a model, for batches of one token."""
 
-    run: Callable[[list[Tensor]], Sequence[Tensor]]  # takes the arguments of `Layer.forward` as one flat list
+    run: Callable[[list[Tensor]], Sequence[Tensor]]  # computes one layer; takes `Layer.forward`'s arguments as one list
     layers: list[tuple[Attention, list[Tensor]]]  # each layer's kind of attention, and its weights
 
     @classmethod
@@ -240,7 +244,10 @@ class OneToken:
         return cls(loader.run, [(layer.attention, layer_weights(layer)) for layer in model.layers])
 
     def takes(self, batch: Batch) -> bool:
-        """Return whether the batch is one token of one sequence, and that token attends to at least two tokens."""
+        """Return whether the compiled layers can compute a batch.
+
+        It must be one token of one sequence, and that token must attend to at least two tokens.
+        """
         if batch.num_decodes != 1 or len(batch.token_ids) != 1 or batch.shared is not None:
             return False
         length = int(batch.context_lens[0])

@@ -21,10 +21,13 @@ _LAYOUTS = {
 class RandomTensors:
     """A `minillm.model.loader.TensorSource` of random weights, in 16 bits or quantized.
 
-    ``form`` is a quantization from `minillm.forms.FORMS`. The scale of the weights is that of a trained model, so
-    activations stay finite in half precision through any number of layers. Values are bfloat16 numbers, as in most
-    published checkpoints: `minillm.kernels.cpu` reads those faster than others. Each rank slices its part from the
-    whole tensor, so any number of ranks hold the same model.
+    The weights have about the size of a trained model's. Activations therefore stay finite in half precision through
+    any number of layers. Values are bfloat16 numbers, as in most published checkpoints: `minillm.kernels.cpu` reads
+    them faster than other numbers. Each rank slices its part from the whole tensor, so any number of ranks compute the
+    same model.
+
+    Args:
+        form: a quantization from `minillm.forms.FORMS`; None: 16-bit weights.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0, form: str | None = None) -> None:
@@ -57,9 +60,9 @@ class RandomTensors:
         return random_matrix(layout, (out, width), 0.02, self._generator)
 
     def _is_finer(self, name: str) -> bool:
-        """Return whether llama.cpp's quantization mixtures give this matrix more bits.
+        """Return whether llama.cpp's mixed quantizations, such as Q4_K_M, give this matrix more bits than the others.
 
-        These are the head, and v and down in half of the layers.
+        They do so for the head, and for v and down in half of the layers.
         """
         if name == "lm_head.weight":
             return True

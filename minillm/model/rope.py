@@ -16,12 +16,13 @@ _MAX_POSITIONS = 1 << 23  # maximum positions of a table, which then takes 4 GiB
 class RotaryTable:
     """Cosines and sines per position, ``[max_positions, head_dim / 2]`` float32 each.
 
-    With ``dynamic`` and ``longrope`` scaling, there is no such table if sequences can exceed
-    `ModelConfig.rope_changes_beyond`. Angles then also depend on a length, and `rows` computes them. For a prompt token
-    this is the length of the whole prompt, for a generated token its own position, as in transformers. Chunk boundaries
-    thus never change an angle. K that was computed before a sequence grew beyond the limit keeps its angles. With
-    ``longrope`` that is a discontinuity. To stay within the original context, set ``max_model_len`` to it, which is
-    also faster.
+    With ``dynamic`` and ``longrope`` scaling, sequences may exceed `ModelConfig.rope_changes_beyond` tokens. Angles
+    then depend on a length as well, so `rows` computes them without the table. As in transformers, the length for a
+    prompt token is that of the whole prompt, and the length for a generated token is its own position. Chunk boundaries
+    therefore never change an angle.
+
+    When a sequence grows beyond the limit, K of its earlier tokens keeps the angles from before. With ``longrope`` this
+    is a discontinuity. To avoid it, set ``max_model_len`` to the original context, which is also faster.
 
     Raises WeightsError if the config's numbers give no finite angles, or if there are too many positions.
     """
@@ -37,7 +38,7 @@ class RotaryTable:
         inverse, factor = inverse_frequencies(config)
         self.factor = factor.to(device)
         if self.dynamic:
-            inverse_frequencies(config, max_positions)  # raises now rather than in the middle of an answer
+            inverse_frequencies(config, max_positions)  # raise errors now instead of in the middle of an answer
         angles = torch.outer(torch.arange(max_positions).float(), inverse)
         self.cos = angles.cos().mul_(factor).to(device)
         self.sin = angles.sin_().mul_(factor).to(device)
@@ -45,7 +46,7 @@ class RotaryTable:
     def rows(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Return ``(cos, sin)``, each ``[num_tokens, head_dim / 2]``, for ``positions [num_tokens]`` int64.
 
-        ``lengths`` is needed only if `dynamic`: for each token the length that its angles depend on, in tokens.
+        ``lengths`` is needed only if `dynamic` is true: for each token, the length in tokens that its angles depend on.
         """
         if not self.dynamic:
             return self.cos[positions], self.sin[positions]

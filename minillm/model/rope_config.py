@@ -18,14 +18,17 @@ class RopeConfig:
 
     Attributes:
         theta: the base of the frequencies.
-        dims: the first dimensions of a head that rotate; 0: all of them.
+        dims: the number of dimensions of a head that rotate, counted from its first; 0 means all.
         has_adjacent_pairs: in the checkpoint, the two dimensions of a rotary pair are adjacent.
         type: the kind of scaling, by its Hugging Face name.
         factor: the scaling factor.
         original_max_position_embeddings: the context in tokens before scaling, if the type needs it.
-        options: the other numbers of the type, by their Hugging Face names (``low_freq_factor``, ``beta_fast``, …).
-        short_factor, long_factor: ``longrope``'s divisors of each frequency, up to and beyond the original context.
-        frequency_factors: additional divisors, one per pair of dimensions: GGUF files store llama3 scaling this way.
+        options: the scaling type's other parameters, by their Hugging Face names (``low_freq_factor``, ``beta_fast``,
+            …).
+        short_factor, long_factor: with ``longrope``, a divisor of each frequency: for sequences within the original
+            context, and for longer ones.
+        frequency_factors: additional divisors of the frequencies, one per pair of dimensions. GGUF files store llama3
+            scaling this way.
         amplitude: an additional factor on cos and sin (GGUF's ``rope.scaling.attn_factor``).
     """
 
@@ -45,7 +48,7 @@ class RopeConfig:
 def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) -> dict[str, Any]:
     """Return the fields of `RopeConfig` that the scaling type ``kind`` needs.
 
-    ``context`` is the model's context in tokens, ``pairs`` the pairs of dimensions in a head.
+    ``context`` is the model's context in tokens. ``pairs`` is the number of rotary pairs in a head.
     """
 
     def optional(*keys: str) -> dict[str, float]:
@@ -68,7 +71,7 @@ def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) 
     if kind == "yarn":
         options = optional("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         options["truncate"] = rope.flag("truncate", True)
-        # A null factor means the ratio of the contexts; a missing key is an error.
+        # If the factor is null, it is the ratio of the two contexts. A missing key is an error.
         factor = context / original if "factor" in rope.values and not rope.has("factor") else None
         return {key: original, "factor": rope.positive("factor", factor), "options": options}
     divisors = {each: rope.numbers(each, pairs) for each in ("short_factor", "long_factor")}
@@ -79,11 +82,14 @@ def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) 
 def read_ropes(
     config: Values, context: int, head_dim: int, architecture: Architecture
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """Read the rotary embeddings of a config.json: that of layers without a window, and that of layers with a window.
+    """Read the settings of the rotary embedding in a config.json, in the new layout ``rope_parameters`` or the old one
+    ``rope_scaling``.
 
-    The second one is None if all layers have the same. Both layouts are read: ``rope_parameters`` (new)
-    and ``rope_scaling`` (old). Keys that a type does not use (such as ``finetuned``) are ignored, as in transformers.
-    ``context`` is the model's context in tokens.
+    Keys that a scaling type does not use (such as ``finetuned``) are ignored, as in transformers. ``context`` is the
+    model's context in tokens.
+
+    Returns:
+        The settings for layers without a window; those for layers with a window, or None if all layers have the same.
 
     Raises:
         WeightsError: a value is missing, invalid or unsupported.

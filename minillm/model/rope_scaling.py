@@ -13,10 +13,11 @@ from minillm.model.rope_config import RopeConfig
 def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the inverse frequencies and the factors on cos and sin, each ``[head_dim / 2]`` float32.
 
-    Inverse frequencies are the angle per position of each pair of dimensions. Pairs that do not rotate have 0, and the
-    factor 1. The types
-    ``dynamic`` and ``longrope`` also depend on the sequence's ``length`` in tokens. Raises WeightsError if the config's
-    numbers give no finite angles.
+    An inverse frequency is the angle by which a pair of dimensions rotates per position. Pairs that do not rotate have
+    the inverse frequency 0 and the factor 1. With the scaling types ``dynamic`` and ``longrope``, inverse frequencies
+    also depend on the sequence's ``length`` in tokens.
+
+    Raises WeightsError if the config's numbers give no finite angles.
     """
     rope = config.rope
     try:
@@ -60,7 +61,7 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _dynamic(rope: RopeConfig, dim: int, context: int, length: int | None) -> Tensor:
-    """Scale by the current length, NTK-aware (u/emozilla 2023): beyond the trained context, theta grows with it."""
+    """Scale by the current length, NTK-aware (u/emozilla 2023). Beyond the trained context, theta grows with it."""
     length = max(length or 0, context)
     stretch = rope.factor * length / context - (rope.factor - 1)
     return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim)

@@ -1,4 +1,4 @@
-"""Quantization of a checkpoint's matrices while they are loaded: ``--quantize``."""
+"""Quantize a checkpoint's matrices while they are loaded: ``--quantize``."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,12 @@ _BITS = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class RoundedTensors:
-    """A `TensorSource` that quantizes the matrices of another source. Matrices that are already low-bit stay as they
-    are.
+    """A `TensorSource` that quantizes the matrices of another source.
 
-    The embedding is not quantized, and in FP8 neither is the head: they would lose more accuracy than all layers
-    together. Each matrix is quantized when it is read, on its target device, and only the part that a rank reads.
+    Matrices that are already low-bit stay as they are. The embedding is not quantized, because this would cost more
+    accuracy than quantizing all layers. For the same reason, FP8 leaves the output head unquantized. Each matrix is
+    quantized when it is read, on its target device. With several ranks, only the part that this rank reads is
+    quantized.
     """
 
     source: TensorSource
@@ -35,10 +36,10 @@ class RoundedTensors:
         return self.source.tensor(name, rows, columns)
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """Return the slice of a matrix as it is stored if it is low-bit, else quantized.
+        """Return the slice of a matrix. If it is stored low-bit, it is returned as it is, else it is quantized.
 
-        Return None for tensors that are not quantized, and for int8 and int4 if the length of a row is not a multiple
-        of 32.
+        Return None if the tensor stays unquantized. This includes matrices with rows of a length that is not a multiple
+        of 32, for int8 and int4.
         """
         stored = self.source.low_bit(name, device, rows, columns)
         if stored is not None or not name.endswith(("_proj.weight", "lm_head.weight")):

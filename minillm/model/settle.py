@@ -1,4 +1,7 @@
-"""Steps after loading: pack weights that need to see an input first, and choose scales between low-bit GPU kernels."""
+"""Finish a model after its weights are loaded.
+
+On a CPU, pack weights by means of an example input. On a GPU, choose scales for the results of low-bit kernels.
+"""
 
 import torch
 
@@ -9,11 +12,12 @@ _BLOCK = 16
 
 
 def settle(model: Llama, max_positions: int) -> None:
-    """Compute 64 fixed random tokens, so that each matrix sees an input and packs itself: see
-    `kernels.cpu.packed_int8`.
+    """Compute 64 fixed random tokens. From its input, each matrix chooses the columns that it stores more finely, and
+    packs itself: see `kernels.cpu.packed_int8`.
 
-    Random tokens show which input columns are large nearly as well as text does. KL divergence from exact weights is
-    1.5e-3. With columns chosen by the measured text itself it is 1.4e-3, without any finer columns 5.1e-3.
+    The large columns of the input are chosen. Random tokens show them nearly as well as text does: the KL divergence
+    from exact weights is 1.5e-3. It is 1.4e-3 if the measured text itself chooses the columns, and 5.1e-3 without finer
+    columns.
     """
     count = min(_NUM_TOKENS, max_positions)
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +37,7 @@ def settle(model: Llama, max_positions: int) -> None:
 
 
 def bound_results(model: Llama) -> None:
-    """Choose fixed scales for the float16 results that one low-bit GPU kernel hands to the next.
+    """Choose fixed scales for float16 results that are the input of another low-bit kernel on a GPU.
 
     See `LinearWeight.bound_gated` and `LinearWeight.bound_attended`.
     """

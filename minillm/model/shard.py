@@ -1,14 +1,14 @@
 """The part of a model that one rank holds (tensor parallelism, Shoeybi et al. 2019).
 
     q, k, v, gate, up   sharded by rows: a rank computes its heads, and its columns of the gated MLP
-    o, down             sharded by columns: each rank computes a partial sum, and an all-reduce adds them
+    o, down             sharded by columns: each rank computes a partial sum, and an all-reduce adds up these sums
     embedding, head     sharded by the vocabulary
-    norms               replicated, also those of q and k: they are as wide as one head
+    norms               replicated. This includes the norms of q and k, which are as wide as one head
 
-No size has to be divisible by the number of ranks. Each rank gets whole KV heads with the query heads that read them;
-some ranks get one KV head more than others. If there are more ranks than KV heads, several ranks keep the same KV head
-and share its query heads. The vocabulary is sharded equally and padded with zeros, because the ranks' logits are
-gathered.
+No size has to be divisible by the number of ranks. Each rank gets whole KV heads with the query heads that read them.
+Some ranks get one KV head more than others. If there are more ranks than KV heads, several ranks have the same KV head,
+and each has some of its query heads. All ranks get equally many rows of the vocabulary, because their logits are
+gathered. The last rows are padded with zeros.
 """
 
 from dataclasses import dataclass, replace
@@ -23,14 +23,14 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Layer, Llama
 from minillm.parallel.collectives import Ranks
 
-_INTERMEDIATE_UNIT = 64  # columns of the gated MLP that stay together: whole 128-byte cache lines
+_INTERMEDIATE_UNIT = 64  # the MLP's columns are sharded in units of this size, which are whole 128-byte cache lines
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a model that rank ``rank`` of ``size`` ranks holds, as slices of the whole model's dimensions.
+    """The part of a model that belongs to rank ``rank`` of ``size`` ranks, as slices of the whole model's dimensions.
 
-    The slice ``vocab`` may extend beyond the vocabulary: rows there are zeros.
+    The slice ``vocab`` may extend beyond the vocabulary. The rows beyond it are zeros.
     """
 
     rank: int
@@ -51,9 +51,9 @@ class Shard:
         )
 
     def part_of(self, name: str, config: ModelConfig) -> tuple[slice | None, slice | None]:
-        """Return the slices of rows and columns of the parameter ``name`` that this rank holds.
+        """Return this rank's part of the parameter ``name``: a slice of its rows, and a slice of its columns.
 
-        None means all of them.
+        None means all rows or all columns.
         """
         if self.size == 1:
             return None, None
@@ -77,7 +77,7 @@ class Shard:
 
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
-    """Return the part of rank ``rank`` among ``size`` ranks. Raises UsageError if there are more ranks than heads."""
+    """Return the model's part for rank ``rank`` of ``size`` ranks. Raises UsageError as `check_size` does."""
     check_size(config, size)
     heads, kv_heads = _heads(config, rank, size)
     unit = _INTERMEDIATE_UNIT
@@ -90,7 +90,7 @@ def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """Raise UsageError if the model has too few heads for ``size`` ranks, or norms that need all heads."""
+    """Raise UsageError if the model has fewer heads than ranks, or norms over all heads, which cannot be sharded."""
     if size > 1 and config.qk_norm == "all":
         raise UsageError(
             f"tensor_parallel_size {size}: {config.architecture} normalizes q and k over all heads, which runs on one "
@@ -104,9 +104,9 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 
 def _heads(config: ModelConfig, rank: int, size: int) -> tuple[slice, slice]:
-    """Return the query heads and the KV heads of a rank.
+    """Return the slices of query heads and KV heads that belong to a rank.
 
-    Each of its KV heads serves equally many of its query heads.
+    Within the rank, each KV head serves the same number of query heads.
     """
     group = config.num_heads // config.num_kv_heads
     if size <= config.num_kv_heads:
@@ -122,7 +122,7 @@ def _heads(config: ModelConfig, rank: int, size: int) -> tuple[slice, slice]:
 
 
 def _share(count: int, index: int, parts: int) -> slice:
-    """Divide ``count`` items into ``parts`` nearly equal runs, longer ones first. Return run number ``index``."""
+    """Divide ``count`` indices into ``parts`` nearly equal runs, longer runs first. Return run number ``index``."""
     each, more = divmod(count, parts)
     start = index * each + min(index, more)
     return slice(start, start + each + (index < more))
@@ -148,9 +148,10 @@ class ShardedLlama(Llama):
         return self.shard.local(self.config)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Look up the tokens in this rank's part of the vocabulary, with zeros for all others.
+        """Return the embeddings of all tokens.
 
-        Return the sum of all ranks' results.
+        Each rank looks up the tokens in its part of the vocabulary and uses zeros for others. An all-reduce adds up the
+        ranks' results.
         """
         vocab = self.shard.vocab
         elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
@@ -161,7 +162,7 @@ class ShardedLlama(Llama):
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         """Return ``residual + linear(x, weight)``: the sum of all ranks' partial sums.
 
-        Rank 0 adds the residual to its own.
+        Rank 0 adds the residual to its own partial sum.
         """
         first = self.ranks.rank == 0
         return self.ranks.all_reduce(self.ops.linear_add(x, weight, residual) if first else self.ops.linear(x, weight))
@@ -175,13 +176,13 @@ class ShardedLlama(Llama):
         return super()._norm_add(self.ranks.all_reduce(branch), norm, x)
 
     def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
-        """Return ``x`` plus the MLP's result: the sum of all ranks' partial sums. Rank 0 adds ``x`` to its own."""
+        """Return ``x`` plus the MLP's result: the sum of all ranks' partial sums. Rank 0's sum includes ``x``."""
         if layer.mlp_output_norm is not None:
             return super()._add_mlp(x, layer)
         return self.ranks.all_reduce(self._mlp(x, layer, x if self.ranks.rank == 0 else None))
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """Return all logits ``[num_logits, vocab]`` on rank 0, and on other ranks only those of their own shard."""
+        """Return all logits ``[num_logits, vocab]`` on rank 0. On other ranks, return only those of their own shard."""
         part = super()._logits(x, None)
         vocab, width = self.config.vocab_size, part.shape[1]
         parts = self.ranks.all_gather(part) if len(part) else part.new_empty(self.ranks.size, 0, width)
