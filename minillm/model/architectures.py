@@ -437,6 +437,7 @@ _ALL = (
     ),
 )
 ARCHITECTURES = {each.name: each for each in _ALL}
+ARCHITECTURES["Ernie4_5_ForCausalLM"] = ARCHITECTURES["Ernie4_5ForCausalLM"]  # of the first checkpoints
 OF_GGUF = {each.gguf: each for each in _ALL if each.gguf}
 
 # In the checkpoints of vision models: prefixes of the language model's tensors -> their replacements; other prefixes.

@@ -185,7 +185,9 @@ def _architecture(values: Values) -> Architecture:
     by_type = {each.model_type: each for each in ARCHITECTURES.values()}
     found = ARCHITECTURES.get(name) or by_type.get(name)
     if found is None:
-        known = ", ".join(each.removesuffix("ForCausalLM") for each in ARCHITECTURES)
+        known = ", ".join(
+            each.removesuffix("ForCausalLM") for each in dict.fromkeys(each.name for each in ARCHITECTURES.values())
+        )
         given = clean_line(repr(name), 40)
         raise WeightsError(f"config.json: architecture {given} is not supported; supported: {known}")
     return found

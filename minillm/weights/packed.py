@@ -34,7 +34,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of column 0, 1, 
 FIRST = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "int8": "weight", "fp8": "weight"}
 OTHERS = (
     *("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"),
-    *("weight_g_idx", "input_scale", "input_zero_point", "k_scale", "v_scale"),
+    *("weight_g_idx", "input_scale", "activation_scale", "input_zero_point", "k_scale", "v_scale"),
 )
 
 

@@ -288,6 +288,14 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "norms on both sides, packed gate and up": {"kind": "Glm4", "head_dim": 16, "num_key_value_heads": 2},
     "norms after, layers without rope": {"kind": "Exaone4", "sliding_window": 7, "num_hidden_layers": 4},
+    "packed matrices, partial rotary": {
+        "kind": "Phi3", "hidden_size": 96,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "multipliers": {
+        "kind": "Granite", "embedding_multiplier": 4.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    },
     "dynamic rope": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
         "max_position_embeddings": 64,

@@ -83,7 +83,10 @@ def pack(
             factor = random.uniform(1e-4, 5e-4, {"tensor": (), "channel": (out, 1)}[method]).astype(np.float32)
             spread = factor
         name = "weight_scale_inv" if method == "block" else "weight_scale"
-        return {"weight": values, name: np.asarray(factor, np.float32)}, values.double().numpy() * spread
+        tensors = {"weight": values, name: np.asarray(factor, np.float32)}
+        if method == "tensor":  # Ministral 3 has scales of activations, which are not used
+            tensors["activation_scale"] = np.asarray(0.1, np.float32)
+        return tensors, values.double().numpy() * spread
     return tensors, scales.astype(np.float64)[:, groups] * (levels - zeros[:, groups])
 
 
