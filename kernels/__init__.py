@@ -80,8 +80,8 @@ fork_rows = _op(decode_state.fork_rows)
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:
-    """Compute once what all layers of a step need on a CPU: see `cpu.plan_step`. Return None on a GPU, which needs no
-    plan.
+    """Compute the inputs that all layers of a step share on a CPU: see `cpu.plan_step`. Return None on a GPU, which
+    needs no plan.
     """
     return None if decodes.k.is_cuda else cpu.plan_step(places, decodes, num_heads)
 
@@ -185,7 +185,7 @@ class LinearWeight:
         return self.out_features * self.in_features * dtype.itemsize if is_copied else 0
 
     def keep_copy(self, dtype: torch.dtype) -> None:
-        """Also keep low-bit matrices in ``dtype``, for matmuls of enough tokens to be faster with the copy."""
+        """Keep a copy of low-bit matrices in ``dtype``, for matmuls of many tokens, which are faster with the copy."""
         if self.copied_bytes(dtype):
             self.weight = low_bit_linear.unpacked(self.parts, dtype)
             self.max_low_bit_tokens = low_bit_linear.most_tokens_beside_a_copy(self.parts, self.weight)

@@ -14,10 +14,10 @@ bytes over NVLink in one shot, 16 (N - 1) / N in two. It reads as many bytes fro
 
 Every rank's *inbox* is the memory to which the other ranks write. It has an area for each source rank (in two shots,
 also for each shot) and each of two turns. Sums use the turns alternately. A turn's area is free again as soon as a rank
-has received the next sum from all others, because they begin that sum only after reading this one. Each program counts
-the sums on the device, so a launch can be replayed from a CUDA graph. Sums are formed in float32 in the order of ranks,
-bitwise the same on each. A waiting rank also polls `Exchange.stop`: a write from another stream ends the wait, and the
-sum is then invalid.
+has received the next sum from all others, because each rank begins that sum only after reading this one. Each program
+counts the sums on the device, so a launch can be replayed from a CUDA graph. Sums are formed in float32 in the order of
+ranks, bitwise the same on each. A waiting rank also polls `Exchange.stop`: a write from another stream ends the wait,
+and the sum is then invalid.
 """
 
 from dataclasses import dataclass

@@ -17,8 +17,8 @@ from torch import Tensor
 class LayerCache(NamedTuple):
     """One layer's K and V, in the model's dtype or in 8 bits.
 
-    In 8 bits, one token's row of a head is int8 values from -127 to 127 times one scale: see
-    `minillm.kernels.reference.quantize_rows`. A block's scales are ordered by head, so that the scales of a head's
+    In 8 bits, each token has one scale per head, and int8 values from -127 to 127 that are multiplied by this scale:
+    see `minillm.kernels.reference.quantize_rows`. A block's scales are ordered by head, so that the scales of a head's
     tokens are adjacent.
     """
 
@@ -159,7 +159,7 @@ class DecodeInputs(NamedTuple):
 class Field:
     """The index of each word in a sequence's slot of the device state: see `minillm.kernels.decode_state.decode`.
 
-    Words are 32 bits. Those marked float hold the bits of a float32.
+    Words are 32 bits. Words marked "float" hold the bits of a float32.
     """
 
     TOKEN = 0  # the token that the next step computes

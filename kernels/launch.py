@@ -33,7 +33,7 @@ except ImportError:
 
 
 class NotCompiledError(Exception):
-    """A kernel is to be launched under `only_compiled`, and its variant is not compiled."""
+    """A kernel's variant is not compiled, and `only_compiled` forbids compiling it."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Variant:
         return _is_cached(self.key)
 
     def compile(self) -> None:
-        """Compile the variant into Triton's cache. No GPU is needed, but `pretend` must have been called without one.
+        """Compile the variant into Triton's cache. This needs no GPU: without a GPU, call `pretend` first.
 
         Raises any exception of Triton's compiler.
         """
@@ -138,7 +138,7 @@ class Kernel:
 
 
 def launched(jit: Any) -> Any:
-    """Return a function of `triton.jit` or `gluon.jit` as a `Kernel`, and for the interpreter unchanged."""
+    """Return a function of `triton.jit` or `gluon.jit` as a `Kernel`. Under the interpreter, return it unchanged."""
     return jit if INTERPRETED.value else Kernel(jit)
 
 

@@ -81,7 +81,7 @@ def mlp(
 def all_reduce(parts: list[Tensor]) -> Tensor:
     """Return the sum of all ranks' tensors, ``parts``, which have one shape and dtype.
 
-    They are added in the order of ranks in float32 (or float64), and rounded once at the end.
+    The tensors are added in the order of ranks in float32 (or float64), and the sum is rounded once at the end.
     """
     return reduce(torch.add, map(_wide, parts)).to(parts[0].dtype)
 
@@ -195,7 +195,7 @@ def attend_add(
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
     """Compute `paged_attention` for sequences that share blocks. A kernel may read a shared block once for all of them.
 
-    ``work`` holds a plan from `plan_attention` for the same block tables. Contexts may have grown since it was made.
+    ``work`` holds a plan from `plan_attention` for the same block tables. Contexts may have grown since then.
     """
     return paged_attention(q, pages, softmax_scale)
 
@@ -317,8 +317,8 @@ def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Return ``log_softmax(logits)[token]`` of each row, ``[rows]``, without storing the distribution; NaN if a logit
-    is.
+    """Return ``log_softmax(logits)[token]`` of each row, ``[rows]``, without storing the distribution. The result is
+    NaN if any logit of the row is NaN.
     """
     wide = _wide(logits)
     return wide.gather(1, token_ids[:, None])[:, 0] - wide.logsumexp(-1)

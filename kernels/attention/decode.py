@@ -257,7 +257,7 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
 
 
 class _Parts(NamedTuple):
-    """Results of the parts of contexts, before they are merged."""
+    """Partial results of attention, one for each part of a context, before they are merged."""
 
     numbers: Tensor  # [sequences, parts, heads, head_dim] float32
     lse: Tensor  # [sequences, parts, heads] float32

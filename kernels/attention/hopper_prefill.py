@@ -53,7 +53,7 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 def _first_tile(begin, number, ROWS: gl.constexpr):
     """Return the number of the first query tile of chunk ``number``, which begins at query ``begin``.
 
-    Numbers are assigned without a sum over chunks, so each chunk may leave one unused.
+    Numbers are assigned without a sum over chunks, so each chunk may leave one number unused.
     """
     return begin // ROWS + number
 

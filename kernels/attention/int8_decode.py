@@ -8,8 +8,8 @@ bits. Nothing is in shared memory, and no warp waits for another before its part
 A tensor has one element for each of the program's threads. A warp iterates over the context, 32 tokens at a time, with
 its own running softmax. Lane 4r + t has
 
-- of K, tokens 4r to 4r + 3, dimensions 64j + 16t to 64j + 16t + 15: the operand of ``mma`` for rows r and r + 8. Its
-  dimensions are in another order, which the queries share;
+- of K, tokens 4r to 4r + 3, dimensions 64j + 16t to 64j + 16t + 15: the operand of ``mma`` for rows r and r + 8. (K's
+  dimensions are thus in another order, which the queries share);
 - scores, weights and scales of those tokens, for head t: the result of ``mma``, both digits of a head in one lane;
 - of V, tokens 8t to 8t + 7, a part of the dimensions for each r, transposed in 4 x 4 tiles: the operand of ``mma`` for
   rows of V transposed. One instruction, ``movmatrix``, moves weights to the lanes with their tokens of V;
@@ -409,7 +409,7 @@ def takes(q: Tensor, pages: Pages) -> bool:
 def registers(group: int) -> int:
     """Return the register limit per thread for ``group`` query heads per kv head.
 
-    With it, four programs of four warps fit on a multiprocessor, or three if the group needs two tiles of four heads.
-    Without a limit, the compiler uses a few more registers, or, for small heads, too few to issue loads early.
+    With this limit, four programs of four warps fit on a multiprocessor, or three if the group needs two tiles of four
+    heads. Without a limit, the compiler uses a few more registers, or, for small heads, too few to issue loads early.
     """
     return 128 if group <= HEADS.value else 168

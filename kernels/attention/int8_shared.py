@@ -7,10 +7,11 @@ through it. int8 is exact in both 16-bit types. K has the type of the queries, V
 multiplied by `BFLOAT_UNIT`, so that they can be computed from the bits of the int8 values.
 
 Softmax weights are ``2^(score - anchor)``. A query's anchor is its highest score in the first tile. A running maximum
-would cost all warps a barrier per tile. bfloat16 does not need one: the first tile's maximum may be up to 2^100 times
-too low or too high. If weights overflow nevertheless, the item is computed again with the highest score of all its
-tokens as anchor. The logarithm of V's scale is added to scores, so weights are proportional to their contribution,
-however large V is. (A token loses its weight if its scale is 2^126 times smaller than another's in the item.)
+would cost all warps a barrier per tile. bfloat16 does not need a running maximum: the first tile's maximum may be up to
+2^100 times too low or too high. If weights overflow nevertheless, the item is computed again with the highest score of
+all its tokens as anchor. The logarithm of V's scale is added to scores, so weights are proportional to their
+contribution, however large V is. (A token loses its weight if its scale is 2^126 times smaller than another's in the
+item.)
 
 Lane 4r + t of warp w has, of 64 tokens,
 
@@ -246,8 +247,8 @@ def _token_pairs(x):
 def _scores(k, q, k_scales, v_scales, valid, factor, ROWS: tl.constexpr):
     """Return the scores of a tile of K, and the inverse of each token's scale of V.
 
-    Scores are in base 2, plus the logarithm of V's scale: weights then include that scale. The inverse takes it out of
-    the weights' sum.
+    Scores are in base 2, plus the logarithm of V's scale: weights then include that scale. The inverse removes V's
+    scale from the sum of the weights.
     """
     products = finished(dot(k, q, tl.zeros([TOKENS, ROWS], tl.float32)))
     bias = logarithm(tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL))

@@ -267,8 +267,7 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
     """Return the prefix tree of block tables, which list each sequence's block ids in logical order.
 
     Only the first ``num_full[i]`` blocks of sequence i are full and may be shared; the others belong to its tail. A run
-    of shared blocks becomes a node if its number of blocks, times its number of sequences minus one, is at least
-    ``min_blocks``.
+    of shared blocks becomes a node if ``blocks * (sequences - 1)``, the saved reads, is at least ``min_blocks``.
     """
     order: list[int] = []
     tails: list[int] = []

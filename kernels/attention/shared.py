@@ -90,8 +90,8 @@ def _take_most_shared_memory(ptr, number):
     """Reserve 128 kB of shared memory, so that no second program runs on the same multiprocessor.
 
     The memory belongs to a matmul that never runs, because ``number`` is never negative. Programs start while those of
-    the previous kernel still run. Without the reservation, two could share one multiprocessor for as long as they live,
-    while other multiprocessors have none.
+    the previous kernel still run. Without the reservation, two programs could share one multiprocessor for as long as
+    they live, while other multiprocessors have none.
     """
     if number < 0:
         numbers = (tl.zeros([512, 128], tl.int32) + number).to(tl.bfloat16)

@@ -1,8 +1,8 @@
 """Rotary embedding and attention on a CPU, over the paged cache.
 
 Attention of one sequence needs no gather if its blocks are consecutive, which the block manager makes the usual case.
-Several sequences of similar lengths are computed in one call, which gathers only K. Of an 8-bit cache, the tokens that
-are read are converted to float32; its scales multiply the scores and the softmax weights.
+Several sequences of similar lengths are computed in one call, which gathers only K. Tokens that are read from an 8-bit
+cache are converted to float32. The cache's scales multiply the scores and the softmax weights.
 """
 
 from dataclasses import dataclass
@@ -62,10 +62,7 @@ class HostPlan:
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
-    """Compute the inputs of ops that depend only on the tokens' positions and slots.
-
-    All layers of a step share them.
-    """
+    """Compute the inputs that all layers of a step share, because they depend only on positions and slots."""
     return HostPlan(bool((places.slots < 0).any()), _turn(places), _plan_decodes(decodes, num_heads))
 
 

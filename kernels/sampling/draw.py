@@ -171,9 +171,9 @@ def _log_probability_kernel(
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Compute `reference.log_probabilities`. For logits of one dtype, it is bitwise equal to `sample_with_logprobs`.
+    """Compute `reference.log_probabilities`, bitwise the same as `sample_with_logprobs` for logits of one dtype.
 
-    It launches the scan, then a kernel with grid (rows), which merges the scan's results of the row's pieces.
+    This launches the scan, then a kernel with grid (rows), which merges the scan's results of the row's pieces.
     """
     rows, _vocab = check_logits(logits)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)

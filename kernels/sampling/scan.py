@@ -1,9 +1,10 @@
 """One pass over logits: the first step of the sampler and of the search for the most probable tokens.
 
 ``_scan_kernel``, grid (rows, pieces of the vocabulary), tile: a piece. For each piece it stores the largest logit with
-its id, the sum of ``exp`` at temperature 1 (for log-probabilities) and at the row's own, the best score of a draw, and
-the maximum of every 32 adjacent logits. Bytes: the logits once, at memory speed. A score is ``exp(logit / temperature)
-/ E`` with E = -log(1 - uniform): see `minillm.kernels.sampling.draw`. The uniforms are those of `reference.uniform`.
+its id, the sum of ``exp`` at temperature 1 (for log-probabilities) and at the row's own temperature, the best score of
+a draw, and the maximum of every 32 adjacent logits. Bytes: the logits once, at memory speed. A score is ``exp(logit /
+temperature) / E`` with E = -log(1 - uniform): see `minillm.kernels.sampling.draw`. The uniform random numbers are those
+of `reference.uniform`.
 """
 
 from typing import NamedTuple
@@ -41,8 +42,8 @@ def _mix32(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def exponential(seed, position, ids):
-    """Return -log(1 - u) with the uniform u of `reference.uniform`, for one row's (seed, position) and a tile of token
-    ids.
+    """Return -log(1 - u), where u are the random numbers of `reference.uniform` for one row's (seed, position) and a
+    tile of token ids.
     """
     key = _mix64(_mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64))
     low = (key & 0xFFFFFFFF).to(tl.uint32)

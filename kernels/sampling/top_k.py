@@ -215,8 +215,8 @@ def _few_kernel(
 ):  # fmt: skip
     """Compute the same as `_top_kernel`, for a count of at most `_FEW`, and no more than there are groups.
 
-    No logit outside the ``count`` first groups can be among the ``count`` first logits, because each of these groups
-    has a logit that comes before it.
+    The ``count`` largest logits are all in the ``count`` groups with the largest maxima, because these maxima come
+    before all logits of other groups.
     """
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)

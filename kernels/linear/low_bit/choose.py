@@ -94,7 +94,7 @@ def reads_halves(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
 
 
 def is_fp8_mlp(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
-    """Return whether `fp8.mlp` computes both matmuls of a gated layer for this many tokens."""
+    """Return whether `fp8.mlp` computes both matmuls of a gated layer for as many tokens as ``x`` has."""
     both = (*parts, *following)
     return x.shape[0] > fp8_linear.MOST_FUSED and len(both) == 2 and all(_is_for_fp8(x, (part,)) for part in both)
 

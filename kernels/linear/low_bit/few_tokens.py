@@ -1,9 +1,9 @@
 """Low-bit matmuls of a few to a few dozen tokens on the tensor cores; norm, gating and addition are fused.
 
 `_matmul_kernel`: grid (out features / rows of a program, tokens / tokens of a program). Weights go from memory to
-registers as they are stored. Bit operations convert them to float16, in the order that an ``mma`` instruction expects;
-it sums in float32. No weight is in shared memory, and no warp of a program waits for another before its rows end. This
-is therefore a lane kernel: a tensor has one element for each of the program's threads. The warps of a program take
+registers as they are stored. Bit operations convert them to float16, in the order that an ``mma`` instruction expects.
+``mma`` sums in float32. No weight is in shared memory, and the warps of a program wait for each other only at the end.
+This is therefore a lane kernel: a tensor has one element for each of the program's threads. The warps of a program take
 turns at the input, 128 columns at a time, and add their sums at the end, in order. Bytes: the matrix, once for each
 TILES x 8 tokens.
 
@@ -38,8 +38,8 @@ SPAN = 2048  # columns: one turn of 128 for each of 16 warps. The input is padde
 class HalfActivations(NamedTuple):
     """Activations ``[tokens, in]`` in float16, in the order in which low-bit matmuls read them, with a scale per token.
 
-    The input is padded to turns of 128 columns, and their number to a multiple of 16 (SPAN). This module reads ``x`` by
-    eights of tokens, `many_tokens` reads it by tokens.
+    The input is padded to turns of 128 columns, and the number of turns to a multiple of 16 (SPAN). This module reads
+    ``x`` by eights of tokens, `many_tokens` reads it by tokens.
     """
 
     # by eights: [eights of tokens, turns, 4 words, 8 tokens, 4 groups, 8 columns]

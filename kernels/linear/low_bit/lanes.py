@@ -79,8 +79,8 @@ def load_row(
 ):  # fmt: skip
     """Load the group of a row that each lane converts.
 
-    Returns: its words ``[lanes, 4]``; with 8 bits its words from the fifth on; its words of the higher plane; its
-    scales; the unit of its scales. Results that the layout does not have are placeholders.
+    Returns, for the group: its first four words ``[lanes, 4]``; with 8 bits, its other four words; the words of the
+    higher plane; the scales; the unit of the scales. Results that the layout does not have are placeholders.
     """
     at = row.to(tl.int64) * num_groups + group
     four = tl.arange(0, 4)[None, :]

@@ -110,8 +110,8 @@ UNPACKED = ()  # a tile that means: dequantize the matrix first, because that is
 
 
 def bucket(tokens: int) -> int:
-    """Return the bucket of ``tokens``: the largest number of tokens with the same tile. Tensor cores take eight at a
-    time.
+    """Return the bucket of ``tokens``: the largest number of tokens that use the same tile. (Tensor cores take eight
+    tokens at a time.)
     """
     return tokens if tokens <= 2 else max(8, 1 << (tokens - 1).bit_length())
 
@@ -119,7 +119,7 @@ def bucket(tokens: int) -> int:
 def concatenated(matrices: list[LowBit | None]) -> tuple[LowBit, ...]:
     """Stack matrices by rows. Adjacent matrices of one layout become one matrix.
 
-    Return an empty tuple if a matrix is missing, or if they read the columns of x in different orders.
+    Return an empty tuple if a matrix is missing, or if the matrices read the columns of x in different orders.
     """
     result: list[LowBit] = []
     for each in matrices:
@@ -185,7 +185,7 @@ def _stacked(first: LowBit, second: LowBit) -> LowBit:
 
 
 def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, generator: torch.Generator) -> LowBit:
-    """Return a matrix of random levels. Its scales give weights of mean zero and about the standard ``deviation``."""
+    """Return a matrix of random levels. Its weights have mean zero and about ``deviation`` as standard deviation."""
     (out, width), device = shape, generator.device
 
     def random(low: int, high: int, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -263,8 +263,8 @@ def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 def _high_shifts(bits: int, device: torch.device) -> Tensor:
     """Return how far to shift a word of the higher plane to get the upper bits of each weight.
 
-    The result is ``[nibble words that share the word, half, weight]``; ``bits`` is the number of upper bits. Each
-    16-bit half of the word has those of two bytes of a nibble word: first of the low nibbles, then of the high nibbles.
+    A word of the higher plane belongs to ``4 // bits`` words of nibbles; ``bits`` is the number of upper bits. The
+    result is ``[4 // bits, 2, 4]``: shifts by word of nibbles, low or high nibbles, and weight.
     """
     word, half, at = (torch.arange(size, dtype=torch.int32, device=device) for size in (4 // bits, 2, 4))
     return 4 * bits * word[:, None, None] + 2 * bits * half[:, None] + bits * (at >> 1) + 16 * (at & 1)
@@ -344,7 +344,7 @@ def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor,
 def dequantize(matrix: LowBit, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the weights ``[out, in]`` in ``dtype``, with columns in the order of x.
 
-    They are computed in the wider of ``dtype`` and float32.
+    The weights are computed in the wider of ``dtype`` and float32.
     """
     wide = torch.promote_types(dtype, torch.float32)
     scales, zeros, offsets = (each[..., None] for each in factors(matrix, wide))

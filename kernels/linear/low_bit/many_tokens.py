@@ -37,7 +37,7 @@ _COLUMNS = 1024
 
 @triton.jit
 def _load_small(ptr, at, BITS: tl.constexpr):
-    """Load elements of 8 or 16 bits from the 32-bit words with them, because smaller loads are not pipelined."""
+    """Load elements of 8 or 16 bits by loading the 32-bit words around them: smaller loads are not pipelined."""
     SHARE: tl.constexpr = 32 // BITS
     words = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at // SHARE)
     return (words >> (at % SHARE * BITS)).to(tl.int8 if BITS == 8 else tl.int16)
@@ -217,8 +217,8 @@ def product(
 ) -> Tensor:
     """Compute ``x @ matrix.T + bias``. Write the result to ``out [tokens, out]``, or add it if ``add``.
 
-    ``x`` is in the order by tokens. Rows of ``out`` may be strided. ``gated``: the matrix is gate and up, and the
-    result is ``silu(gate) * up``, ``[tokens, out / 2]``.
+    ``x`` is stored by tokens, not by eights (see `HalfActivations`). Rows of ``out`` may be strided. ``gated``: the
+    matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``.
     """
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
@@ -272,5 +272,5 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
 
 
 def parts_for(features: int, gated: bool) -> int:
-    """Return how many programs divide the input if there are at most 128 tokens. It depends only on the matrix."""
+    """Return how many programs divide the input, for at most 128 tokens. This number depends only on the matrix."""
     return 1 if gated or features >= 12288 else 4

@@ -23,8 +23,9 @@ _SIGNS = tl.constexpr(-0x7F7F7F80)  # the sign bits of four bytes
 def load_levels(levels_ptr, high_ptr, rows, groups, num_rows, num_groups, BITS: tl.constexpr):
     """Load the packed levels of a tile of groups, for `level_bytes`. Groups outside the matrix get zeros.
 
-    Returns: words ``[rows, groups, 4]``, with 8 bits only those at even indices; with 8 bits those at odd indices; the
-    words of the higher plane ``[rows, groups, BITS - 4]``. Results that the layout does not have are placeholders.
+    Returns three results. First, words ``[rows, groups, 4]``: all words of a group, or, with 8 bits, those at even
+    indices. Second, with 8 bits, the words at odd indices. Third, with 5 or 6 bits, the words of the higher plane
+    ``[rows, groups, BITS - 4]``. Results that the layout does not have are placeholders.
     """
     mask = ((rows < num_rows)[:, None] & (groups < num_groups)[None, :])[:, :, None]
     group = (rows * num_groups)[:, None, None] + groups[None, :, None]  # below 2^31

@@ -1,7 +1,7 @@
 """Tune the tile sizes of low-bit matmuls on this card: time candidates for each number of tokens.
 
 The built-in tiles of `one_token` and `few_tokens` were measured on an H200. Another card has another ratio of bandwidth
-to instructions, fewer registers and smaller caches. Therefore a few variations of the built-in tiles are timed there,
+to instructions, fewer registers and smaller caches. So on this card, a few variations of the built-in tiles are timed,
 and also a matmul that dequantizes the matrix first. Compiling takes most of the time, so the candidates share kernels:
 the number of programs per multiprocessor does not change the kernel, and 32 and 64 tokens share the tiles of 32.
 
