@@ -50,7 +50,7 @@ class Branch:
         return self
 
     def sample(self, params: SamplingParams | None = None) -> CompletionOutput:
-        """Append and return the model's completion, without an end token. `LLM.sample` does several in one batch."""
+        """Append and return the model's completion, without an end token. `LLM.sample` batches several branches."""
         return sample(self._driver, [self], [params or SamplingParams()])[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:

@@ -62,7 +62,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises UsageError if the model has none, as some with ``load_format="dummy"``."""
+        """The model's tokenizer. Raises UsageError without one, for example with ``load_format="dummy"``."""
         return self._driver.tokenizer
 
     def close(self) -> None:

@@ -236,7 +236,7 @@ def connect(address: str) -> None:
 
 
 def _needs(engine: Mapping[str, Any], count: int) -> dict[str, float]:
-    """Return the GPUs and cores of each engine, as options of a Ray actor. Raises UsageError if there are too few."""
+    """Return the GPUs and cores of each engine, as options of a Ray actor. Raises UsageError without enough of them."""
     there = ray.cluster_resources()
     size = int(engine.get("tensor_parallel_size", 1))
     on_gpus = engine.get("device", "auto") != "cpu" and there.get("GPU", 0) > 0

@@ -122,9 +122,9 @@ def child_environment() -> dict[str, str]:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Let a thread end this process's own group when the process ``parent`` is no longer its parent.
+    """Start a thread that kills this process's group when this process gets another parent than ``parent``.
 
-    By default, ``parent`` is the parent now.
+    ``parent`` is a process id, by default that of the present parent.
     """
     parent = parent or os.getppid()
 

@@ -1,20 +1,20 @@
 """The user's settings for all commands, which flags override: ``config.toml`` in the configuration directory.
 
 model = "smollm2-360m"
-system = "You are brief."    # of the chat
+system = "You are brief."    # the chat's system prompt
 theme = "light"              # or "dark", or one of Textual's, as "nord"
 bell = false                 # no bell and no window title when a long answer ends
 
-[sampling]                   # as the flags of `minillm generate`
+[sampling]                   # the names are those of the flags of `minillm generate`
 temperature = 0.6
 
 [beams]                      # beam search instead of sampling
 beam_width = 4
 
-[engine]                     # as the flags of `minillm chat`
+[engine]                     # the names are those of the flags of `minillm chat`
 num_blocks = 2000
 
-[keymap]                     # of the chat: keys by action; Ctrl+G there lists the actions
+[keymap]                     # the chat's keys, by action; Ctrl+G in the chat lists the actions
 edit = "ctrl+e"
 copy = ["alt+y", "f12"]
 """

@@ -105,7 +105,7 @@ def astream(llm: Host, prompt: Prompt, params: Params | None = None) -> AsyncGen
 
 
 def get_tokenizer(llm: Host) -> Tokenizer:
-    """Return `tokenizer`, by vLLM's name for it."""
+    """Return the tokenizer. (vLLM has a function of this name.)"""
     return llm.tokenizer
 
 

@@ -54,7 +54,7 @@ class BeamSearch(Generic[Beam]):
         """Advance the search by one token.
 
         Args:
-            candidates: the best continuations, best first. A log-probability of -inf means that it is banned.
+            candidates: the best continuations, best first. A banned continuation has log-probability -inf.
             ends: returns whether a continuation is complete (an end token, a stop string). `advance` checks the length.
             keep: returns the caller's record of a finished continuation, for `Finished`.
 

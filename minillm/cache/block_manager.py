@@ -166,7 +166,7 @@ class BlockManager:
         return block in self._cached
 
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
-        """Return the cached blocks that `allocate` would use for this prompt. Their reference counts stay."""
+        """Return the cached blocks that `allocate` would use for this prompt. Reference counts do not change."""
         if not self.prefix_caching:
             return CachedPrefix([], [], 0, 0)
         blocks, nodes = self.prefixes.match(token_ids, salt, len(token_ids) - 1)

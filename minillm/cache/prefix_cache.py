@@ -1,8 +1,8 @@
 """Index from tokens to full blocks, so that cached beginnings of prompts are not computed again.
 
-Each indexed block gets a number, its node. Its key is (the node of the block before it, its own tokens), so a lookup
-follows a chain of nodes from the first block. Python's dictionary compares whole keys, so a hash collision never gives
-a wrong answer. vLLM uses a chain of hashes instead (Kwon et al. 2023).
+Each indexed block gets a number, its node. A block's key is (the node of the block before it, its own tokens), so a
+lookup follows a chain of nodes from the first block. Python's dictionary compares whole keys, so a hash collision never
+gives a wrong answer. vLLM uses a chain of hashes instead (Kwon et al. 2023).
 """
 
 from collections.abc import Iterator, Sequence

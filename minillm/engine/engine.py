@@ -119,7 +119,7 @@ class Engine:
         return [self.requests.take(request_id) for request_id in list(self.requests.finished)]
 
     def close(self) -> None:
-        """Free resources that would outlive the engine. It cannot compute anything afterwards."""
+        """Free resources that would outlive the engine. The engine cannot compute anything afterwards."""
         self._on_close()
 
     def step(self) -> list[Delta]:

@@ -11,7 +11,7 @@ from minillm.sequence import Sequence
 
 @dataclass
 class IdleSequences:
-    """Idle sequences, which are evicted when blocks run out, and pinned sequences, which never are."""
+    """Idle sequences, which are evicted when blocks run out, and pinned sequences, which are never evicted."""
 
     cache: BlockManager
     idle: dict[int, Sequence] = field(default_factory=dict)  # by seq_id, the longest unused first

@@ -1,8 +1,9 @@
 """The scheduler chooses the sequences of the next step.
 
 Continuous batching (Orca, Yu et al. 2022) with one token budget per step. Every running sequence decodes if all its
-tokens but the last have K and V. The rest goes to chunks of prompts, first come, first served (chunked prefill,
-Agrawal et al. 2023). If blocks run out, the newest group is preempted, never the oldest: every request finishes.
+tokens but the last have K and V. The rest of the budget goes to chunks of prompts, first come, first served (chunked
+prefill, Agrawal et al. 2023). If blocks run out, the newest group is preempted, never the oldest, so every request
+finishes.
 """
 
 import time
@@ -62,7 +63,7 @@ class Scheduler:
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
-        """Schedule the running sequences that decode (see above). Return the chunks of the other running sequences."""
+        """Schedule running sequences that only lack their last token's K and V. Return the chunks of the others."""
         decodes, preempted, behind = schedule.decodes, schedule.preempted, []
         for group in list(self.running):
             try:

@@ -105,7 +105,7 @@ def _knock(host: str, port: int, seconds: float) -> None:
 
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
-    """Connect this process, as rank 0, with the other ranks of ``model``. If torchrun is None, start those first.
+    """Connect this process, as rank 0, with the other ranks of ``model``. Without ``torchrun``, start them first.
 
     Raises:
         RankDied: a rank ended before it was ready.
@@ -153,7 +153,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
 
 
 def open_store(directory: str) -> Store:
-    """Open the store through which the ranks of one model find each other. Only its user can read ``directory``."""
+    """Open the store, a file in ``directory``, through which the ranks of one model find each other."""
     from torch.distributed import FileStore
 
     store = FileStore(os.path.join(directory, "store"))

@@ -35,7 +35,7 @@ class Masks:
     forced: dict[int, int] = field(default_factory=dict)
 
     def apply(self, logits: Tensor) -> None:
-        """Set the ``[n, vocab]`` logits of tokens that are not allowed to -inf, in place. Rows without a mask stay."""
+        """Set the logits of banned tokens to -inf, in place, in the rows of ``logits [n, vocab]`` that have a mask."""
         if self.rows:
             places = to_device(self.places(len(logits)), torch.int32, logits.device)
             kernels.mask_logits(logits, places, self.words.to(logits.device, non_blocking=True), logits)

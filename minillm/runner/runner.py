@@ -102,7 +102,7 @@ class Runner:
             observer.forget()
 
     def give_up(self, sequences: list[Sequence]) -> None:
-        """Discard the device's state of these sequences, because they advanced without it. Nothing to do here."""
+        """Discard the device's state of these sequences, because they advanced without it. (None exists here.)"""
 
     def close(self) -> None:
         """Free resources that would outlive the runner."""

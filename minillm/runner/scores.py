@@ -76,7 +76,7 @@ def add_targets(work: ChunkWork, chunk: Chunk) -> None:
 
 
 def score(model: Llama, hidden: Tensor, chunks: list[ChunkWork], first: int) -> Scored | None:
-    """Compute the log-probabilities of the chunks' targets. Return None if there are none, or on a rank other than 0.
+    """Compute the log-probabilities of the chunks' targets. Return None without targets, or on a rank other than 0.
 
     To limit memory, logits are computed only where needed and for a limited number of rows at a time.
 

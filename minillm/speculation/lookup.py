@@ -42,7 +42,7 @@ class Source:
 
 
 class Occurrences:
-    """An index of all pairs of adjacent tokens in texts, which are lists of token ids that others append to."""
+    """An index of all pairs of adjacent tokens in several texts. A text is a list of token ids, which may grow."""
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}  # a pair -> its latest occurrence

@@ -99,7 +99,7 @@ class DeviceBeams:
 
         Args:
             logits: the step's logits ``[n, vocab]``.
-            recorded: the buffer that CUDA graphs read logits from. They are used only if ``logits`` is in this buffer.
+            recorded: the buffer from which CUDA graphs read logits. If ``logits`` is elsewhere, no graph is used.
             decodes: the step's decodes.
             books: the CPU's record of the device state.
         """

@@ -97,6 +97,6 @@ class DraftSteps:
 
 
 def _sampling(chunk: Chunk) -> dict[int, int]:
-    """Return a chunk's sampling parameters as words of its tokens' rows, by `Field`. Empty if nothing is drawn."""
+    """Return a chunk's sampling parameters as words of its tokens' rows (`Field` -> word); empty without any."""
     params = chunk.group.params
     return sampling_words(params, chunk.sequence) if isinstance(params, SamplingParams) else {}

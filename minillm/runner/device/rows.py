@@ -239,7 +239,7 @@ class Rows:
 
 
 def sampling_words(params: SamplingParams, sequence: Sequence) -> dict[int, int]:
-    """Return a sequence's sampling parameters as words of its row, by `Field`."""
+    """Return a sequence's sampling parameters as words of its row (`Field` -> word)."""
     return {
         Field.TEMPERATURE: _bits(params.temperature),
         Field.TOP_K: min(params.top_k, (1 << 31) - 1),
