@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def chooses_weights(self) -> bool:
-        """Return whether the engine chooses, by model size and free memory, if it dequantizes low-bit matrices."""
+        """Return whether the model's size and the free memory decide if low-bit matrices are dequantized on a CPU."""
         return self.config.weights == "auto" and not self.on_gpu and not CPU_KEEPS_LOW_BIT
 
     @property
@@ -131,7 +131,7 @@ class Budget:
 
         Args:
             num_tokens: number of tokens in the step.
-            left: bytes that the weights leave. They limit the longest sequence.
+            left: bytes that the weights leave. This memory limits the length of a sequence.
         """
         ranks, element = self.config.tensor_parallel_size, self.element_size
         heads, intermediate = -(-shape.heads // ranks), -(-shape.intermediate // ranks)
@@ -197,7 +197,7 @@ class Budget:
     def _unpacked_bytes_per_token(self, shape: Shape) -> int:
         """Return the bytes per token of one layer's K and V, dequantized from an 8-bit cache to 16 bits.
 
-        A GPU dequantizes a layer's cache while it computes a prompt. The result is 0 if it need not do so.
+        A GPU dequantizes a layer's cache while it computes a prompt. The result is 0 for other caches and on a CPU.
         """
         unpacks = self.on_gpu and self.element_size == 2 and self.config.kv_cache_dtype == "int8"
         return self._on_a_rank(shape.kv_bytes_per_token(2) // shape.layers, shape) if unpacks else 0

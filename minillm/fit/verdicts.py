@@ -77,8 +77,8 @@ def order_of_choice(
 ) -> tuple[list[tuple[Sized, Fit]], list[tuple[Sized, Fit]]]:
     """Return the quantizations that fit, as two lists in different orders.
 
-    The first list has the order in which a chat tries them: downloaded ones come first, and the best of them leads. The
-    second list has the order of `ranked`, which is best first.
+    The first list has the order in which a chat tries them. Downloaded quantizations come before all others, and in
+    each of the two groups the best comes first. The second list has the order of `ranked`, which is best first.
     """
     fitting = ranked(forms, budget, bandwidth)
     return sorted(fitting, key=lambda each: not each[0].downloaded), fitting

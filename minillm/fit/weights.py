@@ -40,7 +40,7 @@ class Layout:
         packs: 16-bit matrices keep 2 bytes per weight even if the engine's dtype is float32, as on many CPUs.
         quantize: "int8", "int4" or "fp8", applied to 16-bit and 32-bit matrices of the layers during loading. int8 and
             int4 also apply to an output head that is separate from the embedding.
-        held: the storage of matrices, see `minillm.forms.Held`. A low-bit embedding stays low-bit unless this is
+        held: the storage of matrices, see `minillm.forms.Held`. A low-bit embedding stays low-bit unless ``held`` is
             "expanded".
     """
 

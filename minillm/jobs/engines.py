@@ -136,9 +136,9 @@ class Engines(ABC):
 
         If an engine dies, its unanswered rows go to other engines, or to this engine once it is restarted.
 
-        While many rows are left, an engine gets many at a time. Near the end it gets one at a time, so that all engines
-        finish together (guided self-scheduling, Polychronopoulos and Kuck 1987). Raises MinillmError if an engine dies
-        again and again.
+        While many rows are left, an engine gets many rows at a time. Near the end it gets single rows, so that all
+        engines finish together (guided self-scheduling, Polychronopoulos and Kuck 1987). Raises MinillmError if an
+        engine dies again and again.
         """
         waiting = deque(rows)
         given: list[dict[int, InputRow]] = [{} for _ in range(self.count)]

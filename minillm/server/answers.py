@@ -43,9 +43,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Frame:
-    """Encodes the response to one request, or its chunks. The fields are the same in all chunks.
+    """Encodes the response to one request, or its chunks, in OpenAI's format.
 
-    It is OpenAI's implementation of `minillm.server.generating.Framing`.
+    It implements `minillm.server.generating.Framing`. All chunks of a response contain the fields of this class.
     """
 
     ping: ClassVar[bytes] = b": alive\n\n"

@@ -107,9 +107,9 @@ class EngineProcess:
         told: Callable[[chat.Event], object] = lambda event: None,
         command: Sequence[str] = COMMAND,
     ) -> EngineProcess:
-        """Start the process, without waiting until the model is loaded. Then ``ready`` is done.
+        """Start the process. ``ready`` is done once the model is loaded.
 
-        The process writes to the stderr of this process.
+        The process writes to the stderr of this process. ``told`` is called with the progress of loading.
         """
         environment = child_environment()
         environment.pop(_KEY_VARIABLE, None)  # the engine needs no key

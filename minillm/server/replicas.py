@@ -53,7 +53,7 @@ class Engine(Protocol):
 
     @property
     def answered(self) -> dict[str, Callable[[str], object]]:
-        """Return the callbacks that are called with the request's id when an answer ends, by session name."""
+        """Return a callback for each session, by name. It is called with a request's id when the answer ends."""
 
     def send(self, call: messages.Call) -> None:
         """Send a call that has no result."""
@@ -115,7 +115,7 @@ class Replicas:
 
     Attributes:
         begin: starts an engine, given its index.
-        lost: called with the index of an engine that has ended. All its data is gone.
+        lost: called with the index of an engine that has ended. All data of this engine is gone.
         ended: set when no engine is left and none will be restarted.
     """
 

@@ -144,7 +144,10 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with a grace period. A shutdown ends endless streams at once, and other answers after it."""
+    """uvicorn's server with a grace period for shutdowns.
+
+    A shutdown ends endless streams at once. Answers that are still running end after ``grace_seconds``.
+    """
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -60,8 +60,8 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: end inside the last message, so that generation continues this message.
             thinks: whether the model should think first, if `has_thinking_switch`; None: the template's default.
-            num_known: omit the text of the first ``num_known`` messages, of which the last must be an answer. 0: return
-                the text of all messages.
+            num_known: number of first messages to leave out of the returned text. The last of these messages must be an
+                answer. 0: leave out nothing.
 
         Raises:
             UsageError: a message is invalid, or the template rejects it.

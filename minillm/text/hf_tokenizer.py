@@ -142,7 +142,7 @@ def _template(path: Path, config: Mapping[str, Any]) -> str | None:
     """Return the chat template, or None if there is none.
 
     It is the text of the file ``path``. If the file is missing or empty, it is the value of the config's key
-    ``chat_template``: a text, or a list of named templates, of which the one named "default" is used.
+    ``chat_template``. This value is a text, or a list of named templates that contains one named "default".
     """
     try:
         if is_there(path) and (text := read_bytes(path).decode("utf-8", errors="replace")):

@@ -13,7 +13,7 @@ Prompt = str | Sequence[int]
 def prompt_list(prompts: Any) -> list[Prompt]:
     """Return a list of prompts, given one prompt or several.
 
-    Raises UsageError for other types. The single prompts are not checked.
+    Raises UsageError for other types. The prompts themselves are not checked.
     """
     found = _unwrapped(prompts)
     found = found.tolist() if hasattr(found, "tolist") else found  # an array or a tensor

@@ -84,7 +84,8 @@ class _Stage(Enum):
 class Thought:
     """The position of a sequence in its reasoning.
 
-    Methods take the sequence's tokens as ``token_ids``, prompt included. They describe the next token after these.
+    Methods get all tokens of the sequence, including the prompt, as ``token_ids``. They describe the token that comes
+    next, after ``token_ids``.
 
     Attributes:
         first: index of the first token of reasoning.
@@ -144,7 +145,7 @@ class Thought:
         return self._forced_ids[self._num_forced] if self._follow(token_ids) is _Stage.CLOSING else None
 
     def num_free(self, token_ids: list[int]) -> int:
-        """Return a number of next tokens that are certainly not forced, whatever they are."""
+        """Return how many of the next tokens are certainly not forced, whichever tokens are generated."""
         stage = self._follow(token_ids)
         if stage is _Stage.OVER:
             return NO_LIMIT
@@ -190,9 +191,9 @@ class Thought:
 
 
 def reasoning(tags: ReasoningTags, output: list[int], *, is_open: bool) -> Thought:
-    """Return the position after all generated tokens, ``output``, from which the caller reads `first` and `count`.
+    """Return the position after ``output``, which are all generated tokens of a sequence.
 
-    No limit applies, so tokens that were forced are counted as well.
+    The caller reads the attributes ``first`` and ``count``. No limit applies, so forced tokens are counted as well.
     """
     thought = Thought(tags, NO_LIMIT, is_open=is_open, first=0)
     thought._follow(output)

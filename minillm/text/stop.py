@@ -19,8 +19,9 @@ class OutputText:
     """
 
     def __init__(self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """Begin with an empty text. ``stops`` are the stop strings. Ignore their matches in the first ``min_tokens``
-        tokens.
+        """Begin with an empty text. ``stops`` are the stop strings.
+
+        A match that ends within the first ``min_tokens`` tokens is ignored.
         """
         self._detokenizer, self._stops = detokenizer, tuple(stops)
         self._not_yet = min_tokens  # number of next tokens in which no match may end

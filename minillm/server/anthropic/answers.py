@@ -24,7 +24,8 @@ _NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequen
 class MessageForm:
     """Formats an answer as the events of a stream, or as the content blocks that these events describe.
 
-    It is a `minillm.server.generating.Form`. Each "choice" is an event, or in a complete response the message's fields.
+    It is a `minillm.server.generating.Form`. Its choices are events. The only choice of a complete response contains
+    the fields of the message.
 
     Attributes:
         reader: creates a reader of the answer's text. Its argument is whether the answer begins inside the reasoning.
@@ -185,7 +186,7 @@ def _usage(usage: Usage) -> Json:
 def message_error(error: Json, status: int = 0) -> Json:
     """Convert an error from OpenAI's format to Anthropic's.
 
-    Some statuses determine the error's type. For all others, and for ``status`` 0, it follows from OpenAI's type.
+    Some statuses determine the type of the error. Otherwise the type follows from OpenAI's type.
     """
     message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
     for ours, theirs in _NAMES.items():

@@ -229,7 +229,10 @@ class Access:
         return counted
 
     async def _preflight(self, send: Send, wanted: str) -> None:
-        """Allow an origin all headers that it asks for. OpenAI's clients send a dozen of their own."""
+        """Answer a CORS preflight request. Allow all headers that the origin asks for in ``wanted``.
+
+        OpenAI's clients send a dozen headers of their own.
+        """
         headers = [
             (b"access-control-allow-methods", b"GET, POST, DELETE"),
             (b"access-control-allow-headers", (wanted or "authorization, content-type").encode("latin-1")),

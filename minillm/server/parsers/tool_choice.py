@@ -47,7 +47,7 @@ _MISTRAL = CallForm(("[", ", ", "]"))
 
 
 def call_form(template: str) -> CallForm:
-    """Return the format of calls for the grammar of a model with this chat template."""
+    """Return the format of calls that a grammar should use for a model with this chat template."""
     if knows_tools(template) and "<tool_call>" not in template:
         if "[TOOL_CALLS]" in template:
             return _MISTRAL
@@ -97,7 +97,7 @@ class ToolChoice:
     def reader(self, form: CallForm, formats: Collection[str]) -> Reader:
         """Return a reader for the answer of a model that may write calls in ``formats``.
 
-        If the answer follows `grammar`, the reader looks only for calls in ``form``, as the grammar does.
+        If the answer follows `grammar`, the reader finds only calls in the format ``form``, which the grammar uses.
         """
         if self.required:
             return ForcedReader()
@@ -151,7 +151,10 @@ def _answer(form: CallForm, most: int) -> list[str]:
 
 
 def _schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments. It forbids unlisted properties unless the tool may allow them."""
+    """Return the schema of a tool's arguments.
+
+    It forbids properties that the tool does not list, unless the tool's keywords may allow them.
+    """
     schema = {"type": "object", **parameters}
     if not {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys():
         schema["additionalProperties"] = False

@@ -144,7 +144,7 @@ class NoBody(msgspec.Struct, forbid_unknown_fields=True):
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """Change each `BadField` of the ``with`` block to use this API's name of the field instead of a chat request's."""
+    """If the ``with`` block raises BadField, replace a chat request's name of the field by this API's name."""
     try:
         yield
     except BadField as error:
