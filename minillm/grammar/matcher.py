@@ -21,7 +21,7 @@ _NOTHING_ALLOWED = (
 
 @dataclass
 class Family:
-    """State of a matcher and all its copies, which share one lexer in the library, and the limits of its size."""
+    """The state that a matcher and all its copies share. In the library they share one lexer and its size limits."""
 
     has_failed: bool = False  # the shared lexer may have failed, so a new matcher must be compiled
 

@@ -136,7 +136,7 @@ class Meaning:
         self._visits = 0
 
     def visit(self) -> None:
-        """Count a step of work on this schema. Raises Unsupported after too many steps."""
+        """Count a step of work on this schema, to limit the work. Raises Unsupported after too many steps."""
         self._visits += 1
         if self._visits > _MOST_VISITS:
             raise Unsupported("is too complex; make it simpler")

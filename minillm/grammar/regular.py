@@ -155,7 +155,10 @@ class Algebra:
         return self.nothing if of is self.anything else self._make("not", (of,), has_empty=not of.has_empty)
 
     def repeat(self, of: Language, least: int = 0, most: int | None = None) -> Language:
-        """Return the language of texts that join ``least`` to ``most`` texts of ``of``. None means no limit."""
+        """Return the language of texts that join ``least`` to ``most`` texts of ``of``.
+
+        If ``most`` is None, there is no upper limit.
+        """
         if most == 0 or of is self.empty or (of is self.nothing and least == 0):
             return self.empty
         if of is self.nothing or (least == most == 1):

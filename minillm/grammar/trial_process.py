@@ -26,7 +26,7 @@ class Bytes:
 
 
 def fault(request: dict[str, Any]) -> str | None:
-    """Return why a grammar cannot be used, or None if it can."""
+    """Compile the request's grammar. Return why the grammar cannot be used, or None if it can be used."""
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, eos_token=_END)
     limits = llguidance.LLParserLimits(**request["limits"])
     matcher = llguidance.LLMatcher(tokenizer, request["grammar"], log_level=0, limits=limits)

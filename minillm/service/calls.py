@@ -82,7 +82,7 @@ class CallDispatcher:
                 then(partial(sessions.close, session))
 
     def _is_quick(self, prompt: str | list[int] | messages.Conversation | None) -> bool:
-        """Return whether this thread may prepare a prompt, because it is fast enough not to delay later calls."""
+        """Return whether a prompt can be prepared so fast that this thread may do it without delaying later calls."""
         if isinstance(prompt, str):
             tokenizer = self._driver.engine.tokenizer
             return len(prompt) <= _SHORT and (tokenizer is None or tokenizer.encodes_here)

@@ -54,8 +54,8 @@ class Generate(Command):
     """Answer a conversation.
 
     The answer's blocks stay in the pool until `Drop`, `Forget` or eviction. The conversation's next question forks from
-    the answer that shares the longest beginning with the new prompt, and computes only the tokens after it. This makes
-    branches cheap.
+    the answer that shares the longest beginning with the new prompt. Only the tokens after this beginning are computed,
+    which makes branches cheap.
     """
 
     request_id: str
@@ -179,7 +179,7 @@ class TextDelta(Event):
 
 
 class BeamView(_Record):
-    """The current state of a beam. ``score`` is ``logprob`` divided by the beam's length ** length penalty."""
+    """The current state of a beam. ``score`` is ``logprob`` divided by (the beam's length) ** (length penalty)."""
 
     text: str
     score: float

@@ -41,9 +41,9 @@ class Prefixes:
             self.pinned[name] = Pinned(call.tenant, call.call_id, group)
 
     def take(self, name: str, group: SequenceGroup) -> bool:
-        """Pin the prefix that request ``name``, which has ended, has computed. Send the result of the call.
+        """Handle the end of request ``name``, if the request computes a prefix. Otherwise return False.
 
-        Return False if the request was not meant to compute a prefix.
+        Pin the prefix, and send the result of the call.
         """
         pin, sequence = self.pinned.get(name), group.sequences[0]
         if pin is None:

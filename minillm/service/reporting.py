@@ -131,7 +131,7 @@ class Reporter:
         self.send(messages.Reading(answer.command.request_id, done, total, left))
 
     def end_copies(self, answer: Answer, output: RequestOutput) -> None:
-        """Send the completions that are complete copies of another completion and never had a sequence."""
+        """Send the completions that have no sequence of their own, because they are copies of another completion."""
         own = {sequence.index for sequence in answer.group.sequences}
         for each in output.outputs:
             if each.index not in own:
