@@ -46,7 +46,7 @@ def _speculate(name: str, value: Any) -> str:
 
 
 def _disk_cache(name: str, value: Any) -> int:
-    """Return a size in bytes, which is given as a number or as a text such as 20GB."""
+    """Return a size in bytes. ``value`` is a number of bytes or a text such as 20GB."""
     if isinstance(value, str) and value != "0":
         size = parse_bytes(name, value)
         assert size is not None

@@ -1,19 +1,20 @@
-"""Attention of a few queries over an 8-bit cache: a lane kernel with int8 matmuls, without conversion of K and V.
+"""Attention of a few queries over an 8-bit cache: a lane kernel (see docs/kernels.md) with int8 matmuls.
 
-K and V go from memory to registers as they are stored, and are direct operands of the tensor cores. The other operands
-must therefore be integers as well. Queries and softmax weights are 16-bit integers relative to their maximum, split
-into two 8-bit digits. The two digits of four heads fill the eight columns of an ``mma``, which sums them exactly, in 32
-bits. Nothing is in shared memory, and no warp waits for another before its part of the context ends.
+K and V are not converted. They go from memory to registers as they are stored, and are direct operands of the tensor
+cores. The other operands must therefore be integers as well. Queries and softmax weights are 16-bit integers relative
+to their maximum, split into two 8-bit digits. The two digits of four heads fill the eight columns of an ``mma``, which
+sums them exactly, in 32 bits. Nothing is in shared memory. The warps of a program work independently, and merge their
+results at the end.
 
-A tensor has one element for each of the program's threads. A warp iterates over the context, 32 tokens at a time, with
-its own running softmax. Lane 4r + t has
+In a lane kernel, a tensor has one element for each of the program's threads. A warp iterates over the context, 32
+tokens at a time, with its own running softmax. Lane 4r + t of a warp holds
 
-- of K, tokens 4r to 4r + 3, dimensions 64j + 16t to 64j + 16t + 15: the operand of ``mma`` for rows r and r + 8. (K's
-  dimensions are thus in another order, which the queries share);
-- scores, weights and scales of those tokens, for head t: the result of ``mma``, both digits of a head in one lane;
-- of V, tokens 8t to 8t + 7, a part of the dimensions for each r, transposed in 4 x 4 tiles: the operand of ``mma`` for
-  rows of V transposed. One instruction, ``movmatrix``, moves weights to the lanes with their tokens of V;
-- of the output, those dimensions, for head t, so that the correction of the running softmax is in the same lane.
+- K of tokens 4r to 4r + 3, in dimensions 64j + 16t to 64j + 16t + 15 for each j: the operand of ``mma`` for rows r and
+  r + 8. (K's dimensions are thus in another order, which the queries share.)
+- Scores, weights and scales of the same tokens, for head t. ``mma`` leaves both digits of a head in one lane.
+- V of tokens 8t to 8t + 7, in a part of the dimensions that depends on r, transposed in 4 x 4 tiles: the operand of
+  ``mma`` for rows of V transposed. One instruction, ``movmatrix``, moves weights to the lanes with their tokens of V.
+- The output in the same dimensions as V, for head t, so that the lane can apply the running softmax's correction.
 """
 
 # ruff: noqa: RUF005 (Triton cannot unpack tuples)

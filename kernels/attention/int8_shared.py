@@ -13,11 +13,12 @@ all its tokens as anchor. The logarithm of V's scale is added to scores, so weig
 contribution, however large V is. (A token loses its weight if its scale is 2^126 times smaller than another's in the
 item.)
 
-Lane 4r + t of warp w has, of 64 tokens,
+Of every 64 tokens, lane 4r + t of warp w holds
 
-- of K, tokens 16w + r and 16w + r + 8, dimensions 16t to 16t + 15 of each 64: the queries use the same order;
-- of V, tokens 2t and 2t + 1 of each 8, four adjacent dimensions (two if a head has 64);
-- scores, weights and scales of its tokens of K; of the output, its dimensions of V, which it stores itself.
+- K of tokens 16w + r and 16w + r + 8, in dimensions 16t to 16t + 15 of each 64. The queries use the same order.
+- V of tokens 2t and 2t + 1 of each 8, in four adjacent dimensions (two if a head has 64).
+- Scores, weights and scales of the lane's tokens of K.
+- The output in the lane's dimensions of V, which the lane stores itself.
 
 Code that runs once per item is kept short, because rarely used instructions are fetched late: 1,500 of them after the
 last tile took 4 us.

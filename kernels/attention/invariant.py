@@ -3,7 +3,7 @@
 A context is divided into segments at fixed token positions, and segments into tiles of ``TILE`` tokens. Each segment
 has its own running softmax over its tiles in order. The segments' results are then joined in order. Only the assignment
 of segments to programs, and the number of queries per program, may depend on the batch. A tile or a segment that a
-query does not attend to changes no bit of its result: it adds zero weights, and multiplies sums by one.
+query does not attend to changes no bit of the query's result: it adds zero weights, and multiplies sums by one.
 
 The sum of the weights is a matmul with ones, so that the tensor cores add them in the same order for any shape of tile.
 The compiler must never contract multiplications and additions (``enable_fp_fusion``), because it might do so in one

@@ -1,15 +1,16 @@
 """Draw one token per row from logits, without sorting them.
 
 Tokens of a row have one order: larger logit first, lower id among equals. top-k, top-p and min-p each keep the first
-tokens of this order, so a cut is a logit and an id. The draw is Gumbel-max (Gumbel 1954): the kept token with the
-largest ``logit / temperature + noise``, with noise as a hash of (seed, position, token id). With E = -log(1 - uniform),
-that is the token with the largest score ``exp(logit / temperature) / E``, which saves a logarithm per token.
+tokens of this order and cut the others, so a logit and an id describe a cut. The draw is Gumbel-max (Gumbel 1954): the
+kept token with the largest ``logit / temperature + noise``, where the noise is a hash of (seed, position, token id).
+With E = -log(1 - uniform), that is the token with the largest score ``exp(logit / temperature) / E``, which saves a
+logarithm per token.
 
 There are two launches. The first is the scan, grid (rows, pieces of the vocabulary): see `kernels.sampling.scan`. The
 second is ``_draw_kernel``, grid (rows). It merges the pieces, and continues depending on the row:
 
-- no cut: the best score of all pieces is the draw.
-- top-k: the largest logits are collected on chip (`kernels.sampling.top_k`), and cut there by count and by mass.
+- no cut: the token with the best score of all pieces is the draw.
+- top-k: the largest logits are collected on chip (`kernels.sampling.top_k`), and cut there by number and probability.
 - no top-k: the token with the best score is the draw if top-p and min-p keep it. Otherwise this token and all tokens
   after it are cut, and the best of the rest is tried. The draw is the same as after a search for the cut, and takes
   about one pass (rejection with a rising pivot, as in FlashInfer's sampler, on fixed noise).

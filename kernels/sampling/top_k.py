@@ -1,11 +1,12 @@
 """The k largest logits of a row, in order, without sorting the row; also the sampler's top-k and top-p cuts.
 
-If the k-th largest of the groups' maxima (`sampling.scan`) is t, at least k logits are >= t, and usually few more.
-These are collected on chip, and cut there by count, by bisection over the ordered bits of a float. If k is too large
-for that, or too many logits are equal, the bisection runs over the whole row, which is slower but exact. Up to 16
-tokens, as for beams, are taken one after another: first the groups with the largest maxima, then the largest of their
-logits. Equal logits are ordered by id, lower first. A *key* is the `ordered` bits of a logit. Grid: (rows). Bytes: the
-scan's, and its groups that are read again, from L2.
+The scan (`sampling.scan`) stores the maximum of every group of adjacent logits. If the k-th largest of these maxima is
+t, at least k logits are >= t, and usually few more. These logits are collected on chip, where a bisection over the
+ordered bits of a float finds the k largest. If k is too large for that, or too many logits are equal, the bisection
+runs over the whole row, which is slower but exact. Up to 16 tokens, as for beams, are taken one after another: first
+the groups with the largest maxima, then the largest of their logits. Equal logits are ordered by id, lower first. A
+*key* is the `ordered` bits of a logit. Grid: (rows). Bytes: those of the scan, and the groups that are read again, from
+L2.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Prompts whose blocks are being read from disk while they wait for admission."""
+"""Read blocks of waiting prompts from disk before the prompts are admitted."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ class PromptRead:
 
 @dataclass
 class DiskReads:
-    """The reads of one engine. A group whose prompt is being read stays in the queue, and others pass it.
+    """The reads of one engine. While a group's prompt is being read, the group waits, and later groups may overtake it.
 
-    The blocks of an ended read belong to an idle sequence, from which the group's first sequence is forked. If others
-    need the blocks earlier, that sequence is evicted like any other.
+    After a read, its blocks belong to an idle sequence, from which the group's first sequence is forked. If running
+    groups need blocks before that, the idle sequence may be evicted like any other.
     """
 
     tier: DiskTier
@@ -67,7 +67,7 @@ class DiskReads:
         return True
 
     def _reads_more(self, other: SequenceGroup, group: SequenceGroup, prompt: list[int], known: int) -> bool:
-        """Return whether the read for ``other`` brings more of the prompt of ``group`` than its ``known`` tokens."""
+        """Return whether the read for ``other`` brings the next block of ``prompt`` after its ``known`` tokens."""
         ids = self.active[other].sequence.token_ids
         end = known + self.cache.block_size
         return other.salt == group.salt and ids[known:end] == prompt[known:end] and common_length(ids, prompt) >= end

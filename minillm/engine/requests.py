@@ -178,7 +178,7 @@ class Requests:
             self.scheduler.free(sequence)
 
     def commit(self, group: SequenceGroup, sequence: Sequence, num_computed: int) -> None:
-        """Add the full computed blocks of a sequence to the prefix cache, and queue them for the disk."""
+        """Add a sequence's full computed blocks to the prefix cache, and queue them for the disk tier, if any."""
         table = sequence.own_table
         self.scheduler.cache.commit(table, sequence.token_ids, min(num_computed, len(sequence.token_ids)))
         if self.disk is not None and not group.is_private:

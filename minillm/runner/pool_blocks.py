@@ -23,7 +23,7 @@ _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
 
 @dataclass
 class Incoming:
-    """Host memory for blocks on their way to the pool. On a CPU, ``buffers`` are the pool's own memory."""
+    """Host memory to read blocks into, before `PoolBlocks.put`. On a CPU, ``buffers`` are the pool's own memory."""
 
     blocks: list[int]
     buffers: list[Buffers]  # of each block
@@ -45,14 +45,14 @@ class PoolBlocks:
         self.num_bytes = sum(per_block)  # of one block
 
     def snapshot(self, blocks: Sequence[int], valid: int | None = None) -> Callable[[], list[Buffers] | None]:
-        """Copy blocks out of the pool, after the work that the device has by now.
+        """Copy blocks out of the pool, as they are after the work that has been launched so far.
 
         Args:
-            valid: the number of first token slots that hold tokens; the other slots become zero. None: all.
+            valid: how many of a block's first slots hold tokens; the other slots become zero in the copy. None: all.
 
         Returns:
-            A function for any thread that waits for the copies and returns their bytes. It returns None if a number is
-            not finite.
+            A function that waits for the copies and returns their bytes; any thread may call it. It returns None if a
+            number is not finite.
         """
         if self._on_cpu:
             # One array for each block: small arrays come from the heap, whose pages are mapped already.
@@ -89,7 +89,7 @@ class PoolBlocks:
         return Incoming(blocks, buffers, staging)
 
     def put(self, incoming: Incoming) -> None:
-        """Move blocks that have been read to the pool. The device does it before the work that it gets next."""
+        """Copy blocks that have been read to the pool. Work that is launched later sees the new content."""
         for tensor, host in zip(self._tensors, incoming.staging, strict=False):
             staging = host.to(tensor.device, non_blocking=True)
             kernels.scatter_blocks(tensor, torch.tensor(incoming.blocks, device=tensor.device), staging)
@@ -107,7 +107,7 @@ class PoolBlocks:
         return [[memoryview(array.reshape(-1).data) for array in arrays] for arrays in copies]
 
     def _clear_after(self, array: NDArray[np.uint8], valid: int, *, is_scales: bool) -> None:
-        """Set the slots of one block after the first ``valid`` ones to zero. ``array``: ``[layers * 2, bytes]``."""
+        """Set one block's slots to zero, except the first ``valid`` slots. ``array``: ``[layers * 2, bytes]``."""
         if is_scales:  # [heads, block_size] float32
             array.view(np.uint32).reshape(len(array), -1, self._block_size)[:, :, valid:] = 0
         else:

@@ -7,11 +7,12 @@ This is therefore a lane kernel: a tensor has one element for each of the progra
 turns at the input, 128 columns at a time, and add their sums at the end, in order. Bytes: the matrix, once for each
 TILES x 8 tokens.
 
-``mma`` multiplies 16 rows by 8 tokens. Lane 4r + t has rows r and r + 8 and token r, and four of sixteen columns: two
-adjacent ones at 2t and two at 2t + 8. The assignment of columns is free if both operands agree. Here lane t has group t
-of four groups, a word of each at a time, so a lane needs one scale per row. Activations are stored in that order, eight
-tokens adjacent, so that a warp reads whole cache lines (`halve_activations`: grid (tokens), a whole row each). If this
-kernel also computes the next matmul, a gated one writes its result in that order itself (`gated_halves`).
+``mma`` multiplies 16 rows by 8 tokens, in 16 columns of the input. Lane 4r + t gives rows r and r + 8 of the weight and
+token r, each in four of the 16 columns: two adjacent columns at 2t and two at 2t + 8. Any columns of the input can take
+these places if both operands agree. Here lanes t = 0 to 3 take columns of four different groups, one word of each group
+at a time. So a lane needs one scale per row. Activations are stored in that order, eight tokens adjacent, so that a
+warp reads whole cache lines (`halve_activations`: grid (tokens), a whole row each). A gated matmul writes its result in
+that order itself if this kernel also computes the next matmul (`gated_halves`).
 
 Weights without shared memory are from Frantar et al. 2024, https://arxiv.org/abs/2408.11743, conversion by bit
 operations is from Kim et al. 2022, https://arxiv.org/abs/2211.10017.

@@ -1,8 +1,8 @@
 """Layouts of matrices of 4 to 8 bits per weight in memory, with their packing and dequantization.
 
 A row is divided into groups of 32 weights along the input. A weight is ``scale * (level - zero) + offset``; levels are
-integers, or FP8 numbers. `Layout` says where scales, zeros and offsets come from. A layout has as many bits per weight
-as the stored formats it is for:
+integers, or FP8 numbers. `Layout` says where scales, zeros and offsets come from. In memory, a weight takes as many
+bits as in the stored formats that the layout is for:
 
 =========  ========================================================================  =====================
 layout     levels; scales                                                            stored formats

@@ -3,10 +3,9 @@
 `_dot_kernel`: grid (rows of the matrix / ROWS, tokens / TOKENS, parts of the input). A turn of its loop multiplies a
 tile of ROWS x 128 weights, which are read once for each TOKENS tokens, by 128 x TOKENS activations. Both are loaded
 into shared memory as they are stored, several turns ahead. Each thread converts the weights that ``wgmma`` expects from
-it, so converted weights are never written. Lane 4r + t has row r of eight and four of each sixteen columns, two
-adjacent ones at 2t and two at 2t + 8. The assignment of columns is free if both operands agree: here lane t has group t
-of four, as in `few_tokens`, and activations have that order. With a gate, the second eight of every sixteen rows are
-those of up.
+it, so converted weights are never written. Lane 4r + t gives row r of every eight, in four of each sixteen columns: two
+adjacent columns at 2t and two at 2t + 8. As in `few_tokens`, lanes t = 0 to 3 take columns of four different groups,
+and activations are stored in the same order. With a gate, the second eight of every sixteen rows are those of up.
 
 If a matrix has few rows, several programs divide the input. They write sums in float32, and `_add_kernel`, grid
 (tokens, rows / COLUMNS), adds them in order.
