@@ -1,4 +1,4 @@
-"""The memory over time: the share of each kind of block, the savings by paging and sharing, and the cache hits."""
+"""The figures view: memory over time, by kind of block; the savings by paging and sharing; and counts of events."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -10,7 +10,7 @@ from minillm.ui.memory.pool import Memory, Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
 
 _SIDE_BY_SIDE = 76  # minimum width in cells for two halves side by side
-_LEAST_DRAWN = 16  # minimum number of blocks that the chart's height stands for
+_LEAST_DRAWN = 16  # the full height of the chart stands for at least this number of blocks
 _ROOMY_HALF = 42
 _LEAST_CHART = 4  # minimum height of the chart in lines
 _CHART = (
@@ -23,7 +23,7 @@ _CHART = (
 
 
 class MemoryFigures(LineView):
-    """Shows figures in two halves. If there is space, a chart of the whole pool is below them."""
+    """Shows figures, in two halves side by side if the view is wide. A chart of the whole pool is below, if it fits."""
 
     COMPONENT_CLASSES = {"label", "figure", "used", "shared", "cached", "free", "waste", "without"}  # noqa: RUF012
 
@@ -64,7 +64,7 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _gauge(use: MemoryUse, width: int) -> list[Parts]:
-    """Return the device's memory as a bar and in words: the parts of the model, of the cache, and of other programs."""
+    """Return lines that show how the device's memory is used (weights, cache, …), as a bar and in words."""
     others = max(0, use.total - use.free - use.weights - use.cache - use.rest)
     kinds = [
         ("weights", use.weights, "used", "█"),
@@ -86,7 +86,7 @@ def _gauge(use: MemoryUse, width: int) -> list[Parts]:
 
 
 def _wrapped(parts: Parts, width: int) -> list[Parts]:
-    """Break ``parts`` into lines of at most ``width`` cells. A figure stays on one line with its mark and name."""
+    """Break the words of `_gauge` into lines of at most ``width`` cells. A mark, name and figure stay together."""
     lines: list[Parts] = [[]]
     groups = [parts[:1], *(parts[i : i + 3] for i in range(1, len(parts), 3))]
     for group in groups:
@@ -126,7 +126,7 @@ def _held(pool: Pool, figures: PoolFigures) -> int:
 
 
 def _savings(pool: Pool, width: int) -> list[Parts]:
-    """Return lines with the memory that the sequences take, and would take without sharing or without paging."""
+    """Return lines with the memory that the sequences take, and that they would take without sharing or paging."""
     slot_bytes = pool.block_bytes / pool.block_size
     on_device = sum(1 for table in pool.tables.values() if table.state != "swapped")
     without, label = ("without", 15) if width >= _ROOMY_HALF else ("no", 10)
@@ -145,7 +145,7 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
 
 
 def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
-    """Return lines with the number of events since the start. ``spread``: use more lines."""
+    """Return lines with the numbers of cache events since the engine's start. ``spread``: use one more line."""
     counts = pool.counts
     looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
@@ -203,9 +203,9 @@ def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _column(pool: Pool, figures: PoolFigures, height: int, top: int) -> Sequence[int]:
-    """Return the kind of block in each of ``height`` cells of a chart's column, from bottom to top.
+    """Return the kind of block that each of ``height`` cells of a chart's column shows, from bottom to top.
 
-    The column stands for ``top`` blocks. If any blocks are in use, at least one cell shows them.
+    The whole column stands for ``top`` blocks. If any blocks are in use, at least one cell shows it.
     """
     held, size_ = _held(pool, figures), pool.block_size
     waste = max(0, held * size_ - figures.used_slots) / size_

@@ -19,9 +19,9 @@ Parts = list[tuple[str, str]]
 
 @dataclass
 class BlockChosen(Message):
-    """The user selected a block, or no block any more.
+    """The user selected a block. If ``block`` is None, no block is selected any more.
 
-    If ``table`` is set, it is a block of this table in host memory.
+    Without ``table``, the block is on the device. With it, the block is in host memory and belongs to this table.
     """
 
     block: int | None
@@ -29,13 +29,13 @@ class BlockChosen(Message):
 
 
 class FactsChanged(Message):
-    """A key has changed how a list is shown, so the texts above and below it must be redrawn."""
+    """A key has changed how a list is shown, so the texts above and below the list must be redrawn."""
 
 
 class LineView(SteadyScrollView, can_focus=True):
     """A scrolling view of lines. A subclass implements `line`.
 
-    With ``follows``, the last line stays visible unless the user has scrolled up.
+    If ``follows`` is true, the view scrolls along with new lines at its end, unless the user has scrolled up.
     """
 
     follows = False
@@ -45,11 +45,11 @@ class LineView(SteadyScrollView, can_focus=True):
         self.memory = memory
         self._at_end = True
         self._base: Style | None = None
-        self._styles: dict[str, Style] = {}  # by component class
-        self._drawn: dict[int, Parts] = {}  # the drawn texts by line of the screen
+        self._styles: dict[str, Style] = {}  # component class -> style
+        self._drawn: dict[int, Parts] = {}  # line of the screen -> the texts last drawn in it
 
     def begin_anew(self) -> None:
-        """Reset the view, because the pool was replaced or removed."""
+        """Reset the view. Called when the pool is replaced or removed."""
         self.set_lines(0)
 
     def catch_up(self) -> None:
@@ -65,7 +65,7 @@ class LineView(SteadyScrollView, can_focus=True):
         return Content("")
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
-        """Set the number of lines. ``dropped``: the number of lines that were removed at the beginning."""
+        """Set the number of lines. ``dropped`` lines were removed at the beginning, so all others have moved up."""
         size = Size(0, num_lines)
         if size != self.virtual_size:
             if self.has_scrollbar_for(num_lines):

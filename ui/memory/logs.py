@@ -38,16 +38,16 @@ _WORDS = {
     "preempt": ("{name} is preempted and frees {number}: {where}", "{name} waits: {number}"),
     "swap_out": ("{name} swaps out {number} to the CPU: {where}", "{name}, {number}"),
     "swap_in": ("{name} swaps in {number} from the CPU: {where}", "{name}, {number}"),
-}  # an event's text, for a wide log and for a narrow one
+}  # kind of event -> its text in a wide log, and in a narrow log
 _MOST_LINES = 10_000
-_SPARE = 1_000  # lines beyond the limit after which they are removed, all at once
+_SPARE = 1_000  # old lines are only removed when there are this many above the limit, all at once
 _MOST_SPANS = 3
 _ROOMY = 70  # minimum width in cells for the long wording
 _MOST_NAMES = 20_000
-_NEAR = 16  # number of events to search for the allocation of dropped draft tokens
+_NEAR = 16  # the allocation for draft tokens that are now dropped is searched in this number of previous events
 STEP_HEADING = "  step prefill decode     ms "
-_WINDOW = 5.0  # seconds of engine steps over which rates are averaged
-_COMPARED = 60  # last steps to compare; the longest of them has the longest bar
+_WINDOW = 5.0  # rates are averages over the engine steps of this many seconds
+_COMPARED = 60  # the longest of this many last steps has a bar of full length
 _LEAST_BAR = 2
 _LONGEST_BAR = 40
 
@@ -68,7 +68,7 @@ class EventLog(LineView):
         self.hidden: set[str] = set()  # keys of `KINDS`
         self._last: LogEntry | None = None  # the newest event taken from the pool's log
         self._entries: list[LogEntry] = []
-        self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; kept after the end
+        self._owners: dict[int, tuple[str, int]] = {}  # seq_id, even after its end -> owner, completion
 
     def begin_anew(self) -> None:
         self._last, self._entries = None, []
@@ -97,7 +97,7 @@ class EventLog(LineView):
     def _add(self, entry: LogEntry, wanted: set[str]) -> None:
         """Add an event to the list, if its kind is shown.
 
-        If wrong draft tokens allocated blocks that were freed at once, neither of the two events is listed.
+        If blocks were allocated for draft tokens and freed because the tokens were wrong, neither event is listed.
         """
         if entry.kind == "cut":
             for at in range(len(self._entries) - 1, max(-1, len(self._entries) - 1 - _NEAR), -1):
@@ -128,7 +128,7 @@ class EventLog(LineView):
             self.hidden ^= {key}
             self._filter()
         elif key == "/":
-            # Show all kinds; if none is hidden, hide all, to start a selection.
+            # Show all kinds. If all are shown already, hide all, so that the user can then select some.
             self.hidden = set() if self.hidden else set(KINDS)
             self._filter()
         else:
@@ -203,8 +203,8 @@ def event_words(entry: LogEntry, name_of: Callable[[int, str], str], *, short: b
 class StepList(LineView):
     """Lists engine steps. Columns: number, prefilled tokens (and chunks), decodes, milliseconds, and a bar of the time.
 
-    The bar is split into ▒ host and █ device. After it, ``!`` is followed by the number of preempted groups, ``↓`` and
-    ``↑`` by the blocks swapped out and in.
+    The bar is split into the time of the host (▒) and of the device (█). After the bar, ``!`` is followed by the number
+    of preempted groups, ``↓`` by the number of blocks swapped out, and ``↑`` by the number of blocks swapped in.
     """
 
     COMPONENT_CLASSES = {"number", "prefill", "decode", "time", "host", "device", "trouble"}  # noqa: RUF012
@@ -242,9 +242,9 @@ class StepList(LineView):
         ]
 
     def _longest(self) -> float:
-        """Return the seconds of the longest recent step.
+        """Return the duration of the longest recent step in seconds.
 
-        It is the scale of all bars, so that a slow step stands out.
+        All bars use it as their scale, so that a slow step stands out.
         """
         return max((step.seconds for step in islice(reversed(self._steps), _COMPARED)), default=0.0)
 

@@ -32,7 +32,7 @@ _SETTLED = 0.08  # seconds from the selection of a block to the request for its 
 
 
 class MemoryView(Vertical):
-    """A view of the memory in a box. It has no widgets until `fill` is called."""
+    """A view of the memory, with a border and title. It has no widgets inside until `fill` is called."""
 
     def __init__(self, name: str, title: str, parts: Callable[[], list[Widget]], keys: str = "") -> None:
         super().__init__(id=f"view-{name}", classes="view box")
@@ -83,7 +83,7 @@ class PoolView(MemoryView):
         self.update_facts()
 
     def on_facts_changed(self) -> None:
-        # Not with every change of the pool, because a new subtitle redraws the whole box.
+        # This is not done with every change of the pool, because a new subtitle redraws the whole box.
         self.query_one("#pool").border_subtitle = "c: by state" if self._map.by_sequence else "c: by sequence"
         super().on_facts_changed()
 
@@ -151,7 +151,7 @@ def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
 
 
 def block_facts(memory: Memory) -> Content:
-    """Return details of the selected block: state, filled slots, owners, node in the prefix cache, age, and tokens."""
+    """Return a text about the selected block: state, filled slots, age, owners, tokens, place in the prefix cache."""
     block, pool, facts = memory.block, memory.pool, memory.facts
     if block is None or pool is None:
         return Content("")
@@ -262,7 +262,7 @@ class MemoryPanel(Vertical):
 
         Args:
             names, scores: see `Names` and `Scores`.
-            current: the request with the tables to show first: that of the last answer.
+            current: the request of the last answer. Its tables are shown first.
             origin, num_beams: see `Memory`.
         """
         memory, blocks = self._memory, self._changed
@@ -282,7 +282,10 @@ class MemoryPanel(Vertical):
             self._catch_up()
 
     def show_facts(self, facts: BlockFacts) -> None:
-        """Show the engine's answer to `Inspect`. It is ignored if another block is selected by now."""
+        """Show the details of a block that the engine sent in answer to `Inspect`.
+
+        They are ignored if another block is selected by now.
+        """
         self._memory.facts = facts
         self._update_block()
 

@@ -26,12 +26,13 @@ _MOST_STEPS = 1_000
 _LONGEST_NAME = 60  # characters
 _MOST_LEFT = 16
 _MOST_PAST = 32
-_HISTORY = 600  # number of past figures: a minute of ten per second
+_HISTORY = 600  # number of past figures to keep: a minute at ten per second
 
 
 COPIED = "❐"  # mark of a copy on write; the font DejaVu Sans Mono has this character
 NUM_COLORS = 8  # number of colors for candidates, used in cards, strands, and the strip of the whole pool
-FREE, CACHED, PINNED, OWNED = range(4)  # looks of a block in the strip; OWNED + n: owned, in color n of `NUM_COLORS`
+# Looks of a block in the strip. OWNED + n: the block is owned, and shown in color n of `NUM_COLORS`.
+FREE, CACHED, PINNED, OWNED = range(4)
 SHARED = OWNED + NUM_COLORS
 
 
@@ -47,19 +48,19 @@ class BlockState(Enum):
 
 @dataclass
 class PoolFigures:
-    """Figures of the pool at one moment. They are in blocks unless the name says otherwise."""
+    """Figures of the pool at one moment."""
 
     free_blocks: int = 0  # not counting cached blocks
     cached_blocks: int = 0
     shared_blocks: int = 0
     pinned_blocks: int = 0
-    logical_blocks: int = 0  # entries of all block tables: the number of blocks needed without sharing
+    logical_blocks: int = 0  # number of entries in all block tables, which is the number of blocks without sharing
     used_slots: int = 0  # slots that contain a token, in blocks that tables use
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy on write: the copied block, and the time at which the copy was reported."""
+    """A copy on write: the block that was copied, and the time at which this was reported."""
 
     source: int
     moment: float
@@ -67,7 +68,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Hit:
-    """A prefix cache hit: the cached tokens of a prompt, all its tokens, and the time at which it was reported."""
+    """A prefix cache hit: how many of a prompt's tokens were cached, and the time at which this was reported."""
 
     num_found: int
     num_tokens: int
@@ -76,7 +77,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Left:
-    """A table that no longer exists, the time at which this was reported, and the texts of the blocks that it freed."""
+    """A table that no longer exists: its last state, the texts of blocks that it freed, and the time of the report."""
 
     table: TableView
     words: list[str]
@@ -85,7 +86,7 @@ class Left:
 
 @dataclass
 class Past:
-    """The beginning of a table that no longer exists, up to the first block that has lost its tokens."""
+    """A table that no longer exists: the blocks at its beginning that still contain its tokens, and its length."""
 
     blocks: list[int]
     num_tokens: int
@@ -101,19 +102,19 @@ class Pool:
     num_host_blocks: int = 0
     max_model_len: int = 0  # slots that a cache without paging would reserve per sequence
     ref_counts: array[int] = field(init=False)
-    filled: array[int] = field(init=False)  # number of slots with a token, by block
-    tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, in order of arrival
+    filled: array[int] = field(init=False)  # for each block, the number of slots with a token
+    tables: dict[int, TableView] = field(default_factory=dict)  # seq_id -> table, in order of arrival
     figures: PoolFigures = field(init=False)
     counts: CacheCounts = field(default_factory=CacheCounts)
     log: deque[LogEntry] = field(default_factory=lambda: deque(maxlen=_MOST_LOGGED))
-    num_logged: int = 0  # all events, including those not sent
+    num_logged: int = 0  # number of all events, including events that the engine has not sent
     history: deque[PoolFigures] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
-    words: dict[int, str] = field(default_factory=dict)  # text at the beginning of each block; not cleaned
-    copies: dict[int, Copy] = field(default_factory=dict)  # by the block that contains the copy
-    hits: dict[int, Hit] = field(default_factory=dict)  # by seq_id
+    words: dict[int, str] = field(default_factory=dict)  # block -> text at its beginning, not cleaned for a terminal
+    copies: dict[int, Copy] = field(default_factory=dict)  # block that contains a copy -> the copy's source
+    hits: dict[int, Hit] = field(default_factory=dict)  # seq_id -> hit
     left: deque[Left] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
-    past: dict[tuple[str, int], Past] = field(default_factory=dict)  # by owner and completion
+    past: dict[tuple[str, int], Past] = field(default_factory=dict)  # (owner, completion) -> its last table
     use: MemoryUse | None = None  # memory use of the device
 
     def __post_init__(self) -> None:
@@ -126,7 +127,7 @@ class Pool:
         self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> index of the block in that table
 
     def apply(self, event: CacheChanged) -> list[int]:
-        """Apply the changes that the engine reports. Return the blocks with a different state."""
+        """Apply the changes that the engine reports. Return the blocks that have changed their state."""
         self._cached.difference_update(event.uncached)
         self._cached.update(event.cached)
         touched, now = {*event.cached, *event.uncached}, time.monotonic()
@@ -161,7 +162,10 @@ class Pool:
         return changed
 
     def _shorten_past(self, lost: set[int], *, incomplete: bool) -> None:
-        """Cut past tables at their first block in ``lost``. ``incomplete``: any block may have lost its tokens."""
+        """Cut off past tables at their first block in ``lost``: the blocks that have lost their tokens.
+
+        If ``incomplete``, further unknown blocks may have lost them, so remove all past tables.
+        """
         if incomplete:
             self.past.clear()
         for past in self.past.values():
@@ -171,7 +175,7 @@ class Pool:
             del self.past[next(iter(self.past))]
 
     def _note_left(self, gone: Iterable[TableView], changes: Iterable[TableView], now: float) -> None:
-        """Record the tables that no longer exist, except tables of a sequence that continues in a new table."""
+        """Record the tables that no longer exist, unless the same sequence continues in a new table."""
         go_on = {(change.owner, change.index) for change in changes if change.owner}
         noted: set[int] = set()
         for table in gone:
@@ -184,7 +188,7 @@ class Pool:
                 self.left.append(Left(table, [self.words.get(block, "") for block in freed], now))
 
     def _take_table(self, change: TableView) -> Iterable[int]:
-        """Replace a table by its new version. Return the blocks with a possibly different state."""
+        """Replace a table by its new version. Return the blocks that may have changed their state."""
         before = self.tables.get(change.seq_id)
         kept = [] if before is None else before.blocks[: change.keep]
         table = self.tables[change.seq_id] = structs.replace(change, blocks=kept + change.blocks, keep=0)
@@ -193,12 +197,15 @@ class Pool:
             return touched
         for number in range(change.keep, len(table.blocks)):
             self._holders.setdefault(table.blocks[number], {})[table.seq_id] = number
-        # Kept blocks after the common tokens of both versions may be filled differently.
+        # A kept block also counts as changed if its number of filled slots may differ between the two versions.
         same = min(before.num_tokens, table.num_tokens) if before is not None and before.state == table.state else 0
         return [*touched, *table.blocks[min(change.keep, same // self.block_size) :]]
 
     def _let_go(self, table: TableView | None, keep: int = 0) -> list[int]:
-        """Remove a table from the users of its blocks, except of the first ``keep`` blocks. Return the other blocks."""
+        """Stop counting a table as a user of its blocks, from block number ``keep`` on. Return these blocks.
+
+        Other tables may still use them.
+        """
         if table is None or table.state == "swapped":
             return []
         for block in table.blocks[keep:]:
@@ -209,7 +216,7 @@ class Pool:
         return table.blocks[keep:]
 
     def _settle(self, block: int, figures: PoolFigures) -> bool:
-        """Compute a block's state again, and update ``figures``. Return False if the state is the same."""
+        """Compute a block's state again, and update ``figures``. Return whether the state has changed."""
         holders, state, filled, look = self._holders.get(block, {}), BlockState.FREE, 0, FREE
         if holders:
             state, look = (BlockState.SHARED, SHARED) if len(holders) > 1 else (BlockState.OWNED, OWNED)
@@ -244,7 +251,7 @@ class Pool:
         return self._states[block]
 
     def holders(self, block: int) -> list[tuple[TableView, int]]:
-        """Return the tables that use a device block, each with the block's index in it."""
+        """Return the tables that use a device block, each with the block's index in that table."""
         return [(self.tables[seq_id], number) for seq_id, number in self._holders.get(block, {}).items()]
 
     @property
@@ -290,10 +297,11 @@ class Memory:
     names: Names = lambda owner, index: f"{owner} · {index + 1}"
     scores: Scores = lambda owner, index: None
     current: str | None = None
-    num_beams: int = 0  # number of beams of the current answer, once its search has ended
-    origin: tuple[str, int] | None = None  # owner and completion that computed the current answer, if others
+    num_beams: int = 0  # number of beams of the current answer after its search has ended, else 0
+    # The owner and completion that have computed the current answer, if it was a candidate of another request.
+    origin: tuple[str, int] | None = None
     block: int | None = None  # the selected block
-    on_host: TableView | None = None  # the table with ``block`` in host memory; None: it is a device block
+    on_host: TableView | None = None  # if the selected block is in host memory, the table that uses it; else None
     facts: BlockFacts | None = None  # the engine's latest answer to `Inspect`
 
     @property
@@ -309,9 +317,9 @@ class Memory:
         return [*current, *(table for table in others if self.current is None or table.owner != self.current)]
 
     def lost_words(self) -> str:
-        """Return a text about how much of the current answer is still cached, if no table contains the answer.
+        """Return a text about how much of the current answer is still cached.
 
-        Else return "".
+        Return "" if the answer has a table, or if nothing is known about its blocks.
         """
         if self.pool is None or self.current is None or self.current_tables:
             return ""
@@ -333,5 +341,5 @@ class Memory:
         return clean_line(self.names(owner, index), _LONGEST_NAME)
 
     def table_name(self, table: TableView) -> str:
-        """Return a table's name for display. A table of the engine itself is named by its sequence's number."""
+        """Return a table's name for display. A table without an owner is named by its sequence's number."""
         return self.name(table.owner, table.index) if table.owner else f"sequence {table.seq_id}"

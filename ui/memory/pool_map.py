@@ -19,8 +19,8 @@ from minillm.ui.memory.pool import FREE, NUM_COLORS, BlockState, Memory, Pool
 from minillm.ui.numbers import count, plural
 
 _GROUP = 8  # number of cells between two gaps
-_RISING = "▁▂▃▄▅▆▇"  # fill levels of an owned block
-_GROWING = "▏▎▍▌▋▊▉"  # fill levels of a shared block; the shape differs, for use without color
+_RISING = "▁▂▃▄▅▆▇"  # marks of an owned block that is partly filled
+_GROWING = "▏▎▍▌▋▊▉"  # marks of a shared block that is partly filled; another shape, for use without color
 _CLASSES = {state: state.name.lower() for state in BlockState}
 _LEGEND = (
     ("·", "free", "free"),
@@ -30,7 +30,7 @@ _LEGEND = (
     ("p", "pinned", "pinned"),
     ("▃", "part-owned", "partly filled"),
     ("▍", "part-shared", "shared"),
-)  # mark of a block, component class, meaning
+)  # a block's mark, its component class, and its meaning
 _SEQUENCE_CLASSES = tuple(f"sequence-{number}" for number in range(NUM_COLORS))
 _COMPONENT_CLASSES = {*_CLASSES.values(), *_SEQUENCE_CLASSES, "part-owned", "part-shared", "swapped"}
 
@@ -42,12 +42,12 @@ class Looks:
         self.pool = pool
         self.host: dict[int, TableView] = {}  # host block -> the swapped table that uses it
         self._by_state = [("", "")] * pool.num_blocks
-        self._letters: dict[int, int] = {}  # seq_id -> number of its letter, as long as the sequence lives
+        self._letters: dict[int, int] = {}  # seq_id of a running sequence -> number of its letter
         self._colors: dict[int, int] = {}  # number of a letter -> number of its color
-        self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + index of its sequence's letter; 0: no sequence
+        self._sequence_of = bytearray(pool.num_blocks)  # for each block, 1 + index of its sequence's letter, or 0
 
     def find_all(self, *, by_sequence: bool) -> None:
-        """Compute the looks of all blocks. ``by_sequence``: also find the sequence of each block."""
+        """Compute the looks of all blocks, and with ``by_sequence`` the sequence that each block belongs to."""
         for block in range(self.pool.num_blocks):
             self.find(block)
         self.follow_host()
@@ -73,15 +73,15 @@ class Looks:
         return [table for table in self.pool.tables.values() if table.state != "swapped"]
 
     def follow_host(self) -> None:
-        """Update which table uses each block in host memory."""
+        """Update `host`: the table that uses each block in host memory."""
         swapped = [table for table in self.pool.tables.values() if table.state == "swapped"]
         room = range(self.pool.num_host_blocks)
         self.host = {block: table for table in swapped for block in table.blocks if block in room}
 
     def follow_sequences(self) -> bytearray:
-        """Update the sequence of each block, and return the previous result.
+        """Determine which sequence each block belongs to. Return the previous result, for `changed_hands`.
 
-        A sequence keeps its letter as long as it lives.
+        A sequence keeps its letter until it ends.
         """
         pool, before = self.pool, self._sequence_of
         for seq_id in self._letters.keys() - pool.tables.keys():
@@ -103,14 +103,14 @@ class Looks:
         return before
 
     def changed_hands(self, before: bytearray, first: int, end: int) -> bool:
-        """Return whether any block from ``first`` to ``end - 1`` belongs to another sequence than ``before``.
+        """Return whether any block from ``first`` to ``end - 1`` belongs to another sequence than in ``before``.
 
-        Such a block may have the same state as before.
+        Such a block must be redrawn even if its state is the same.
         """
         return before[first:end] != self._sequence_of[first:end]
 
     def cells(self, first: int, end: int, *, on_host: bool, by_sequence: bool) -> list[tuple[str, str]]:
-        """Return mark and component class of the blocks from ``first`` to ``end - 1``, on the device or the host."""
+        """Return the mark and the component class of each block from ``first`` to ``end - 1``."""
         if on_host:
             return [self._host_look(self.host.get(block), by_sequence) for block in range(first, end)]
         if by_sequence:
@@ -149,9 +149,9 @@ class Looks:
 
 @dataclass(frozen=True)
 class Grid:
-    """The position of each block's cell.
+    """The position of each block's cell in the map.
 
-    Rows of host memory follow the device's rows and a heading. Its blocks count from 0.
+    Below the rows of device blocks are a heading and the rows of host blocks. Host blocks are counted from 0 again.
     """
 
     num_blocks: int
@@ -163,9 +163,9 @@ class Grid:
         return -(-self.num_blocks // self.per_row)
 
     def block_at(self, x: int, row: int) -> tuple[int, bool] | None:
-        """Return the block at a cell, and whether it is in host memory.
+        """Return the number of the block at a cell, and whether it is in host memory. Return None for a gap.
 
-        The block may be beyond the last one. None: a gap.
+        After the last block, the number is that of a block that does not exist.
         """
         group, cell = divmod(x - self.label_width, _GROUP + 1)
         column = group * _GROUP + cell
@@ -178,8 +178,8 @@ class Grid:
 class PoolMap(LineView):
     """Shows rows of blocks, each after the number of its first block. If host memory is in use, its rows are last.
 
-    A free block is a dot. A full block shows a letter, or the number of sequences that share it. A partly filled block
-    is a bar. Colored by sequence, a block shows the letter of its sequence.
+    A free block is a dot. A full block shows a letter for its state, or the number of sequences that share it. A partly
+    filled block is a bar. If the map is colored by sequence, a block shows the letter of its sequence.
     """
 
     COMPONENT_CLASSES = {*_COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012
@@ -195,9 +195,9 @@ class PoolMap(LineView):
         self.by_sequence = False
         self._cursor = 0
         self._hovered: tuple[int, bool] | None = None  # the block under the mouse, and whether it is in host memory
-        self._is_empty = bytearray()  # by device row: whether all its blocks are free
-        self._rows: list[int] = []  # by line: the grid's row, or minus the number of folded rows
-        self._lines: dict[int, int] = {}  # by visible row of the grid: the line that shows it
+        self._is_empty = bytearray()  # for each device row, whether all its blocks are free
+        self._rows: list[int] = []  # for each line, the grid's row, or minus the number of rows that are folded into it
+        self._lines: dict[int, int] = {}  # row of the grid that is not folded -> the line that shows it
 
     def begin_anew(self) -> None:
         self._looks = None if self.memory.pool is None else Looks(self.memory.pool)
@@ -206,11 +206,14 @@ class PoolMap(LineView):
         self.scroll_home(animate=False)
 
     def blocks_changed(self, blocks: Iterable[int]) -> None:
-        """Redraw the rows of these blocks. If none of the used ones among them is visible, scroll to the last one."""
+        """Redraw the rows of blocks that have changed.
+
+        If some of these blocks are in use but none of their rows is visible, scroll to the last one.
+        """
         looks, per_row = self._looks, self._grid.per_row
         if looks is None:
             return
-        rows, used = set(), []  # rows with a change; rows with a change of a used block
+        rows, used = set(), []  # rows with a changed block; rows with a changed block that is in use
         for block in blocks:
             looks.find(block)
             rows.add(block // per_row)
@@ -258,7 +261,7 @@ class PoolMap(LineView):
         top, height, width = self.scroll_offset.y, self.size.height, self.size.width
         seen = [line - top for row in rows if 0 <= (line := self._lines.get(row, -1)) - top < height]
         if len(seen) > height // 2:
-            self.refresh()  # many regions would cost more than all lines
+            self.refresh()  # drawing many separate regions would take longer than drawing all lines
         elif seen:
             self.refresh(*(Region(0, y, width, 1) for y in seen))
 
@@ -325,7 +328,7 @@ class PoolMap(LineView):
             self._tell_chosen()
 
     def _tell_chosen(self) -> None:
-        """Report the selected block: the block under the mouse, else the block at the cursor."""
+        """Send a message with the selected block: the block under the mouse, else the block at the cursor."""
         chosen = self._hovered or ((self._cursor, False) if self.has_focus else None)
         if chosen is None or not chosen[1]:
             self.post_message(BlockChosen(None if chosen is None else chosen[0]))
@@ -347,7 +350,7 @@ class PoolMap(LineView):
         num_blocks = looks.pool.num_blocks
         label_width = max(4, len(str(num_blocks - 1))) + 1
         groups = max(1, (self.scrollable_content_region.width - label_width + 1) // (_GROUP + 1))
-        # With a power of two of groups, each row begins at a round number.
+        # The number of groups in a row is a power of two, so that each row begins at a round number.
         grid = self._grid = Grid(num_blocks, _GROUP * (1 << (groups.bit_length() - 1)), label_width)
         self._is_empty = bytearray(self._all_free(row) for row in range(grid.num_rows))
         self._fold()

@@ -1,6 +1,6 @@
-"""The strands: the text of each sequence in its blocks.
+"""The strands view: the text of each sequence, block by block.
 
-Shared text is shown once, and forks where the block tables differ.
+Text that sequences share is shown once. The lines fork where the block tables differ.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from minillm.ui.memory.tree import (
 )
 from minillm.ui.numbers import bar, count, plural
 
-# Seconds for which a copy on write is highlighted, an ended sequence is named, and its words are shown.
+# How many seconds a copy on write is highlighted, the name of an ended sequence is shown, and its words are shown.
 _TORN, _LEFT, _WORDS = 3.0, 5.0, 2.5
 _WHOLE = 1.0  # seconds before the words of an ended sequence begin to dissolve
-_LATE = 4.0  # seconds after which an event is too old to be shown; drawing may be delayed by 3
+_LATE = 4.0  # an event that was reported more seconds ago is not shown as new; drawing may be 3 s late
 _FRAME = 0.5  # seconds between two updates of temporary lines
 _ALL = -1  # index that stands for all beams of a search
-_MOST_FADING, _MOST_WORDS = 4, 6  # number of ended sequences with words, and of blocks for each
+_MOST_FADING, _MOST_WORDS = 4, 6  # words are shown for this many ended sequences, and for this many blocks of each
 _GUIDE = (
     ("The model keeps text in memory in blocks. Here each line is a block, with its first words.", "name"),
     ("│ a block of one answer, in its color", "strand-0"),
@@ -58,13 +58,13 @@ class Fading:
 
     left: Left
     name: str
-    words: str | None = None  # the words of a block; None: this is the line with the name
+    words: str | None = None  # the words of a block; None in the line with the sequence's name
 
 
 def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
-    """Return each ended sequence once. All beams of a search become one, because they come and go quickly.
+    """Combine ended tables that should be shown as one: those of the same sequence, and all beams of a search.
 
-    ``searches`` returns whether an owner is a beam search.
+    Beams are combined because they come and go quickly. ``searches`` returns whether an owner is a beam search.
     """
     found: dict[tuple[str, int, int], Left] = {}
     for left in gone:
@@ -80,8 +80,9 @@ def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
 class Strands(LineView):
     """Shows a line for each block, with the block's first words.
 
-    A line is thick if sequences share the block. Otherwise it has the color of the candidate that owns the block. A
-    strand forks where the block tables differ. A copy on write is highlighted for a moment.
+    A strand is the chain of lines for one sequence's blocks. Its line is thick if several sequences share the block.
+    Otherwise the line has the color of the candidate that owns the block. Strands fork where the block tables differ. A
+    copy on write is highlighted for a moment.
     """
 
     COMPONENT_CLASSES = {  # noqa: RUF012
@@ -95,9 +96,9 @@ class Strands(LineView):
         self._lines: list[StrandLine | Fading | tuple[str, str]] = []
         self._shown: str | None = None  # the request that was last scrolled into view
         self._most = 0  # maximum number of lines for the blocks of one tree node
-        self._fades = False  # a timer for temporary lines is running
-        self._since: dict[tuple[str, int], float] = {}  # time at which each temporary line was first shown
-        self._names: dict[int, str] = {}  # by seq_id: names of sequences, stored before they end
+        self._fades = False  # whether a timer for temporary lines is running
+        self._since: dict[tuple[str, int], float] = {}  # (kind, id) of a temporary line -> time when first shown
+        self._names: dict[int, str] = {}  # seq_id -> name of the sequence, stored before the sequence ends
 
     def begin_anew(self) -> None:
         self._since.clear()
@@ -128,9 +129,8 @@ class Strands(LineView):
     def _age(self, what: tuple[str, int], heard: float) -> float:
         """Return the seconds since a temporary line was first drawn.
 
-        ``heard`` is the time at which its event was reported.
-
-        If the model computes on the same cores, the first drawing may be long after that.
+        ``heard`` is the time when the line's event was reported. If the model computes on the same cores, the line may
+        first be drawn seconds later. It is then shown as long as any other.
         """
         now = monotonic()
         return now - self._since.setdefault(what, now if now - heard < _LATE else heard)
@@ -146,7 +146,7 @@ class Strands(LineView):
         return copy is not None and self._is_new(("copy", block), copy.moment, _TORN)
 
     def _lost(self, width: int) -> list[tuple[str, str]]:
-        """Return lines about the visible answer if it has no strand, and about its candidates without a strand."""
+        """Return lines about the current answer if it has no table, or about those of its beams that have none."""
         lines = [(line, "name") for line in self.memory.lost_lines(width)]
         held = {table.index for table in self.memory.current_tables}
         owner, num_beams = self.memory.current, self.memory.num_beams if held else 0
@@ -154,7 +154,7 @@ class Strands(LineView):
         return lines + [(f"{name}  ended early: holds no blocks", "fact") for name in without]
 
     def _fading(self, gone: Sequence[Left], room: int) -> list[Fading]:
-        """Return lines about ended sequences, at most ``room``: their names, and the words of some of their blocks."""
+        """Return at most ``room`` lines about ended sequences: their names, and the words of some of their blocks."""
         all_gone = summed(gone, lambda owner: self.memory.scores(owner, 0) is not None)[:room]
         lines, room = list[Fading](), room - len(all_gone)
         for number, left in enumerate(all_gone):
@@ -170,9 +170,9 @@ class Strands(LineView):
         return lines
 
     def _follow_branch(self) -> None:
-        """When an answer becomes the current one, scroll to its strands, once. Later the user may scroll elsewhere.
+        """Scroll to the strands of a new current answer, only once, so that the user can scroll elsewhere.
 
-        If they do not fit, their beginning has priority: the shared root, or else the last fork.
+        If the strands do not fit, show their beginning: from the shared root on, or else from the last fork on.
         """
         if (current := self.memory.current) == self._shown:
             return
@@ -283,9 +283,9 @@ def _headline(text: str, facts: str, width: int) -> Content:
 
 
 def dissolved(text: str, part: float) -> str:
-    """Return ``text`` with about the fraction ``part`` of its characters blank.
+    """Replace about the fraction ``part`` of a text's characters by blanks.
 
-    The places depend only on the position.
+    A character's position alone determines when it disappears, so with a growing ``part`` a text dissolves.
     """
     return "".join(
         " " * cell_len(each) if (number * 61 + 17) % 97 < 97 * part else each for number, each in enumerate(text)
@@ -301,7 +301,7 @@ def in_order(tables: Iterable[TableView]) -> list[TableView]:
 
 
 def _guide(width: int, height: int) -> list[tuple[str, str]]:
-    """Return lines of at most ``width`` cells that explain the strands, with blank lines between them if they fit."""
+    """Return lines of at most ``width`` cells that explain the strands view. If they fit, blank lines separate them."""
     lines: list[tuple[str, str]] = []
     for text, kind in _GUIDE:
         indent = "" if text[1] != " " else "  "

@@ -1,4 +1,4 @@
-"""The whole pool in a few lines. Each cell stands for many blocks."""
+"""Draw the whole pool in a few lines. Each cell stands for many blocks."""
 
 from itertools import groupby
 from operator import itemgetter
@@ -8,17 +8,17 @@ from textual.content import Content
 from minillm.ui.memory.pool import CACHED, FREE, OWNED, PINNED, SHARED, Memory
 from minillm.ui.numbers import count, plural
 
-_FILLED = "·⡀⣀⣄⣤⣦⣶⣷⣿"  # by the number of eighths of a cell's blocks that are not free
+_FILLED = "·⡀⣀⣄⣤⣦⣶⣷⣿"  # a cell's character if 0, 1, … 8 eighths of its blocks are not free
 _OWNERS = ("$primary", "$success", "$warning", "$error", "$strand-4", "$strand-5", "$strand-6", "$strand-7")
 _COLORS = {FREE: "$frame", CACHED: "$dim", PINNED: "$success", SHARED: "$secondary"}
 _COLORS.update({OWNED + number: color for number, color in enumerate(_OWNERS)})
 
 
 def strip(memory: Memory, width: int, height: int) -> Content:
-    """Return all blocks in order, in lines of ``width`` cells, with a line below that states the scale.
+    """Return a drawing of all blocks in order, in at most ``height`` lines of ``width`` cells, the scale included.
 
-    There are at most ``height`` lines. The more of a cell's blocks are in use, the fuller is the cell. Its color is
-    that of the block with the highest look, see `minillm.ui.memory.pool`.
+    The more of a cell's blocks are in use, the fuller is the cell. Its color shows the most important kind of block in
+    it: shared, else owned, pinned, cached, or free.
     """
     pool = memory.pool
     if pool is None or height < 2 or not width:

@@ -22,12 +22,11 @@ HEADING = "  logical  physical   filled    ×"
 
 
 class BlockTableView(LineView):
-    """Shows the block table of one sequence or of several.
+    """Shows the block table of the current answer, or all block tables (``headers``), a line per block.
 
-    The bracket on the left joins blocks that are adjacent in the pool.
-
-    With several tables, each has a heading, and a shared block lists the other sequences that share it. If the visible
-    answer has no table, the first lines say how much of it is cached.
+    A bracket on the left joins blocks that are adjacent in the pool. In the view of all tables, each table has a
+    heading, and the line of a shared block lists the other sequences that share it. If the current answer has no table,
+    the first lines of that view say how much of the answer is cached.
     """
 
     COMPONENT_CLASSES = {"run", "index", "block", "owned", "shared", "swapped", "header", "cursor"}  # noqa: RUF012
@@ -41,8 +40,8 @@ class BlockTableView(LineView):
         self._headers = headers
         self.follows = not headers  # a single table grows at its end
         self._tables: list[TableView] = []
-        self._lost: list[str] = []  # the first lines, if the visible answer has no table
-        self._starts: list[int] = [0]  # line of each table's heading or first block, then the number of lines
+        self._lost: list[str] = []  # the first lines, if the current answer has no table
+        self._starts: list[int] = [0]  # for each table, its first line; last, the number of all lines
         self._cursor = (-1, 0)  # seq_id of a table, and the line within this table
         self._tells_tokens = False
 
@@ -162,9 +161,9 @@ class BlockTableView(LineView):
         return parts
 
     def _listed(self, table: TableView, others: Sequence[TableView]) -> str:
-        """Return the names of other tables, those of the same request first.
+        """Return the names of the tables ``others`` as a text, tables of the same request as ``table`` first.
 
-        Each request is named once, followed by the number of its further tables.
+        Of each request, only the first table is named, followed by the number of its other tables: ``turn 2 +3``.
         """
         by_owner: dict[str, list[TableView]] = {table.owner: []}
         for other in others:
@@ -195,16 +194,16 @@ class BlockTableView(LineView):
 
 
 def _bracket(blocks: Sequence[int], index: int) -> str:
-    """Return ``╶`` for a block without adjacent ones, else ``┌``, ``│`` or ``└``, by its position in the run."""
+    """Return the bracket of a block in a run of adjacent blocks: ``┌``, ``│`` or ``└``. A block alone has ``╶``."""
     above = index > 0 and blocks[index - 1] + 1 == blocks[index]
     below = index + 1 < len(blocks) and blocks[index] + 1 == blocks[index + 1]
     return ("╶", "┌", "└", "│")[2 * above + below]
 
 
 def runs_line(blocks: Sequence[int], width: int) -> str:
-    """Return the runs of adjacent blocks in one line: ``0–3 → 12–15, 4 → 90``.
+    """Return the runs of adjacent blocks in one line of ``width`` cells: ``0–3 → 12–15, 4 → 90``.
 
-    Runs that do not fit are only counted.
+    Each run is written as logical → physical blocks. If not all runs fit, the line ends with the number of the others.
     """
     parts = [f"{span(start, length)} → {span(block, length)}" for start, block, length in contiguous_runs(blocks)]
     line = ""

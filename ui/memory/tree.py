@@ -10,8 +10,8 @@ from minillm.service.messages import TableView
 
 FOLD, HEAD = -1, -2  # values of `StrandLine.place` for lines that are not a block
 
-# The tree is a radix tree over physical block ids. Forked sequences share their first blocks. So a block either is
-# shared and belongs to an inner node, or belongs to one leaf. Tables diverge where a block was copied on write.
+# The tree is a radix tree over physical block ids. Forked sequences share their first blocks. A shared block belongs to
+# an inner node, any other block to a leaf. Tables diverge where a block was copied on write.
 
 
 @dataclass
@@ -21,34 +21,34 @@ class BlockNode:
     Attributes:
         start: index of the first logical block.
         blocks: the physical ids of the blocks from ``start`` on.
-        ends: the tables that end with this node. There are several if a fork has not been written to.
+        ends: the tables that end with this node. There are several if sequences were forked and have no new blocks yet.
     """
 
     start: int
     blocks: list[int]
     num_tables: int  # number of tables that pass through this node or end with it
-    first: int  # the index of the first of these tables among all tables
+    first: int  # index of the first of these tables in the list of all tables
     ends: list[TableView] = field(default_factory=list)
     children: list[BlockNode] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class TreeLine:
-    """A line of the drawn tree: a node, or a table that ends at a shared node. A table has no ``node``."""
+    """A line of the drawn tree: a shared node, a leaf with its table, or a table that ends with a shared node."""
 
     rails: str  # the characters to the left of it: "│  ├─ "
-    node: BlockNode | None
-    table: TableView | None  # the table of a leaf; None: the node is shared
+    node: BlockNode | None  # None for a table that ends with a shared node
+    table: TableView | None  # None for a shared node
 
 
 def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
     """Return the trees of all tables that have blocks, in the order of their first tables.
 
-    A block id in host memory means another block than on the device. So each swapped table is a tree with a single
-    leaf.
+    Each swapped table is a tree with a single leaf, because its ids are those of host blocks and have no relation to
+    device blocks.
     """
     order = {table.seq_id: number for number, table in enumerate(tables)}
-    # After sorting, the tables of each node are adjacent, and all share the common blocks of the first and the last.
+    # After sorting, a node's tables are adjacent. Blocks that the first and the last of them share are shared by all.
     device = sorted((table for table in tables if table.blocks and table.state != "swapped"), key=lambda t: t.blocks)
     top = BlockNode(0, [], len(device), 0)
     waiting = [(top, 0, len(device), 0)]
@@ -98,9 +98,9 @@ def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
 
 @dataclass(frozen=True)
 class StrandLine:
-    """A line of the strands view: a tree line's heading, one of its blocks, or a fold that stands for several blocks.
+    """A line of the strands view: the heading of a tree line, one of its blocks, or a fold in place of several blocks.
 
-    ``place`` is the index of the block in the node, `HEAD` or `FOLD`.
+    ``place`` is the block's index in the node, or `HEAD` or `FOLD`.
     """
 
     tree: TreeLine
@@ -108,7 +108,7 @@ class StrandLine:
 
 
 def strand_lines(lines: Sequence[TreeLine], most: int = 6) -> list[StrandLine]:
-    """Return each line of the tree, followed by the lines of its blocks. Of many blocks, only ``most`` get lines."""
+    """Return each line of the tree, followed by lines for its blocks: for at most ``most`` blocks of a node."""
     found = []
     for line in lines:
         found.append(StrandLine(line, HEAD))
@@ -130,16 +130,13 @@ def most_that_fit(lines: Sequence[TreeLine], height: int) -> int:
 
 
 def num_drawn(line: TreeLine) -> int:
-    """Return the number of blocks that are drawn below a line's heading. Swapped blocks are not drawn."""
+    """Return the number of blocks below a line's heading. Swapped blocks get no lines."""
     swapped = line.table is not None and line.table.state == "swapped"
     return 0 if line.node is None or swapped else len(line.node.blocks)
 
 
 def few(places: list[int], most: int) -> list[int]:
-    """Return ``places``.
-
-    If they are many, return the first and last of them, ``most`` in total, with `FOLD` between.
-    """
+    """Return ``places``. If there are too many, return only ``most`` of them, with `FOLD` in place of the others."""
     if not most or len(places) <= most + 1:
         return places if most else []
     first = max(1, most // 3)
@@ -147,7 +144,7 @@ def few(places: list[int], most: int) -> list[int]:
 
 
 def root_and_fork(lines: Sequence[StrandLine], row: int) -> tuple[int, int]:
-    """Return two rows: of the root of the tree that contains line ``row``, and of the node where its strand forks."""
+    """Return two line numbers for line ``row``: of its tree's root, and of the node where its strand has forked off."""
     rails = len(lines[row].tree.rails)
     fork = row
     while fork and (lines[fork].place != HEAD or (rails and len(lines[fork].tree.rails) >= rails)):
