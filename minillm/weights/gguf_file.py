@@ -306,10 +306,11 @@ def _config(header: Header, factors: dict[str, list[float] | None], path: Path) 
 def _windows(metadata: Values, architecture: str, num_layers: int) -> dict[str, Any]:
     """Return the config.json keys of a file's attention windows. Empty if it has none."""
     found, prefix = OF_GGUF[architecture], f"{architecture}.attention.sliding_window"
+    has_windows = "attention.sliding_window" in found.gguf_keys
     if not (window := metadata.integer(prefix, 0, least=0)):
-        return {}
+        return {"sliding_window": None} if has_windows else {}
     windowed = ARCHITECTURES.get(found.gguf_with_windows, found)
-    if windowed is found and "attention.sliding_window" not in found.gguf_keys:
+    if windowed is found and not has_windows:
         raise WeightsError(f"{metadata.where}: {prefix} is not supported")
     config = {"architectures": [windowed.name], "model_type": windowed.model_type, "sliding_window": window}
     pattern = metadata.values.get(f"{prefix}_pattern")
