@@ -596,11 +596,13 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("broken-line-kept", "PartFiles.open", "BinOp 0", "len(known)",
          PARTS + "test_parts_are_merged_in_order_and_a_broken_line_is_forgotten"),
     ],
-    "minillm/model/architectures.py": [
-        ("windows-in-the-lower-layers", "_qwen3", "Call 0", "range($args[0])",
+    "minillm/model/architecture_keys.py": [
+        ("windows-in-the-lower-layers", "qwen3", "Call 0", "range($args[0])",
          "tests/model/test_families.py::test_a_config_without_lists_of_layers_means_the_lists_that_transformers_makes"),
         ("rope-left-out-a-layer-early", "_layers_without_rope", "BinOp 0", "$left - 2",
          "tests/model/test_families.py::test_a_config_without_lists_of_layers_means_the_lists_that_transformers_makes"),
+    ],
+    "minillm/model/architectures.py": [
         ("gguf-rows-of-smollm3-not-permuted", "", "gguf=\"smollm3\",\n        gguf_is_permuted=True,",
          "gguf=\"smollm3\",",
          "tests/weights/test_gguf_families.py::test_a_file_computes_what_transformers_computes"),

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import WeightsError
-from minillm.model.architectures import FULL, WINDOWED, Architecture
+from minillm.model.architecture_keys import FULL, WINDOWED
+from minillm.model.architectures import Architecture
 from minillm.text.reading import Values
 from minillm.text.safe import clean_line
 

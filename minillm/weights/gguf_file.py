@@ -17,7 +17,8 @@ from torch import Tensor
 from minillm.errors import WeightsError
 from minillm.kernels import LowBit
 from minillm.kernels.linear.low_bit.layouts import GROUP, in_eight_bits
-from minillm.model.architectures import ARCHITECTURES, FULL, OF_GGUF, WINDOWED
+from minillm.model.architecture_keys import FULL, WINDOWED
+from minillm.model.architectures import ARCHITECTURES, OF_GGUF
 from minillm.model.config import ModelConfig
 from minillm.model.loader import parameter_shapes
 from minillm.text.gguf_tokens import end_ids, special_ids
