@@ -163,6 +163,11 @@ def missing_variants(work: Callable[[], object]) -> list[Variant]:
         _mode.found = kept
 
 
+def finds_variants() -> bool:
+    """Return whether `missing_variants` runs this thread's work, so that nothing is launched."""
+    return _mode.found is not None
+
+
 @contextmanager
 def only_compiled() -> Iterator[None]:
     """Raise `NotCompiledError` instead of compiling a kernel, in this thread."""

@@ -550,8 +550,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "pool[host:host + 1].copy_(staging[first:first + 1], non_blocking=True)", SWAPPED_BEAMS),
     ],
     "minillm/runner/device/prompts.py": [
-        ("padding-is-written", "ShortPrompts._run", "UnaryOp 0", "0", SHORT_PROMPTS + "test_padding_changes_nothing",
-         SHORT_PROMPTS + "test_single_prompts_are_recorded_while_nobody_waits"),
+        ("padding-is-written", "ShortPrompts._fill", "UnaryOp 0", "0", SHORT_PROMPTS + "test_padding_changes_nothing",
+         SHORT_PROMPTS + "test_graphs_are_recorded_while_nobody_waits"),
         ("short-prompts-with-guesses", "ShortPrompts.takes", "BoolOp 1", "$values[1]",
          SHORT_PROMPTS + "test_only_short_steps_of_prompts_come_here"),
     ],

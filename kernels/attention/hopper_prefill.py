@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from minillm.kernels.arguments import Pages
 from minillm.kernels.attention.prefill import check_chunks
 from minillm.kernels.compat import INTERPRETED, has_wgmma
-from minillm.kernels.launch import NotCompiledError, launched
+from minillm.kernels.launch import NotCompiledError, finds_variants, launched
 
 ROWS = 128  # queries of a tile, 64 for each consumer
 TILE = 128  # tokens of a tile
@@ -368,11 +368,11 @@ def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _is_there(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the kernel can be used now: Triton can compile it, or has done so if `only_compiled` holds."""
+    """Return whether this Triton compiles the kernel. Return False under `only_compiled` if nobody knows yet."""
     try:
         return _compiles(device, dtype, head_dim)
     except NotCompiledError:
-        return False
+        return finds_variants()
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from minillm.loading.compiling import with_compiled_layers
 from minillm.loading.describe import Description, Draft, describe_draft
 from minillm.loading.device import choose_dtype
 from minillm.loading.fits import check_fits
+from minillm.loading.kernel_cache import use_kernel_cache
 from minillm.loading.pool_size import activation_bytes, budget_of, free_bytes, size_pool
 from minillm.loading.threads import Clocks, FreeCores, follows_free_cores
 from minillm.model.llama import Llama
@@ -26,12 +27,14 @@ from minillm.model.settle import bound_results, settle
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message, ignore_progress, size
+from minillm.runner.device.ahead import Compiler
 from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.device.state import decode_bytes
 from minillm.runner.runner import Runner
 from minillm.speculation.drafter import MOST_SEQS, Drafter
 from minillm.system import compact_heap
 
+_ENOUGH = 4  # compilers: fewer take longer than this process's own threads
 _HARDLY_PAYS = 0.5  # speculation hardly saves time if a draft token takes more than this fraction of a token's time
 
 
@@ -173,6 +176,33 @@ def build_runner(
     Args:
         since: an earlier result of `threads.clocks`. Cores that other programs have used since then are left to them.
     """
+    compiler = None
+    if device.type == "cuda":
+        has_kernels = use_kernel_cache(on_message)
+        if ranks is None and not config.enforce_eager:
+            from minillm.loading.kernel_compiler import KernelCompiler  # not at the top: it imports Triton
+
+            compiler = KernelCompiler(on_message)
+            if not has_kernels:
+                compiler.start()  # while the weights are loaded
+    try:
+        return _build_runner(description, config, device, ranks, on_progress, on_message, since, compiler)
+    except BaseException:
+        if compiler is not None:
+            compiler.close()
+        raise
+
+
+def _build_runner(
+    description: Description,
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Ranks | None,
+    on_progress: OnProgress,
+    on_message: OnMessage,
+    since: Clocks | None,
+    compiler: Compiler | None,
+) -> tuple[Runner, Limits]:
     cores = free_cores(config, device, since)
     if cores is not None:
         on_progress = following(cores, on_progress)
@@ -200,7 +230,7 @@ def build_runner(
     reserved = 0
     if device.type == "cuda":
         for each in models if ranks is None and not model.rotary.dynamic else []:
-            compile_ahead(each, config, longest)
+            compile_ahead(each, config, longest, compiler, on_progress)
         context = budget.longest_context(shape_of(description.config), left)
         reserved = max(activation_bytes(each, tokens, config.max_num_seqs, context) for each in models)
         reserved += GRAPH_BYTES * len(models) + decode_bytes(model, config.max_num_seqs, longest, config.block_size)
@@ -218,10 +248,10 @@ def build_runner(
         if ranks is not None:
             num_host_blocks = ranks.least(num_host_blocks)
     limits = Limits(num_blocks, max_model_len, num_host_blocks, tokens)
-    runner = _new_runner(model, config, limits, ranks)
+    runner = _new_runner(model, config, limits, ranks, compiler)
     if draft is not None:
         few = replace(config, max_num_seqs=MOST_SEQS, enable_prefix_attention=False)
-        drafter = Drafter(_new_runner(draft, few, limits, None), num_blocks, num_host_blocks, model, tokens)
+        drafter = Drafter(_new_runner(draft, few, limits, None, compiler), num_blocks, num_host_blocks, model, tokens)
         runner.observers.append(drafter)
         if drafter.price > _HARDLY_PAYS:
             on_message(
@@ -269,7 +299,9 @@ def _check_smaller(draft: Llama, model: Llama, config: EngineConfig) -> None:
         )
 
 
-def _new_runner(model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks | None) -> Runner:
+def _new_runner(
+    model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks | None, compiler: Compiler | None
+) -> Runner:
     """Return a runner with its pool."""
     sizes, device = (limits.num_blocks, config.block_size, limits.num_host_blocks), model.device
     # With dynamic rope scaling, the host computes angles at every step, so a plain Runner is needed. On a CPU, only
@@ -286,17 +318,28 @@ def _new_runner(model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks
         max_model_len=limits.max_model_len,
         graphs=device.type == "cuda" and not config.enforce_eager,
         sharing=Costs() if config.enable_prefix_attention and not config.deterministic and even and whole else None,
+        compiler=compiler,
     )
 
 
-def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
-    """Compile and load the kernels that the first request needs, in parallel.
+@torch.inference_mode()
+def compile_ahead(
+    model: Llama, config: EngineConfig, longest: int, compiler: Compiler | None, on_progress: OnProgress
+) -> None:
+    """Compile and load the kernels of a first request in parallel. One by one, they take most of a first start.
 
-    One after another, they would take most of the time of a first start.
+    ``compiler`` goes on with kernels that other requests may need.
     """
     runner = DeviceRunner(
         model, 1, config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=longest, graphs=False, sharing=None
     )
+
+    if compiler is not None:
+        needed = [each for part in runner.rehearsals() for each in compiler.missing(part)]
+        more = [each for shape in runner.first_shapes() for each in compiler.missing(shape.work)]
+        compiler.submit([*needed, *more])
+        while compiler.num_processes >= _ENOUGH and not compiler.wait(needed, seconds=0.2):
+            on_progress(Progress("compiling kernels, once", compiler.num_done, len({*needed, *more}), "kernels"))
 
     def rehearse(part: Callable[[], object]) -> None:
         torch.cuda.set_device(model.device)

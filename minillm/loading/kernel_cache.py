@@ -23,10 +23,11 @@ _UNUSED = 24 * 3600  # seconds
 _MARK = "used"  # the file that is touched at each start
 
 
-def use_kernel_cache(on_message: OnMessage) -> None:
+def use_kernel_cache(on_message: OnMessage) -> bool:
     """Choose Triton's cache directory for this process and its children, unless ``$TRITON_CACHE_DIR`` is set.
 
-    If the directory cannot be written, use a temporary one until the process ends, and report it.
+    If the directory cannot be written, use a temporary one until the process ends, and report it. Return whether the
+    directory has compiled kernels.
     """
     chosen = os.environ.get(_VARIABLE)
     path = Path(chosen) if chosen else cache_dir() / "kernels" / _name()
@@ -40,6 +41,7 @@ def use_kernel_cache(on_message: OnMessage) -> None:
         path = Path(tempfile.mkdtemp(prefix="minillm-kernels-"))
         atexit.register(shutil.rmtree, path, ignore_errors=True)
     os.environ[_VARIABLE] = str(path)
+    return any(each.is_dir() for each in path.iterdir())
 
 
 @functools.cache

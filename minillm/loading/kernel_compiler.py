@@ -35,12 +35,10 @@ class KernelCompiler:
         num_processes: how many variants to compile at a time.
     """
 
-    not_compiled = NotCompiledError
-    missing = staticmethod(launch.missing_variants)
-    only_compiled: Callable[[], AbstractContextManager[None]] = staticmethod(launch.only_compiled)
+    not_compiled: type[Exception] = NotCompiledError
 
     def __init__(self, on_message: OnMessage, num_processes: int | None = None) -> None:
-        self._on_message, self._most = on_message, num_processes or num_compilers()
+        self._on_message, self.num_processes = on_message, num_processes or num_compilers()
         self._process: subprocess.Popen[bytes] | None = None
         self._changed = threading.Condition()
         self._queue: deque[Variant] = deque()
@@ -48,6 +46,14 @@ class KernelCompiler:
         self._done: set[Variant] = set()  # compiled, or impossible to compile
         self._has_failed = False
         self._reads = False  # the process is ready for variants
+
+    def missing(self, work: Callable[[], object]) -> list[Variant]:
+        """Return the variants to compile before ``work`` can launch its kernels: see `launch.missing_variants`."""
+        return launch.missing_variants(work)
+
+    def only_compiled(self) -> AbstractContextManager[None]:
+        """Raise `not_compiled` instead of compiling a kernel: see `launch.only_compiled`."""
+        return launch.only_compiled()
 
     @property
     def num_pending(self) -> int:
@@ -117,7 +123,7 @@ class KernelCompiler:
         environment = child_environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "minillm.loading.kernel_process", str(self._most)],
+                [sys.executable, "-m", "minillm.loading.kernel_process", str(self.num_processes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -134,7 +140,7 @@ class KernelCompiler:
 
         Nothing is sent before the process reads, because a full pipe would block this thread.
         """
-        while self._queue and len(self._sent) < self._most and self._process is not None and self._reads:
+        while self._queue and len(self._sent) < self.num_processes and self._process is not None and self._reads:
             variant = self._queue.popleft()
             assert self._process.stdin is not None
             try:

@@ -65,9 +65,10 @@ def test_unused_kernels_of_other_versions_are_removed(tmp_path: Path, monkeypatc
         mark.parent.mkdir(parents=True)
         mark.touch()
         os.utime(mark, (time.time() - days * 86400,) * 2)
-    kernel_cache.use_kernel_cache(pytest.fail)
+    assert not kernel_cache.use_kernel_cache(pytest.fail)
     used = Path(os.environ["TRITON_CACHE_DIR"])
     assert used.parent == tmp_path / "kernels"
     assert {each.name for each in used.parent.iterdir()} == {"today", used.name}
-    kernel_cache.use_kernel_cache(pytest.fail)
+    (used / "a kernel").mkdir()
+    assert kernel_cache.use_kernel_cache(pytest.fail)
     assert os.environ["TRITON_CACHE_DIR"] == str(used)

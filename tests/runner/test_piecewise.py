@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 import torch
 
+from lib.graphs import WorkGraphs
 from lib.models import DEVICE, hf_model, ours
 from minillm.model.llama import Llama
 from minillm.runner.device import piecewise
-from minillm.runner.device.graphs import Graphs
+from minillm.runner.device.ahead import Ahead
 from minillm.runner.device.piecewise import PiecewiseForward
 from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.runner import Runner
@@ -66,48 +66,55 @@ def test_it_computes_what_the_model_does(model: Llama, seed: int) -> None:
         assert torch.allclose(mine_tensor, plain_tensor, atol=1e-4, rtol=1e-4)
 
 
-class Recorder(Graphs):
-    """Notes which keys were recorded and run, and runs the work."""
-
-    def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.recorded: set[Hashable] = set()
-        self.ran: list[Hashable] = []
-
-    def lacks(self, key: Hashable) -> bool:
-        return key not in self.recorded
-
-    def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        self.recorded.add(key)
-        self.ran.append(key)
-        return work()
-
-
 def test_a_size_is_recorded_whole_before_it_is_used(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after an idle engine has recorded a part of it; a recording in the middle would compute a layer twice."""
+    """A recording in the middle would compute a layer twice."""
     monkeypatch.setattr(piecewise, "MOST_TOKENS", 128)
-    runner, graphs = new_runner(model), Recorder()
-    forward = PiecewiseForward(model, runner.kv_cache, graphs)
+    runner, graphs = new_runner(model), WorkGraphs()
+    forward = PiecewiseForward(model, runner.kv_cache, graphs, Ahead())
     layers = len(model.layers)
     batch = runner.batch(chunks_of(random.Random(0), [30, 2]), 0)
     with torch.inference_mode():
-        assert forward.record_next()
         expected = model.hidden(batch, runner.kv_cache)
         assert torch.allclose(forward.hidden(batch), expected, atol=1e-4, rtol=1e-4)
-        assert [key[2] for key in graphs.ran[-layers - 1 :]] == list(range(-1, layers))  # type: ignore[index]
-        assert len(graphs.ran) == 1 + 2 * (layers + 1)
-        while forward.record_next():
-            pass
-        assert len(graphs.recorded) == 2 * (layers + 1), "64 and 128 tokens"
+        assert [key[2] for key in graphs.ran] == list(range(-1, layers))  # type: ignore[index]
+        assert len(graphs._recorded) == layers + 1
+        for shape in forward.shapes():
+            assert shape.record is not None
+            shape.record()
+        assert len(graphs._recorded) == 2 * (layers + 1), "64 and 128 tokens"
         graphs.ran.clear()
         forward.hidden(batch)
-        assert len(graphs.ran) == layers + 1, "nothing is recorded again"
+        assert len(graphs.ran) == layers + 1
+
+
+def test_while_requests_wait_nothing_is_recorded(model: Llama) -> None:
+    """A step runs kernel by kernel, or on the graphs of up to twice its size. Steps that recur are recorded at last."""
+    runner, graphs, ahead = new_runner(model), WorkGraphs(), Ahead()
+    forward = PiecewiseForward(model, runner.kv_cache, graphs, ahead)
+    ahead.shapes = lambda: list(forward.shapes())[1:2]  # 128 tokens
+    short, long = (runner.batch(chunks_of(random.Random(0), lengths), 0) for lengths in ([30, 2], [100, 30]))
+    with torch.inference_mode():
+        assert torch.equal(forward.hidden(short), model.hidden(short, runner.kv_cache))
+        graphs.clear()
+        while ahead.advance():
+            pass
+        kept = list(graphs._recorded)
+        expected = model.hidden(long, runner.kv_cache)
+        for _ in range(7):
+            assert torch.equal(forward.hidden(long), expected)
+        assert list(graphs._recorded) == kept
+        got = forward.hidden(short)
+        assert torch.allclose(got, model.hidden(short, runner.kv_cache), atol=1e-4, rtol=1e-4)
+        assert {key[1] for key in graphs.ran[-4:]} == {128}  # type: ignore[index]
+        assert list(graphs._recorded) == kept
+        assert torch.allclose(forward.hidden(long), expected, atol=1e-4, rtol=1e-4)
+        assert {key[1] for key in graphs._recorded} == {128, 192}  # type: ignore[index]
 
 
 def test_a_longer_step_is_launched_op_by_op(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piecewise, "MOST_TOKENS", 64)
-    runner, graphs = new_runner(model), Recorder()
-    forward = PiecewiseForward(model, runner.kv_cache, graphs)
+    runner, graphs = new_runner(model), WorkGraphs()
+    forward = PiecewiseForward(model, runner.kv_cache, graphs, Ahead())
     batch = runner.batch(chunks_of(random.Random(0), [60, 5]), 0)
     with torch.inference_mode():
         assert torch.equal(forward.hidden(batch), model.hidden(batch, runner.kv_cache))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lib.engine import engine_for, run
+from lib.graphs import WorkGraphs
 from lib.low_bit import LAYOUTS
 from lib.models import DEVICE, hf_model, ours
 from minillm.cache import HostMoves
@@ -19,6 +20,7 @@ from minillm.kernels import FP8
 from minillm.model.llama import Llama
 from minillm.params import SamplingParams
 from minillm.runner.device import prompts as short_prompts
+from minillm.runner.device.ahead import Shape
 from minillm.runner.device.graphs import Graphs
 from minillm.runner.device.prompts import SIZES, ShortPrompts, most_tokens
 from minillm.runner.device.runner import DeviceRunner
@@ -140,9 +142,9 @@ def test_requests_begin_with_them(model: Llama, monkeypatch: pytest.MonkeyPatch)
     sizes = []
     compute = ShortPrompts.compute
 
-    def noted(self: ShortPrompts, chunks: list[ChunkWork]) -> None:
+    def noted(self: ShortPrompts, chunks: list[ChunkWork]) -> bool:
         sizes.append([len(chunk.token_ids) for chunk in chunks])
-        compute(self, chunks)
+        return compute(self, chunks)
 
     monkeypatch.setattr(ShortPrompts, "compute", noted)
     rng = random.Random(5)
@@ -157,27 +159,21 @@ def test_requests_begin_with_them(model: Llama, monkeypatch: pytest.MonkeyPatch)
     assert any(len(lengths) > 1 for lengths in sizes)
 
 
-class Recording(Graphs):
-    """Graphs that run the work itself instead of a recording."""
-
-    def lacks(self, key: Hashable) -> bool:
-        return key not in self._recorded
-
-    def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        self._recorded[key] = None  # type: ignore[assignment]
-        return work()
-
-
-def recording(model: Llama) -> tuple[DeviceRunner, Recording]:
+def recording(model: Llama) -> tuple[DeviceRunner, WorkGraphs]:
     runner = runner_of(model)
-    graphs = Recording(runner.state.rows, enabled=False)
+    graphs = WorkGraphs(runner.state.rows)
     assert runner.prompts is not None
     runner.state.forwards = runner.prompts._graphs = graphs
+    runner.ahead.shapes = runner.shapes
     runner.piecewise = None
     return runner, graphs
 
 
-def test_single_prompts_are_recorded_while_nobody_waits(model: Llama) -> None:
+def prompts_of(graphs: WorkGraphs) -> list[int]:
+    return [key[1] for key in graphs._recorded if key[0] == "prompts"]  # type: ignore[index]
+
+
+def test_graphs_are_recorded_while_nobody_waits(model: Llama) -> None:
     runner, graphs = recording(model)
     before = [tensor.clone() for tensor in runner.kv_cache.tensors]
     free = iter(range(1, BLOCKS))
@@ -185,11 +181,12 @@ def test_single_prompts_are_recorded_while_nobody_waits(model: Llama) -> None:
     runner.compute(step([chunk]))
     kept = [tensor.clone() for tensor in runner.kv_cache.tensors]
     assert not torch.equal(kept[0], before[0])
-    pieces = 0
     while runner.prepare_ahead():
-        pieces += 1
-    assert pieces == len(SIZES) - 1  # one has been met
-    assert list(graphs._recorded) == [("prompts", size, 1) for size in (48, *(size for size in SIZES if size != 48))]
+        pass
+    assert prompts_of(graphs) == [48, *(size for size in SIZES if size != 48)]  # one has been met
+    decodes = {key for key in graphs._recorded if key[0] != "prompts"}  # type: ignore[index]
+    assert {key[0] for key in decodes} == {1, 2, 4, 8, 16, 40}  # type: ignore[index]
+    assert runner.ahead.progress[0] == runner.ahead.progress[1] > len(graphs._recorded)
     for tensor, same in zip(runner.kv_cache.tensors, kept, strict=True):
         assert torch.equal(tensor, same), "padding is written nowhere"
 
@@ -204,19 +201,20 @@ def test_a_draft_model_is_prepared_behind_the_model(model: Llama) -> None:
     (runner, mine), (other, drafts) = recording(model), recording(model)
     runner.observers.append(Drafter(other, BLOCKS, 0, model, 64))
     while runner.prepare_ahead():
-        assert not drafts._recorded or len(mine._recorded) == len(SIZES)
-    assert len(drafts._recorded) == len(SIZES)
+        assert not drafts._recorded or prompts_of(mine) == list(SIZES)
+    assert prompts_of(drafts) == list(SIZES)
 
 
 def test_memory_that_is_short_leaves_prompts_as_they_are(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(self: ShortPrompts) -> bool:
+    def short() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(ShortPrompts, "record_next", short)
-    runner = runner_of(model)
+    runner, graphs = recording(model)
+    monkeypatch.setattr(runner.ahead, "shapes", lambda: [Shape(print, short), Shape(print, short)])
     assert not runner.prepare_ahead()
     chunks = chunks_of(random.Random(2), 2, 9)
     assert runner.compute(step(chunks)).shape[0] == sum(chunk.num_logits for chunk in chunks)
+    assert not graphs._recorded
 
 
 def test_rows_are_back_when_a_recording_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,23 +4,30 @@ A graph of the forward pass is for one padded number of sequences, one width of 
 configuration for shared blocks. A graph of the draw is for one padded number of sequences and one set of operations.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from minillm import kernels
 from minillm.kernels import Plan, WorkList
-from minillm.runner.device.listed import listed, num_listed, wants_logprobs
+from minillm.runner.device.ahead import Ahead, Shape
+from minillm.runner.device.listed import LISTED, listed, num_listed, wants_logprobs
+from minillm.runner.device.rows import padded_size
 from minillm.runner.device.state import DeviceState, Found
 from minillm.runner.device.work import DecodeWork
 from minillm.runner.masks import Masks
 from minillm.sequence import Chunk
 
+_OFTEN = 32  # steps for which a larger graph is good enough
+
 
 class DecodeSteps:
     """The forward pass and the draws of steps in which every sequence decodes."""
 
-    def __init__(self, state: DeviceState) -> None:
+    def __init__(self, state: DeviceState, ahead: Ahead) -> None:
+        self._ahead = ahead
         self._state, capacity, device = state, state.capacity, state.device
         self._masks = torch.zeros(capacity, state.vocab // 32 + 1, dtype=torch.int32, device=device)
         self._mask_places = torch.zeros(capacity, dtype=torch.int32, device=device)  # of each row of logits
@@ -37,8 +44,46 @@ class DecodeSteps:
         size = state.begin(work)
         shared = self.shared(work, size)
         blocks = state.width if shared is not None else state.blocks_for(size, work.longest)
-        launch = (0, 0) if shared is None else shared.launch
-        state.forwards.run((size, blocks, *launch), lambda: self.forward(size, blocks, shared))
+        key = (size, blocks, *((0, 0) if shared is None else shared.launch))
+        forward = partial(self.forward, size, blocks, shared)
+        if not state.forwards.lacks(key):
+            state.forwards.run(key, forward)
+            return
+        needed = -(-work.longest // state.block_size)
+        larger = state.forwards.recorded(
+            lambda each: len(each) == 4 and each[0] >= size and each[1] >= needed and each[2:] == (0, 0)
+        )
+        is_close = larger is not None and larger[0] <= 2 * size
+        if self._ahead.record(partial(state.forwards.run, key, forward), forward, key, _OFTEN if is_close else 1):
+            return
+        if is_close:
+            self._replay(larger, size)
+        elif self._ahead.is_compiled(forward, key):
+            forward()  # kernel by kernel
+        else:
+            self._by_others(larger, size, forward)
+
+    def _by_others(self, larger: tuple[int, ...] | None, size: int, forward: Callable[[], None]) -> None:
+        """Compute a step whose kernels are not compiled, by a graph or by the kernels of more sequences."""
+        most, width = self._state.capacity, self._state.width
+        if larger is not None:
+            self._replay(larger, size)
+            return
+        widest = partial(self.forward, most, width, None)
+        if self._ahead.is_compiled(widest, (most, width, 0, 0)):
+            self._pad(size, most)
+            widest()
+        else:
+            self._ahead.run_once(forward, forward)
+
+    def _replay(self, key: tuple[int, ...], size: int) -> None:
+        """Compute ``size`` sequences by a recorded graph for more of them."""
+        self._pad(size, key[0])
+        self._state.forwards.run(key, lambda: None)
+
+    def _pad(self, size: int, to: int) -> None:
+        """Let a step of ``to`` sequences compute only the first ``size``."""
+        self._state.rows[size:to].fill_(-1)
 
     def shared(self, work: DecodeWork, size: int) -> WorkList | None:
         """Return the device's list of work for a step that reads shared blocks once. None if that saves no time."""
@@ -57,7 +102,10 @@ class DecodeSteps:
         wanted = wants_logprobs(draws)
         told, count = (penalized or masked) and wanted, num_listed(draws, vocab) if wanted else 0
         work = partial(self.draw_rows, size, penalized=penalized, masked=masked, told=told, count=count)
-        found = state.draws.run((size, penalized, masked, told, count), work)
+        key = size, penalized, masked, told, count
+        if state.draws.lacks(key):  # without this, it would be interrupted after it has changed the state
+            self._ahead.run_once(partial(state.draws.record, key, work), work)
+        found = state.draws.run(key, work)
         state.books.note_drawn(draws)
         return found, wanted
 
@@ -71,10 +119,75 @@ class DecodeSteps:
             self._told_places = places
         self._masks[: len(masks.words)].copy_(masks.words, non_blocking=True)
 
+    # --- prepared ahead -----------------------------------------------------------------------------------------------
+
+    def shapes(self) -> Iterator[Shape]:
+        """Yield all draws without penalties and masks, then all forward passes without shared blocks."""
+        state = self._state
+        for size in self.sizes():
+            work = partial(self.draw_rows, size, penalized=False, masked=False, told=False, count=0)
+            yield Shape(work, partial(state.draws.record, (size, False, False, False, 0), work))
+        for size in self.sizes():
+            for blocks in sorted({state.blocks_for(size, length) for length in self._lengths()}):
+                forward = partial(self.forward, size, blocks, None)
+                yield Shape(forward, partial(state.forwards.record, (size, blocks, 0, 0), forward))
+
+    def first_shapes(self) -> Iterator[Shape]:
+        """Yield shapes whose kernels can replace most others, and all kinds of draws."""
+        most = self._state.capacity
+        yield Shape(partial(self.forward, most, self._state.width, None))
+        for size in (1, most):
+            for penalized in (False, True):
+                for masked in (False, True):
+                    ways = {"penalized": penalized, "masked": masked, "told": penalized or masked}
+                    yield Shape(partial(self.draw_rows, size, **ways, count=0))
+            for count in LISTED:
+                if count <= self._state.vocab:
+                    plain = {"penalized": False, "masked": False, "told": False}
+                    yield Shape(partial(self.draw_rows, size, **plain, count=count))
+
+    def shared_shapes(self) -> Iterator[Shape]:
+        """Yield forward passes that read shared blocks once."""
+        state = self._state
+        for size in self.sizes():
+            for shared in self.work_lists(size):
+                forward = partial(self.forward, size, state.width, shared)
+                key = (size, state.width, *shared.launch)
+                yield Shape(forward, partial(self._record_shared, key, forward))
+
+    def work_lists(self, size: int) -> Iterator[WorkList]:
+        """Yield work lists with every launch that plans for ``size`` sequences may have. None without sharing."""
+        shape, longest = self._state.shape, self._state.width * self._state.block_size
+        ways = {at_a_time for at_a_time, _ in shape.ways(size)} if self._state.shares else ()
+        splits = {shape.tail_splits(size, tokens) for tokens in (0, longest)}
+        for at_a_time, tail_splits in sorted((way, split) for way in ways for split in splits):
+            yield replace(self._work_list.first(size), at_a_time=at_a_time, tail_splits=tail_splits)
+
+    def _record_shared(self, key: tuple[int, ...], forward: Callable[[], None]) -> None:
+        """Record a forward pass with an empty plan: the last plan may be for more sequences."""
+        words = self._work_list.words
+        kept = words.clone()
+        words.zero_()
+        try:
+            self._state.forwards.record(key, forward)
+        finally:
+            words.copy_(kept)
+
+    def sizes(self) -> list[int]:
+        """Return all padded numbers of sequences."""
+        return sorted({padded_size(n + 1) for n in range(len(self._state.words))} | {self._state.capacity})
+
+    def _lengths(self) -> list[int]:
+        longest = self._state.width * self._state.block_size
+        return [*(1 << i for i in range(longest.bit_length())), longest]
+
     # --- recorded in graphs -------------------------------------------------------------------------------------------
 
     def forward(self, size: int, blocks: int, shared: WorkList | None) -> None:
-        """Compute the tokens of the first ``size`` rows. ``blocks``: width of the block tables."""
+        """Compute the tokens of the first ``size`` rows, and advance their positions. It cannot be repeated.
+
+        ``blocks``: width of the block tables.
+        """
         self._state.forward(self._state.gather(size), size, blocks, shared)
 
     def draw_rows(self, size: int, *, penalized: bool, masked: bool, told: bool, count: int) -> Found:

@@ -1,7 +1,7 @@
 """CUDA graphs: record work of a fixed shape once, and replay it with a single launch."""
 
 import gc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -37,11 +37,20 @@ class Graphs:
         """
         if not self._enabled:
             return work()
-        if key not in self._recorded:
-            self._recorded[key] = self._capture(work)
+        self.record(key, work)
         graph, result = self._recorded[key]
         graph.replay()
         return result
+
+    def record(self, key: Hashable, work: Callable[[], object]) -> None:
+        """Record ``work`` unless it is recorded or graphs are disabled. It runs on padding only."""
+        if self.lacks(key):
+            self._recorded[key] = self._capture(work)
+
+    def recorded(self, fits: Callable[[Any], bool]) -> Any:
+        """Return the smallest recorded key that ``fits``, or None. Keys that fit must be comparable."""
+        keys: Iterable[Any] = self._recorded
+        return min(filter(fits, keys), default=None)
 
     def clear(self) -> None:
         """Discard all graphs and their memory."""
@@ -63,9 +72,11 @@ class Graphs:
         device = self._rows[0].device
         stream = capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                work()
+        finally:
+            torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # If the garbage collector deleted another graph during the capture, the capture would fail.

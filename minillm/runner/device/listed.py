@@ -8,7 +8,7 @@ from minillm import kernels
 from minillm.runner.sampler import MANY
 from minillm.sequence import Chunk
 
-_LISTED = 5, 8, 16, 32  # possible numbers, so that there are few graphs
+LISTED = 5, 8, 16, 32  # possible numbers, so that there are few graphs
 
 
 def wants_logprobs(draws: Sequence[Chunk]) -> bool:
@@ -23,7 +23,7 @@ def num_listed(draws: Sequence[Chunk], vocab: int) -> int:
     request wants any, or if one wants more than a graph can find.
     """
     most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= MANY), default=0)
-    return next((min(count, vocab) for count in _LISTED if count >= most), 0) if most else 0
+    return next((min(count, vocab) for count in LISTED if count >= most), 0) if most else 0
 
 
 def listed(logits: Tensor, count: int) -> tuple[Tensor, ...]:

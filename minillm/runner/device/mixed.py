@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
+from minillm.kernels import WorkList
 from minillm.model.llama import Batch
 from minillm.runner.device.decode import DecodeSteps
 from minillm.runner.device.state import DeviceState, runs_ahead
@@ -43,6 +44,23 @@ class MixedSteps:
             cu_seqlens=prefill.cu_seqlens,
             shared=self._decode.shared(work, n),
             logit_rows=logit_rows,
+        )
+
+    def padding(self, n: int, prefill: Batch, shared: WorkList | None) -> Batch:
+        """Return a batch like `batch` does for ``n`` sequences, of zeros, to launch its kernels ahead."""
+        tokens, inputs = n + prefill.token_ids.shape[0], self._state.inputs.first(n + prefill.context_lens.shape[0])
+        numbers = torch.zeros(tokens, dtype=torch.int64, device=self._state.device)
+        is_alone = not n  # then `Runner.batch` has made the tensors
+        return Batch(
+            token_ids=numbers,
+            positions=numbers,
+            slot_mapping=numbers - 1,
+            block_tables=prefill.block_tables if is_alone else inputs.block_tables,
+            context_lens=prefill.context_lens if is_alone else inputs.context_lens,
+            num_decodes=n,
+            cu_seqlens=prefill.cu_seqlens,
+            shared=shared,
+            logit_rows=numbers[: n + 1],
         )
 
     def draw(self, logits: Tensor, draws: list[Chunk], masks: Masks, decodes: list[Chunk]) -> Drawn:

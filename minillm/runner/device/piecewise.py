@@ -10,6 +10,7 @@ A graph's key is the padded number of tokens and the piece's index. Piece i foll
 with the embedding, comes before the first attention.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from minillm.kernels import KVCache
 from minillm.model.llama import Batch, Llama
+from minillm.runner.device.ahead import Ahead, Shape
 from minillm.runner.device.graphs import Graphs
 
 MOST_TOKENS = 1024
+_OFTEN = 8  # steps that are launched kernel by kernel before graphs are recorded while requests run
 _UNIT = 64  # padded sizes are multiples of this: cuBLAS computes whole tiles of 64 to 256 tokens anyway
 
 
@@ -29,7 +32,8 @@ class PiecewiseForward:
     The graphs read and write fixed buffers ``[MOST_TOKENS, columns]``.
     """
 
-    def __init__(self, model: Llama, kv_cache: KVCache, graphs: Graphs) -> None:
+    def __init__(self, model: Llama, kv_cache: KVCache, graphs: Graphs, ahead: Ahead) -> None:
+        self._ahead = ahead
         self._model, self._kv_cache, self._graphs = model, kv_cache, graphs
         c, device = model.config, model.device
 
@@ -45,10 +49,9 @@ class PiecewiseForward:
         model, count = self._model, len(batch.token_ids)
         if count > MOST_TOKENS:
             return model.hidden(batch, self._kv_cache)
-        size = -(-count // _UNIT) * _UNIT
-        if self._graphs.lacks(_key(size, -1)):
-            for index in self._indices():  # on whatever the buffers contain
-                self._run(size, index)
+        size = self._recorded_size(-(-count // _UNIT) * _UNIT)
+        if not size:
+            return model.hidden(batch, self._kv_cache)
         self._token_ids[:count].copy_(batch.token_ids)
         steps = model.steps(batch, self._kv_cache.layers[0])
         self._run(size, -1)
@@ -58,14 +61,29 @@ class PiecewiseForward:
             self._run(size, index)
         return self._x[:count]
 
-    def record_next(self) -> bool:
-        """Record one missing graph, for the smallest number of tokens first. Return False if no graph is missing."""
+    def shapes(self) -> Iterator[Shape]:
+        """Yield every padded number of tokens."""
         for size in range(_UNIT, MOST_TOKENS + 1, _UNIT):
-            for index in self._indices():
-                if self._graphs.lacks(_key(size, index)):
-                    self._run(size, index)
-                    return True
-        return False
+            yield Shape(partial(self._compute, size), partial(self._record, size))
+
+    def _recorded_size(self, size: int) -> int:
+        """Return ``size`` or a little more, whatever has graphs now. Return 0 if they are not to be recorded now."""
+        if not self._graphs.lacks(_key(size, -1)):
+            return size
+        larger = range(size + _UNIT, min(2 * size, MOST_TOKENS) + 1, _UNIT)
+        if self._ahead.must_not_wait and (found := [n for n in larger if not self._graphs.lacks(_key(n, -1))]):
+            return found[0]
+        key = _key(size, -1)
+        return size if self._ahead.record(partial(self._record, size), partial(self._compute, size), key, _OFTEN) else 0
+
+    def _record(self, size: int) -> None:
+        """Record all pieces, on whatever the buffers contain."""
+        for index in self._indices():
+            self._graphs.record(_key(size, index), partial(self._piece, size, index))
+
+    def _compute(self, size: int) -> None:
+        for index in self._indices():
+            self._piece(size, index)
 
     def _indices(self) -> range:
         """Return the indices of a forward pass's pieces in the order of recording.

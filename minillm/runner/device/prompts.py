@@ -1,18 +1,21 @@
 """CUDA graphs for steps of short prompts, which the GPU computes faster than the CPU can launch their kernels.
 
 A model of 30 layers needs some 300 launches, which take 6 to 20 ms of CPU time. A small model computes a prompt of a
-few hundred tokens in less than 2 ms. A graph is recorded for each padded number of tokens and of sequences when this
-pair first occurs. Graphs of single prompts are also recorded while the engine is idle. Padding tokens belong to no
+few hundred tokens in less than 2 ms. There is a graph for each padded number of tokens and of sequences. Graphs of
+single prompts are recorded while the engine is idle. Padding tokens belong to no
 sequence, and their K and V are not written. Padding sequences have no tokens.
 """
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm.kernels import FP8, KVCache
 from minillm.model.llama import Batch, Llama
+from minillm.runner.device.ahead import Ahead, Shape
 from minillm.runner.device.graphs import Graphs
 from minillm.runner.device.rows import padded_size
 from minillm.runner.step import ChunkWork, Packed, packed
@@ -20,6 +23,7 @@ from minillm.runner.to_device import to_device
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens
 _MOST_SEQS = 64
+_OFTEN = 8  # steps of a shape that are launched kernel by kernel before it is recorded while requests run
 # Tokens times parameters: 6 ms on an H100, as long as a fast CPU needs for the launches. FP8 takes half as long.
 _MOST_WORK = 1 << 41
 _MOST_IN_8_BITS = 192  # tokens with an 8-bit cache: for longer chunks whole contexts are dequantized
@@ -41,12 +45,14 @@ class ShortPrompts:
         kv_cache: KVCache,
         block_size: int,
         graphs: Graphs,
+        ahead: Ahead,
         *,
         max_num_seqs: int,
         width: int,
         logits: Tensor,
     ) -> None:
         self._model, self._kv_cache, self._block_size, self._graphs = model, kv_cache, block_size, graphs
+        self._ahead = ahead
         self._logits, self._most_seqs = logits, min(max_num_seqs, _MOST_SEQS)
         most = most_tokens(model)
         self._sizes = [size for size in SIZES if size <= most]
@@ -62,22 +68,37 @@ class ShortPrompts:
             return False
         return all(chunk.num_logits <= 1 and not chunk.targets for chunk in chunks)
 
-    def compute(self, chunks: list[ChunkWork]) -> None:
-        """Compute the chunks. Write their K and V, and their logits to the first rows of the output buffer."""
+    def compute(self, chunks: list[ChunkWork]) -> bool:
+        """Compute the chunks. Write their K and V, and their logits to the first rows of the output buffer.
+
+        Return False, and compute nothing, if there is no graph and none is to be recorded now.
+        """
         numbers = packed(chunks, 0, self._block_size)
         tokens = next(size for size in self._sizes if size >= len(numbers.token_ids))
-        self._run(numbers, tokens, padded_size(len(chunks)))
-
-    def record_next(self) -> bool:
-        """Record the smallest missing graph for a single prompt. Return False if none is missing."""
-        tokens = next((size for size in self._sizes if self._graphs.lacks(_key(size, 1))), None)
-        if tokens is None:
-            return False
-        self._run(packed([], 0, self._block_size), tokens, 1)
+        key = _key(tokens, padded_size(len(chunks)))
+        if self._graphs.lacks(key) and self._ahead.must_not_wait:
+            key = self._graphs.recorded(partial(_fits, key)) or key
+        run, forward = partial(self._run, numbers, *key[1:]), partial(self._forward, *key[1:])
+        if self._graphs.lacks(key):
+            return self._ahead.record(run, forward, key, _OFTEN)
+        run()
         return True
 
+    def shapes(self) -> Iterator[Shape]:
+        """Yield every padded number of tokens of a single prompt."""
+        for tokens in self._sizes:
+            yield Shape(partial(self._forward, tokens, 1), partial(self._record, tokens))
+
+    def _record(self, tokens: int) -> None:
+        self._fill(packed([], 0, self._block_size), tokens, 1)
+        self._graphs.record(_key(tokens, 1), partial(self._forward, tokens, 1))
+
     def _run(self, numbers: Packed, tokens: int, seqs: int) -> None:
-        """Pad the inputs to ``tokens`` tokens and ``seqs`` sequences, send them to the device, and compute them."""
+        self._fill(numbers, tokens, seqs)
+        self._graphs.run(_key(tokens, seqs), partial(self._forward, tokens, seqs))
+
+    def _fill(self, numbers: Packed, tokens: int, seqs: int) -> None:
+        """Send the inputs, padded to ``tokens`` tokens and ``seqs`` sequences."""
         count = len(numbers.tables)
         if count:
             tables = to_device(numbers.tables, torch.int32, self._tables.device)
@@ -88,7 +109,6 @@ class ShortPrompts:
         self._send(self._numbers, [*numbers.token_ids, *lacking, *numbers.positions, *lacking, *slots, *rows])
         starts = numbers.starts + numbers.starts[-1:] * len(none)
         self._send(self._lengths, [*starts, *numbers.lengths, *none])
-        self._graphs.run(_key(tokens, seqs), partial(self._forward, tokens, seqs))
 
     def _send(self, to: Tensor, values: list[int]) -> None:
         to[: len(values)] = to_device(values, to.dtype, to.device)
@@ -110,6 +130,12 @@ class ShortPrompts:
 
 def _key(tokens: int, seqs: int) -> tuple[str, int, int]:
     return "prompts", tokens, seqs
+
+
+def _fits(key: tuple[str, int, int], recorded: tuple[Any, ...]) -> bool:
+    """Return whether a graph of key ``recorded`` can compute a step of ``key`` at up to twice the cost."""
+    kind, tokens, seqs = key
+    return recorded[0] == kind and tokens <= recorded[1] <= 2 * tokens and recorded[2] >= seqs
 
 
 def most_tokens(model: Llama) -> int:

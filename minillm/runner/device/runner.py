@@ -16,7 +16,7 @@ changes (`DecodeWork`) and replay their own graphs. Each step begins with a broa
 (If all ranks drew, all would need every request's parameters, and one differing bit would make them diverge for good.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -24,8 +24,10 @@ from torch import Tensor
 
 from minillm import kernels
 from minillm.cache import HostMoves
-from minillm.kernels import Costs
+from minillm.kernels import Costs, WorkList
 from minillm.model.llama import Llama
+from minillm.model.shard import ranks_of
+from minillm.runner.device.ahead import Ahead, Compiler, NoCompiler, Shape
 from minillm.runner.device.beams import DeviceBeams
 from minillm.runner.device.decode import DecodeSteps
 from minillm.runner.device.drafts import DraftSteps
@@ -42,6 +44,8 @@ from minillm.runner.step import ChunkWork, StepWork
 from minillm.sequence import Chunk, Schedule, Sequence
 
 _REHEARSED = 37  # tokens of the rehearsed prompt: not a multiple of a block or tile size, like most prompts
+_LEAST_FREE = 128 << 20  # bytes of the device: with less, no more graphs are recorded ahead
+_LONG = 1024  # tokens of a prompt for which attention and matmuls have other kernels than for a short one
 
 
 class DeviceRunner(Runner):
@@ -52,6 +56,7 @@ class DeviceRunner(Runner):
         max_model_len: tokens of the longest sequence. A row has space for its block table.
         graphs: capture CUDA graphs. Otherwise the same operations run one by one.
         sharing: decides whether reading shared blocks once saves time. None: never do it.
+        compiler: compiles kernels ahead. None: they compile at their first launch.
     """
 
     def __init__(
@@ -65,8 +70,12 @@ class DeviceRunner(Runner):
         max_model_len: int,
         graphs: bool,
         sharing: Costs | None,
+        compiler: Compiler | None = None,
     ) -> None:
         super().__init__(model, num_blocks, block_size, num_host_blocks)
+        # Ranks must run the same steps in the same way, so they prepare nothing.
+        prepares = (graphs or compiler is not None) and ranks_of(model) is None
+        self.ahead = Ahead(compiler or NoCompiler(), self.shapes if prepares else tuple)
         self.state = state = DeviceState(
             model, self.kv_cache, block_size,
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=graphs, sharing=sharing,
@@ -74,13 +83,13 @@ class DeviceRunner(Runner):
         self.prompts: ShortPrompts | None = None
         self.piecewise: PiecewiseForward | None = None
         if state.ranks is None:
-            self.piecewise = PiecewiseForward(model, self.kv_cache, state.forwards)
+            self.piecewise = PiecewiseForward(model, self.kv_cache, state.forwards, self.ahead)
             self.forward = ScoringForward(model, self.piecewise.hidden)
             self.prompts = ShortPrompts(
-                model, self.kv_cache, block_size, state.forwards,
+                model, self.kv_cache, block_size, state.forwards, self.ahead,
                 max_num_seqs=max_num_seqs, width=state.width, logits=state.logits,
             )  # fmt: skip
-        self.decode, self.drafts = DecodeSteps(state), DraftSteps(state)
+        self.decode, self.drafts = DecodeSteps(state, self.ahead), DraftSteps(state)
         self.mixed = MixedSteps(state, self.decode)
         self.beams = DeviceBeams(
             state.words, self.kv_cache, block_size, state.capacity, state.vocab, state.ranks, graphs=graphs
@@ -101,6 +110,7 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
         """Compute a step. Return logits ``[n, vocab]`` in the model's dtype, decoding sequences first."""
+        self.ahead.count_step()
         self.prepare(work)
         self.drafts.pass_over()
         wanted = sum(chunk.num_logits for chunk in work.chunks) + (0 if work.decode is None else work.decode.num_seqs)
@@ -111,13 +121,16 @@ class DeviceRunner(Runner):
             return self.drafts.compute(work.chunks, logits)
         if work.decode is not None and work.decode.num_beams:
             self.beams.begin(work.decode.beam_rows)
-        if work.chunks and work.decode is None and self.prompts is not None and self.prompts.takes(work.chunks):
-            self.prompts.compute(work.chunks)
+        if work.chunks and work.decode is None and self._is_short(work.chunks):
+            pass  # its graph has computed it
         elif work.chunks:
             batch = self.batch(work.chunks, 0)
             if work.decode is not None:
                 batch = self.mixed.batch(work.decode, batch)
-            self.forward(batch, work.chunks, batch.num_decodes, logits)
+            self.ahead.run(
+                partial(self.forward, batch, work.chunks, batch.num_decodes, logits),
+                partial(self.model.forward, batch, self.kv_cache, logits),
+            )
         elif work.decode is not None:
             self.decode.compute(work.decode)
         if work.decode is not None and work.decode.num_beams:
@@ -143,17 +156,58 @@ class DeviceRunner(Runner):
         """See `DraftSteps.draw`."""
         return self.drafts.draw(draws, holders)
 
+    def _is_short(self, chunks: list[ChunkWork]) -> bool:
+        """Compute a step of short prompts by a graph. Return whether there was one."""
+        return self.prompts is not None and self.prompts.takes(chunks) and self.prompts.compute(chunks)
+
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
+        device = self.state.device
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _LEAST_FREE:
+            self.ahead.stop()
         try:
-            if self.prompts is not None and self.prompts.record_next():
-                return True
-            if self.piecewise is not None and self.piecewise.record_next():
+            if self.ahead.advance():
                 return True
         except torch.OutOfMemoryError:  # other programs took the memory: compute short prompts like long ones
             self.prompts = self.piecewise = None
             self.forward = ScoringForward(self.model, partial(self.model.hidden, kv_cache=self.kv_cache))
         return super().prepare_ahead()
+
+    def shapes(self) -> Iterator[Shape]:
+        """Yield the shapes of steps to prepare, the most urgent first."""
+        yield from self.first_shapes()
+        yield from self.decode.shapes()
+        if self.prompts is not None:
+            yield from self.prompts.shapes()
+        if self.piecewise is not None:
+            yield from self.piecewise.shapes()
+        yield from self.decode.shared_shapes()
+        yield from (Shape(partial(self._mixed, *each)) for each in self._mixtures())
+
+    def first_shapes(self) -> Iterator[Shape]:
+        """Yield the shapes that requests may have right after the start, of any number."""
+        yield from self.decode.first_shapes()
+        row = torch.zeros(2, self.state.vocab, device=self.state.device)
+        words, counts, rows = self.state.words, self.state.counts, self.state.rows[:2]
+        yield Shape(lambda: kernels.penalize(row, words, counts, rows, row))
+        for lengths in ([_REHEARSED] * 2, [_LONG], [_LONG] * 2):
+            yield Shape(partial(self._mixed, 0, lengths, None))
+
+    def _mixtures(self) -> Iterator[tuple[int, list[int], WorkList | None]]:
+        """Yield numbers of decoding sequences, lengths of prompts, and how the sequences read shared blocks."""
+        for size in self.decode.sizes():
+            for shared in (None, *self.decode.work_lists(size)):
+                yield size, [_LONG], shared
+        for count in (16, 257):
+            yield 0, [1] * count, None
+
+    def _mixed(self, num_decodes: int, lengths: list[int], shared: WorkList | None) -> None:
+        """Launch the kernels of a step of sequences that decode, and of prompts. Their inputs are zeros."""
+        prefill = self.batch([self._chunk(length) for length in lengths], 0)
+        self.model.forward(self.mixed.padding(num_decodes, prefill, shared), self.kv_cache)
+
+    def _chunk(self, length: int) -> ChunkWork:
+        return ChunkWork([0] * length, 0, [0] * -(-length // self.block_size), length, 1)
 
     def give_up(self, sequences: list[Sequence]) -> None:
         self.state.books.give_up(sequences)
@@ -163,10 +217,11 @@ class DeviceRunner(Runner):
 
         The functions compute with zeros, and their results are not used.
         """
-        chunk = ChunkWork([0] * _REHEARSED, 0, [0] * -(-_REHEARSED // self.block_size), _REHEARSED, 1)
+        chunk = self._chunk(_REHEARSED)
         row = torch.zeros(1, self.state.vocab, dtype=self.model.dtype, device=self.state.device)
         return [
             lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),
+            lambda: self._mixed(0, [_LONG], None),
             lambda: self.decode.forward(1, self.state.blocks_for(1, _REHEARSED), None),
             lambda: self.decode.draw_rows(1, penalized=False, masked=False, told=False, count=0),
             lambda: kernels.log_probabilities(row, row.argmax(-1)),
@@ -180,5 +235,6 @@ class DeviceRunner(Runner):
 
     def close(self) -> None:
         super().close()
+        self.ahead.close()
         self.state.close()
         self.beams.close()

@@ -1,0 +1,241 @@
+"""Prepare for steps of new shapes: compile their kernels in other processes, and record their graphs in idle moments.
+
+A step of a new shape must not wait for either while it can run otherwise: on a recorded graph of a larger shape, or
+kernel by kernel. A program without idle moments (`LLM`) records at once, after the shape's kernels have compiled in
+parallel.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+Result = TypeVar("Result")
+
+_PAUSE = 32  # steps between two recordings while requests run: one takes as long as about ten steps
+_WAIT = 0.01  # seconds: a request that arrives meanwhile waits as long
+
+
+class Compiler(Protocol):
+    """Compiles variants of kernels in other processes: see `minillm.loading.kernel_compiler.KernelCompiler`."""
+
+    not_compiled: type[Exception]  # raised under `only_compiled`
+    num_processes: int  # variants that are compiled at a time
+
+    @property
+    def num_pending(self) -> int: ...
+
+    @property
+    def num_done(self) -> int: ...
+
+    def missing(self, work: Callable[[], object], /) -> Sequence[Any]: ...
+
+    def only_compiled(self) -> AbstractContextManager[None]: ...
+
+    def is_pending(self, variants: Iterable[Any], /) -> bool: ...
+
+    def submit(self, variants: Iterable[Any], /, *, urgent: bool = False) -> None: ...
+
+    def wait(self, variants: Iterable[Any] | None = None, seconds: float | None = None) -> bool: ...
+
+    def rest(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NeverRaisedError(Exception):
+    """What `NoCompiler` raises under `only_compiled`: nothing."""
+
+
+class NoCompiler:
+    """Compiles nothing: kernels compile at their first launch."""
+
+    not_compiled: type[Exception] = NeverRaisedError
+    num_processes = num_pending = num_done = 0
+
+    def missing(self, work: Callable[[], object], /) -> Sequence[Any]:
+        return ()
+
+    def only_compiled(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_pending(self, variants: Iterable[Any], /) -> bool:
+        return False
+
+    def submit(self, variants: Iterable[Any], /, *, urgent: bool = False) -> None:
+        pass
+
+    def wait(self, variants: Iterable[Any] | None = None, seconds: float | None = None) -> bool:
+        return True
+
+    def rest(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Shape:
+    """A shape of steps to prepare. Both functions must write nothing that later steps read.
+
+    Attributes:
+        work: launches the kernels of a step.
+        record: records the step's graph. None: it has none.
+    """
+
+    work: Callable[[], object]
+    record: Callable[[], object] | None = None
+    missing: Sequence[Any] = ()  # variants of kernels that were not compiled
+
+
+@dataclass
+class Ahead:
+    """Prepares shapes while no sequence runs (`advance`), and decides how steps of other shapes run.
+
+    Args:
+        compiler: compiles missing kernels.
+        shapes: returns the shapes to prepare, the most urgent first. If there are none, graphs are recorded when they
+            are first needed.
+    """
+
+    compiler: Compiler = field(default_factory=NoCompiler)
+    shapes: Callable[[], Iterable[Shape]] = tuple
+    _new: list[Shape] | None = None  # None: not listed yet
+    _waiting: list[Shape] = field(default_factory=list)  # for compilers
+    _idles: bool = False  # the program has idle moments, in which it calls `advance`
+    _total: int = 0
+    _wanted: Counter[Hashable] = field(default_factory=Counter)
+    _steps: int = _PAUSE  # since the last recording
+    _compiled: set[Hashable] = field(default_factory=set)  # keys of work that lacks nothing
+    _lacking: dict[Hashable, Sequence[Any]] = field(default_factory=dict)  # variants for which work waits, by its key
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The number of shapes that are prepared, and their total: (0, 0) before the first call of `advance`."""
+        return self._total - len(self._new or ()) - len(self._waiting), self._total
+
+    def advance(self) -> bool:
+        """Prepare one shape. Return False if all are prepared. Never longer than the recording of one graph."""
+        if self._new is None:
+            self._new = list(self.shapes())
+            self._total = len(self._new)
+            self._idles = self._total > 0
+        try:
+            return self._advance(self.compiler, self._new)
+        except Exception:  # for example, other programs took the memory
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Prepare nothing more."""
+        self._new = []
+        self._waiting.clear()
+
+    def _advance(self, compiler: Compiler, new: list[Shape]) -> bool:
+        ready = [shape for shape in self._waiting if not compiler.is_pending(shape.missing)]
+        if not new and not ready and self._waiting:
+            compiler.wait(seconds=_WAIT)
+            return True
+        if not new and not ready:
+            compiler.rest()
+            return False
+        shape = ready[0] if ready else new.pop(0)
+        if ready:
+            self._waiting.remove(shape)
+        shape.missing = compiler.missing(shape.work)  # again after waiting: then other kernels may be chosen
+        compiler.submit(shape.missing)
+        if compiler.is_pending(shape.missing):
+            self._waiting.append(shape)
+        elif shape.record is not None and not shape.missing:  # else a kernel that cannot be compiled ahead
+            self.attempt(shape.record)
+        return True
+
+    def may_record(self, key: Hashable, after: int = 1) -> bool:
+        """Return whether to record a graph although requests run: from the ``after``-th time it is wanted, and seldom.
+
+        A program without idle moments always records.
+        """
+        if not self.must_not_wait:
+            return True
+        self._wanted[key] += 1
+        if self._wanted[key] < after or self._steps < _PAUSE:
+            return False
+        self._steps = 0
+        return True
+
+    def count_step(self) -> None:
+        self._steps += 1
+
+    def attempt(
+        self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
+    ) -> tuple[Result] | None:
+        """Run ``work`` if all its kernels are compiled, and return its result. Otherwise let them compile first of all.
+
+        Work that lacks a kernel is interrupted, so it must be repeatable.
+
+        Args:
+            kernels: launches the same kernels without recording anything. None: ``work`` does.
+            key: identifies the work, so that it is not tried again while its kernels compile.
+        """
+        compiler = self.compiler
+        if key is not None and compiler.is_pending(self._lacking.get(key, ())):
+            return None
+        try:
+            with compiler.only_compiled():
+                return (work(),)
+        except compiler.not_compiled:
+            self._lacking[key] = compiler.missing(kernels or work)
+            compiler.submit(self._lacking[key], urgent=True)
+        return None
+
+    def run(
+        self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
+    ) -> Result:
+        """Run ``work``. If its kernels are not compiled, wait until they are, all in parallel. See `attempt`."""
+        done = self.attempt(work, kernels, key)
+        if done is not None:
+            return done[0]
+        self.compiler.wait(self._lacking.pop(key))
+        return work()
+
+    def is_compiled(self, kernels: Callable[[], object], key: Hashable) -> bool:
+        """Return whether everything that ``kernels`` launches is compiled. Otherwise let it compile first of all.
+
+        ``key`` identifies the work.
+        """
+        if key not in self._compiled and not self.compiler.is_pending(self._lacking.get(key, ())):
+            self._lacking[key] = self.compiler.missing(kernels)
+            self.compiler.submit(self._lacking[key], urgent=True)
+            if not self._lacking[key]:
+                self._compiled.add(key)
+        return key in self._compiled
+
+    def run_once(self, work: Callable[[], Result], kernels: Callable[[], object]) -> Result:
+        """Run work that must not be interrupted, after its kernels have compiled."""
+        if missing := self.compiler.missing(kernels):
+            self.compiler.submit(missing, urgent=True)
+            self.compiler.wait(missing)
+        return work()
+
+    def record(self, work: Callable[[], object], kernels: Callable[[], object], key: Hashable, after: int = 1) -> bool:
+        """Run ``work``, which records a graph, unless requests would wait for that. Return whether it was run.
+
+        ``after``: see `may_record`.
+        """
+        if not self.may_record(key, after):
+            return False
+        if self.must_not_wait:
+            return self.attempt(work, kernels, key) is not None
+        self.run(work, kernels, key)
+        return True
+
+    @property
+    def must_not_wait(self) -> bool:
+        """Whether steps should run in another way while their kernels compile."""
+        return self._idles
+
+    def close(self) -> None:
+        """End the compilers."""
+        self.compiler.close()

@@ -1,0 +1,270 @@
+"""Test how steps of new shapes run: no kernel compiles while a step can run otherwise. Graphs are recorded seldom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lib.engine import engine_for, run
+from lib.graphs import WorkGraphs
+from lib.models import hf_model, ours
+from minillm.kernels import DecodeInputs
+from minillm.params import SamplingParams
+from minillm.runner.device.ahead import Ahead, Shape
+from minillm.runner.device.runner import DeviceRunner
+
+
+class NotCompiledError(Exception):
+    pass
+
+
+@dataclass
+class Machine:
+    """A compiler whose variants are names, and the kernels that work launches."""
+
+    compiled: set[str] = field(default_factory=set)
+    impossible: set[str] = field(default_factory=set)
+    pending: list[str] = field(default_factory=list)
+    launched: list[str] = field(default_factory=list)
+    compiled_at_launch: list[str] = field(default_factory=list)
+    waits: int = 0
+    num_processes: int = 1
+    rests: int = 0
+    not_compiled: type[Exception] = NotCompiledError
+    _found: list[str] | None = None
+    _is_strict: bool = False
+    _failed: set[str] = field(default_factory=set)
+
+    def kernels(self, *names: str) -> Callable[[], list[str]]:
+        """Return work that launches kernels."""
+
+        def work() -> list[str]:
+            for name in names:
+                self.launch(name)
+            return list(names)
+
+        return work
+
+    def launch(self, name: str) -> None:
+        if self._found is not None:
+            self._found += [name] if name not in self.compiled else []
+            return
+        if name not in self.compiled:
+            if self._is_strict:
+                raise NotCompiledError(name)
+            self.compiled_at_launch.append(name)
+            self.compiled.add(name)
+        self.launched.append(name)
+
+    def finish(self, count: int = 100) -> None:
+        for _ in range(min(count, len(self.pending))):
+            name = self.pending.pop(0)
+            (self._failed if name in self.impossible else self.compiled).add(name)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.pending)
+
+    @property
+    def num_done(self) -> int:
+        return len(self.compiled)
+
+    def missing(self, work: Callable[[], object], /) -> Sequence[str]:
+        self._found = []
+        work()
+        found, self._found = self._found, None
+        return list(dict.fromkeys(found))
+
+    @contextmanager
+    def only_compiled(self) -> Iterator[None]:
+        kept, self._is_strict = self._is_strict, True
+        try:
+            yield
+        finally:
+            self._is_strict = kept
+
+    def is_pending(self, variants: Iterable[str], /) -> bool:
+        return bool(set(variants) & set(self.pending))
+
+    def submit(self, variants: Iterable[str], /, *, urgent: bool = False) -> None:
+        new = [name for name in variants if name not in self.compiled | self._failed]
+        others = [name for name in self.pending if name not in new]
+        self.pending = new + others if urgent else others + new
+
+    def wait(self, variants: Iterable[str] | None = None, seconds: float | None = None) -> bool:
+        self.waits += 1
+        self.finish(1 if seconds else 100)
+        return not self.pending
+
+    def rest(self) -> None:
+        self.rests += 1
+
+    def close(self) -> None:
+        self.pending.clear()
+
+
+def idle(machine: Machine, *shapes: Shape) -> Ahead:
+    """Return an `Ahead` of a program that has idle moments, but not had one long enough to prepare anything."""
+    ahead = Ahead(machine, lambda: shapes or [Shape(machine.kernels())])
+    ahead.advance()
+    return ahead
+
+
+def test_without_idle_moments_all_kernels_of_a_step_compile_in_parallel() -> None:
+    machine = Machine(compiled={"a"})
+    ahead = Ahead(machine)
+    assert ahead.run(machine.kernels("a", "b", "c"), key="step") == ["a", "b", "c"]
+    assert machine.waits == 1
+    assert machine.launched == ["a", "a", "b", "c"]
+    assert machine.compiled_at_launch == []
+    assert ahead.record(machine.kernels("d"), machine.kernels("d"), "graph")
+    assert machine.compiled_at_launch == []
+
+
+def test_a_step_does_not_wait_for_its_kernels() -> None:
+    machine = Machine()
+    ahead = idle(machine)
+    work = machine.kernels("a", "b")
+    machine.submit(["later"])
+    assert ahead.attempt(work, key="step") is None
+    assert machine.pending == ["a", "b", "later"]
+    machine.finish(1)
+    assert ahead.attempt(work, key="step") is None
+    assert machine.launched == [], "it is not tried while kernels are pending"
+    machine.finish(1)
+    assert ahead.attempt(work, key="step") == (["a", "b"],)
+    assert machine.waits == 0
+    assert machine.compiled_at_launch == []
+
+
+def test_work_that_changes_state_is_never_interrupted() -> None:
+    machine = Machine(compiled={"a"})
+    work = machine.kernels("a", "b")
+    assert idle(machine).run_once(work, work) == ["a", "b"]
+    assert machine.launched == ["a", "b"]
+    assert machine.compiled_at_launch == []
+
+
+def test_idle_moments_prepare_all_shapes() -> None:
+    machine = Machine(compiled={"a"}, impossible={"never"})
+    recorded: list[object] = []
+
+    def prompt() -> None:
+        """Launch another kernel once the probe is compiled."""
+        machine.launch("probe")
+        machine.launch("fast" if "probe" in machine.compiled else "general")
+
+    shapes = [
+        Shape(machine.kernels("a"), lambda: recorded.append("a")),
+        Shape(machine.kernels("b", "c"), lambda: recorded.append("b")),
+        Shape(machine.kernels("never"), lambda: recorded.append("never")),
+        Shape(prompt, lambda: recorded.append(machine.missing(prompt))),
+        Shape(machine.kernels("d")),
+    ]
+    ahead = Ahead(machine, lambda: shapes)
+    assert ahead.progress == (0, 0)
+    assert ahead.advance()
+    assert recorded == ["a"]
+    assert ahead.progress == (1, 5)
+    while ahead.advance():
+        pass
+    assert recorded == ["a", "b", []], "no graph with the general kernel"
+    assert machine.compiled == {"a", "b", "c", "d", "probe", "general", "fast"}
+    assert machine.launched == machine.compiled_at_launch == []
+    assert ahead.progress == (5, 5)
+    assert machine.rests == 1
+
+
+def test_while_requests_run_graphs_are_recorded_seldom() -> None:
+    machine = Machine()
+    ahead, recorded = idle(machine), []
+
+    def wants(key: str, after: int = 1) -> bool:
+        return ahead.record(lambda: recorded.append(key), machine.kernels(), key, after)
+
+    assert wants("first")
+    assert not wants("second")
+    for _ in range(31):
+        ahead.count_step()
+    assert not wants("second")
+    ahead.count_step()
+    assert not any(wants("third", 4) for _ in range(3))
+    assert wants("third", 4)
+    assert not wants("second")
+    assert recorded == ["first", "third"]
+
+
+def test_a_failure_ends_the_preparation() -> None:
+    def fails() -> None:
+        raise ValueError("no such layout")
+
+    machine = Machine()
+    ahead = Ahead(machine, lambda: [Shape(fails), Shape(fails)])
+    with pytest.raises(ValueError, match="no such layout"):
+        ahead.advance()
+    assert not ahead.advance()
+
+
+@pytest.mark.parametrize("recorded", [(), (1, 8), (40,)])
+def test_decoding_runs_on_other_graphs_until_its_own_is_recorded(recorded: tuple[int, ...]) -> None:
+    """Requests get the same tokens. Larger graphs compute padding, although rows have had other sequences before."""
+    model = ours(hf_model())
+    requests = [([5 + i, 7, 11, 3 * i + 4][: 2 + i % 3], SamplingParams(max_tokens=4 + 3 * i, temperature=0, seed=i))
+                for i in range(7)]  # fmt: skip
+    engine, plain = (engine_for(model, on_device=True, sharing=None, max_num_seqs=8) for _ in range(2))
+    runner = engine.runner
+    assert isinstance(runner, DeviceRunner)
+    graphs = runner.state.forwards = WorkGraphs(runner.state.rows)
+    records = [(shape, shape.record) for shape in runner.decode.shapes()]
+    some: list[Shape] = [
+        shape for shape, record in records if isinstance(record, partial) and record.args[0][0] in recorded
+    ]
+    runner.ahead.shapes = lambda: some or [Shape(lambda: None)]
+    while runner.prepare_ahead():
+        pass
+    runner.ahead._steps = -10_000  # no recording while requests run
+    kept = list(graphs._recorded)
+    got, expected = run(engine, requests), run(plain, requests)
+    assert [each.outputs[0].token_ids for each in got] == [each.outputs[0].token_ids for each in expected]
+    assert list(graphs._recorded) == kept
+    ran = {key[0] for key in graphs.ran if isinstance(key, tuple)}
+    assert ran == {(): set(), (1, 8): {1, 8}, (40,): set()}[recorded], "a much larger graph is slower than no graph"
+
+
+def test_decoding_runs_on_the_kernels_of_more_sequences_until_its_own_are_compiled() -> None:
+    model = ours(hf_model())
+    requests = [([5 + i, 7, 11], SamplingParams(max_tokens=4 + 3 * i, temperature=0)) for i in range(3)]
+    engine, plain = (engine_for(model, on_device=True, sharing=None, max_num_seqs=8) for _ in range(2))
+    runner, machine = engine.runner, Machine(compiled={"40"})
+    assert isinstance(runner, DeviceRunner)
+    sizes: list[int] = []
+    state: Any = runner.state
+    gather, forward = state.gather, state.forward
+
+    def launch(inputs: DecodeInputs, size: int, blocks: int, shared: None) -> None:
+        machine.launch(str(size))
+        if machine._found is None:
+            sizes.append(size)
+            forward(inputs, size, blocks, shared)
+
+    # Nothing is launched to find the kernels of a step.
+    state.gather = lambda size: gather(size) if machine._found is None else None
+    state.forward = launch
+    state.forwards = WorkGraphs(state.rows)
+    runner.ahead.compiler, runner.ahead.shapes = machine, lambda: [Shape(lambda: None)]
+    runner.prepare_ahead()
+    runner.ahead._steps = -10_000
+    got = run(engine, requests)
+    assert set(sizes) == {40}
+    assert machine.pending
+    machine.finish()
+    got += run(engine, [(prompt, replace(params, seed=1)) for prompt, params in requests])
+    assert set(sizes) > {40}
+    assert machine.compiled_at_launch == []
+    expected = run(plain, requests) * 2
+    assert [each.outputs[0].token_ids for each in got] == [each.outputs[0].token_ids for each in expected]
