@@ -2,7 +2,8 @@
 
 A file is written under a temporary name and renamed, and its header has a checksum. A file that is damaged, truncated
 or of another program counts as missing and is removed. So there is no index, and processes can share the directory. All
-of them keep to one quota: the least recently used blocks are removed first, and a block before its parent.
+processes keep to one quota. The least recently used blocks are removed first, and a block is removed before its parent,
+the block that comes before it in its sequence.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ def blocks_dir() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A block's file, as listed. ``used`` is the time of its last use in ns; ``parent`` and ``digest`` are prefixes."""
+    """A block's file. ``parent`` and ``digest`` are the first hex digits of hashes; ``used`` is its last use, in ns."""
 
     path: str
     index: int
@@ -53,7 +54,7 @@ class BlockFile:
 
 
 class BlockStore:
-    """The blocks of one engine identity in the directory ``root``.
+    """The blocks of one engine identity (weights, data types, block size and so on) in the directory ``root``.
 
     Args:
         identity: see `keys.root`; it names the directory of these blocks.
@@ -129,7 +130,7 @@ class BlockStore:
             os.utime(self.path(key), ns=(moment := self._now(), moment))
 
     def trim(self) -> list[str]:
-        """Remove blocks until the quota is kept. Return their names. Does nothing while another process does it."""
+        """Remove blocks until the quota is kept. Return their names. Do nothing while another process does this."""
         with _trimming(self.root) as is_mine:
             if not is_mine:
                 return []
@@ -215,7 +216,10 @@ def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
 
 
 def _read_into(path: str, digest: bytes | None, buffers: Sequence[memoryview]) -> bool:
-    """Read a block's file into ``buffers``. Return whether it is whole. ``digest`` None: the block of any key."""
+    """Read a block's file into ``buffers``. Return whether the file is complete, with the right checksum.
+
+    ``digest``: the key that the file must have; None: any key.
+    """
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found, size = os.fstat(number), sum(map(len, buffers))
@@ -289,7 +293,7 @@ def eviction_order(blocks: Iterable[BlockFile]) -> list[BlockFile]:
 
 
 def is_whole(block: BlockFile) -> bool:
-    """Read a listed block and return whether its checksum is right. Removes it if not."""
+    """Read a listed block, and return whether its checksum is right. If not, remove the block."""
     buffer = bytearray(max(0, block.num_bytes - _HEADER_BYTES))
     try:
         whole = _read_into(block.path, None, [memoryview(buffer)])
@@ -302,12 +306,12 @@ def is_whole(block: BlockFile) -> bool:
 
 
 def owner_file(owner: str) -> str:
-    """Return the name of the file with an owner's block names. It does not reveal the owner."""
+    """Return the name of the file that lists an owner's blocks. The name does not reveal the owner."""
     return _OWNER + hashlib.sha256(owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def erase(root: Path, owner: str) -> int:
-    """Remove an owner's blocks of all identities, except blocks of other owners. Return the number of removed blocks.
+    """Remove an owner's blocks of all identities, unless other owners also use them. Return how many were removed.
 
     Raises OSError.
     """

@@ -25,7 +25,7 @@ class BlockKey:
 
 
 def root(identity: bytes, salt: str | None) -> bytes:
-    """Return the hash before the first block of a sequence. ``identity``: of the engine, 32 bytes."""
+    """Return the hash before the first block of a sequence. ``identity``: the engine's identity, 32 bytes."""
     tenant = b"" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
     return hashlib.sha256(identity + tenant).digest()
 

@@ -1,8 +1,8 @@
 """The disk as a tier below the prefix cache of one engine.
 
 Full blocks are copied out of the pool when they are committed to the prefix cache, and written in the background. While
-the writer's queue is full they wait in the pool, at the latest until they are evicted. The engine's thread calls all
-methods.
+the writer's queue is full, blocks wait in the pool until the queue has space or they are evicted. The engine's thread
+calls all methods.
 """
 
 import time
@@ -306,7 +306,7 @@ class DiskTier(StepObserver):
             read.pieces.append((incoming, self._readers.submit(self._read_piece, read, incoming, wanted)))
 
     def _read_piece(self, read: BlockRead, incoming: Incoming, wanted: list[BlockKey]) -> int:
-        """Read blocks, in a reader's thread. Return how many of the first ones are whole."""
+        """Read blocks, in a reader's thread, up to the first failure. Return how many blocks were read."""
         count = 0
         for key, buffers in zip(wanted, incoming.buffers, strict=True):
             if not self.store.read(key, buffers):
@@ -316,7 +316,7 @@ class DiskTier(StepObserver):
         return count
 
     def finish_read(self, read: BlockRead) -> int:
-        """Account for an ended read. Return the number of tokens up to the end of its whole blocks."""
+        """Account for an ended read. Return the number of tokens up to the end of the last block that was read."""
         found, count = read.found, read.num_read
         self.num_read += count
         self.read_seconds += read.seconds
