@@ -168,7 +168,7 @@ def _all_reduce_kernel(
     low, high = _summed(
         own, inbox, turn, offsets, number, mask, stop_ptr, capacity, RANK, RANKS, 1, DTYPE, WORDS,
     )  # fmt: skip
-    # Not before the first wait, where a late warp could read the number of the next sum.
+    # Only after the first wait: a late warp must not read the next sum's number as the number of this sum.
     tl.store(sums_ptr + program, number)
     tl.store(x_ptr + offsets, _packed(low, high, DTYPE), mask=mask)
 

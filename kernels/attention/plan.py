@@ -393,8 +393,8 @@ def _spread(
     """
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)
-    # Computing a tile costs about as much as merging a result, so a node of n tiles in parts of t takes t + n / t. With
-    # few sequences, the whole GPU is free for one node.
+    # Computing a tile costs about as much as merging a result, so a node of n tiles, in parts of t tiles, takes a time
+    # of t + n / t. With few sequences, the whole GPU is free for one node.
     longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1
     at_once = at_a_time * num_processors // shape.num_kv_heads
     while True:

@@ -266,5 +266,5 @@ def _tiling(dim_tile: int, element_size: int, average_chunk: int, in_8_bits: boo
         return 64, 32, 2, 4
     if average_chunk < 4096:
         return 64, 64, 2, 4
-    # int8 passes through registers on the way to the tensor cores: with more tokens they overflow.
+    # int8 passes through registers on the way to the tensor cores: with more tokens per tile, registers would spill.
     return 128, 64 if in_8_bits else 128, 3, 8

@@ -13,8 +13,8 @@ from minillm.kernels import reference
 # oneDNN chooses its blocked layout for one batch size. The layout for 16 is fast from 1 to 32 rows: 538 MB of weights
 # take 30 ms at 1 row and 50 at 16, instead of 31 and 69 with the layout for 1 (2 cores of an EPYC 7003).
 _PACKED_FOR_ROWS = 16
-# Each of its calls takes 30 us, too much for a small matmul: 96 x 48 weights take 34 us at 1 row and 3 with torch's own
-# linear, 256 x 256 at 16 rows 69 and 42, 576 x 576 210 and 210.
+# A call of oneDNN takes 30 us, too much for a small matmul. With oneDNN and with torch's own linear, 96 x 48 weights
+# take 34 and 3 us at 1 row; 256 x 256 take 69 and 42 us at 16 rows, 576 x 576 take 210 and 210 us.
 _LEAST_BLOCKED = 1 << 18  # weights
 FBGEMM = ("x86", "fbgemm")  # torch's names for the engines that multiply float32 by float16 weights
 _CHECKED_AT_ONCE = 1 << 18  # weights

@@ -112,7 +112,7 @@ class _Int8Linear:
             some = weight(rows)
             torch.mm(x, some.t(), out=product[:, rows])
             largest = torch.maximum(some.amax(1), -some.amin(1))
-            # Rows of zeros get an arbitrary scale. Rows with NaN or infinity keep it, and their results are NaN.
+            # Rows of zeros get an arbitrary scale. Rows with NaN or infinity have it as scale: their results are NaN.
             scales[rows] = torch.where(largest == 0, 1.0, largest / _LEVELS)
             scale = _usable(scales[rows])
             exact = (some / scale).nan_to_num_(0.0, 0.0, 0.0)

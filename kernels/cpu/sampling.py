@@ -77,7 +77,8 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
     before = probabilities.cumsum(-1) - probabilities
     cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
     cut |= scaled < torch.log(min_p)[:, None]
-    # If the last candidate and those equal to it are cut, all later tokens are: `topk` returns any of equal values.
+    # If the last candidate and all candidates equal to it are cut, all later tokens are cut as well. (`topk` may return
+    # any of several equal values.)
     tail_is_cut = (cut | (values != values[:, -1:])).all(-1)
     sure |= ((top_k == 0) & tail_is_cut) | (count == vocab)
     score = scaled + reference.gumbel(seeds, positions, ids.to(torch.int32))

@@ -53,7 +53,8 @@ def product(
     if _is_for_fp8(x, parts):
         return fp8_linear.product(x, parts[0], bias, out, norm, gated=gated, add=add)
     is_fused = _is_fused(x, parts)
-    # Allocated first: later it would take a part of the memory of dequantized pieces, and the next pieces need more.
+    # The output is allocated first. Later, it could take a part of the memory that dequantized slabs have freed, and a
+    # larger slab would need new memory.
     if out is None:
         out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts) // (2 if gated else 1))
     if gated and (len(parts) > 1 or not is_fused):
