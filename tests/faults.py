@@ -1200,8 +1200,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("library-of-any-shape", "_path", "List 0", "[torch.__version__, $elts[1], $elts[2], $elts[3]]",
          "tests/loading/test_compiling.py::test_a_second_start_compiles_nothing"),
     ],
-    "minillm/service/conversations.py": [
-        ("pace-of-no-work", "Conversations.step", "BoolOp 0", "$values[0]",
+    "minillm/service/__main__.py": [
+        ("commands-not-heard-between-steps", "serve", "BoolOp 0", "$values[0]",
          "tests/service/test_conversations.py::test_a_slow_pace_hears_commands_at_once"),
     ],
     "ui/chat/long_list.py": [

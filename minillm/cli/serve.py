@@ -19,11 +19,12 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel.launch import Torchrun
 from minillm.progress import loading_bar, say
+from minillm.server.engine_process import Told
 from minillm.server.http.access import AccessRules
 from minillm.server.replicas import MAX_REPLICAS
 from minillm.server.service import Service
 from minillm.server.serving import ServerConfig, serve
-from minillm.service import messages as chat
+from minillm.service.messages import Loading, Notice
 from minillm.system import expanded
 from minillm.text.safe import clean_line
 from minillm.user_config import read_config
@@ -50,15 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as bar:
         report = bar.enter_context(loading_bar())
 
-        def told(event: chat.Event) -> None:
-            if isinstance(event, chat.Loading):
+        def told(event: Told) -> None:
+            if isinstance(event, Loading):
                 report(event.progress)
-            elif isinstance(event, chat.Notice):
+            elif isinstance(event, Notice):
                 say(event.text)
 
         def opened(address: str, service: Service) -> None:
             bar.close()
-            facts = service.facts.facts
+            facts = service.facts
             pool = f"{facts.num_blocks * facts.block_size:,} tokens of cache"
             keys = ", with keys" if server.rules.keys else ""
             pool += f" in each of {server.replicas} replicas" if server.replicas > 1 else ""

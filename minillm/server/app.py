@@ -155,7 +155,7 @@ async def _on_defect(request: Request, error: Exception) -> Response:
 
 
 def _model_json(service: Service, name: str) -> dict[str, Any]:
-    facts = service.facts.facts
+    facts = service.facts
     owner = {"id": name, "object": "model", "created": int(service.began), "owned_by": "minillm"}
     return {**owner, "max_model_len": facts.max_model_len, "source": facts.source}
 
@@ -202,7 +202,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
     value = {
         "tokens": found["tokens"],
         "count": len(found["tokens"]),
-        "max_model_len": service.facts.facts.max_model_len,
+        "max_model_len": service.facts.max_model_len,
     }
     if body.return_token_strs:
         value["token_strs"] = found["texts"]
@@ -212,7 +212,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
 async def _detokenize(service: Service, request: Request) -> Response:
     body = bodies.read_body(bodies.DetokenizeBody, request.state.body)
     service.check_model(body.model)
-    most, end = max(_MOST_TOKENS, service.facts.facts.max_model_len), service.facts.vocab_size
+    most, end = max(_MOST_TOKENS, service.facts.max_model_len), service.facts.vocab_size
     if len(body.tokens) > most:
         raise BadField(f"tokens: {len(body.tokens)} ids; at most {most}, so send them in parts", "tokens")
     for token_id in body.tokens:

@@ -6,22 +6,25 @@ import asyncio
 import contextlib
 import itertools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import ContextLengthError, MinillmError, UsageError
 from minillm.service import call_messages as messages
-from minillm.service import messages as chat
+from minillm.service.client import ENGINE_COMMAND
+from minillm.service.messages import Abort, Load, Loaded, LoadFailed, Loading, Notice, RequestFailed
 from minillm.system import child_environment
 
-# -P: a module in the current directory must not replace one of the standard library.
-COMMAND = (sys.executable, "-P", "-m", "minillm.server")
+COMMAND = (*ENGINE_COMMAND, "http")
 _KEY_VARIABLE = "MINILLM_API_KEY"
 _PING_SECONDS = 2.0
 _SILENT_SECONDS = 10.0  # a process without an answer for this long is reported as not responding
 _STEP_SECONDS = 120.0  # a step that takes this long is considered hung; on a slow CPU, a step takes some seconds
+
+
+Told = Loading | Notice | LoadFailed
+"""The progress of loading, or its failure."""
 
 
 class EngineDied(MinillmError):
@@ -35,7 +38,7 @@ class Answer:
     request_id: str
     texts: list[messages.Text] = field(default_factory=list)  # texts that `take` has not returned yet
     began: messages.Began | None = None
-    ended: messages.Ended | messages.Refused | None = None
+    ended: messages.Ended | RequestFailed | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)  # set when an event has arrived
 
     def take(self) -> list[messages.Text]:
@@ -64,7 +67,7 @@ class EventProtocol(asyncio.Protocol):
         over: done when the pipe has ended.
     """
 
-    def __init__(self, take: Callable[[messages.Event], object]) -> None:
+    def __init__(self, take: Callable[[messages.AnyEvent], object]) -> None:
         self._take = take
         self._data = bytearray()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -86,11 +89,11 @@ class EngineProcess:
     """A running engine process, with the answers and callbacks that receive its events. Create it with `start`."""
 
     process: asyncio.subprocess.Process
-    told: Callable[[chat.Event], object] = lambda event: None  # called with the progress of loading
-    ready: asyncio.Future[messages.Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    told: Callable[[Told], object] = lambda event: None  # called with the progress of loading
+    ready: asyncio.Future[Loaded] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answers: dict[str, Answer] = field(default_factory=dict)
     figures: messages.Figures | None = None
-    listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # by the name of a watcher or session
+    listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # by session
     answered: dict[str, Callable[[str], object]] = field(default_factory=dict)  # by session; called when an answer ends
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: MinillmError | None = None
@@ -104,7 +107,7 @@ class EngineProcess:
         cls,
         model: str,
         options: dict[str, Any],
-        told: Callable[[chat.Event], object] = lambda event: None,
+        told: Callable[[Told], object] = lambda event: None,
         command: Sequence[str] = COMMAND,
     ) -> EngineProcess:
         """Start the process. ``ready`` is done once the model is loaded.
@@ -124,13 +127,13 @@ class EngineProcess:
         finally:
             os.close(its)
         engine = cls(process, told)
-        engine.send(messages.Load(model, options))
+        engine.send(Load(model, options))
         events = os.fdopen(ours, "rb", buffering=0)
         _, protocol = await asyncio.get_running_loop().connect_read_pipe(lambda: EventProtocol(engine._take), events)
         engine.watching = asyncio.create_task(engine._watch(protocol))  # type: ignore[attr-defined]
         return engine
 
-    def send(self, call: messages.Call) -> None:
+    def send(self, call: messages.AnyCall) -> None:
         """Send a call. It is lost if the process has ended. Raises UsageError for a value that cannot be encoded."""
         assert self.process.stdin is not None
         if not self.process.stdin.is_closing():
@@ -162,7 +165,7 @@ class EngineProcess:
     def leave(self, answer: Answer) -> None:
         """Drop an answer. If its request has not ended, abort it."""
         if self.answers.pop(answer.request_id, None) is not None and answer.ended is None:
-            self.send(messages.Abort(answer.request_id))
+            self.send(Abort(answer.request_id))
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
         """Send a call and return its result. ``make`` creates the call from the call's id.
@@ -177,7 +180,7 @@ class EngineProcess:
     def fail(self, why: str) -> None:
         """End all running answers with an error."""
         for answer in self.answers.values():
-            answer.ended = answer.ended or messages.Refused(answer.request_id, why, "gone")
+            answer.ended = answer.ended or RequestFailed(answer.request_id, why, "gone")
             answer.news.set()
 
     def _check(self) -> None:
@@ -233,14 +236,14 @@ class EngineProcess:
                 self.silent_seconds, self.step_seconds = 0.0, asked.result()
                 await asyncio.sleep(_PING_SECONDS)
 
-    def _take(self, event: messages.Event) -> None:
+    def _take(self, event: messages.AnyEvent) -> None:
         match event:
-            case messages.Stepped(texts):
+            case messages.Texts(texts):
                 for text in texts:
                     if (answer := self.answers.get(text.request_id)) is not None:
                         answer.texts.append(text)
                         answer.news.set()
-            case messages.Ended(request_id) | messages.Refused(request_id):
+            case messages.Ended(request_id) | RequestFailed(request_id):
                 if (answer := self.answers.get(request_id)) is not None:
                     answer.ended = event
                     answer.news.set()
@@ -257,19 +260,16 @@ class EngineProcess:
                         future.set_exception((ContextLengthError if kind == "context" else UsageError)(error))
                     else:
                         future.set_result(value)
-            case messages.Picture(watcher, changed):
-                if (listener := self.listeners.get(watcher)) is not None:
-                    listener(changed)
             case messages.SessionEvent(session, line):
                 if (listener := self.listeners.get(session)) is not None:
                     listener(line)
             case messages.SessionAnswered(session, request_id):
                 if (told := self.answered.get(session)) is not None:
                     told(request_id)
-            case messages.Ready():
+            case Loaded():
                 self.ready.set_result(event)
                 self.pinging = asyncio.create_task(self._ping())
-            case messages.Telling(told):
-                if isinstance(told, chat.LoadFailed):
-                    self.failure = UsageError(told.error) if told.exit_code == 2 else MinillmError(told.error)
-                self.told(told)
+            case Loading() | Notice() | LoadFailed():
+                if isinstance(event, LoadFailed):
+                    self.failure = UsageError(event.error) if event.exit_code == 2 else MinillmError(event.error)
+                self.told(event)

@@ -22,7 +22,8 @@ from minillm.server.http.fair_queue import FairQueue, Full, Place, num_seats
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.sending import CONTEXT_LENGTH, Failed, body_message, send_json
 from minillm.server.replicas import Engine
-from minillm.service.call_messages import Complete, Completion, Ended, Refused, Text
+from minillm.service.call_messages import Complete, Completion, Ended, Text
+from minillm.service.messages import RequestFailed
 
 _TICK = 0.001  # seconds
 # The head of a stream (status and headers) is sent after _HEAD_SECONDS if the engine has accepted the request by then.
@@ -302,7 +303,7 @@ class Generating:
                 answer = answers[number]
                 texts = answer.take()
                 ended = answer.ended
-                if isinstance(ended, Refused):
+                if isinstance(ended, RequestFailed):
                     _raise_refused(answers, self.asked.grammar_field)
                 elif ended is not None:
                     left.discard(number)
@@ -363,7 +364,7 @@ async def _until_gone(receive: Receive) -> None:
 
 def _raise_refused(answers: Sequence[Answer], grammar_field: str) -> None:
     for answer in answers:
-        if isinstance(answer.ended, Refused):
+        if isinstance(answer.ended, RequestFailed):
             status, error = {"internal": 500, "gone": 503}.get(answer.ended.kind, 400), answer.ended.error
             if grammar_field and error.startswith("grammar: "):
                 raise Failed(status, f"{grammar_field}: {error.removeprefix('grammar: ')}", field=grammar_field)

@@ -1,7 +1,7 @@
 """Several engine processes with one model, served at one address. An engine that ends is restarted.
 
 A request goes to the engine that has computed the beginning of its prompt before, unless that engine is much busier
-than another one. Forks, pinned prefixes, sessions and watchers go to the engine that has the data they refer to.
+than another one. Forks, pinned prefixes and sessions go to the engine that has the data they refer to.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import msgspec
 
 from minillm.errors import MinillmError
 from minillm.jobs.placement import place
-from minillm.server.engine_process import COMMAND, Answer, EngineDied, EngineProcess
+from minillm.server.engine_process import COMMAND, Answer, EngineDied, EngineProcess, Told
 from minillm.service import call_messages as messages
-from minillm.service import messages as chat
+from minillm.service.messages import Loaded
 
 MAX_REPLICAS = 64
 _PIECE = 128  # characters or token ids of a prompt that get a key together
 _MOST_PIECES = 512  # maximum number of pieces of a prompt
 _MOST_PLACES = 1 << 16  # number of keys with a stored engine
-_MOST_HOMES = 1 << 14  # number of answers, prefixes, sessions and watchers with a stored engine
+_MOST_HOMES = 1 << 14  # number of answers, prefixes and sessions with a stored engine
 _SLACK = 4  # an engine is too busy to be preferred if it has more than 2 * (requests of the idlest engine) + _SLACK
 _MOST_RESTARTS = 5  # maximum restarts of an engine in _RESTART_WINDOW seconds
 _RESTART_WINDOW = 600.0
@@ -49,13 +49,13 @@ class Engine(Protocol):
 
     @property
     def listeners(self) -> dict[str, Callable[[Any], object]]:
-        """Return the callbacks that receive events, by the name of their watcher or session."""
+        """Return the callbacks that receive events, by session."""
 
     @property
     def answered(self) -> dict[str, Callable[[str], object]]:
         """Return a callback for each session, by name. It is called with a request's id when the answer ends."""
 
-    def send(self, call: messages.Call) -> None:
+    def send(self, call: messages.SessionCall) -> None:
         """Send a call that has no result."""
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
@@ -131,9 +131,7 @@ class Replicas:
     _refusal: str = ""  # why no more requests are accepted; empty while they are
 
     @classmethod
-    async def start(
-        cls, model: str, options: dict[str, Any], told: Callable[[chat.Event], object], count: int
-    ) -> Replicas:
+    async def start(cls, model: str, options: dict[str, Any], told: Callable[[Told], object], count: int) -> Replicas:
         """Start ``count`` engines. The first one reports the progress of loading to ``told``."""
 
         async def begin(number: int) -> EngineProcess:
@@ -148,7 +146,7 @@ class Replicas:
             self.engines.append(await begin(number))
         return self
 
-    async def loaded(self) -> messages.Ready:
+    async def loaded(self) -> Loaded:
         """Wait until all engines are ready. From then on, restart an engine that ends.
 
         Return the facts about the first engine, with the sum of ``max_num_seqs`` over all engines.
@@ -158,7 +156,7 @@ class Replicas:
         """
         found = await asyncio.gather(*(engine.ready for engine in self.engines))
         for number, each in enumerate(found):
-            if each.facts.device.split(":")[0] != found[0].facts.device.split(":")[0]:
+            if each.device.split(":")[0] != found[0].device.split(":")[0]:
                 raise MinillmError(f"replica {number} found no GPU of its own; start fewer replicas")
         self._keeping = [asyncio.create_task(self._keep(number)) for number in range(len(self.engines))]
         return msgspec.structs.replace(found[0], max_num_seqs=sum(each.max_num_seqs for each in found))
@@ -239,12 +237,11 @@ class Replicas:
                 engine.process.stdin.close()
         await asyncio.gather(*self._keeping, *(engine.stop() for engine in self.engines), return_exceptions=True)
 
-    def send(self, call: messages.Call) -> None:
-        """Send a call of a watcher or a session to the engine that serves this watcher or session."""
-        name: str = getattr(call, "watcher", None) or call.session  # type: ignore[attr-defined]
-        if isinstance(call, messages.Watch | messages.OpenSession):
-            self._settle(name, self._choose(None, None))
-        self.engines[self._homes.get(name, 0)].send(call)
+    def send(self, call: messages.SessionCall) -> None:
+        """Send a call of a session to the engine that serves this session."""
+        if isinstance(call, messages.OpenSession):
+            self._settle(call.session, self._choose(None, None))
+        self.engines[self._homes.get(call.session, 0)].send(call)
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
         """Start a request and return its answer. ``news`` is set whenever an event of the answer arrives.

@@ -19,7 +19,8 @@ from minillm.server.replicas import Engine
 from minillm.server.responses.answers import ResponseWriter
 from minillm.server.responses.store import ResponseStore
 from minillm.server.sessions.questions import Questions
-from minillm.service import call_messages as messages
+from minillm.service.call_messages import ForkPoint
+from minillm.service.messages import Loaded
 
 
 class Missing(HTTPException):
@@ -38,7 +39,7 @@ class Service:
     """The state that all routes share."""
 
     engine: Engine
-    facts: messages.Ready
+    facts: Loaded
     names: tuple[str, ...]  # the model's names for clients
     queue: FairQueue
     metrics: Metrics
@@ -63,7 +64,7 @@ class Service:
             why = f"the model {shown(name)} is not served here; use {self.names[0]}"
             raise Missing(404, why, code="model_not_found")
 
-    def salt(self, tenant: str, salt: str | None = None, fork: messages.ForkPoint | None = None) -> str | None:
+    def salt(self, tenant: str, salt: str | None = None, fork: ForkPoint | None = None) -> str | None:
         """Return the salt for a request's blocks in the prefix cache. Only requests with equal salts share blocks.
 
         If the API keys have several owners, the salt contains the owner. Otherwise an owner could detect, by timing,

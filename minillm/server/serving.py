@@ -17,13 +17,13 @@ import uvicorn
 
 from minillm.errors import UsageError
 from minillm.server.app import make_app
+from minillm.server.engine_process import Told
 from minillm.server.http.access import AccessRules
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.protocol import BoundedProtocol
 from minillm.server.replicas import Engine, Replicas
 from minillm.server.service import Service
-from minillm.service import messages as chat
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _OTHER_DESCRIPTORS = 100  # number of file descriptors in addition to connections
@@ -97,7 +97,7 @@ async def serve(
     config: ServerConfig,
     model: str,
     options: dict[str, Any],
-    told: Callable[[chat.Event], object],
+    told: Callable[[Told], object],
     opened: Callable[[str, Service], object],
 ) -> None:
     """Load the model and serve it until SIGINT or SIGTERM arrives. Then give running answers time to end.
@@ -118,7 +118,7 @@ async def serve(
         shared = len(set(config.rules.keys.values())) > 1
         queue = FairQueue(facts.max_num_seqs, config.max_waiting, shared=shared)
         metrics = Metrics(queue, engine.figures)
-        names = config.names or _names(facts.facts.model)
+        names = config.names or _names(facts.model)
         most = 2 * (config.max_waiting + facts.max_num_seqs) + 100  # connections
         allow_descriptors(most + _OTHER_DESCRIPTORS)
         service = Service(engine, facts, names, queue, metrics, bool(config.rules.keys), shared)

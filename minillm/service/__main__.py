@@ -1,6 +1,7 @@
-"""The engine process: reads commands from stdin, writes events to stdout, and runs engine steps in between.
+"""The engine process: reads calls from stdin, writes events to stdout, and runs engine steps in between.
 
-Run it as ``python -m minillm.service``. The process ends when stdin closes, so it never outlives the app.
+Its front end is a chat app, which runs ``python -m minillm.service``, or the HTTP process, which adds the argument
+``http``. The process ends when stdin closes, so it never outlives its front end.
 """
 
 from __future__ import annotations
@@ -12,82 +13,146 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 from minillm.errors import MinillmError
 from minillm.progress import Progress
-from minillm.service.messages import Command, Event, Load, LoadFailed, Loading, Notice, decode_command, encode
+from minillm.service import call_messages, messages
+from minillm.service.messages import Load, LoadFailed, Loading, Message, Notice
 
 if TYPE_CHECKING:
-    from minillm.service.conversations import Conversations
+    from minillm.engine.engine import Engine
 
-_UNREAD = 1 << 20  # size of the event pipe in bytes: the engine blocks once the app leaves this much unread
+Send = Callable[[Message], None]
+_UNREAD = 1 << 20  # size of the event pipe in bytes: the engine blocks once the front end leaves this much unread
 
 
-def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) -> int:
-    """Load the model that the first command names. Then run the engine and handle commands. Return the exit code.
+class Inbox:
+    """The calls of the front end. None means that the front end has ended. Calls wait until `pass_on` is called."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._take: Callable[[Message | None], None] = self._waiting.put
+
+    def put(self, call: Message | None) -> None:
+        """Add a call. If calls do not wait, pass it on in this thread."""
+        with self._lock:
+            self._take(call)
+
+    def first(self) -> Message | None:
+        """Wait for the first call."""
+        return self._waiting.get()
+
+    def pass_on(self, take: Callable[[Message | None], None]) -> None:
+        """Pass the waiting calls to ``take``, and from now on all calls."""
+        with self._lock:
+            self._take = take
+            while not self._waiting.empty():
+                take(self._waiting.get())
+
+
+def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
+    """Load the model that the first call names. Then run the engine and carry out calls. Return the exit code.
 
     Args:
-        commands: the app's commands; None means that the app has ended.
-        send: sends an event to the app.
+        inbox: the calls of the front end.
+        send: sends an event to the front end.
+        is_app: the front end is a chat app, which sends commands and gets events for apps.
     """
-    first = commands.get()
+    first = inbox.first()
     if not isinstance(first, Load):
         return 0
+    began = time.monotonic()
     try:
-        conversations = _load(first, send)
+        engine, name = _load(first, send, is_app=is_app)
     except MinillmError as error:
         send(LoadFailed(str(error), error.exit_code))
         return error.exit_code
     except Exception as error:
         send(LoadFailed(f"{type(error).__name__}: {error}", 1))
         return 1
-    conversations.reporter.show_cache(now=True)
+    from minillm.engine.driver import Driver
+    from minillm.service.calls import CallDispatcher
+    from minillm.service.engine_requests import EngineRequests
+    from minillm.service.facts import loaded
+    from minillm.service.sessions import Sessions
+
+    driver = Driver(engine)
+    requests = EngineRequests(driver, send)
+    sessions = Sessions(driver, requests, send)
+    requests.others = sessions.owners
+    calls = CallDispatcher(driver, requests, sessions, send)
+    facts = loaded(engine, name, time.monotonic() - began)
+    send(facts)
+    if is_app:
+        sessions.open("")
+    elif facts.chat_template:
+        calls.begin_templates()
+    inbox.pass_on(calls.take_command if is_app else calls.take)
+
+    def report() -> None:
+        idle = not engine.has_work
+        if not is_app:
+            requests.report(now=idle)
+        sessions.report(now=idle)
+
     while True:
-        if not (conversations.engine.has_work and commands.empty()):
-            while commands.empty() and conversations.engine.runner.prepare_ahead():
+        while not (engine.has_work and calls.jobs.empty()):
+            while calls.jobs.empty() and engine.runner.prepare_ahead():
                 pass
-            command = commands.get()
-            if command is None:
+            job = calls.jobs.get()
+            if job is None:
                 return 0
-            conversations.handle(command)
-            if not commands.empty():
-                continue
-        conversations.step()
-        conversations.reporter.show_cache(now=not conversations.engine.has_work)
+            job()
+            if calls.jobs.empty():
+                report()
+        if sessions.wait():
+            sessions.take(*requests.step())
+            report()
 
 
-def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
-    began = time.monotonic()
-    send(Loading(Progress("starting", 0, None, "")))
+def _load(load: Load, send: Send, *, is_app: bool) -> tuple[Engine, str]:
+    """Load the model. Return the engine and the model's name."""
+    if is_app:
+        send(Loading(Progress("starting", 0, None, "")))
     from minillm.config import EngineConfig
     from minillm.loading.bandwidth import known_rate
     from minillm.loading.device import choose_device
     from minillm.loading.engine import best_form, chat_options, load_engine
     from minillm.loading.gpu_stacks import keep_small
-    from minillm.service.conversations import Conversations
-    from minillm.service.facts import loaded
 
-    config = EngineConfig(**chat_options(command.options))
+    config = EngineConfig(**chat_options(load.options) if is_app else load.options)
     tell = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
-    if (device := choose_device(config)).type == "cpu":
+    device = choose_device(config)
+    if is_app and device.type == "cpu":
         known_rate(device)  # the model list uses this rate
-    model_name = best_form(command.model, config, *tell)
+    name = best_form(load.model, config, *tell)
     keep_small(device, config)
-    engine = load_engine(model_name, config, *tell)
-    send(loaded(engine, model_name, time.monotonic() - began))
-    return Conversations(engine, send)
+    return load_engine(name, config, *tell), name
 
 
-def _read_commands(commands: queue.Queue[Command | None]) -> None:
-    for line in sys.stdin.buffer:
+def _lines(stream: BinaryIO) -> Iterator[Message]:
+    """Yield the commands of a chat app."""
+    for line in stream:
         try:
-            commands.put(decode_command(line))
+            yield messages.decode_command(line)
         except ValueError as error:
             sys.stderr.write(f"not a command: {error}\n")
-    commands.put(None)
-    # The app has ended. A load or a long step must not keep the process and its memory alive.
+
+
+def _frames(stream: BinaryIO) -> Iterator[Message]:
+    """Yield the calls of the HTTP process."""
+    while len(head := stream.read(4)) == 4:
+        yield call_messages.decode_call(stream.read(int.from_bytes(head, "little")))
+
+
+def _read(calls: Iterator[Message], inbox: Inbox) -> None:
+    for call in calls:
+        inbox.put(call)
+    inbox.put(None)
+    # The front end has ended. A load or a long step must not keep the process and its memory alive.
     time.sleep(1)
     os._exit(0)
 
@@ -104,20 +169,28 @@ def _widen(events: BinaryIO) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the app handles ctrl-c
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end handles ctrl-c
+    is_app = sys.argv[1:] != ["http"]
     events = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # a stray print must not reach the app as an event
+    os.dup2(2, 1)  # a stray print must not reach the front end as an event
     _widen(events)
+    encode = messages.encode if is_app else call_messages.encode
+    lock = threading.Lock()
 
-    def send(event: Event) -> None:
-        try:
-            events.write(encode(event))
-        except BrokenPipeError:
-            os._exit(0)
+    def send(event: Message) -> None:
+        data = encode(event)
+        with lock:
+            try:
+                written = events.write(data) or 0
+                while written < len(data):
+                    written += events.write(data[written:]) or 0
+            except BrokenPipeError:
+                os._exit(0)
 
-    commands: queue.Queue[Command | None] = queue.Queue()
-    threading.Thread(target=_read_commands, args=(commands,), daemon=True).start()
-    code = serve(commands, send)
+    inbox = Inbox()
+    calls = (_lines if is_app else _frames)(sys.stdin.buffer)
+    threading.Thread(target=_read, args=(calls, inbox), daemon=True).start()
+    code = serve(inbox, send, is_app=is_app)
     if code:
         sys.stderr.flush()
         os._exit(code)  # the thread holds the lock of stdin, so an orderly exit would abort

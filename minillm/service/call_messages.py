@@ -1,33 +1,37 @@
+# ruff: noqa: RUF012 (msgspec copies lists and dicts that are defaults)
 """Messages between the HTTP process and the engine process.
 
 The HTTP process sends calls, the engine process sends events. A message is four bytes with its length, followed by the
-message in MessagePack.
+message in MessagePack. Some messages are those of `minillm.service.messages`: loading a model, aborting a request, and
+the failure of a request.
 """
 
 from functools import reduce
 from operator import or_
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from minillm.errors import CapacityError, ContextLengthError, MinillmError, UsageError
-from minillm.service import messages as chat
+from minillm.service.messages import (
+    Abort,
+    Load,
+    Loaded,
+    LoadFailed,
+    Loading,
+    Message,
+    Notice,
+    Record,
+    RequestFailed,
+)
 
 
-class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
-    """A message. Its class name is sent in the field ``message``."""
-
-
-class Call(_Message):
+class Call(Message):
     """A message from the HTTP process to the engine process."""
 
 
-class Event(_Message):
+class ServerEvent(Message):
     """A message from the engine process to the HTTP process."""
-
-
-class Record(msgspec.Struct, array_like=True):
-    """A part of a message. It is sent as a list of its values."""
 
 
 class Conversation(msgspec.Struct):
@@ -54,13 +58,6 @@ class ForkPoint(Record):
     num_tokens: int | None = None  # number of the completion's tokens before the fork; None: all
 
 
-class Load(Call):
-    """Load a model. This must be the first call. It is sent once."""
-
-    model: str
-    options: dict[str, Any] = {}  # of EngineConfig
-
-
 class Complete(Call):
     """Complete a prompt, which is text, token ids or a conversation.
 
@@ -84,10 +81,6 @@ class Complete(Call):
     def is_bare(self) -> bool:
         """Return whether the answer must not contain reasoning, because it has a grammar that allows none."""
         return "grammar" in self.params and not self.thinks and self.params.get("max_reasoning_tokens") is None
-
-
-class Abort(Call):
-    request_id: str
 
 
 class Tokenize(Call):
@@ -129,29 +122,22 @@ class ReadCache(Call):
     call_id: str
 
 
-class Watch(Call):
-    """Start sending cache changes (`Picture`) to ``watcher``."""
-
-    watcher: str
-    reader: str | None = None  # the tenant that may see its own text only; None: sees all
-
-
-class Unwatch(Call):
-    watcher: str
-
-
 class OpenSession(Call):
-    """Open a session for a chat app. `minillm.service.messages` defines the session's commands and events."""
+    """Open a session for a chat app, or for a client that watches the block pool.
+
+    `minillm.service.messages` defines the session's commands and events.
+    """
 
     session: str
     tenant: str
     reader: str | None = None  # the tenant that may see its own text only; None: sees all
     salt: str | None = None  # prefix cache salt of all prompts of the session
+    watches: bool = False  # the client sends no commands, and gets only `CacheChanged` events
 
 
 class SessionCommand(Call):
     session: str
-    command: bytes  # one line
+    command: bytes  # a line, as the app sent it
 
 
 class CloseSession(Call):
@@ -200,23 +186,7 @@ class Completion(Record):
     token_ids: list[int] = []  # if requested
 
 
-class Ready(Event):
-    """The model is loaded, and the engine accepts calls."""
-
-    facts: chat.Loaded
-    max_num_seqs: int
-    vocab_size: int
-    defaults: dict[str, Any] = {}  # the model's own sampling defaults
-    chat_template: str = ""
-
-
-class Telling(Event):
-    """Progress of loading the model, a notice for the user, or the reason why the model cannot be loaded."""
-
-    told: chat.Loading | chat.Notice | chat.LoadFailed
-
-
-class Began(Event):
+class Began(ServerEvent):
     """The engine has accepted a request.
 
     This event is sent if the request is streamed, wants token ids, or begins inside the reasoning. If the request has
@@ -231,11 +201,13 @@ class Began(Event):
     prompt_token_ids: list[int] = []  # if requested
 
 
-class Stepped(Event):
+class Texts(ServerEvent):
+    """The texts that a step added to all completions."""
+
     texts: list[Text]
 
 
-class Ended(Event):
+class Ended(ServerEvent):
     """A request has ended. ``completions`` is empty if the texts were streamed."""
 
     request_id: str
@@ -246,41 +218,28 @@ class Ended(Event):
     num_reasoning_tokens: int = 0  # sum over all completions
 
 
-class Refused(Event):
-    """A request was rejected or has failed. ``kind`` is "usage", "context", "capacity", "internal" or "gone"."""
-
-    request_id: str
-    error: str
-    kind: str = "usage"
-
-
-class Result(Event):
+class Result(ServerEvent):
     """The result of a call that has a ``call_id``."""
 
     call_id: str
     value: Any = None
     error: str = ""
-    kind: str = "usage"  # kind of the error, as in `Refused`
+    kind: str = "usage"  # kind of the error, as in `RequestFailed`
 
 
-class Picture(Event):
-    watcher: str
-    changed: chat.CacheChanged
-
-
-class SessionEvent(Event):
+class SessionEvent(ServerEvent):
     session: str
-    event: bytes  # one line
+    event: bytes  # a line for the app
 
 
-class SessionAnswered(Event):
+class SessionAnswered(ServerEvent):
     """An answer of a session has ended for any reason, or could not be started."""
 
     session: str
     request_id: str  # the request's id as the app chose it
 
 
-class Figures(Event):
+class Figures(ServerEvent):
     """The state of the engine. It is sent about twice a second while the engine works, if it has changed."""
 
     num_running: int
@@ -298,25 +257,23 @@ class Figures(Event):
     num_copies: int
 
 
-decode_call = msgspec.msgpack.Decoder[Call](reduce(or_, Call.__subclasses__())).decode
-decode_event = msgspec.msgpack.Decoder[Event](reduce(or_, Event.__subclasses__())).decode
+SessionCall = OpenSession | SessionCommand | CloseSession
+AnyCall = Call | Load | Abort
+AnyEvent = ServerEvent | Loading | Notice | Loaded | LoadFailed | RequestFailed
 
-
-def read_call(stream: BinaryIO) -> Call | None:
-    """Return the next call in a stream; None at its end."""
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    return decode_call(stream.read(int.from_bytes(head, "little")))
+decode_call = msgspec.msgpack.Decoder[AnyCall](reduce(or_, (Load, Abort, *Call.__subclasses__()))).decode
+decode_event = msgspec.msgpack.Decoder[AnyEvent](
+    reduce(or_, (Loading, Notice, Loaded, LoadFailed, RequestFailed, *ServerEvent.__subclasses__()))
+).decode
 
 
 def kind_of(error: MinillmError) -> str:
-    """Return the field ``kind`` of `Refused` or `Result` for an error that a client can cause."""
+    """Return the field ``kind`` of `RequestFailed` or `Result` for an error that a client can cause."""
     kinds = {ContextLengthError: "context", CapacityError: "capacity"}
     return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "usage")
 
 
-def encode(message: Call | Event) -> bytes:
+def encode(message: Message) -> bytes:
     """Encode a message: its length, followed by the message in MessagePack.
 
     Raises UsageError if the message contains a client's value that cannot be encoded.

@@ -1,15 +1,16 @@
-"""Turn calls from the HTTP process into jobs for the engine thread. Slow work is done in other threads."""
+"""Turn calls from the front end into jobs for the engine thread. Slow work is done in other threads."""
 
 import queue
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import BinaryIO
+from typing import Any
 
 from minillm.engine.driver import Driver
 from minillm.errors import MinillmError
 from minillm.service import call_messages as messages
 from minillm.service.engine_requests import EngineRequests
+from minillm.service.messages import Abort, decode_command
 from minillm.service.prepare import prepare, prompt_ids, with_thoughts
 from minillm.service.sessions import Sessions
 from minillm.service.sharing import SharedThreads
@@ -19,14 +20,14 @@ _SHORT = 512  # characters: encoding this many takes about 0.25 ms; waking anoth
 
 
 class CallDispatcher:
-    """Reads the HTTP process's calls, in a thread of its own, and passes them on.
+    """Queues the work of the engine thread. Its methods are called in the thread that reads the calls.
 
     Attributes:
-        jobs: functions that the engine thread must call, in order. None means that the HTTP process has ended.
+        jobs: functions that the engine thread must call, in order. None means that the front end has ended.
     """
 
     def __init__(
-        self, driver: Driver, requests: EngineRequests, sessions: Sessions, send: Callable[[messages.Event], None]
+        self, driver: Driver, requests: EngineRequests, sessions: Sessions, send: Callable[[messages.AnyEvent], None]
     ) -> None:
         self.jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._driver, self._requests, self._sessions, self._send = driver, requests, sessions, send
@@ -36,20 +37,22 @@ class CallDispatcher:
     def begin_templates(self) -> None:
         """Start the process for chat templates before the first conversation arrives, because that takes a while."""
         first = messages.Conversation([{"role": "user", "content": "hello"}])
-        self._pool.submit(
-            "", partial(prompt_ids, self._driver, first, "")
-        )  # an error is reported by later conversations
+        # An error is reported by later conversations.
+        self._pool.submit("", partial(prompt_ids, self._driver, first, ""))
 
-    def read(self, stream: BinaryIO) -> None:
-        """Read calls until the stream ends."""
-        while (call := messages.read_call(stream)) is not None:
-            self.take(call)
-        self.jobs.put(None)
+    def take_command(self, command: Any) -> None:
+        """Queue a command of the chat app that is the front end. None means that the app has ended."""
+        self.jobs.put(None if command is None else partial(self._sessions.handle, "", command))
 
-    def take(self, call: messages.Call) -> None:
-        """Carry out a call in this thread, or queue the call for another thread or for the engine thread."""
+    def take(self, call: Any) -> None:
+        """Carry out a call in this thread, or queue the call for another thread or for the engine thread.
+
+        None means that the HTTP process has ended.
+        """
         requests, sessions, then = self._requests, self._sessions, self.jobs.put
         match call:
+            case None:
+                then(None)
             case messages.Complete():
                 requests.preparing.add(call.request_id)
                 if "grammar" in call.params:
@@ -64,20 +67,16 @@ class CallDispatcher:
                 self._pool.submit(call.tenant, partial(self._pin, call))
             case messages.Ping(call_id):
                 self._send(messages.Result(call_id, requests.step_seconds))
-            case messages.Abort(request_id):
+            case Abort(request_id):
                 then(partial(requests.abort, request_id))
             case messages.UnpinPrefix():
                 then(partial(requests.prefixes.unpin, call))
             case messages.ReadCache():
                 then(partial(requests.read_cache, call))
-            case messages.Watch(watcher, reader):
-                then(partial(requests.watch, watcher, reader))
-            case messages.Unwatch(watcher):
-                then(partial(requests.unwatch, watcher))
-            case messages.OpenSession(session, tenant, reader, salt):
-                then(partial(sessions.open, session, tenant, reader, salt))
-            case messages.SessionCommand(session, command):
-                then(partial(self._command, session, command))
+            case messages.OpenSession(session, tenant, reader, salt, watches):
+                then(partial(sessions.open, session, tenant, reader, salt, watches=watches))
+            case messages.SessionCommand(session, line):
+                then(partial(self._command, session, line))
             case messages.CloseSession(session):
                 then(partial(sessions.close, session))
 
@@ -136,8 +135,8 @@ class CallDispatcher:
             )
         return {"tokens": ids, "texts": [tokenizer.token_text(each) for each in ids]}
 
-    def _command(self, session: str, command: bytes) -> None:
+    def _command(self, session: str, line: bytes) -> None:
         try:
-            self._sessions.handle(session, command)
+            self._sessions.handle(session, decode_command(line))
         except Exception as error:  # an invalid command of one app must not stop the engine for the others
             sys.stderr.write(f"command failed: {type(error).__name__}: {error}\n")

@@ -1,6 +1,5 @@
 """Run conversations on one engine, and keep the blocks of ended answers for later questions."""
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,6 @@ from minillm.beams.method import places
 from minillm.cache.runs import common_length
 from minillm.engine import held
 from minillm.engine.driver import Driver
-from minillm.engine.engine import Engine
 from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
 from minillm.outputs import Delta, RequestOutput
@@ -22,8 +20,6 @@ from minillm.service.file_pins import FilePins
 from minillm.service.reporting import Answer, Reporter, by_score
 from minillm.text.reasoning import is_opened
 
-_A_MOMENT = 0.05  # maximum seconds to wait before the next check for commands while the engine is slowed down
-
 
 @dataclass
 class Conversations:
@@ -33,7 +29,7 @@ class Conversations:
     the answer's sequences.
     """
 
-    engine: Engine
+    driver: Driver
     send: Callable[[messages.Event], None]
     answers: dict[str, Answer] = field(default_factory=dict)  # running, by request
     kept: dict[str, Answer] = field(default_factory=dict)  # ended, with blocks still in the pool, by request
@@ -41,10 +37,9 @@ class Conversations:
     salt: str | None = None  # prefix cache salt of all prompts
 
     def __post_init__(self) -> None:
-        self._driver = Driver(self.engine)
-        self._files = FilePins(self._driver, self.engine.cache)
+        self.engine = self.driver.engine
+        self._files = FilePins(self.driver, self.engine.cache)
         self.reporter = Reporter(self.engine, self.send, self._owners)
-        self._pause = self._next_step = 0.0  # minimum seconds between steps; when the next step is due
         self._pinning: SequenceGroup | None = None  # the request that computes a system prompt to pin
         self._pinned: Sequence | None = None  # the pinned system prompt
         self._closed = False
@@ -73,9 +68,6 @@ class Conversations:
                     self._pin(system)
                 except MinillmError as error:
                     self.send(messages.Notice(f"the system prompt is not pinned: {error}"))
-            case messages.Pace(steps_per_second):
-                self._pause = 1 / steps_per_second if steps_per_second > 0 else 0.0
-                self._next_step = min(self._next_step, time.monotonic() + self._pause)
             case messages.Report(every):
                 self.reporter.set_interval(every)
             case messages.Inspect(block) if 0 <= block < self.engine.cache.num_blocks:
@@ -129,24 +121,6 @@ class Conversations:
         sequences += [each for each in pinned if each is not None]
         return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
-    def step(self) -> None:
-        """Run one engine step and send the results.
-
-        If the app has limited the pace, first wait until a step is due. Return without a step if the wait is long.
-        """
-        if self._pause and self.engine.has_work:  # a question's first step never waits
-            wait = self._next_step - time.monotonic()
-            time.sleep(max(0.0, min(wait, _A_MOMENT)))
-            if wait > _A_MOMENT:
-                return
-            self._next_step = time.monotonic() + self._pause
-        try:
-            deltas = self.engine.step()
-        except Exception as error:  # the engine has freed the step's blocks and continues
-            deltas = self.engine.take_undelivered()
-            sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
-        self.take(deltas, self.engine.take_finished())
-
     def take(self, deltas: Iterable[Delta], finished: Iterable[RequestOutput]) -> None:
         """Send the results of an engine step to the app. Ignore results of other clients' requests.
 
@@ -174,7 +148,7 @@ class Conversations:
             self._drop(request_id)
         self._files.close()
         if self._pinned is not None:
-            held.unpin(self._driver, self._pinned)
+            held.unpin(self.driver, self._pinned)
         if self._pinning is not None:
             self.engine.abort(self._pinning.request_id)
         self.reporter.view.close()
@@ -248,7 +222,7 @@ class Conversations:
                     most[nearest.seq_id], answer.places[nearest.seq_id] = common, place
         for sequence in answer.sequences:
             if sequence.seq_id not in spared:
-                held.release(self._driver, sequence)
+                held.release(self.driver, sequence)
         answer.sequences = list(spared.values())
 
     def _drop(self, request_id: str) -> None:
@@ -261,14 +235,14 @@ class Conversations:
     def _release(self, kept: Answer, spared: Sequence | None = None) -> None:
         for sequence in kept.sequences:
             if sequence is not spared:
-                held.release(self._driver, sequence)
+                held.release(self.driver, sequence)
 
     # --- the pinned system prompt -------------------------------------------------------------------------------------
 
     def _pin(self, system: str) -> None:
         engine = self.engine
         if self._pinned is not None:
-            held.unpin(self._driver, self._pinned)
+            held.unpin(self.driver, self._pinned)
             self._pinned = None
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
@@ -287,10 +261,10 @@ class Conversations:
         assert self._pinning is not None
         sequence, self._pinning = self._pinning.sequences[0], None
         if self._closed:
-            held.release(self._driver, sequence)
+            held.release(self.driver, sequence)
         elif sequence.table is not None:
             try:
-                held.pin(self._driver, sequence)
+                held.pin(self.driver, sequence)
                 self._pinned = sequence
             except MinillmError as error:
                 self.send(messages.Notice(f"the system prompt is not pinned: {error}"))

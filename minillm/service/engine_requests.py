@@ -17,7 +17,7 @@ from minillm.params import BeamSearchParams
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import call_messages as messages
 from minillm.service.cache_view import CacheView, Owner
-from minillm.service.messages import TableState
+from minillm.service.messages import RequestFailed, TableState
 from minillm.service.prefixes import Prefixes
 from minillm.service.prepare import Prepared, token_of
 
@@ -25,7 +25,6 @@ _MOST_REMEMBERED = 2_000  # maximum number of ended answers that can be forked; 
 _MOST_REMEMBERED_TOKENS = 1_000_000
 _MOST_KEPT = 256  # maximum number of ended answers with blocks that stay in the pool
 _FIGURES_INTERVAL = 0.5  # seconds
-_PICTURE_INTERVAL = 0.1
 
 
 @dataclass(slots=True)
@@ -65,11 +64,10 @@ class EngineRequests:
     """
 
     driver: Driver
-    send: Callable[[messages.Event], None]
+    send: Callable[[messages.AnyEvent], None]
     others: Callable[[str | None], dict[int, Owner]] = lambda reader: {}
     live: dict[str, Live] = field(default_factory=dict)
     remembered: OrderedDict[str, Remembered] = field(default_factory=OrderedDict)
-    watchers: dict[str, tuple[CacheView, str | None]] = field(default_factory=dict)  # view and reader of each watcher
 
     def __post_init__(self) -> None:
         self.engine = self.driver.engine
@@ -78,7 +76,7 @@ class EngineRequests:
         self._gone: set[str] = set()  # requests that were aborted while they were prepared
         self._num_remembered_tokens = 0
         self._step_at = 0.0  # start time of the current step; 0 between steps
-        self._figures_at = self._picture_at = 0.0
+        self._figures_at = 0.0
         self._num_prefilled = self._num_decoded = 0
         self._last_figures: messages.Figures | None = None
         self._last_step = self.engine.figures.last_step
@@ -120,10 +118,10 @@ class EngineRequests:
         try:
             yield
         except MinillmError as error:
-            self.send(messages.Refused(request_id, str(error), messages.kind_of(error)))
+            self.send(RequestFailed(request_id, str(error), messages.kind_of(error)))
         except Exception as error:  # a bug ends one request, not all
             sys.stderr.write(f"request failed: {type(error).__name__}: {error}\n")
-            self.send(messages.Refused(request_id, "internal error; see the server's log", "internal"))
+            self.send(RequestFailed(request_id, "internal error; see the server's log", "internal"))
 
     def _forked(self, call: messages.Complete) -> tuple[list[int], Sequence | None, str | None]:
         """Return the data of the fork that ``call`` asks for. Raises UsageError if the fork point does not exist.
@@ -218,7 +216,7 @@ class EngineRequests:
                 live.is_timed = True
                 texts[-1].first_seconds = live.group.metrics.time_to_first_token or 0.0
         if texts:
-            self.send(messages.Stepped(texts))
+            self.send(messages.Texts(texts))
         outputs = []
         for name in list(engine.requests.finished):
             group = engine.requests.finished[name]
@@ -262,7 +260,7 @@ class EngineRequests:
         call, group = live.prepared.call, live.group
         self._remember(live, output)
         if output.error is not None:
-            self.send(messages.Refused(call.request_id, output.error, "internal"))
+            self.send(RequestFailed(call.request_id, output.error, "internal"))
             return
         self._begin(live)
         wanted = not call.streamed or isinstance(group.params, BeamSearchParams)
@@ -331,25 +329,6 @@ class EngineRequests:
             add(name, pin.tenant, "running" if pin.sequence is None else "pinned", pin.group.sequences)
         return found
 
-    def watch(self, watcher: str, reader: str | None) -> None:
-        """Start sending cache changes to ``watcher``. The first message has the pool's full state.
-
-        If ``reader`` is given, the messages include only the text of this tenant.
-        """
-        self.watchers[watcher] = (CacheView(self.engine, shows_all_words=reader is None), reader)
-        self._show(watcher)
-
-    def unwatch(self, watcher: str) -> None:
-        """Stop sending cache changes to ``watcher``."""
-        if (watched := self.watchers.pop(watcher, None)) is not None:
-            watched[0].close()
-
-    def _show(self, watcher: str) -> None:
-        view, reader = self.watchers[watcher]
-        changed = view.changes(self.owners(reader))
-        if changed is not None:
-            self.send(messages.Picture(watcher, changed))
-
     def read_cache(self, call: messages.ReadCache) -> None:
         """Send the current figures of the cache, and all block tables."""
         view = CacheView(self.engine)
@@ -364,12 +343,8 @@ class EngineRequests:
         self.send(messages.Result(call.call_id, {"figures": figures, "tables": rows, "cached_blocks": cached}))
 
     def report(self, *, now: bool = False) -> None:
-        """Send figures and cache changes, each unless it was sent too recently. ``now``: send both at once."""
+        """Send figures that have changed, unless figures were sent too recently. ``now``: send them at once."""
         moment = time.monotonic()
-        if now or moment - self._picture_at >= _PICTURE_INTERVAL:
-            self._picture_at = moment
-            for watcher in self.watchers:
-                self._show(watcher)
         if now or moment - self._figures_at >= _FIGURES_INTERVAL:
             self._figures_at = moment
             figures = self._figures()

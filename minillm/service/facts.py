@@ -21,4 +21,8 @@ def loaded(engine: Engine, model_name: str, seconds: float) -> Loaded:
         has_thinking_switch=engine.tokenizer is not None and engine.tokenizer.has_thinking_switch,
         has_reasoning_tags=engine.requests.reasoning_tags is not None,
         seconds=seconds,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        vocab_size=model.config.vocab_size,
+        defaults=dict(engine.defaults),
+        chat_template="" if engine.tokenizer is None else engine.tokenizer.chat_template,
     )

@@ -1,7 +1,8 @@
-"""Messages between the chat app and the engine process, one JSON object per line.
+"""Messages between the engine process and its front end, which is a chat app or the HTTP process.
 
-The app sends commands, the engine sends events. This module imports neither the UI nor torch. The types limit each
-number on its own. `EventReader` in `checks.py` also compares an event with earlier events.
+An app sends commands and gets events, one JSON object per line, on this machine and over HTTP. The HTTP process also
+uses the messages of `call_messages.py`. This module imports neither the UI nor torch. The types limit each number on
+its own. `EventReader` in `checks.py` also compares an event with earlier events.
 """
 
 import json
@@ -27,24 +28,24 @@ SeqId = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]  # -1 if an event concer
 TableState = Literal["running", "idle", "pinned", "swapped"]
 
 
-class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
+class Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
     """A message. Its class name is sent in the field ``message``."""
 
 
-class Command(_Message):
+class Command(Message):
     """A message from the app to the engine."""
 
 
-class Event(_Message):
+class Event(Message):
     """A message from the engine to the app."""
 
 
-class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A part of an event. It is sent as a list of values, because field names would take most of the bytes."""
+class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A part of a message. It is sent as a list of values, because field names would take most of the bytes."""
 
 
 class Load(Command):
-    """Load a model. This must be the first command. It is sent once, so another model needs another process."""
+    """Load a model. This must be the first message. It is sent once, so another model needs another process."""
 
     model: str
     options: dict[str, Any] = {}  # of EngineConfig
@@ -111,8 +112,8 @@ class Notice(Event):
     text: str  # a line for the user, such as which download source failed; not cleaned for a terminal
 
 
-class Loaded(Event):
-    """The model is ready."""
+class Loaded(Event, omit_defaults=True):
+    """The model is ready. The last four facts are for the HTTP process."""
 
     model: str
     source: str  # where it was loaded from: a directory, the hub, a package
@@ -127,6 +128,10 @@ class Loaded(Event):
     seconds: Amount
     has_thinking_switch: bool = False  # the chat template can turn thinking off
     has_reasoning_tags: bool = False  # the model's reasoning can be limited
+    max_num_seqs: Count = 0
+    vocab_size: Count = 0
+    defaults: dict[str, Any] = {}  # the model's own sampling defaults
+    chat_template: str = ""
 
 
 class LoadFailed(Event):
@@ -155,7 +160,7 @@ class Started(Event):
     in_reasoning: bool = False  # the template has opened the model's <think> section
 
 
-class TokenChoice(_Record):
+class TokenChoice(Record):
     """A sampled token, its log-probability, and the most probable tokens at its position, best first.
 
     The texts are not cleaned for a terminal.
@@ -178,7 +183,7 @@ class TextDelta(Event):
     num_shared: Count = 0  # how many of ``num_tokens`` were computed for another completion, before this one forked
 
 
-class BeamView(_Record):
+class BeamView(Record):
     """The current state of a beam. ``score`` is ``logprob`` divided by (the beam's length) ** (length penalty)."""
 
     text: str
@@ -205,11 +210,15 @@ class Finished(Event):
     num_guessed_tokens: Count = 0  # accepted draft tokens of the completion
 
 
-class RequestFailed(Event):
-    """A request was rejected or failed. The engine continues."""
+class RequestFailed(Event, omit_defaults=True):
+    """A request was rejected or failed. The engine continues.
+
+    ``kind`` is "usage", "context", "capacity", "internal" or "gone".
+    """
 
     request_id: str
     error: str
+    kind: str = "usage"
 
 
 class ContextFull(Event):
@@ -220,7 +229,7 @@ class ContextFull(Event):
     max_model_len: Count
 
 
-class TableView(_Record):
+class TableView(Record):
     """One sequence's block table.
 
     In a `CacheChanged`, the first ``keep`` blocks are those of the last report, and ``blocks`` are the blocks after
@@ -236,7 +245,7 @@ class TableView(_Record):
     keep: Count = 0
 
 
-class CacheCounts(_Record):
+class CacheCounts(Record):
     """Counts of events in the pool since the start, and the number of blocks that are in host memory now."""
 
     num_copies: Count = 0
@@ -249,7 +258,7 @@ class CacheCounts(_Record):
     host_blocks_used: Count = 0
 
 
-class LogEntry(_Record):
+class LogEntry(Record):
     """One event of the cache, see `minillm.cache.CacheEvent`."""
 
     time: Amount  # seconds since the model was loaded
@@ -308,7 +317,7 @@ decode_command = msgspec.json.Decoder[Command](reduce(or_, Command.__subclasses_
 decode_event = msgspec.json.Decoder[Event](reduce(or_, Event.__subclasses__())).decode
 
 
-def encode(message: Command | Event) -> bytes:
+def encode(message: Message) -> bytes:
     """Return a message as one line of JSON. Lone surrogates, which UTF-8 cannot encode, become U+FFFD."""
     try:
         return msgspec.json.encode(message) + b"\n"

@@ -27,7 +27,7 @@ class Prefixes:
     """Computes and pins prefixes, each under a new name. Results of calls are sent to the HTTP process."""
 
     driver: Driver
-    send: Callable[[messages.Event], None]
+    send: Callable[[messages.AnyEvent], None]
     pinned: dict[str, Pinned] = field(default_factory=dict)
 
     def pin(self, call: messages.PinPrefix, token_ids: list[int]) -> None:

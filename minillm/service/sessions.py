@@ -1,10 +1,12 @@
-"""Sessions of chat apps on other machines. Each session has its own conversations in the shared block pool.
+"""Sessions of chat apps. Each session has its own conversations in the shared block pool.
 
-Apps choose the ids of their requests. To make the ids unique, this module prefixes each id with the session's name. It
-removes the prefix again from events for the session's own app. In the view of the cache, an app sees its own ids
-without a prefix, and the ids of other sessions with theirs.
+If the front end of this process is a chat app, it has the only session, which has no name. Otherwise the HTTP process
+opens a session for each app. Apps choose the ids of their requests. To make the ids unique, this module prefixes each
+id with the session's name. It removes the prefix again from events for the session's own app. In the view of the
+cache, an app sees its own ids without a prefix, and the ids of other sessions with theirs.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,14 +21,14 @@ from minillm.service.cache_view import Owner
 from minillm.service.conversations import Conversations
 from minillm.service.engine_requests import EngineRequests
 
-_REFUSED = (chat.Load, chat.Pace)  # commands that are ignored because they would affect other apps
+_A_MOMENT = 0.05  # maximum seconds to wait before the next check for commands while the engine is slowed down
 
 
 @dataclass
 class Session:
     """A connected app."""
 
-    name: str
+    prefix: str  # of the ids of its requests
     tenant: str
     conversations: Conversations
     asked: set[str] = field(default_factory=set)  # requests that have not ended, or with an end that was not reported
@@ -38,39 +40,57 @@ class Sessions:
 
     driver: Driver
     requests: EngineRequests
-    send: Callable[[messages.Event], None]
+    send: Callable[[messages.AnyEvent | chat.Event], None]
     open_ones: dict[str, Session] = field(default_factory=dict)
     ending: list[Session] = field(default_factory=list)
+    _pause: float = 0.0  # minimum seconds between steps
+    _next_step: float = 0.0  # time at which the next step is due
 
-    def open(self, name: str, tenant: str, reader: str | None, salt: str | None = None) -> None:
+    def open(
+        self, name: str, tenant: str = "", reader: str | None = None, salt: str | None = None, *, watches: bool = False
+    ) -> None:
         """Open a session, and send the full state of the pool to the app.
 
-        If ``reader`` is given, the app sees only the text of this tenant. Otherwise it sees all text.
+        If ``reader`` is given, the app sees only the text of this tenant. Otherwise it sees all text. An app that only
+        ``watches`` gets changes in the pool and no other events.
         """
+        prefix = f"{name}/" if name else ""
 
         def send(event: chat.Event) -> None:
-            self.send(messages.SessionEvent(name, chat.encode(_renamed(event, f"{name}/"))))
+            if not watches or isinstance(event, chat.CacheChanged):
+                self.send(messages.SessionEvent(name, chat.encode(_renamed(event, prefix))))
 
-        conversations = Conversations(self.driver.engine, send, others=partial(self.requests.owners, reader), salt=salt)
+        others = partial(self.requests.owners, reader) if name else dict
+        conversations = Conversations(self.driver, send if name else self.send, others=others, salt=salt)
         conversations.reporter.view.shows_all_words = reader is None
-        self.open_ones[name] = Session(name, tenant, conversations)
+        self.open_ones[name] = Session(prefix, tenant, conversations)
         conversations.reporter.show_cache(now=True)
 
-    def handle(self, name: str, line: bytes) -> None:
-        """Carry out a command of an app. ``line`` is the command, encoded as JSON."""
+    def handle(self, name: str, command: chat.Command) -> None:
+        """Carry out a command of an app."""
         session = self.open_ones.get(name)
-        if session is None:
-            return
-        command = chat.decode_command(line)
-        if not isinstance(command, _REFUSED):
+        if isinstance(command, chat.Pace):
+            self._pause = 1 / command.steps_per_second if command.steps_per_second > 0 else 0.0
+            self._next_step = min(self._next_step, time.monotonic() + self._pause)
+        elif session is not None:
             if hasattr(command, "request_id"):
-                command.request_id = f"{name}/{command.request_id}"
-            if isinstance(command, chat.Generate):
+                command.request_id = f"{session.prefix}{command.request_id}"
+            if isinstance(command, chat.Generate) and name:
                 session.asked.add(command.request_id)
             try:
                 session.conversations.handle(command)
             finally:
                 self._tell_ends(session)
+
+    def wait(self) -> bool:
+        """Wait until the pace that the app has set allows a step, but at most `_A_MOMENT`. Return whether it does."""
+        if self._pause:  # a question's first step never waits
+            wait = self._next_step - time.monotonic()
+            time.sleep(max(0.0, min(wait, _A_MOMENT)))
+            if wait > _A_MOMENT:
+                return False
+            self._next_step = time.monotonic() + self._pause
+        return True
 
     def close(self, name: str) -> None:
         """Close a session and free its blocks. Running answers end at the next step."""
@@ -92,7 +112,7 @@ class Sessions:
         if session.asked:
             for name in session.asked - session.conversations.answers.keys():
                 session.asked.discard(name)
-                self.send(messages.SessionAnswered(session.name, name.removeprefix(f"{session.name}/")))
+                self.send(messages.SessionAnswered(*name.split("/", 1)))
 
     def report(self, *, now: bool = False) -> None:
         """Send the changes in the pool to each app, at the rate that the app has asked for."""

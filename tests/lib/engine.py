@@ -29,6 +29,7 @@ from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.pool_blocks import PoolBlocks
 from minillm.runner.runner import Runner
 from minillm.runner.scores import ScoringForward
+from minillm.service.conversations import Conversations
 from minillm.speculation.drafter import Drafter
 from minillm.text.tokenizer import Tokenizer
 
@@ -36,6 +37,12 @@ from minillm.text.tokenizer import Tokenizer
 def check_books(engine: Engine) -> None:
     check(engine.cache)
     engine.scheduler.preemption.swap.check()
+
+
+def step(conversations: Conversations) -> None:
+    """Compute a step of the engine, and pass its results to the conversations."""
+    engine = conversations.engine
+    conversations.take(engine.step(), engine.take_finished())
 
 
 def everything_is_back(engine: Engine) -> None:

@@ -321,7 +321,7 @@ def test_the_app_and_the_plain_chat_choose(monkeypatch: pytest.MonkeyPatch) -> N
     from minillm.cli.main import main
     from minillm.errors import MinillmError
     from minillm.service import __main__ as service
-    from minillm.service.messages import Event, Load, LoadFailed, Notice
+    from minillm.service.messages import Load, LoadFailed, Message, Notice
 
     def choose(name: str, config: EngineConfig, on_progress: Any, on_message: Any) -> str:
         on_message(f"taking {name}:x")
@@ -333,9 +333,10 @@ def test_the_app_and_the_plain_chat_choose(monkeypatch: pytest.MonkeyPatch) -> N
     for module in ("minillm.loading.engine", "minillm.llm"):
         monkeypatch.setattr(f"{module}.load_engine", load)
     monkeypatch.setattr("minillm.loading.engine.best_form", choose)
-    events: list[Event] = []
-    commands: Any = type("Queue", (), {"get": lambda self: Load("m", {})})()
-    assert service.serve(commands, events.append) == 1
+    events: list[Message] = []
+    inbox = service.Inbox()
+    inbox.put(Load("m", {}))
+    assert service.serve(inbox, events.append) == 1
     assert next(event for event in events if isinstance(event, Notice)).text == "taking m:x"
     assert next(event for event in events if isinstance(event, LoadFailed)).error == "loading m:x"
     said: list[str] = []

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from minillm.server.engine_process import EventProtocol
-from minillm.service.call_messages import Ended, Event, Result, Stepped, Text, encode
+from minillm.service.call_messages import AnyEvent, Ended, Result, Text, Texts, encode
 
 pytestmark = pytest.mark.anyio
 
-EVENTS: list[Event] = [
-    Stepped([Text("a", 0, "word " * 100, 1), Text("b", 1, "", 0)]),
+EVENTS: list[AnyEvent] = [
+    Texts([Text("a", 0, "word " * 100, 1), Text("b", 1, "", 0)]),
     Ended("a", 3, 0),
     Result("call-1", {"tokens": list(range(1000))}),
-    Stepped([Text("b", 1, "w\u00f6rd", 1, [], "length")]),
+    Texts([Text("b", 1, "w\u00f6rd", 1, [], "length")]),
 ]
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 1000, 1 << 20])
 async def test_events_come_whole_and_in_order_however_the_pipe_cuts_them(size: int) -> None:
-    taken: list[Event] = []
+    taken: list[AnyEvent] = []
     protocol = EventProtocol(taken.append)
     data = b"".join(map(encode, EVENTS))
     for start in range(0, len(data), size):
@@ -31,16 +31,16 @@ async def test_events_come_whole_and_in_order_however_the_pipe_cuts_them(size: i
 
 
 async def test_an_event_is_taken_as_soon_as_it_is_there() -> None:
-    taken: list[Event] = []
+    taken: list[AnyEvent] = []
     protocol = EventProtocol(taken.append)
     protocol.data_received(encode(EVENTS[0]) + encode(EVENTS[1])[:-1])
     assert taken == EVENTS[:1]
 
 
 async def test_an_event_that_goes_wrong_goes_wrong_once() -> None:
-    taken: list[Event] = []
+    taken: list[AnyEvent] = []
 
-    def take(event: Event) -> None:
+    def take(event: AnyEvent) -> None:
         taken.append(event)
         if isinstance(event, Ended):
             raise ValueError("a defect")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from minillm.service import calls
-from minillm.service.call_messages import Abort, Complete, Conversation
+from minillm.service.call_messages import Complete, Conversation
+from minillm.service.messages import Abort
 
 SHORT, LONG = "a word", "word " * 200
 CHAT = Conversation([{"role": "user", "content": "a word"}])

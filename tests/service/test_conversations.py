@@ -12,8 +12,10 @@ from typing import TypeVar
 import anyio
 import pytest
 
+from lib.engine import step
 from minillm.cache.runs import common_length
 from minillm.config import EngineConfig
+from minillm.engine.driver import Driver
 from minillm.loading.engine import load_engine
 from minillm.outputs import StepReport
 from minillm.progress import Progress
@@ -304,12 +306,12 @@ async def test_beams_are_told_while_they_change(tmp_path: Path, tiny_model: Path
 @pytest.mark.parametrize("stop", [(), ("a", "e", "o")])
 def test_a_beam_goes_by_its_place_among_the_answers(stop: tuple[str, ...], tiny_model: Path) -> None:
     engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=60))
-    conversations = Conversations(engine, lambda event: None)
+    conversations = Conversations(Driver(engine), lambda event: None)
     params = {"beam_width": 4, "max_tokens": 30, "ignore_eos": True, "stop": list(stop), "early_stopping": True}
     conversations.handle(Generate("a", "c", turns("hello"), params))
     num_ended = 0  # most that had ended while others ran
     while not conversations.is_idle:
-        conversations.step()
+        step(conversations)
         if conversations.answers and (owners := conversations.own()) and len(owners) == 4:
             told = sorted(engine.requests.output_of(conversations.answers["a"].group).outputs, key=by_score)
             num_ended = max(num_ended, sum(each.finish_reason is not None for each in told))
@@ -363,11 +365,11 @@ async def test_a_beginning_with_a_file_is_pinned_while_it_is_told(tmp_path: Path
 async def test_a_file_that_needs_much_of_the_pool_is_not_pinned(tiny_model: Path) -> None:
     engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=24))
     said: list[Event] = []
-    conversations = Conversations(engine, said.append)
+    conversations = Conversations(Driver(engine), said.append)
     for number, question in enumerate(["hello " * 12, "hello " * 60, "hello " * 90]):
         conversations.handle(Generate(str(number), "c", turns(question), {**GREEDY, "max_tokens": 60}, num_pinned=1))
         while not conversations.is_idle:
-            conversations.step()
+            step(conversations)
     assert not [event for event in said if isinstance(event, RequestFailed)]
     assert 4 * engine.scheduler.idle.num_pinned_blocks <= 24
 

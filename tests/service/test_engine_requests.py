@@ -15,7 +15,9 @@ from minillm.params import SamplingParams
 from minillm.service import call_messages as messages
 from minillm.service import engine_requests
 from minillm.service.engine_requests import EngineRequests
+from minillm.service.messages import CacheChanged, RequestFailed, decode_event
 from minillm.service.prepare import Prepared
+from minillm.service.sessions import Sessions
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +25,9 @@ def model() -> Llama:
     return ours(hf_model(vocab_size=97))
 
 
-def around(model: Llama) -> tuple[EngineRequests, list[messages.Event]]:
+def around(model: Llama) -> tuple[EngineRequests, list[messages.AnyEvent]]:
     """The requests of an engine, and the events that they send."""
-    events: list[messages.Event] = []
+    events: list[messages.AnyEvent] = []
     return EngineRequests(Driver(engine_for(model)), events.append), events
 
 
@@ -60,7 +62,7 @@ def test_a_request_that_is_aborted_while_it_is_prepared_never_runs(model: Llama)
     inside.add(prepared("stays", [5, 6]))
     assert list(inside.live) == ["stays"]
     run(inside)
-    assert [event.request_id for event in events if isinstance(event, messages.Ended | messages.Refused)] == ["stays"]
+    assert [event.request_id for event in events if isinstance(event, messages.Ended | RequestFailed)] == ["stays"]
     assert not inside.preparing
     inside.preparing.add("gone")
     inside.add(prepared("gone", [5, 6]))  # an id that is used again is another request
@@ -70,21 +72,23 @@ def test_a_request_that_is_aborted_while_it_is_prepared_never_runs(model: Llama)
 
 def test_watchers_see_the_pool_change(model: Llama) -> None:
     inside, events = around(model)
+    sessions = Sessions(inside.driver, inside, events.append)  # type: ignore[arg-type]
 
     def seen() -> list[str]:
-        return [table.owner for each in events if isinstance(each, messages.Picture) for table in each.changed.tables]
+        changes = [decode_event(each.event) for each in events if isinstance(each, messages.SessionEvent)]
+        return [table.owner for each in changes if isinstance(each, CacheChanged) for table in each.tables]
 
-    inside.watch("w", None)
-    assert [event.watcher for event in events if isinstance(event, messages.Picture)] == ["w"]
+    sessions.open("w", watches=True)
+    assert [event.session for event in events if isinstance(event, messages.SessionEvent)] == ["w"]
     inside.add(prepared("a", [5, 6, 7], keep=True))
     run(inside)
-    inside.report(now=True)
+    sessions.report(now=True)
     assert seen() == ["a"]
-    inside.unwatch("w")
+    sessions.close("w")
     assert not inside.engine.cache.subscribers, "nobody looks any more"
     inside.add(prepared("b", [5, 6, 7], keep=True))
     run(inside)
-    inside.report(now=True)
+    sessions.report(now=True)
     assert seen() == ["a"]
 
 
@@ -118,10 +122,10 @@ def test_a_defect_in_one_request_refuses_that_one(model: Llama, monkeypatch: pyt
     for name in ("first", "broken", "last"):
         inside.add(prepared(name, [5, 6, 7], keep=True))
     run(inside)
-    ended = {event.request_id: event for event in events if isinstance(event, messages.Ended | messages.Refused)}
+    ended = {event.request_id: event for event in events if isinstance(event, messages.Ended | RequestFailed)}
     assert isinstance(ended["first"], messages.Ended)
     assert isinstance(ended["last"], messages.Ended)
     refused = ended["broken"]
-    assert isinstance(refused, messages.Refused)
+    assert isinstance(refused, RequestFailed)
     assert refused.kind == "internal"
     assert "IndexError: injected" in refused.error

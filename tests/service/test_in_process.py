@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lib.engine import step
 from lib.tokens import THINKING
 from minillm.config import EngineConfig
+from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.loading.engine import load_engine
 from minillm.service.conversations import Conversations
@@ -51,7 +53,7 @@ class Talk:
 
     def __init__(self, engine: Engine, salt: str | None = None) -> None:
         self.events: list[Event] = []
-        self.conversations = Conversations(engine, self._note, salt=salt)
+        self.conversations = Conversations(Driver(engine), self._note, salt=salt)
 
     def _note(self, event: Event) -> None:
         self.events.append(decode_event(encode(event)))
@@ -61,7 +63,7 @@ class Talk:
         for command in commands:
             self.conversations.handle(command)
         while not self.conversations.is_idle:
-            self.conversations.step()
+            step(self.conversations)
 
     def close(self) -> None:
         self.conversations.close()
@@ -145,7 +147,7 @@ def test_an_answer_that_is_dropped_while_it_is_given_leaves_no_blocks(engine: En
     talk = Talk(engine)
     talk.conversations.handle(Generate("a", "c", FILE, {**PARAMS, "max_tokens": 60}))
     while not any(isinstance(event, TextDelta) for event in talk.events):
-        talk.conversations.step()
+        step(talk.conversations)
     talk.do(Drop("a"))
     assert not engine.cache.tables
     assert not talk.conversations.kept
@@ -182,7 +184,7 @@ def test_a_system_prompt_that_is_being_pinned_is_freed_at_the_end(num_steps: int
     talk = Talk(engine)
     talk.conversations.handle(Pin("you are brief " * 9))
     for _ in range(num_steps):
-        talk.conversations.step()
+        step(talk.conversations)
     talk.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
 import sys
 
@@ -10,16 +9,28 @@ import pytest
 
 from minillm.progress import Progress
 from minillm.service import __main__ as process
-from minillm.service.messages import Abort, Command, Event, Load, LoadFailed, Loading, Notice, decode_event, encode
+from minillm.service.__main__ import Inbox
+from minillm.service.messages import (
+    Abort,
+    Command,
+    Drop,
+    Load,
+    LoadFailed,
+    Loading,
+    Message,
+    Notice,
+    decode_event,
+    encode,
+)
 
 
-def served(*sent: Command | None) -> tuple[int, list[Event]]:
+def served(*sent: Command | None) -> tuple[int, list[Message]]:
     """Return the exit code and the events."""
-    commands: queue.Queue[Command | None] = queue.Queue()
+    inbox = Inbox()
     for command in sent:
-        commands.put(command)
-    events: list[Event] = []
-    return process.serve(commands, events.append), events
+        inbox.put(command)
+    events: list[Message] = []
+    return process.serve(inbox, events.append), events
 
 
 def test_an_app_that_loads_nothing_is_no_failure() -> None:
@@ -27,7 +38,7 @@ def test_an_app_that_loads_nothing_is_no_failure() -> None:
 
 
 def test_an_error_of_the_load_is_one_line_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_load", lambda *_: 1 / 0)
+    monkeypatch.setattr(process, "_load", lambda *_, is_app: 1 / 0)
     code, [failed] = served(Load("m"))
     assert failed == LoadFailed("ZeroDivisionError: division by zero", 1)
     assert code == 1
@@ -51,7 +62,7 @@ def test_a_stray_print_does_not_reach_the_app() -> None:
 from minillm.service import __main__ as process
 from minillm.service.messages import Notice
 
-def serve(commands, send):
+def serve(inbox, send, is_app):
     print("a stray line", flush=True)
     send(Notice("an event"))
     return 3
@@ -63,3 +74,16 @@ raise SystemExit(process.main())
     assert [decode_event(line) for line in done.stdout.splitlines()] == [Notice("an event")]
     assert b"a stray line" in done.stderr
     assert done.returncode == 3
+
+
+def test_calls_that_come_while_the_model_is_loaded_are_carried_out_first() -> None:
+    inbox = Inbox()
+    calls = [Load("m"), Drop("a"), Drop("b"), Drop("c"), None]
+    for call in calls[:3]:
+        inbox.put(call)
+    assert inbox.first() == Load("m")
+    taken: list[Message | None] = []
+    inbox.pass_on(taken.append)
+    for call in calls[3:]:
+        inbox.put(call)
+    assert taken == calls[1:]

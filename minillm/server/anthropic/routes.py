@@ -224,7 +224,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
 def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatBody, ChatCall]:
     """Return the body of a request, the equivalent chat request, and the engine's call. Raises BadField."""
     body = bodies.read_body(MessagesBody, request.state.body)
-    chat = body.chat(can_think=service.facts.facts.has_thinking_switch or CLOSE in service.facts.chat_template)
+    chat = body.chat(can_think=service.facts.has_thinking_switch or CLOSE in service.facts.chat_template)
     chat.check()
     service.check_model(chat.model)
     return body, chat, chat_call(service, request.state.tenant, name, chat)

@@ -38,7 +38,7 @@ class ChatCall:
 def chat_call(service: Service, tenant: str, name: str, body: ChatBody) -> ChatCall:
     """Return the engine's call for a chat request. ``name`` is the request's id. Raises BadField."""
     choice = choice_of(body)
-    template, has_switch = service.facts.chat_template, service.facts.facts.has_thinking_switch
+    template, has_switch = service.facts.chat_template, service.facts.has_thinking_switch
     options = template_options(body, template, has_switch=has_switch)
     params = body.params(service.facts.defaults)
     params = with_effort(params, body.reasoning_effort, template, has_switch=has_switch)

@@ -48,6 +48,8 @@ class Questions:
             case chat.Abort(request_id) if self._leaves(request_id):
                 self._refuse(request_id, "stopped while it waited in the queue")
                 return
+            case chat.Load() | chat.Pace():  # they would affect all clients
+                return
             case chat.Drop(request_id):
                 self._leaves(request_id)
             case chat.Forget(conversation):

@@ -16,6 +16,7 @@ from minillm.server.http.fair_queue import Full
 from minillm.server.service import Service, json_response
 from minillm.server.sessions.questions import Questions
 from minillm.service import call_messages as messages
+from minillm.service import messages as chat
 from minillm.service.sharing import leaves_some
 
 _PING_SECONDS = 15.0  # after this many seconds without an event, a stream sends a ping
@@ -24,19 +25,8 @@ _MOST_UNREAD = 256  # a stream is closed if more events than this wait for its c
 
 
 async def watch_cache(service: Service, request: Request) -> Response:
-    watcher = f"watcher-{secrets.token_hex(8)}"
-    engine, reader = service.engine, request.state.tenant if service.has_keys else None
-
-    def start() -> None:
-        engine.send(messages.Watch(watcher, reader))
-
-    def stop() -> None:
-        engine.send(messages.Unwatch(watcher))
-
-    def encode(changed: Any) -> bytes:
-        return b"data: " + msgspec.json.encode(changed) + b"\n\n"
-
-    return _listening(service, request.state.tenant, watcher, start, stop, encode)
+    opened = _new_session(service, request, "watcher-", watches=True)
+    return _listening(service, opened, lambda line: b"data: " + line + b"\n")
 
 
 async def open_session(service: Service, request: Request) -> Response:
@@ -44,29 +34,25 @@ async def open_session(service: Service, request: Request) -> Response:
 
     The first line contains the session's name, the second line the model's facts.
     """
-    session, tenant, engine = f"s{secrets.token_hex(8)}", request.state.tenant, service.engine
-    reader = tenant if service.has_keys else None
+    opened = _new_session(service, request, "s", salt=service.salt(request.state.tenant))
+    session, engine = opened.session, service.engine
 
     def tell(line: bytes) -> None:
         if (listener := engine.listeners.get(session)) is not None:
             listener(line)
 
-    questions = Questions(session, tenant, engine, service.queue, tell)
-
-    def start() -> None:
-        service.sessions[session] = questions
-        engine.answered[session] = questions.end
-        engine.send(messages.OpenSession(session, tenant, reader, service.salt(tenant)))
-
-    def stop() -> None:
-        service.sessions.pop(session, None)
-        engine.answered.pop(session, None)
-        questions.close()
-        engine.send(messages.CloseSession(session))
-
-    first = msgspec.json.encode({"session": session}) + b"\n" + msgspec.json.encode(service.facts.facts) + b"\n"
+    questions = Questions(session, opened.tenant, engine, service.queue, tell)
+    facts = msgspec.structs.replace(service.facts, max_num_seqs=0, vocab_size=0, defaults={}, chat_template="")
+    first = msgspec.json.encode({"session": session}) + b"\n" + chat.encode(facts)
     media_type = "application/x-ndjson"
-    return _listening(service, tenant, session, start, stop, bytes, first, ping=b"\n", media_type=media_type)
+    return _listening(service, opened, lambda line: line, questions, first, ping=b"\n", media_type=media_type)
+
+
+def _new_session(service: Service, request: Request, prefix: str, **options: Any) -> messages.OpenSession:
+    """Return the call that opens a session with a new name."""
+    tenant = request.state.tenant
+    reader = tenant if service.has_keys else None
+    return messages.OpenSession(f"{prefix}{secrets.token_hex(8)}", tenant, reader, **options)
 
 
 async def take_session_commands(service: Service, request: Request) -> Response:
@@ -84,30 +70,29 @@ async def take_session_commands(service: Service, request: Request) -> Response:
 
 def _listening(
     service: Service,
-    tenant: str,
-    name: str,
-    start: Callable[[], object],
-    stop: Callable[[], object],
-    encode: Callable[[Any], bytes],
+    opened: messages.OpenSession,
+    encode: Callable[[bytes], bytes],
+    questions: Questions | None = None,
     first: bytes = b"",
     *,
     ping: bytes = b": alive\n\n",
     media_type: str = "text/event-stream",
 ) -> Response:
-    """Return a response that streams the engine's events for a watcher or session called ``name``.
+    """Return a response that streams the events of a session. The session ends with the stream.
 
     If the client does not read the events, the stream ends.
 
     Args:
-        start: called when the stream begins, to make the engine send events.
-        stop: called when the stream ends.
-        encode: converts an event to bytes.
+        opened: opens the session when the stream begins.
+        encode: converts a line with an event to the bytes to send.
+        questions: the session's questions, if its client is a chat app.
         first: bytes to send first.
         ping: bytes to send if there was no event for `_PING_SECONDS`.
 
     Raises HTTPException if too many streams are open.
     """
-    engine, free = service.engine, _MOST_WATCHERS - service.watchers.total()
+    name, tenant, engine = opened.session, opened.tenant, service.engine
+    free = _MOST_WATCHERS - service.watchers.total()
     if free <= 0 or (service.shared and not leaves_some(service.watchers[tenant], 1, free)):
         raise HTTPException(429, "too many streams of events are open; close one of them, or try again later")
     waiting: asyncio.Queue[Any] = asyncio.Queue(_MOST_UNREAD)
@@ -122,7 +107,9 @@ def _listening(
     async def events() -> AsyncIterator[bytes]:
         engine.listeners[name] = listen
         service.watchers[tenant] += 1
-        start()
+        if questions is not None:
+            service.sessions[name], engine.answered[name] = questions, questions.end
+        engine.send(opened)
         ends = [asyncio.create_task(end.wait()) for end in (lost, service.closing, engine.ended)]
         coming = asyncio.create_task(waiting.get())
         try:
@@ -142,6 +129,9 @@ def _listening(
                 task.cancel()
             engine.listeners.pop(name, None)
             service.watchers[tenant] -= 1
-            stop()
+            if questions is not None:
+                del service.sessions[name], engine.answered[name]
+                questions.close()
+            engine.send(messages.CloseSession(name))
 
     return StreamingResponse(events(), media_type=media_type, headers={"cache-control": "no-cache"})

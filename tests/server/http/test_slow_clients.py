@@ -29,7 +29,8 @@ from minillm.server.http.protocol import (
     BoundedProtocol,
     JoiningTransport,
 )
-from minillm.service.call_messages import Began, Complete, Ended, Refused, Text
+from minillm.service.call_messages import Began, Complete, Ended, Text
+from minillm.service.messages import RequestFailed
 
 pytestmark = pytest.mark.anyio
 
@@ -115,7 +116,7 @@ class SlowEngine(Engine):
 
     async def _say(self, answer: Answer) -> None:
         name, now = answer.request_id, 0.0
-        end = Refused(name, self.error, self.kind) if self.error else Ended(name, 3, 0)
+        end = RequestFailed(name, self.error, self.kind) if self.error else Ended(name, 3, 0)
         for event, moment in zip(
             (Began(name, ""), Text(name, 0, "word", 1, first_seconds=1.5), end), self.times, strict=True
         ):
