@@ -63,10 +63,10 @@ class Sized:
         return self.decided(budget).layout(self.quantize)
 
     def decided(self, budget: Budget) -> Budget:
-        """Return the budget with the option ``weights`` resolved for this model.
+        """Return the budget with the value of the option ``weights`` that applies to this model.
 
-        With "auto" on a CPU, a low-bit model is dequantized if the result takes at most half of the free memory.
-        Otherwise the model stays low-bit.
+        With "auto" on a CPU, a low-bit model is dequantized if the dequantized weights take at most half of the free
+        memory. Otherwise the model stays low-bit.
         """
         if self.kept:
             return budget.with_weights(self.kept)

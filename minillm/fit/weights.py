@@ -143,8 +143,8 @@ def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
 def _while_packed(tensor: StoredTensor) -> float:
     """Return the additional memory in bytes while a matrix is packed for low-bit matmuls.
 
-    It holds two copies of the quantized integers and the output of the first matmul. For a layer's 16-bit or 32-bit
-    matrix, it also holds the matrix in float32.
+    This memory holds two copies of the quantized integers and the output of the first matmul. For a layer's 16-bit or
+    32-bit matrix, it also holds the matrix in float32.
     """
     levels = 2 * tensor.count * 13 / 12 + 4 * _FIRST_ROWS * tensor.shape[0]
     is_table = tensor.name in (*_EMBEDDINGS, *_HEADS)

@@ -28,7 +28,7 @@ _MOST_VISITS = 60_000
 
 
 class Unsupported(ValueError):
-    """Raised for a keyword, or a combination of keywords, that is not supported. The text names the keywords."""
+    """Raised for a keyword, or a combination of keywords, that is not supported. The message names the keywords."""
 
 
 def kinds_of_type(name: Any) -> tuple[str, ...]:

@@ -42,7 +42,10 @@ class PartFiles:
             raise UsageError(f"cannot write {output}: its directory is not there, or cannot be written")
 
     def finished(self) -> dict[int, bytes]:
-        """Return the lines of successful requests by index. Raises UsageError if a part file has another ``job``."""
+        """Return the finished answers without error, as encoded lines, by the request's index.
+
+        Raises UsageError if a part file has another ``job``.
+        """
         return {index: line for index, line in self._lines().items() if json.loads(line).get("error") is None}
 
     def failures(self, total: int) -> int | None:

@@ -87,10 +87,10 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
 
 
 class Shortcut:
-    """An ASGI layer that calls the routes that generate text directly, without Starlette's router.
+    """An ASGI layer that bypasses Starlette's router for the routes that generate text.
 
-    Starlette tries one route after another, and wraps each route in several layers. The layers would delay the first
-    token and every later chunk.
+    Starlette tries one route after another, and wraps each route in several layers. This would delay the first token
+    and every later chunk.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:

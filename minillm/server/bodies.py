@@ -89,7 +89,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     disable_fallback: bool = False  # has no effect: there is no fallback
 
     def forms(self) -> dict[str, dict[str, Any]]:
-        """Return the engine's parameter ``grammar`` for each field that is set, by the field's name."""
+        """Return a dictionary. For each field that is set, it maps the field's name to the parameter ``grammar``."""
         kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
         values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}
         return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}
@@ -104,7 +104,7 @@ class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that chat requests, completion requests and requests for responses share."""
+    """The fields that chat requests, completion requests and requests of the Responses API share."""
 
     model: str | None = None
     temperature: float | None = None

@@ -178,7 +178,7 @@ class EngineProcess:
         return await self._ask(make)
 
     def fail(self, why: str) -> None:
-        """End all running answers with an error."""
+        """End all running answers with the error ``why``."""
         for answer in self.answers.values():
             answer.ended = answer.ended or RequestFailed(answer.request_id, why, "gone")
             answer.news.set()

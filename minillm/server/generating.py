@@ -175,7 +175,7 @@ class Generating:
         return noted
 
     async def _keep_alive(self, send: Send) -> None:
-        """Send the head of a stream soon. Then send a ping whenever nothing was sent for a while."""
+        """Wait a moment, then send the head of a stream. Then send a ping whenever nothing was sent for a while."""
         await asyncio.sleep(_HEAD_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MOST_HEAD_SECONDS - _HEAD_SECONDS):
@@ -247,7 +247,7 @@ class Generating:
             news.set()
 
     def _look_at(self, answers: list[Answer]) -> None:
-        """Free the queue's seats of answers that have ended. If a prompt could not be started, raise the error."""
+        """Free the seats of ended answers in the queue. If a prompt could not be started, raise the error."""
         for answer in answers:
             if answer.ended is not None and (place := self._places.pop(answer.request_id, None)) is not None:
                 self.queue.release(place)

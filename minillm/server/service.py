@@ -68,7 +68,8 @@ class Service:
         """Return the salt for a request's blocks in the prefix cache. Only requests with equal salts share blocks.
 
         If the API keys have several owners, the salt contains the owner. Otherwise an owner could detect, by timing,
-        which prompts of others are cached. None means no salt, and for a fork the salt of the answer that it continues.
+        which prompts of others are cached. The result is None if there is no salt. For a fork, None means that the fork
+        keeps the salt of the answer that it continues.
         """
         if salt is None and (fork is not None or not self.shared):
             return None

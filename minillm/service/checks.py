@@ -172,9 +172,9 @@ def _check_length(what: str, items: Collection[object], most: int) -> None:
 
 
 def _check_numbers(numbers: Iterable[float]) -> None:
-    """Check numbers in types from other modules, which do not limit them as the types in `messages.py` do.
+    """Raise ValueError for a negative or too large number.
 
-    Raises ValueError for a negative or too large number.
+    The numbers are fields of types from other modules. Unlike the types in `messages.py`, these do not limit numbers.
     """
     for number in numbers:
         if not 0 <= number <= _LARGEST:

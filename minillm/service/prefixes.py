@@ -41,9 +41,9 @@ class Prefixes:
             self.pinned[name] = Pinned(call.tenant, call.call_id, group)
 
     def take(self, name: str, group: SequenceGroup) -> bool:
-        """Handle the end of request ``name``, if the request computes a prefix. Otherwise return False.
+        """Pin the prefix that a finished request has computed, and send the result of the call.
 
-        Pin the prefix, and send the result of the call.
+        ``name`` is the request's id. Return False if the request is not for a prefix.
         """
         pin, sequence = self.pinned.get(name), group.sequences[0]
         if pin is None:

@@ -163,7 +163,7 @@ class Reporter:
         self.send(messages.BeamsChanged(answer.command.request_id, beams))
 
     def end_beams(self, answer: Answer, output: RequestOutput) -> None:
-        """Send the beams of a finished beam search, then the end of each."""
+        """Send the beams of a finished beam search. Then send that each of these completions has ended."""
         self._send_beams(answer, output)
         for each in output.outputs:
             self._send_end(answer, each.index, each.finish_reason or "abort", len(each.token_ids))

@@ -1,8 +1,8 @@
 """A sequence's reasoning, token by token, and the limit on its length.
 
-When the reasoning reaches the limit, the next tokens are forced, one by one, to a text that closes the reasoning. Then
-the answer follows. The position is derived from the sequence's tokens alone, so a forked or recomputed sequence has the
-right position as well.
+When the reasoning reaches the limit, minillm forces the next tokens, so that they spell a text that closes the
+reasoning. Then the answer follows. The position is derived from the sequence's tokens alone, so a forked or recomputed
+sequence has the right position as well.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class OutputText:
         return shown
 
     def _find(self, stop: str) -> tuple[int, int, str] | None:
-        """Find the first match of ``stop`` in the held text that ends after the immune characters.
+        """Find the first match of ``stop`` that ends after the immune characters of the held text.
 
         Return the sort key of the match, (end, -length, ``stop``), or None.
         """

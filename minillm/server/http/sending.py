@@ -15,9 +15,9 @@ _TYPE_JSON = (b"content-type", b"application/json")
 
 
 class Failed(Exception):
-    """Ends a request with an error response.
+    """Raised to end a request with an error response.
 
-    ``field`` is the request's invalid field, ``code`` is OpenAI's error code.
+    ``field`` is the name of the request's invalid field, ``code`` is OpenAI's error code.
     """
 
     def __init__(

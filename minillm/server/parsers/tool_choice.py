@@ -116,7 +116,7 @@ class ToolChoice:
         return {each["name"]: _schema(each["parameters"]) if each["name"] in enforced else _ANY for each in functions}
 
     def grammar(self, form: CallForm) -> dict[str, Any]:
-        """Return the parameter ``grammar`` that makes the answer follow `required` and `strict`.
+        """Return the parameter ``grammar`` for the answer. It enforces required calls, and the format of all calls.
 
         The caller must add the rules ``arguments_0``, ``arguments_1`` and so on, one for each of the `schemas`.
         """

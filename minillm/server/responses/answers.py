@@ -39,7 +39,7 @@ def place_of(name: str) -> tuple[str, int]:
 
 @dataclass(eq=False)
 class ResponseWriter:
-    """Writes the output of one response. It is a `minillm.server.generating.Form`: each "choice" is an event.
+    """Writes the output of one response. It is a `minillm.server.generating.Form`, and its choices are events.
 
     An item is open while its text or arguments arrive.
 

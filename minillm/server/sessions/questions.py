@@ -58,7 +58,7 @@ class Questions:
         self.engine.send(messages.SessionCommand(self.session, line))
 
     def end(self, request_id: str) -> None:
-        """Free the queue's seats of an answer that has ended, for whatever reason."""
+        """Free the seats of an answer that has ended, for any reason."""
         if (asked := self._asked.get(request_id)) is not None:
             asked.ended.set()
 
