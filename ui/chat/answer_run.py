@@ -1,4 +1,4 @@
-"""One answer in progress: its requests to the engine, and the effects of the engine's events."""
+"""An answer in progress: the requests to the engine for it, and the effects of the engine's events on it."""
 
 import time
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings
 
-_LEAST_TIMED = 0.3  # seconds of generation before a rate is shown
+_LEAST_TIMED = 0.3  # a rate is shown after this many seconds of generation
 _ROOM = 256  # if the context has fewer tokens left for an answer, the oldest turns are dropped
 
 
 class Ending(NamedTuple):
-    """The end of an answer: the reason, as in `Answer.finish_reason`. If it is "lost", ``error`` says why."""
+    """The end of an answer. ``reason`` is one of `Answer.finish_reason`. If it is "lost", ``error`` says why."""
 
     reason: str
     error: str = ""
@@ -40,12 +40,12 @@ class AnswerRun:
     max_model_len: int
     is_stopping: bool = False
     _superseded: str = ""  # for a continuation: the request that generated the text so far
-    _num_before: int = 0  # for a continuation: the number of tokens of the text so far
-    _to_accept: tuple[int, str] | None = None  # candidate to accept once all have stopped: its index and its text
+    _num_before: int = 0  # for a continuation: the number of tokens in the text so far
+    _to_accept: tuple[int, str] | None = None  # index and text of the candidate to accept once all have stopped
     _first_token_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self._num_dropped = self.conversation.num_dropped  # turns dropped before
+        self._num_dropped = self.conversation.num_dropped  # number of turns that were dropped before this answer
         self._began = time.monotonic()
 
     @property
@@ -65,19 +65,19 @@ class AnswerRun:
     def ask(self, room: int = _ROOM) -> None:
         """Request an answer to the conversation.
 
-        ``room``: minimum number of tokens that the context must have left for it.
+        ``room``: the minimum number of tokens that the context must have left for the answer.
         """
         longest = int(self.settings.sampling.get("max_tokens", room))
         room = max(1, min(room, self.max_model_len // 8, longest))
         self._generate(self.conversation.messages(self.settings.system), self.settings.request_params(), room=room)
 
     def go_on(self) -> None:
-        """Request a continuation of the answer, which has ended."""
+        """Request a continuation of an answer that had ended."""
         told, answer = self.conversation.messages(self.settings.system), self.answer
         self._superseded, answer.request_id = answer.request_id, self.conversation.new_request_id()
         self._num_before = answer.num_output_tokens
         answer.finish_reason = answer.time_to_first_token = None
-        # Several continuations would begin with the same text, so there is only one.
+        # Only one continuation is requested, even if the settings are for several candidates.
         self._generate(told, self.settings.params_to_continue(), continues=True)
 
     def _generate(self, told: list[dict[str, str]], params: dict[str, Any], **how: Any) -> None:
@@ -201,7 +201,7 @@ class AnswerRun:
     async def end(self, reason: str) -> bool:
         """Close the answer.
 
-        Return False if it was stopped or lost before its first word: the caller then removes the turn.
+        Return False if it was stopped or lost before its first word. The caller then removes the turn.
         """
         view, answer = self.view, self.answer
         answer.finish_reason = reason
@@ -216,9 +216,9 @@ class AnswerRun:
 
     @property
     def chosen(self) -> int | None:
-        """Return the current index of the candidate passed to `stop`, or None.
+        """Return the current index of the candidate that was passed to `stop`, or None.
 
-        Beams may have changed places since, so the candidate is found by its text.
+        Beams may have been reordered since `stop`, so the candidate is found by its text.
         """
         if self._to_accept is None:
             return None

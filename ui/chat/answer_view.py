@@ -1,4 +1,4 @@
-"""Widgets of an answer: its folded reasoning, its growing text, and a summary line."""
+"""Widgets of an answer: the folded reasoning, the growing text, and a summary line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _new_markdown() -> ModelMarkdown:
-    # Importing it takes a tenth of the time until the first screen, which needs none.
+    # Imported here, because the first screen has no Markdown, and importing takes a tenth of the time until then.
     from minillm.ui.chat.markdown import ModelMarkdown
 
     return ModelMarkdown()
@@ -38,7 +38,7 @@ class ReasoningView(Collapsible):
     async def append_text(self, text: str, lines_ahead: int = 0) -> None:
         await self._markdown.append_text(text, lines_ahead)
         self._num_words += len(text.split())
-        # Set the title after the text: a title that is not mounted yet would keep its first value.
+        # The title is set last: if it were set before it is mounted, it would keep its first value.
         self.title = f"reasoning · about {plural(self._num_words, 'word')}"
 
     def end(self) -> None:
@@ -55,7 +55,7 @@ class AnswerView(Growing, Vertical):
         self.answer = answer
         self._pending: list[str] = [answer.text] if answer.text else []
         self._splitter = ReasoningSplitter(answer.in_reasoning)
-        self._part: ReasoningView | ModelMarkdown | None = None  # the last part, which grows
+        self._part: ReasoningView | ModelMarkdown | None = None  # the part at the end, to which text is added
         self._summary = Static(Content("…"), classes="summary")
         self.block_marks = Gutter(answer)
 
@@ -68,9 +68,9 @@ class AnswerView(Growing, Vertical):
             await (self.flush() if self.answer.is_open else self.end())
 
     def begin(self, in_reasoning: bool) -> None:
-        """Prepare for the answer's text: the prompt is computed.
+        """Prepare for the answer's text. Call this when the prompt has been computed.
 
-        ``in_reasoning``: the template has already opened the reasoning.
+        ``in_reasoning``: the text begins inside the reasoning, because the template has already opened it.
         """
         self._splitter.inside = in_reasoning
 
@@ -110,7 +110,7 @@ class AnswerView(Growing, Vertical):
 
     def update_summary(self) -> None:
         words = summary(self.answer)
-        # While the text has reserved lines, show the summary in them. Below them, it would leave a gap.
+        # If the text has reserved lines, show the summary in one of them. Below them, there would be a gap before it.
         part = None if isinstance(self._part, ReasoningView) else self._part
         ahead = part.say_below(words) if part is not None and self.answer.is_open else 0
         self.block_marks.num_blank = ahead
@@ -127,9 +127,9 @@ def reading(answer: Answer) -> str:
 
 
 def summary(answer: Answer) -> str:
-    """Return a line about an answer: length, speed, cached tokens, and why it ended.
+    """Return a line about an answer: its length, its speed, cached tokens, and why it ended.
 
-    Before the first token: see `reading`.
+    Before the first token, return `reading`.
     """
     if answer.time_to_first_token is None and answer.finish_reason is None:
         return reading(answer)

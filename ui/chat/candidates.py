@@ -1,4 +1,4 @@
-"""Widgets of an answer's candidates, one card each."""
+"""Widgets that show the candidates of an answer, with a card for each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from minillm.ui.memory.pool import NUM_COLORS
 from minillm.ui.numbers import count, plural
 
 _NARROWEST = 26  # minimum width of a card in cells
-_LEAST_COMMON, _MOST_COMMON = 16, 400  # common beginning of all candidates, in characters: minimum, and shown at most
+# Characters of the text with which all candidates begin: at least this many to show it separately; at most so many.
+_LEAST_COMMON, _MOST_COMMON = 16, 400
 
 
 class CandidateCard(VerticalScroll, can_focus=True):
@@ -105,14 +106,20 @@ def text_of(candidate: Candidate, inside: bool = False) -> str:
 
 
 def _same_as(candidates: Sequence[Candidate], texts: Sequence[str], index: int) -> int | None:
-    """Return the index of an earlier candidate with the same text, if both have ended, else None."""
+    """Return the index of the first candidate with the same text as candidate ``index``.
+
+    Return None if there is no earlier one, or if one of the two has not ended.
+    """
     first = texts.index(texts[index])
     ended = all(candidates[each].finish_reason is not None for each in (first, index))
     return first if first < index and ended and texts[index] else None
 
 
 def num_common(texts: Sequence[str]) -> int:
-    """Return the number of characters, in whole words, that all texts begin with. 0 if they are too few to be shown."""
+    """Return the number of characters with which all texts begin, up to the end of a word.
+
+    Return 0 if these are too few to be shown separately.
+    """
     if len(texts) < 2:
         return 0
     length = min(common_length(texts[0], each) for each in texts)
@@ -124,7 +131,7 @@ def num_common(texts: Sequence[str]) -> int:
 def candidate_facts(candidate: Candidate, width: int) -> str:
     """Return ``score -0.54 · 23 tokens · log p -12.3``: as many of these items as fit ``width`` cells.
 
-    Tokens that another candidate has computed are apart: ``23 tokens · ✓ · 512 shared``.
+    Tokens that were computed for another candidate are counted separately: ``23 tokens · ✓ · 512 shared``.
     """
     words = [] if candidate.score is None else [f"score {candidate.score:.3f}"]
     words.append(plural(candidate.num_tokens - candidate.num_shared, "token"))

@@ -31,7 +31,7 @@ from minillm.ui.memory.pool import Pool
 
 _SAVE_INTERVAL = 2.0  # seconds between saves while an answer grows
 _LINES_AHEAD = 6  # lines that a growing paragraph reserves if the model computes on the same cores
-LONG_ANSWER = 10.0  # seconds after which a finished answer rings the bell
+LONG_ANSWER = 10.0  # the end of an answer rings the bell if it took more than this many seconds
 
 
 class ChatPane(Vertical):
@@ -62,11 +62,11 @@ class ChatPane(Vertical):
         self.conversation = Conversation()
         self.run: AnswerRun | None = None
         self.compaction: Compaction | None = None
-        self.engine = EngineState()  # as last received by this widget
+        self.engine = EngineState()  # the last state that this widget has received
         self.pool: Pool | None = None
         self.waiting = WaitingQuestions(PromptInput(commands, Popup()), Transcript())
-        self.is_paced = False  # the engine is slowed down so that people can watch; then drawing does not slow it down
-        self.num_waiting = 0  # number of queued commands of keys
+        self.is_paced = False  # whether the engine is slowed down for people to watch, so that drawing may take longer
+        self.num_waiting = 0  # number of commands that are queued by `call_command`
         self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
         self._saved_at = 0.0
         self._warned_full = False
@@ -222,7 +222,7 @@ class ChatPane(Vertical):
         self.save()
 
     def begin(self, turn: Turn) -> AnswerRun:
-        """Begin an answer of a turn. The caller requests it from the engine."""
+        """Begin an answer of a turn. The caller then calls `AnswerRun.ask` or `AnswerRun.go_on`."""
         longest = self.engine.loaded.max_model_len if self.engine.loaded is not None else 1
         self.run = AnswerRun(turn, self.conversation, self.app.settings, self.transcript, self.send, longest)
         return self.run
@@ -236,7 +236,7 @@ class ChatPane(Vertical):
                 self.save()
 
     async def _end(self, ending: Ending) -> None:
-        """End the answer. If it was stopped or lost before its first word, remove its turn."""
+        """End the answer. If it was stopped or lost before its first word, put its question back into the prompt."""
         run, self.run = self.run, None
         assert run is not None
         if not await run.end(ending.reason):
@@ -275,16 +275,16 @@ class ChatPane(Vertical):
         self.refresh_status()
 
     async def accept_best(self) -> None:
-        """Accept the first candidate, which is the best beam of a search, because the user continues without choosing.
+        """Accept the first candidate if there are candidates. In a beam search, it is the best beam.
 
-        Do nothing if there are no candidates.
+        This is called when the user continues without choosing.
         """
         leaf = self.conversation.leaf
         if leaf is not None and leaf.answer.candidates and not leaf.answer.is_open:
             await self.accept(leaf, 0)
 
     def refresh_status(self) -> None:
-        """Update the status bar. Slow down drawing and reports if the model computes on the same cores."""
+        """Update the status bar. If the model computes on the same cores, make drawing and reports less frequent."""
         loaded = self.engine.loaded
         leaf = self.leaf = self.conversation.leaf
         on_cpu = loaded is not None and loaded.device == "cpu"
@@ -292,7 +292,7 @@ class ChatPane(Vertical):
         self._text.pace(self.beside_model)
         self._options.report(self._text.interval)
         self.prompt.num_picks = len(leaf.answer.candidates) if leaf is not None else 0
-        # A blinking cursor would cost two drawings a second while the model computes.
+        # A blinking cursor would need two drawings a second while the model computes.
         self.prompt.cursor_blink = self.run is None
         self.query_one(StatusBar).status = status_of(
             self.engine, self.run, self.conversation, self.pool, sums_up=self.compaction is not None

@@ -31,7 +31,7 @@ from minillm.ui.settings import settings_summary, with_param
 
 COMMANDS = CommandTable()
 command = COMMANDS.command
-_MOST_DEPTHS = 9  # a key accepts each
+_MOST_DEPTHS = 9  # because the keys 1 to 9 accept a candidate
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -193,7 +193,7 @@ async def accept(talk: ChatPane, number: str) -> None:
     if not number.isdigit() or not 1 <= int(number) <= last:
         raise UsageError(f"give a candidate's number from 1 to {last}")
     if talk.run is not None and talk.run.turn is turn:
-        talk.run.stop(chosen=int(number) - 1)  # stop the others first
+        talk.run.stop(chosen=int(number) - 1)  # the candidate is accepted when all others have stopped
         talk.refresh_status()
     else:
         await talk.accept(turn, int(number) - 1)

@@ -13,7 +13,7 @@ _REQUEST = (
     "Sum up our conversation so far, for yourself: facts, names, numbers, decisions and open questions. "
     "Write plain sentences, and nothing else."
 )
-_LONGEST = 400  # tokens of a summary
+_LONGEST = 400  # maximum tokens of a summary
 _COLDNESS = {"temperature": 0.0, "max_tokens": _LONGEST, "repetition_penalty": 1.1}
 
 
@@ -85,7 +85,7 @@ class Compaction:
         older = turns[: turns.index(self.stays)]
         came_back = older[-1].answer.num_context_tokens - self.num_tokens
         self.stays.summary = summary
-        for turn in turns:  # their blocks begin with text that the model no longer sees
+        for turn in turns:  # free their blocks, which begin with text that the model no longer sees
             self.send(messages.Drop(turn.answer.request_id))
         told = "the first turn" if len(older) == 1 else f"the first {len(older)} turns"
         self.conversation.shortened = {turns[-1].answer.request_id: came_back}

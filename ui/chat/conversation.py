@@ -20,10 +20,10 @@ LONGEST_TITLE = 60  # characters
 
 @dataclass
 class Candidate:
-    """One of several answers to choose from. Only a beam has a ``score`` and a ``logprob``.
+    """One of several answers to choose from.
 
-    ``depth`` is the number of reasoning tokens that it answers after, if these differ between the candidates.
-    ``num_shared`` of its tokens were computed for another candidate.
+    Only beams have a ``score`` and a ``logprob``. With `Settings.depths`, ``depth`` is the number of reasoning tokens
+    after which this candidate answers. ``num_shared`` of the tokens were computed for another candidate.
     """
 
     text: str = ""
@@ -40,8 +40,8 @@ class Candidate:
 class Answer:
     """An answer: the raw model output, and figures about it. Times are in seconds.
 
-    During generation, ``finish_reason`` is None. Then it is the engine's "stop", "length" or "abort", or "lost" if the
-    engine process ended. If there are ``candidates``, ``text`` is empty until one is accepted.
+    During generation, ``finish_reason`` is None. Afterwards, it is the engine's "stop", "length" or "abort", or "lost"
+    if the engine process ended. If there are ``candidates``, ``text`` is empty until one is accepted.
     """
 
     request_id: str
@@ -50,24 +50,24 @@ class Answer:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    num_guessed_tokens: int = 0  # accepted draft tokens among the output tokens
+    num_guessed_tokens: int = 0  # number of output tokens that were draft tokens
     time_to_first_token: float | None = None
     tokens_per_second: float = 0.0
     in_reasoning: bool = False  # the text begins inside the model's <think> section
-    tokens: list[TokenChoice] = field(default_factory=list)  # tokens of the text with alternatives; not saved
-    candidates: list[Candidate] = field(default_factory=list)  # to choose from
-    num_read_tokens: int = 0  # computed prompt tokens; not saved
-    reading_left: float | None = None  # seconds until the prompt is computed, if known; not saved
+    tokens: list[TokenChoice] = field(default_factory=list)  # the text's tokens with alternatives; not saved
+    candidates: list[Candidate] = field(default_factory=list)  # empty when one was accepted
+    num_read_tokens: int = 0  # number of prompt tokens that are computed; not saved
+    reading_left: float | None = None  # seconds until the whole prompt is computed, if known; not saved
 
     @property
     def num_context_tokens(self) -> int:
-        """Return the tokens of the prompt and of the answer, or of the longest candidate."""
+        """Return the number of tokens of the prompt plus those of the answer, or of the longest candidate."""
         longest = max((candidate.num_tokens for candidate in self.candidates), default=self.num_output_tokens)
         return self.num_prompt_tokens + longest
 
     @property
     def num_known_tokens(self) -> int:
-        """Return the number of computed tokens: of the prompt during prefill, later of the whole context."""
+        """Return the number of tokens that are computed: during prefill, of the prompt; later, of the whole context."""
         return self.num_read_tokens if self.time_to_first_token is None else self.num_context_tokens
 
     @property
@@ -95,9 +95,9 @@ class Turn:
 
 
 class Fork(NamedTuple):
-    """Another continuation of an answer, from an alternative to one of its tokens."""
+    """The beginning of another version of an answer: its first tokens, then an alternative to the next one."""
 
-    tokens: list[TokenChoice]  # the answer's tokens that stay, then the chosen alternative
+    tokens: list[TokenChoice]  # the first tokens of the answer, then the chosen alternative
 
     @property
     def text(self) -> str:
@@ -106,7 +106,7 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of a candidate, with the data that undoing it needs."""
+    """A choice of a candidate, with the data for undoing it."""
 
     turn: Turn
     before: Answer  # a copy of the answer with all candidates
@@ -123,9 +123,9 @@ def shown_title(title: str, question: str) -> str:
 
 @dataclass
 class Conversation:
-    """The tree of turns.
+    """A tree of turns. An edited question adds a branch to it.
 
-    An edited question is a branch of it. The engine keeps its blocks under ``conversation_id``.
+    The engine associates the conversation's cache blocks with ``conversation_id``.
     """
 
     conversation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -134,13 +134,14 @@ class Conversation:
     began: float = field(default_factory=time.time)
     first: list[Turn] = field(default_factory=list)  # turns without a parent
     leaf: Turn | None = None  # the last visible turn
-    num_dropped: int = 0  # oldest turns of the path that the model no longer sees
+    num_dropped: int = 0  # number of turns at the beginning of the path that the model no longer sees
     title: str = ""  # chosen by the user; not cleaned for a terminal
-    origins: dict[str, tuple[str, int]] = field(default_factory=dict)  # a branch's request -> its candidate; not saved
-    shortened: dict[str, int] = field(default_factory=dict)  # request -> tokens removed by a later summary
+    # For branches made from candidates: the branch's request -> (request, index) of the candidate; not saved.
+    origins: dict[str, tuple[str, int]] = field(default_factory=dict)
+    shortened: dict[str, int] = field(default_factory=dict)  # request -> number of tokens removed by a later summary
     notes: list[str] = field(default_factory=list)  # notes of the tour, shown before the first turn
-    is_trial: bool = False  # saved only once the user continues after its first answer
-    copy_id: str = ""  # id of the file, if another program changed the file with ``conversation_id``
+    is_trial: bool = False  # whether to save it only if the user continues after the first answer
+    copy_id: str = ""  # the file's id, if another program has changed the file with the id ``conversation_id``
     file_version: tuple[int, ...] | None = None  # version of the file when it was last read or written
     choice: Choice | None = field(default=None, compare=False)  # the last candidate accepted; not saved
 
@@ -167,7 +168,7 @@ class Conversation:
 
     @property
     def shown_title(self) -> str:
-        """Return the title for display, or the first words of the first question. Empty without a question."""
+        """Return the title for display, or the first words of the first question. Without a question, return ""."""
         return shown_title(self.title, self.first[0].question if self.first else "")
 
     @property
@@ -193,9 +194,9 @@ class Conversation:
         return self.first if turn.parent is None else turn.parent.children
 
     def switch(self, turn: Turn, step: int) -> Turn:
-        """Show the next (``step`` 1) or previous (-1) branch instead of ``turn``, down to its latest turn.
+        """Show the branch after (``step`` 1) or before (-1) that of ``turn``, down to the branch's latest turn.
 
-        Return its first turn.
+        Return the branch's first turn.
         """
         siblings = self.siblings(turn)
         chosen = siblings[(siblings.index(turn) + step) % len(siblings)]
@@ -206,9 +207,9 @@ class Conversation:
         return chosen
 
     def ask(self, question: str, instead_of: Turn | None = None) -> Answer:
-        """Add a turn after the last one, or as a branch next to ``instead_of``.
+        """Add a turn after the last visible turn, or as a branch next to ``instead_of``.
 
-        Return its answer, which is still empty.
+        Return the turn's answer, which is still empty.
         """
         parent = self.leaf if instead_of is None else instead_of.parent
         turn = Turn(question, Answer(self.new_request_id()), parent)
@@ -219,7 +220,7 @@ class Conversation:
     def accept(self, turn: Turn, index: int) -> None:
         """Use candidate ``index`` as the answer of ``turn``.
 
-        Each other candidate with text becomes a branch next to it. `undo` reverses this.
+        Each other candidate with text becomes a branch next to ``turn``. `undo` reverses this.
         """
         before, siblings = replace(turn.answer), self.siblings(turn)
         turns = []
@@ -246,10 +247,10 @@ class Conversation:
         return self.leaf
 
     def undo(self) -> Turn:
-        """Restore all candidates of the last choice. Return its turn.
+        """Undo the last choice of a candidate: restore all candidates. Return their turn.
 
         Raises:
-            UsageError: no candidate was accepted, or one of the branches has been continued or is gone.
+            UsageError: no candidate was accepted, or one of the resulting branches has been continued or is gone.
         """
         choice, self.choice = self.choice, None
         if choice is not None:
@@ -282,14 +283,14 @@ class Conversation:
 
     @property
     def num_untold(self) -> int:
-        """Return the number of turns in the visible path that the model does not see: dropped or summarized ones."""
+        """Return the number of turns in the visible path that the model does not see: dropped or summarized turns."""
         summed_up = [number for number, turn in enumerate(self.turns) if turn.summary]
         return max([self.num_dropped, *summed_up])
 
     def messages(self, system: str = "", before: Turn | None = None) -> list[dict[str, str]]:
-        """Return the conversation as messages for the engine, with alternating roles.
+        """Return the part of the conversation that the model sees, as messages with alternating roles.
 
-        The last answer is left out if it is still open. ``before``: leave out this turn and all later ones.
+        The last answer is left out if it is still open. With ``before``, this turn and all later turns are left out.
         """
         messages = [{"role": "system", "content": system}] if system else []
         turns = self.turns[self.num_untold :]
@@ -305,8 +306,8 @@ class Conversation:
     def drop_oldest_half(self) -> bool:
         """Drop about half of the text that the model sees. Return False if only the last question is left.
 
-        The next prompts then share their beginning and find their blocks in the cache. This would not be so if each
-        question dropped one turn.
+        The next prompts then all begin with the same text, and find its blocks in the cache. If each question dropped
+        one turn instead, the beginning would change every time.
         """
         self.num_dropped = self.num_untold
         lengths = [len(turn.question) + len(turn.answer.text) for turn in self.turns[self.num_dropped :]]
@@ -320,7 +321,7 @@ class Conversation:
                 return True
 
     def name_of(self, request_id: str) -> str | None:
-        """Return ``turn 2`` for a request, or ``turn 2 · answer 3`` for the third answer at this depth.
+        """Return a name for a request: ``turn 2``, or ``turn 2 · answer 3`` for the third branch at turn 2.
 
         Return None for a request of another conversation.
         """

@@ -1,4 +1,4 @@
-"""Edit a text in the user's own editor. The app is suspended meanwhile."""
+"""Edit a text in the user's own editor, while the app is suspended."""
 
 import os
 import shlex

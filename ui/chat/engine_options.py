@@ -6,14 +6,17 @@ from minillm.service.messages import Command, Pin, Report
 
 
 class EngineOptions:
-    """The options that the engine has. A command is sent only for a change."""
+    """Sets options in the engine. It remembers their current values, and sends a command only if a value changes."""
 
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
         self.reset(ready=False)
 
     def reset(self, *, ready: bool) -> None:
-        """Forget the options, because another engine process runs. ``ready``: it has loaded its model."""
+        """Forget the options' values. Call this when a new engine process runs.
+
+        Options are only sent if ``ready``: the process has loaded its model.
+        """
         self._ready, self._system, self._seconds = ready, "", 0.0
 
     def pin(self, system: str) -> None:

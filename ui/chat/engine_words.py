@@ -17,7 +17,7 @@ _ADVICE = {
 
 
 def notes_of(engine: EngineState) -> list[tuple[str, str]]:
-    """Return the notes to show when the engine has entered a new phase: text and kind of each, see `Note`."""
+    """Return the notes to show when the engine has entered a new phase, each as (text, kind): see `Note`."""
     if (loaded := engine.loaded) is not None:
         source = f" from {loaded.source}" if loaded.source else ""
         notes = [(f"{loaded.model}{source}, ready in {duration(loaded.seconds)}", "info")]
@@ -33,7 +33,7 @@ def notes_of(engine: EngineState) -> list[tuple[str, str]]:
 
 
 def reason_to_wait(run: AnswerRun | None, compaction: Compaction | None) -> str:
-    """Return why nothing can be asked now: an answer or a summary is being generated. Return "" if neither is."""
+    """Return why nothing can be asked now: an answer or a summary is being generated. Otherwise return ""."""
     if run is not None:
         return "an answer is being generated; Escape stops it"
     return "the conversation is being summarized; Escape stops it" if compaction is not None else ""

@@ -50,6 +50,6 @@ def export(conversation: Conversation, target: Path) -> Path:
             file.write(text)
     except OSError as error:
         with suppress(OSError):
-            target.unlink()  # an incomplete file
+            target.unlink()  # the file would be incomplete
         raise MinillmError(f"{target} cannot be written: {error}") from None
     return target

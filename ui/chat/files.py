@@ -29,11 +29,14 @@ _DECORATOR = re.compile(
     r"^[ \t]*@\S.*\n(?=\s*(?:@|(?:async|def|class|function|export|public|private|protected|static)\b))", re.MULTILINE
 )
 _BEGUN = re.compile(r'(?<!\S)@(?:"([^"\n]*)|([^"\s]*))$')
-_TRAILING = ",.;:!?)]}'"  # punctuation of the sentence, not part of a name
+_TRAILING = ",.;:!?)]}'"  # punctuation after a name that belongs to the sentence
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the names of files relative to ``folder``, files of upper folders first. Hidden files are left out."""
+    """Return the paths of all files below ``folder``, relative to it. Files of upper folders are first.
+
+    Hidden files are left out.
+    """
     found: list[str] = []
     folders, end = [""], time.monotonic() + _LONGEST_WALK
     while folders and len(found) < _MOST_FILES and time.monotonic() < end:
@@ -84,10 +87,10 @@ def best_matches(names: Sequence[str], letters: str, most: int) -> list[str]:
 
 
 def _score(name: str, letters: str) -> int | None:
-    """Return a sort key for how well a name matches: lower is better. Return None if a letter is missing.
+    """Return a number for how well a path matches: lower is better. Return None if a letter is missing.
 
-    It is 0 if the file's name contains the letters together, 1 if the path does, else 2 plus the gaps between the
-    letters.
+    The number is 0 if the file's name contains the letters without gaps, and 1 if the path does. Otherwise it is 2 plus
+    the number of characters between the letters.
     """
     if letters in os.path.basename(name):
         return 0
@@ -104,22 +107,26 @@ def _score(name: str, letters: str) -> int | None:
 
 
 def begun_mention(line: str) -> tuple[int, str] | None:
-    """Return the column where an ``@name`` at the end of ``line`` begins, and its letters so far; None without one."""
+    """Find an ``@name`` at the end of ``line``. Return the column of the @, and the letters of the name so far.
+
+    Return None if the line does not end with an ``@name``.
+    """
     found = _BEGUN.search(line)
     return None if found is None else (found.start(), found.group(1) or found.group(2) or "")
 
 
 def mention(name: str) -> str:
-    """Return ``@name`` as it must be written in a question, with quotes or backslashes if needed."""
+    """Return ``@name`` as it must be written in a question: with quotes or backslashes if the name needs them."""
     if '"' in name:
         return "@" + re.sub(r"""([\s"'\\])""", r"\\\1", name)
     return f'@"{name}"' if re.search(r"[\s'\\]", name) else f"@{name}"
 
 
 def dropped_files(text: str) -> str:
-    """Return the mentions of files that were dropped on the terminal; empty if ``text`` is anything else.
+    """Return mentions (``@name``) of the files that the user dropped on the terminal.
 
-    The terminal pastes the paths of dropped files, quoted, escaped or as URLs.
+    For dropped files, terminals paste their paths: quoted, escaped or as URLs. If the pasted ``text`` is anything else,
+    return "".
     """
     if len(text) > _LONGEST_DROP or not text.lstrip().startswith(("/", "'/", '"/', "file:///")):
         return ""
@@ -160,7 +167,7 @@ def holds_file(question: str) -> bool:
 
 
 def folded_files(question: str) -> tuple[str, dict[str, str]]:
-    """Return the question with a mark instead of each file's text, and the text that each mark stands for."""
+    """Replace each file's text in a question by a mark. Return the new question, and a dictionary mark -> text."""
     names, marks = _names_in(question), dict[str, str]()
 
     def folded(found: re.Match[str]) -> str:
@@ -180,7 +187,7 @@ def _names_in(question: str) -> set[str]:
 
 
 def _possible_names(found: re.Match[str]) -> list[str]:
-    """Return the file names that a mention may mean: without final punctuation, with backslashes removed, and so on."""
+    """Return the file names that a mention may mean, such as ``a.txt.`` and ``a.txt`` for ``@a.txt.``."""
     quoted, apart, bare = found.groups()
     if quoted or apart:
         return [quoted or apart]

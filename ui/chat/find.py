@@ -1,4 +1,4 @@
-"""Search in a conversation's data, so that turns without widgets are found as well."""
+"""Search in a conversation's data instead of its widgets, so that turns without widgets are found as well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minillm.ui.chat.turn_view import shown_question
 
 @dataclass(frozen=True)
 class FoundPlace:
-    """The place of a match: the turn, and the number of the match within the texts of the turn."""
+    """The place of a match: the turn, and the match's number within the turn, counted over all its texts."""
 
     turn: Turn
     number: int
@@ -71,7 +71,7 @@ def texts_of(turn: Turn) -> list[str]:
 
 
 def _answer_texts(answer: Answer) -> list[str]:
-    # Importing it takes a tenth of the time until the first screen, which needs none.
+    # Imported here, because the first screen has no Markdown, and importing takes a tenth of the time until then.
     from minillm.ui.chat.markdown import plain_texts
 
     splitter = ReasoningSplitter(answer.in_reasoning)

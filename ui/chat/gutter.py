@@ -9,13 +9,16 @@ from minillm.ui.drawing import Drawn
 from minillm.ui.memory.pool import NUM_COLORS, BlockState, Pool
 from minillm.ui.textual_internals import Growing
 
-# The character of a block's line, and that of its first row. Shapes differ, so that states are readable without color.
+# The characters of a block's line: of most rows, and of the first row. Shapes differ, for use without color.
 _SHARED, _OWN, _FILLING = ("┃", "┣"), ("│", "├"), ("╎", "├")
 _LOOKS = {BlockState.SHARED: _SHARED, BlockState.PINNED: _SHARED, BlockState.CACHED: _SHARED, BlockState.OWNED: _OWN}
 
 
 class Gutter(Growing, Drawn):
-    """Shows a line for each block of an answer, from the block of its first token on. Empty if the blocks are freed."""
+    """Shows a line for each block of an answer, beginning with the block of its first token.
+
+    The gutter is empty if the answer's blocks are freed.
+    """
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(lambda width, height: gutter(self.pool, answer, max(1, height - self.num_blank)))
@@ -31,9 +34,9 @@ class Gutter(Growing, Drawn):
 def gutter(pool: Pool | None, answer: Answer, height: int) -> Content:
     """Return the gutter as a column of ``height`` rows.
 
-    Each block gets an equal share of the rows. If there are more blocks than rows, each row shows one of them. A thick
-    line is a shared or cached block, a thin one is the answer's own block, a dashed one is a block that is being
-    filled.
+    Each block gets an equal share of the rows. If there are more blocks than rows, each row shows one block, and some
+    blocks are not shown. A thick line is a shared or cached block. A thin line is a block that only this answer uses. A
+    dashed line is the block that is being filled.
     """
     tables = pool.tables_of(answer.request_id) if pool is not None else []
     if pool is None or not tables or tables[0].state == "swapped" or answer.time_to_first_token is None:

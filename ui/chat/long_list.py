@@ -21,7 +21,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Blank(Widget):
-    """Blank space instead of items that are not mounted."""
+    """Blank space in place of the items that are not mounted."""
 
     BLANK = True  # see `TurnView`
 
@@ -33,9 +33,9 @@ class Blank(Widget):
 class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
     """A list of items, each with a view (a widget) while it is mounted. Subclasses create the views.
 
-    The mounted items are consecutive and near the screen; `minillm.ui.chat.window` chooses them. Above and below them
-    is blank space with the measured or estimated height of the other items. A lock protects every change of the mounted
-    part, because a change takes several messages, and scrolling can trigger one at any time.
+    The mounted items are a run of consecutive items near the visible ones; `minillm.ui.chat.window` chooses them. Above
+    and below them is blank space with the measured or estimated height of the other items. A lock protects every change
+    of the mounted items, because a change takes several messages, and scrolling can trigger a change at any time.
     """
 
     BLANK = True  # see `TurnView`
@@ -50,7 +50,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self._heights: dict[Item, int] = {}  # measured heights at the current width, in lines
         self._above, self._below = Blank(), Blank()
         self._changing = asyncio.Lock()
-        self._follows = False  # a change of the mounted part is scheduled
+        self._follows = False  # whether a change of the mounted items is scheduled
 
     def compose(self) -> ComposeResult:
         yield self._above
@@ -61,7 +61,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         raise NotImplementedError
 
     def lines_for(self, item: Item, width: int) -> int:
-        """Estimate the height in lines of an item that was not mounted yet, for a width in cells.
+        """Estimate an item's height in lines, for a width in cells. Used for items that were not mounted yet.
 
         A subclass implements this.
         """
@@ -83,7 +83,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
         """See `Widget.arrange`."""
         if self.is_held_at_end and self.shown.stop < len(self.items):
-            self.call_after_refresh(self._follow)  # nothing else reports that this layout scrolls
+            self.call_after_refresh(self._follow)  # this layout scrolls, without a message about it
         if self.waits_for_layout:
             self.call_after_refresh(self._settle)
         return super().arrange(size, optimal)
@@ -93,7 +93,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """Measure and estimate the heights again, after a layout with another width."""
+        """Measure and estimate all heights again. Called after a layout with another width."""
         if not self._changing.locked():
             self._measure()
             self._make_room()
@@ -102,7 +102,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
     async def replace_items(self, end: int, added: Sequence[Item], *, into_sight: bool) -> None:
         """Replace the items from index ``end`` on by ``added``.
 
-        ``into_sight``: scroll to the end of the list in any case.
+        With ``into_sight``, scroll to the end of the list, wherever the reader is.
         """
         async with self._changing:
             self._measure()
@@ -173,7 +173,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         return [self._heights.get(each) or self.lines_for(each, width) for each in self.items]
 
     def _measure(self) -> None:
-        """Record the heights of mounted items that are laid out. They are valid until the width changes."""
+        """Record the heights of mounted items that are laid out. Heights are valid until the list's width changes."""
         placed = [view for view in [*self.views, self._below] if view.virtual_region.width]
         tops = [view.virtual_region.y - view.styles.margin.top for view in placed]
         known = dict(zip(self.views, (self.items[each] for each in self.shown), strict=True))
@@ -182,7 +182,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 self._heights[known[view]] = bottom - top
 
     def _follow(self) -> None:
-        """Schedule a change of the mounted part if the screen has come near its beginning or end."""
+        """Schedule a change of the mounted items if the screen has come near the first or the last of them."""
         top, screen = self.scroll_offset.y, self.size.height
         spare = int(window.SPARE * screen)
         near_top = self.shown.start > 0 and top - spare < self._above.virtual_region.bottom
@@ -192,9 +192,9 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
             self.call_after_refresh(self._move)
 
     async def _move(self) -> None:
-        """Mount the items around the visible ones, which stay in place on the screen.
+        """Mount the items around the visible ones. The visible items stay in place on the screen.
 
-        Do nothing if another place will be shown after the next layout. `_settle` checks again after that layout.
+        If the next layout will scroll elsewhere (`keep_place`), do nothing: `_settle` checks again after that layout.
         """
         async with self._changing:
             try:
@@ -223,7 +223,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
     def _settle(self) -> None:
         """Finish a change after its layout. If items turned out smaller than estimated, mount more.
 
-        If a place still waits for its layout, `arrange` calls this again.
+        If the layout has not happened yet, do nothing: `arrange` calls this method again.
         """
         if self._changing.locked() or self.waits_for_layout:
             return

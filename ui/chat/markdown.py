@@ -1,8 +1,8 @@
-"""Streaming Markdown of a model: harmless to the terminal, and cheap to show while it grows.
+"""Show Markdown that a model generates: without danger to the terminal, and cheaply while the text grows.
 
 Cleaning the source is not enough, because the parser creates characters from entities (``&#x202e;``) and from
-percent-encoded addresses. So every text in the parser's tokens is cleaned again. HTML is shown, not interpreted. Links
-and images become text followed by their target. So no target is hidden, and nothing can be clicked.
+percent-encoded addresses. So every text in the parser's tokens is cleaned again. HTML is shown as it is written. Links
+and images become text followed by their address, so no address is hidden, and nothing can be clicked.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ from minillm.ui.textual_internals import (
 )
 
 _FIRST = "-first"  # the CSS class of a document's first block
-_MOST_HIGHLIGHTED = 20_000  # characters per code block, because each update highlights all of it
+_MOST_HIGHLIGHTED = 20_000  # longer code blocks (in characters) are not highlighted: each update highlights the whole
 
 
 def harmless_parser() -> MarkdownIt:
-    """Return a parser of CommonMark with tables and strikethrough. Its output hides nothing and triggers nothing."""
+    """Return a parser of CommonMark with tables and strikethrough.
+
+    In the parser's output, nothing is hidden, clickable or harmful to the terminal.
+    """
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
     keep_as_written(parser)
     parser.core.ruler.push("harmless", _harmless)
@@ -133,7 +136,7 @@ def is_placed(widget: DOMNode) -> TypeGuard[Widget]:
 
 
 class Paragraph(Growing, MarkdownParagraph):
-    """A paragraph that grows in place. It can reserve lines, and show another text in them."""
+    """A paragraph that grows in place. It can reserve blank lines below its text, and show another text in them."""
 
     _below = ""
 
@@ -148,7 +151,7 @@ class Paragraph(Growing, MarkdownParagraph):
         Return the number of reserved lines. If it is 0, the text is not shown.
         """
         room, ahead = self.styles.min_height, 0
-        # A new paragraph is not laid out yet. Its width will be about that of its container.
+        # A new paragraph has no width yet. It will be about the width of its container.
         width = next((each.content_size.width for each in self.ancestors_with_self if is_placed(each)), 0)
         if room is not None and width:
             ahead = max(0, int(room.value) - self.visual.get_height(cast(RulesMap, self.styles), width))
@@ -167,7 +170,8 @@ class Paragraph(Growing, MarkdownParagraph):
 class GrowingList(Becoming, MarkdownBlock):
     """A list that grows at its end, without changes to earlier items.
 
-    Textual rebuilds a document's last block whenever text is added, and a list of any length is one block.
+    Textual would rebuild the whole list whenever text is added, because a list is one block, and the last block of a
+    document is rebuilt.
     """
 
     async def become(self, block: MarkdownBlock) -> None:
@@ -186,9 +190,9 @@ class GrowingList(Becoming, MarkdownBlock):
         parts_of(self).clear()
 
     async def _grow(self, block: GrowingList) -> bool:
-        """Change this list into ``block``, which is the same list with more text.
+        """Change this list into ``block``, which is the same list with more text at its end.
 
-        Return False if they differ in more than their ends. Then nothing has changed.
+        If the lists differ elsewhere, change nothing and return False.
         """
         rows, symbols = [row for row in self.children if isinstance(row, Horizontal)], block._symbols()
         if not 0 < len(rows) <= len(symbols) or [row.query_one(Bullet).symbol for row in rows] != symbols[: len(rows)]:
@@ -235,7 +239,7 @@ def _row(symbol: str, item: MarkdownListItem) -> Horizontal:
 
 
 class Fence(MarkdownFence):
-    """A code block that grows in place. Without a language, its text is not highlighted."""
+    """A code block that grows in place. Its text is only highlighted if a language is given."""
 
     def set_content(self, content: Content) -> None:
         keep_content(self, content)
@@ -304,8 +308,8 @@ class ModelMarkdown(Growing, Markdown):
         """Add model output. Only the last block of the document is rebuilt.
 
         Args:
-            lines_ahead: number of lines that the last paragraph reserves when it grows, so that most new lines need no
-                layout of the screen. `end` frees unused lines.
+            lines_ahead: the number of blank lines that the last paragraph reserves when it grows. Most new lines then
+                need no layout of the screen. `end` frees unused lines.
         """
         self.lines_ahead = lines_ahead
         before = self._last_block

@@ -1,4 +1,4 @@
-r"""Rules that keep model output as written where CommonMark would change it: formulas, names, unfenced code.
+r"""Rules of the Markdown parser that keep text as written where CommonMark would change it.
 
 CommonMark removes the backslash of ``\(`` and ``\,``, turns ``__init__.py`` into a bold "init.py", and strips the
 indentation of code without a fence.
@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock
 from markdown_it.rules_inline import StateInline
 
-_LONGEST = 2000  # characters of a formula
+_LONGEST = 2000  # maximum characters of a formula
 _FORMULA = re.compile(
     rf"\\\(.{{1,{_LONGEST}}}?\\\)|\\\[.{{1,{_LONGEST}}}?\\\]|\$\$.{{1,{_LONGEST}}}?\$\$|\$(?=\S)[^$\n]{{1,{_LONGEST}}}?(?<=\S)\$(?![\w$])",
     re.DOTALL,
@@ -68,7 +68,7 @@ def _formula(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         return False
     after = first[2:].rpartition(closing)[2] if closing in first[2:] else ""
     if re.sub(r"^\w*\*?\}", "", after).strip(" .,;"):
-        return False  # a sentence continues after it
+        return False  # a sentence continues after the formula
     last = start
     while closing not in (_line(state, last)[2:] if last == start else _line(state, last)):
         if last + 1 >= end or state.isEmpty(last + 1) or state.sCount[last + 1] < state.blkIndent:

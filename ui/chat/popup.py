@@ -24,7 +24,7 @@ class PopupEntry:
 
 
 class Popup(Options, can_focus=False):
-    """Shows completions. The prompt keeps the focus; it selects and uses the lines."""
+    """Shows completions. The prompt keeps the focus, and calls this list's methods for keys."""
 
     def __init__(self) -> None:
         super().__init__(id="popup", compact=True)
@@ -36,7 +36,7 @@ class Popup(Options, can_focus=False):
     def show(self, completions: Sequence[PopupEntry], above: Region) -> None:
         """Show ``completions`` above a region of the screen. Hide the list if there are none.
 
-        If they have not changed, the selected line stays selected.
+        If the completions have not changed, the selected line stays selected.
         """
         if list(completions) != self._shown:
             self._shown = list(completions)
@@ -67,8 +67,9 @@ class Popup(Options, can_focus=False):
             self.highlighted = ((self.highlighted or 0) + step) % len(self._shown)
 
     def chosen_of(self, completions: Sequence[PopupEntry]) -> PopupEntry | None:
-        """Return the selected one of ``completions`` if the list shows them, else the first one, or None if it is
-        empty.
+        """Return the completion that is selected in the list, or the first of ``completions`` if the list shows others.
+
+        Return None if there are no completions.
         """
         if self.display and list(completions) == self._shown and self.highlighted is not None:
             return self._shown[self.highlighted]

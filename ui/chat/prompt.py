@@ -1,6 +1,6 @@
-"""The text area for questions. Enter sends.
+"""The text area for questions. Enter sends the text.
 
-A long paste is replaced by a mark and stored separately, because laying out its text would take seconds.
+A long paste is stored separately, and only a mark is shown for it, because laying out its text would take seconds.
 """
 
 import re
@@ -34,11 +34,11 @@ from minillm.ui.engine_app import CommandAsked
 from minillm.ui.numbers import count, plural
 from minillm.ui.textual_internals import SteadyTextArea
 
-_LONGEST_PASTE = 4000  # characters; a longer paste is replaced by a mark
+_LONGEST_PASTE = 4000  # a paste of more characters is replaced by a mark
 _MOST_PASTED_LINES = 100
 _MOST_OFFERED = 50  # maximum number of files to offer
-_WAIT = 0.35  # seconds before a digit accepts a candidate; until then, more text cancels that
-_AT_ONCE = 1.0  # seconds after a digit in which more text undoes the choice, and both become text
+_WAIT = 0.35  # a digit accepts a candidate after this many seconds; text typed before then cancels the choice
+_AT_ONCE = 1.0  # text typed within this many seconds after a digit undoes the choice, and both become text
 _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 
@@ -47,9 +47,9 @@ class PromptInput(SteadyTextArea):
 
     On Enter it posts `Submitted`. ↑ in the first line brings back earlier texts.
 
-    In an empty prompt, ``?`` opens the help, and a digit accepts a candidate if there are any. In most terminals, Enter
-    and shift+enter send the same byte. So shift+enter only works with the Kitty keyboard protocol, while ctrl+j and
-    alt+enter work everywhere.
+    In an empty prompt, ``?`` opens the help, and a digit accepts a candidate if there are any. Ctrl+j and alt+enter
+    insert a line break. So does shift+enter, but only with the Kitty keyboard protocol: most terminals send the same
+    byte for Enter and shift+enter.
     """
 
     BINDINGS = [Binding("ctrl+underscore,alt+z", "undo", "Undo", show=False)]  # noqa: RUF012
@@ -70,11 +70,11 @@ class PromptInput(SteadyTextArea):
         self._files: list[str] | None = None  # files to offer after an @; reset when the prompt is empty
         self._held: dict[str, str] = {}  # mark in the text -> the pasted text or file that it stands for
         self._history: list[str] = []  # sent texts, the latest last
-        self._recalled: int | None = None  # index of the text in the history that the prompt shows now
-        self._draft = ""  # the unsent text that was in the prompt before
-        self.num_picks = 0  # candidates that a digit can accept now
-        self._picked, self._picked_at = "", 0.0  # the last digit that selected a candidate, and the time of that
-        self._pick: Timer | None = None  # runs until the digit takes effect
+        self._recalled: int | None = None  # if the prompt shows a text of the history, its index there
+        self._draft = ""  # the unsent text that was in the prompt before a text of the history was shown
+        self.num_picks = 0  # number of candidates that a digit can accept now
+        self._picked, self._picked_at = "", 0.0  # the last digit that selected a candidate, and when it was typed
+        self._pick: Timer | None = None  # a timer that runs until the digit takes effect
 
     @property
     def full_text(self) -> str:
@@ -86,7 +86,7 @@ class PromptInput(SteadyTextArea):
 
     @property
     def draft(self) -> str:
-        """Return the full text; empty if it was sent before."""
+        """Return the full text, or "" if the same text was sent before."""
         text = self.full_text
         return "" if not text.strip() or text in map(clean, self._history) else text
 
@@ -157,7 +157,7 @@ class PromptInput(SteadyTextArea):
         self._recalled = None
 
     def _recall(self, step: int) -> bool:
-        """Show the previous (``step`` -1) or next (1) text of the history. Return False at its end."""
+        """Show the previous (``step`` -1) or next (1) text of the history. Return False if there is none."""
         at = len(self._history) if self._recalled is None else self._recalled
         if not 0 <= at + step <= len(self._history) or not self._history:
             return False
@@ -170,7 +170,7 @@ class PromptInput(SteadyTextArea):
         return True
 
     def forget_pick(self) -> None:
-        """Make the last choice by digit final: text typed after it no longer undoes it."""
+        """Make the last choice by digit final, so that text typed from now on does not undo it."""
         self._picked = ""
 
     def put_back(self, text: str) -> None:
@@ -181,9 +181,9 @@ class PromptInput(SteadyTextArea):
         self.move_cursor(self.document.end)
 
     def _stand_in(self, text: str) -> str:
-        """Return ``text`` with a mark instead of each file in it.
+        """Return ``text`` with a mark in place of each file's text.
 
-        If it is still too long, return one mark for all of it.
+        If the result is still too long, return a single mark for the whole text.
         """
         text, files = folded_files(text)
         self._held.update(files)
@@ -195,7 +195,7 @@ class PromptInput(SteadyTextArea):
         return mark
 
     def edit(self, edit: Edit) -> EditResult:
-        """Edit the text. If the edit would change a part of a mark, it removes the whole mark or leaves it as it is."""
+        """Edit the text. An edit that would change only a part of a mark removes the whole mark or leaves it alone."""
         start, end = edit.top, edit.bottom
         for first, last in self._marks({start[0], end[0]}):
             if start == end and first < start < last:
@@ -246,7 +246,7 @@ class PromptInput(SteadyTextArea):
         return pick is not None
 
     def _took(self, event: events.Key) -> bool:
-        """Handle a key that has a meaning only in this text area. Return False for any other key."""
+        """Handle a key with a special meaning in this text area. Return False for any other key."""
         picked, self._picked = self._picked, ""
         if picked and not self.text and self._is_text_after_digit(event.character or ""):
             self.insert(picked + (event.character or ""))  # "2 more colors please": it was text

@@ -12,9 +12,9 @@ _GRACE = 2.0  # maximum seconds between two presses of a key that quits
 
 
 def unfinished_work(pane: ChatPane) -> str:
-    """Return a description of the work that quitting now would lose: an answer, or unsent text.
+    """Describe the work that would be lost by quitting now: an answer, or unsent text.
 
-    Empty if nothing would be lost.
+    Return "" if nothing would be lost.
     """
     if pane.run is not None or pane.compaction is not None:
         return "an answer is being generated"

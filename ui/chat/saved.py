@@ -14,13 +14,13 @@ from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
 _UNSAVED = ("tokens", "candidates", "num_read_tokens", "reading_left")
 _OF_ANSWER = tuple(item.name for item in fields(Answer) if item.name not in _UNSAVED)
 _OF_CANDIDATE = tuple(item.name for item in fields(Candidate) if item.name not in _UNSAVED)
-_LARGEST = 1 << 53  # exclusive limit of numbers such as token counts
+_LARGEST = 1 << 53  # numbers such as token counts must be below this
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # also used as a file name
 _ENDINGS = (None, "stop", "length", "abort", "lost")
 
 
 def to_data(conversation: Conversation) -> dict[str, Any]:
-    """Return the conversation as JSON data. Its ``id`` is that of the file."""
+    """Convert a conversation to JSON data. The data's ``id`` is the file's id."""
     turns = list(conversation.all_turns())
     number = {id(turn): i for i, turn in enumerate(turns)}
     return {
@@ -53,7 +53,7 @@ def _answer_data(answer: Answer) -> dict[str, Any]:
 
 
 def from_data(data: Any) -> Conversation:
-    """Return the conversation in ``data``, which `to_data` of this or an earlier version returned.
+    """Convert JSON data to a conversation. `to_data` of this or an earlier version has returned the data.
 
     An answer that was still open gets the finish reason "lost".
 
@@ -137,7 +137,7 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "float | None": ("a number or null", lambda value: value is None or _is_number(value)),
     "id": ("letters, digits, - and _", lambda value: isinstance(value, str) and _ID.fullmatch(value) is not None),
     "ending": ("stop, length, abort, lost or null", lambda value: value in _ENDINGS),
-}  # by the declared type or the meaning of a field: a description, and whether a value is valid
+}  # a field's type, or its meaning -> a description of valid values, and a function that checks a value
 
 
 def _is_number(value: Any) -> bool:

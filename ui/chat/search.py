@@ -15,7 +15,7 @@ from minillm.ui.numbers import count
 
 # Both are visible without color.
 _MARK, _CURRENT = "bold underline $warning", "bold reverse $warning"
-_NOT_SAID = ("summary", "branch", "common")  # CSS classes of texts by the app, which are not searched
+_NOT_SAID = ("summary", "branch", "common")  # CSS classes of the app's own texts, which are not searched
 _NOT_SAID_TYPES = ("CollapsibleTitle", "Bullet")
 
 
@@ -93,13 +93,13 @@ class SearchBar(Horizontal):
         return self._finder.find(self._transcript.turns, self._input.value)
 
     def find(self) -> None:
-        """Mark the matches. Go to the first match that is not above the screen, or else to the first match."""
+        """Mark the matches. Go to the first match that is visible or below the screen, or else to the first of all."""
         self._places = self._find()
         self._at = self._first_in_sight()
         self._show()
 
     def _first_in_sight(self) -> int:
-        """Return the index of the first match that is not above the screen; 0 if all are above."""
+        """Return the index of the first match that is visible or below the screen. If all are above it, return 0."""
         top = self._transcript.region.y
         views = [view for view in self._transcript.turn_views if view.region.bottom > top]
         if not views:
@@ -151,7 +151,7 @@ class SearchBar(Horizontal):
             self._say("nothing found" if self._input.value else "")
             return
         self._say(f"{count(self._at + 1)} of {count(len(self._places))} · Enter, ↑ ↓ · Esc closes")
-        # A later call does not cancel this: the transcript must not be left in the middle of a change.
+        # The worker is not exclusive: a later call must not cancel it while it changes the transcript.
         self.run_worker(self._go(self._places[self._at]))
 
     async def _go(self, place: FoundPlace) -> None:
@@ -160,7 +160,7 @@ class SearchBar(Horizontal):
         texts = [] if view is None else self._texts_found(view)
         if view is None or not self.display or place not in self._places[self._at : self._at + 1]:
             return
-        if place.number >= len(texts):  # in a file, which is folded
+        if place.number >= len(texts):  # the match is in a file's text, which is not shown
             self._transcript.select(place.turn)
             self.call_after_refresh(self._transcript.scroll_to_widget, view, animate=False, top=True)
             return
@@ -169,7 +169,7 @@ class SearchBar(Horizontal):
             if isinstance(parent, Collapsible):
                 parent.collapsed = False
         number = texts[: place.number].count(text)
-        self.call_after_refresh(self._bring_into_sight, text, number)  # an opened part is laid out by then
+        self.call_after_refresh(self._bring_into_sight, text, number)  # by then, a part just unfolded is laid out
 
     def _say(self, words: str) -> None:
         self._count.update(Content(words), layout=False)  # the size is fixed, so no layout is needed

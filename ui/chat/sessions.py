@@ -43,10 +43,8 @@ class SessionStore:
     def save(self, conversation: Conversation) -> bool:
         """Save a conversation. Its file is replaced atomically.
 
-        Returns:
-            Whether another program has changed the file since this one last read or wrote it. If so, that file stays as
-                it
-            is, and this conversation is saved in a new file from now on.
+        Return whether another program has changed the file since this program last read or wrote it. In that case, the
+        changed file is left as it is, and this conversation is saved in a new file from now on.
 
         Raises:
             MinillmError: the file cannot be written.
@@ -168,12 +166,12 @@ class SessionStore:
                     title = shown_title(title, turns[0]["question"])
                     found.append(SessionSummary(path, title, _path_length(data), saved, unfinished))
             except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-                continue  # the file is not a valid conversation: opening it shows the reason
+                continue  # the file is not a valid conversation; `load` reports the reason
         return sorted(found, key=lambda summary: -summary.saved)
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """Return a version of a file that changes with each write; None if there is no file."""
+    """Return numbers that change whenever a file is written, or None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -27,13 +27,15 @@ class SlashCommand:
     name: str
     summary: str
     action: Action
-    argument: str = ""  # displayed name of the argument, in brackets if the argument is optional
-    keys: Mapping[str, str] = field(default_factory=dict)  # key -> the argument with which it runs the command
-    key_action: str = ""  # the action of the keys, if it differs from the command
+    argument: str = ""  # name of the argument for display, in brackets if the argument is optional
+    keys: Mapping[str, str] = field(default_factory=dict)  # key -> argument with which the key runs the command
+    key_action: str = ""  # the action that the keys run, if it differs from the command
     shown_key: str = ""  # the keys for display
-    label: str = ""  # label in the key bar; empty: not shown there
-    also: tuple[str, ...] = ()  # other names, as in other chat programs
-    scope: Scope = "chat"  # where its keys work; "app": in the chat with low priority; "everywhere": also in dialogs
+    label: str = ""  # the command's label in the key bar; empty if the key bar does not show it
+    also: tuple[str, ...] = ()  # other names for the command, which other chat programs use
+    # Where the keys work. "chat": in the chat. "app": in the chat, unless a widget uses the key. "everywhere": also in
+    # dialogs.
+    scope: Scope = "chat"
 
     @property
     def usage(self) -> str:
@@ -57,7 +59,10 @@ class CommandTable(dict[str, SlashCommand]):
     """The commands by name, in the order of their declaration."""
 
     def command(self, name: str, summary: str, key: str = "", **options: Any) -> Callable[[Action], Action]:
-        """Declare a command; decorates its function. ``key`` also runs it. `SlashCommand` describes the ``options``."""
+        """Return a decorator that declares a function as the command ``name``.
+
+        ``key`` is a key that also runs the command. `SlashCommand` describes the other ``options``.
+        """
         if key:
             options = {"keys": {key: ""}, "shown_key": "+".join(map(str.capitalize, key.split("+"))), **options}
 
@@ -99,7 +104,7 @@ class CommandTable(dict[str, SlashCommand]):
         return self._begun(text[1:])
 
     def _begun(self, name: str) -> list[SlashCommand]:
-        """Return the commands with a name that begins with ``name``. If there are none, compare their other names."""
+        """Return the commands whose name begins with ``name``, or else those with another name that does."""
         name = name.lower()
         found = [command for command in self.values() if command.name.startswith(name)]
         return found or [each for each in self.values() if any(other.startswith(name) for other in each.also)]
@@ -108,6 +113,6 @@ class CommandTable(dict[str, SlashCommand]):
 def is_command(text: str) -> bool:
     """Return whether ``text`` is a command: it begins with a slash and one word, or is a slash alone.
 
-    Paths, comments and texts that begin with a space are questions.
+    Anything else is a question: a path (``/usr/bin``), a comment (``// …``), or a text with a space before the slash.
     """
     return _COMMAND.match(text) is not None

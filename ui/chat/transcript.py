@@ -1,4 +1,4 @@
-"""The scrolling conversation: its turns and the app's notes. Only items near the screen have widgets."""
+"""The scrolling list of the conversation's turns and the app's notes. Only those near the screen have widgets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ctrl+J starts a new line, Escape stops an answer, F1 lists all keys, / lists all
 
 @dataclass(eq=False)
 class Remark:
-    """The content of a `Note`, which exists only while it is near the screen."""
+    """The content of a `Note`. It outlives the note's widget, which exists only while it is near the screen."""
 
     text: str
     kind: str

@@ -15,7 +15,7 @@ from minillm.ui.chat.conversation import Turn
 from minillm.ui.chat.files import folded_files
 from minillm.ui.textual_internals import Growing
 
-_MOST_SHOWN = 4000  # characters of a question; laying out a pasted book at every resize would take too long
+_MOST_SHOWN = 4000  # maximum characters of a question to show, because laying out a pasted book would take too long
 _MOST_LINES = 40
 
 
@@ -41,7 +41,7 @@ class Question(Static):
 class TurnView(Growing, Vertical):
     """Shows a question with its answer or candidates, and the number of its branch."""
 
-    BLANK = True  # the children draw everything, so Textual need not compute this widget's lines at each new size
+    BLANK = True  # children cover this widget, so Textual need not compute its own lines at each new size
 
     def __init__(self, turn: Turn, branch: str) -> None:
         super().__init__()
@@ -56,10 +56,7 @@ class TurnView(Growing, Vertical):
         yield self.answer_view
 
     def show_branch(self, branch: str) -> None:
-        """Show ``branch``, such as ``2/3`` for the second of three branches. Hide the label if ``branch`` is empty.
-
-        It is empty if there is only one branch.
-        """
+        """Show a label such as ``2/3`` for the second of three branches. If ``branch`` is empty, hide the label."""
         self._branch.update(Content(f"‹ {branch} ›  Alt+← →" if branch else ""))
         self._branch.display = bool(branch)
         self.set_class(bool(branch), "-branches")

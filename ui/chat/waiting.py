@@ -8,9 +8,10 @@ _FAR = 3  # if more lines than this are below the screen, the line below the pro
 
 
 class WaitingQuestions:
-    """A queue of texts. The line below the prompt shows its length.
+    """A queue of questions and commands. The line below the prompt shows how many there are.
 
-    It keeps both widgets: `unsent` is also read when they are gone from the screen.
+    The queue has its own references to the prompt and the transcript, because `unsent` is also read after these widgets
+    are removed from the screen.
     """
 
     def __init__(self, prompt: PromptInput, transcript: Transcript) -> None:
@@ -47,7 +48,7 @@ class WaitingQuestions:
         return "\n\n".join(filter(None, [*self._texts, self.prompt.draft]))
 
     def show(self, *_: object) -> None:
-        """Show below the prompt how many texts wait, else whether there is more text below the screen."""
+        """Show below the prompt how many texts are queued. If none are, show whether there is text below the screen."""
         at = max(0, self.transcript.scroll_offset.y)  # negative if the text is shorter than the screen
         far = self.transcript.max_scroll_y - at > _FAR
         words = f"{plural(len(self._texts), 'question')} queued · Esc to take back"

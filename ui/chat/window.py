@@ -1,8 +1,8 @@
-"""Choose the mounted part of a long list: the visible part and some screens around it.
+"""Choose the mounted items of a long list: the visible items, and those on some screens above and below.
 
 A widget takes a thousand times the memory of its text, and more widgets make every layout slower. So a conversation of
-any length has widgets only for a few screens, and blank space instead of all others. The functions only compute with
-heights in lines. They return ranges of item indices.
+any length has widgets only for a few screens, and blank space in place of all other items. The functions take the
+heights of all items in lines, and return ranges of item indices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-AHEAD = 1.5  # screens to mount above and below the visible one
+AHEAD = 1.5  # number of screens to mount above the visible one, and below it
 SPARE = 0.75  # mount more if fewer screens than this remain above or below
 _MOST = 5.0  # maximum screens that stay mounted while a conversation grows
 
@@ -35,7 +35,7 @@ def around(heights: Sequence[int], first: int, last: int) -> range:
 
 
 def ending(heights: Sequence[int], room: float) -> range:
-    """Return the last items that fill ``room`` lines. There is at least one, unless the list is empty."""
+    """Return the last items of the list, as many as fill ``room`` lines, but at least one if the list has items."""
     begin = len(heights)
     while begin and room > 0:
         begin -= 1
@@ -44,9 +44,9 @@ def ending(heights: Sequence[int], room: float) -> range:
 
 
 def grown(shown: range, heights: Sequence[int], screen: int) -> range:
-    """Return the part to mount after items were added to the end of the list.
+    """Return the items to mount after items were added to the end of the list.
 
-    ``shown`` is the mounted part before, which ended with the last item. ``screen`` is the screen's height in lines.
+    ``shown`` are the items that were mounted before, up to the last one. ``screen`` is the screen's height in lines.
     """
     longer = range(shown.start, len(heights))
     if sum(heights[each] for each in longer) <= _MOST * screen:
