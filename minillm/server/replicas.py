@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     @property
     def listeners(self) -> dict[str, Callable[[Any], object]]:
-        """Return the callbacks that receive events, by session."""
+        """Return the callbacks that receive events, by session name."""
 
     @property
     def answered(self) -> dict[str, Callable[[str], object]]:

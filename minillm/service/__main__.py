@@ -29,7 +29,10 @@ _UNREAD = 1 << 20  # size of the event pipe in bytes: the engine blocks once the
 
 
 class Inbox:
-    """The calls of the front end. None means that the front end has ended. Calls wait until `pass_on` is called."""
+    """Receives the calls of the front end. The call None means that the front end has ended.
+
+    Calls wait in a queue until `pass_on` is called.
+    """
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -37,16 +40,16 @@ class Inbox:
         self._take: Callable[[Message | None], None] = self._waiting.put
 
     def put(self, call: Message | None) -> None:
-        """Add a call. If calls do not wait, pass it on in this thread."""
+        """Add a call. After `pass_on`, pass the call on at once, in this thread."""
         with self._lock:
             self._take(call)
 
     def first(self) -> Message | None:
-        """Wait for the first call."""
+        """Wait for the first call, and return it."""
         return self._waiting.get()
 
     def pass_on(self, take: Callable[[Message | None], None]) -> None:
-        """Pass the waiting calls to ``take``, and from now on all calls."""
+        """Pass the waiting calls to ``take``. From now on, `put` passes each call to ``take``."""
         with self._lock:
             self._take = take
             while not self._waiting.empty():
@@ -134,7 +137,7 @@ def _load(load: Load, send: Send, *, is_app: bool) -> tuple[Engine, str]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[Message]:
-    """Yield the commands of a chat app."""
+    """Yield the commands of a chat app, which are lines of JSON."""
     for line in stream:
         try:
             yield messages.decode_command(line)
@@ -143,7 +146,7 @@ def _lines(stream: BinaryIO) -> Iterator[Message]:
 
 
 def _frames(stream: BinaryIO) -> Iterator[Message]:
-    """Yield the calls of the HTTP process."""
+    """Yield the calls of the HTTP process. Each is four bytes with a length, followed by MessagePack."""
     while len(head := stream.read(4)) == 4:
         yield call_messages.decode_call(stream.read(int.from_bytes(head, "little")))
 

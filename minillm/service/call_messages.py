@@ -2,8 +2,8 @@
 """Messages between the HTTP process and the engine process.
 
 The HTTP process sends calls, the engine process sends events. A message is four bytes with its length, followed by the
-message in MessagePack. Some messages are those of `minillm.service.messages`: loading a model, aborting a request, and
-the failure of a request.
+message in MessagePack. The messages that load a model, abort a request, or report a request's failure are defined in
+`minillm.service.messages`.
 """
 
 from functools import reduce
@@ -123,7 +123,7 @@ class ReadCache(Call):
 
 
 class OpenSession(Call):
-    """Open a session for a chat app, or for a client that watches the block pool.
+    """Open a session for a chat app, or for a client that only watches the block pool.
 
     `minillm.service.messages` defines the session's commands and events.
     """

@@ -41,13 +41,13 @@ class CallDispatcher:
         self._pool.submit("", partial(prompt_ids, self._driver, first, ""))
 
     def take_command(self, command: Any) -> None:
-        """Queue a command of the chat app that is the front end. None means that the app has ended."""
+        """Queue a command, if the front end is a chat app. The command None means that the app has ended."""
         self.jobs.put(None if command is None else partial(self._sessions.handle, "", command))
 
     def take(self, call: Any) -> None:
         """Carry out a call in this thread, or queue the call for another thread or for the engine thread.
 
-        None means that the HTTP process has ended.
+        The call None means that the HTTP process has ended.
         """
         requests, sessions, then = self._requests, self._sessions, self.jobs.put
         match call:

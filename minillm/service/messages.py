@@ -113,7 +113,7 @@ class Notice(Event):
 
 
 class Loaded(Event, omit_defaults=True):
-    """The model is ready. The last four facts are for the HTTP process."""
+    """The model is ready. The fields from ``max_num_seqs`` on are for the HTTP process."""
 
     model: str
     source: str  # where it was loaded from: a directory, the hub, a package

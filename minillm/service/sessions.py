@@ -1,9 +1,11 @@
 """Sessions of chat apps. Each session has its own conversations in the shared block pool.
 
-If the front end of this process is a chat app, it has the only session, which has no name. Otherwise the HTTP process
-opens a session for each app. Apps choose the ids of their requests. To make the ids unique, this module prefixes each
-id with the session's name. It removes the prefix again from events for the session's own app. In the view of the
-cache, an app sees its own ids without a prefix, and the ids of other sessions with theirs.
+If the front end of this process is a chat app, this app has the only session, and the session's name is empty.
+Otherwise the HTTP process opens a session for each app.
+
+Apps choose the ids of their requests. To make the ids unique, this module prefixes each id with the session's name. It
+removes the prefix again from events for the session's own app. In the view of the cache, an app sees its own ids
+without a prefix, and the ids of other sessions with their prefixes.
 """
 
 import time
@@ -26,9 +28,9 @@ _A_MOMENT = 0.05  # maximum seconds to wait before the next check for commands w
 
 @dataclass
 class Session:
-    """A connected app."""
+    """The session of a connected chat app, or of a client that only watches the pool."""
 
-    prefix: str  # of the ids of its requests
+    prefix: str  # prefix of the ids of the session's requests
     tenant: str
     conversations: Conversations
     asked: set[str] = field(default_factory=set)  # requests that have not ended, or with an end that was not reported
@@ -51,8 +53,9 @@ class Sessions:
     ) -> None:
         """Open a session, and send the full state of the pool to the app.
 
-        If ``reader`` is given, the app sees only the text of this tenant. Otherwise it sees all text. An app that only
-        ``watches`` gets changes in the pool and no other events.
+        Args:
+            reader: the tenant with text that the app may see; None: the app sees all text.
+            watches: the client only watches the pool, so it gets no events except changes in the pool.
         """
         prefix = f"{name}/" if name else ""
 
@@ -83,7 +86,10 @@ class Sessions:
                 self._tell_ends(session)
 
     def wait(self) -> bool:
-        """Wait until the pace that the app has set allows a step, but at most `_A_MOMENT`. Return whether it does."""
+        """Wait until the next step is due, at the pace that the app has set. Return whether the step is due.
+
+        The wait takes at most `_A_MOMENT` seconds, so that commands are handled in between.
+        """
         if self._pause:  # a question's first step never waits
             wait = self._next_step - time.monotonic()
             time.sleep(max(0.0, min(wait, _A_MOMENT)))

@@ -83,7 +83,7 @@ def _listening(
     If the client does not read the events, the stream ends.
 
     Args:
-        opened: opens the session when the stream begins.
+        opened: the call that opens the session. It is sent when the stream begins.
         encode: converts a line with an event to the bytes to send.
         questions: the session's questions, if its client is a chat app.
         first: bytes to send first.
