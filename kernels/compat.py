@@ -81,7 +81,8 @@ def wait_for_inputs(PDL: tl.constexpr):
 def wait_then_release(PDL: tl.constexpr):
     """Wait for all earlier kernels, then let the next kernel start: the reverse order of `wait_for_inputs`.
 
-    Even before the next kernel waits for this one, it can read the earlier kernels' results and overwrite their inputs.
+    So the next kernel can read the results of the earlier kernels, and overwrite their inputs, even before it waits for
+    this kernel.
     """
     wait(PDL)
     release(PDL)

@@ -151,7 +151,7 @@ _mode = _Mode()
 
 
 def missing_variants(work: Callable[[], object]) -> list[Variant]:
-    """Run ``work`` without launching kernels. Return the variants to compile before they can be launched.
+    """Run ``work`` without launching kernels. Return the variants that must be compiled before ``work`` can run.
 
     PyTorch's own operations run as usual, so the work's results are meaningless, and must not be used as indices.
     """

@@ -93,7 +93,7 @@ def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None
 def _planes_of(staging: Tensor, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
     """View ``staging`` as ``[planes, blocks, words]``.
 
-    Raises ValueError if it does not fit the pool or the block ids.
+    Raises ValueError if ``staging`` does not fit the pool or the block ids.
     """
     expected = (*kv_cache.shape[:2], *kv_cache.shape[3:])
     if staging.shape[1:] != expected or staging.shape[0] < block_ids.shape[0] or staging.dtype != kv_cache.dtype:

@@ -202,7 +202,7 @@ def _top_kernel(
 
 @triton.jit
 def _before(x, ids):
-    """Return an int64 for each logit. Larger ones come first: a larger logit, or an equal logit with a lower id."""
+    """Return an int64 for each logit that is larger for a larger logit, or for an equal logit with a lower id."""
     return (ordered(x).to(tl.int64) << 32) + (0x7FFFFFFF - ids).to(tl.int64)
 
 

@@ -31,10 +31,10 @@ _READ_SECONDS = 0.01  # to wait for a disk before looking for new requests and a
 
 @dataclass(slots=True)
 class Step:
-    """A launched step that is not concluded. A flight holds one decoding method's pending decisions.
+    """A launched step that is not concluded. Each of its flights holds one decoding method's pending decisions.
 
     Attributes:
-        undecided: logits, and the chunks that have logits, until they are given to the decoding methods. Then None.
+        undecided: the step's logits, and the chunks that have logits, until the decoding methods get them. Then None.
     """
 
     schedule: Schedule

@@ -14,7 +14,7 @@ _STAGED_BLOCKS = 256  # blocks moved at a time; limits the size of the staging b
 
 
 class HostPool:
-    """Host memory for ``num_blocks`` blocks of ``kv_cache``, allocated at first use. Pinned if the cache is on a GPU.
+    """Host memory for ``num_blocks`` blocks of ``kv_cache``, allocated at first use. For a GPU, the memory is pinned.
 
     All moves between pinned memory and the GPU are queued on one stream. So each move sees earlier writes, and the CPU
     never waits.

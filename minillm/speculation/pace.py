@@ -40,7 +40,7 @@ class Price:
 
 
 class Pace(Protocol):
-    """The pace of one sequence's draft tokens."""
+    """Decides how many draft tokens to propose for one sequence, and adapts after each step."""
 
     left: int  # remaining steps of the present pause
 
@@ -57,7 +57,7 @@ class Pace(Protocol):
 
 @dataclass(slots=True)
 class LookupPace:
-    """The pace of n-gram lookup: propose about as many draft tokens as were accepted recently."""
+    """The `Pace` for n-gram lookup: propose about as many draft tokens as were accepted recently."""
 
     price: Price
     count: int = 0  # starts with the price's fewest
@@ -95,7 +95,7 @@ class LookupPace:
 
 @dataclass(slots=True)
 class DraftPace:
-    """The pace of a draft model: propose the number of tokens that saves most time at the recent acceptance rate.
+    """The `Pace` for a draft model: propose the number of tokens that saves most time at the recent acceptance rate.
 
     The rate counts only draft tokens after accepted ones. If no number of tokens saves time, pauses grow, and after the
     longest pause drafting stops. If even an acceptance rate of 0.9 would hardly save time, drafting never starts:

@@ -1,8 +1,8 @@
 """Prepare for steps of new shapes: compile their kernels in other processes, and record their graphs in idle moments.
 
-A step of a new shape must not wait for either while it can run otherwise: on a recorded graph of a larger shape, or
-kernel by kernel. A program without idle moments (`LLM`) records at once, after the shape's kernels have compiled in
-parallel.
+A step of a new shape does not wait for compilation or recording if it can run in another way: with a recorded graph of
+a larger shape, or kernel by kernel. A program without idle moments (`LLM`) records at once, after the shape's kernels
+have compiled in parallel.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class Compiler(Protocol):
 
 
 class NeverRaisedError(Exception):
-    """What `NoCompiler` raises under `only_compiled`: nothing."""
+    """Never raised: it takes the place of `NotCompiledError` in `NoCompiler`, under which all kernels may compile."""
 
 
 class NoCompiler:
@@ -82,7 +82,7 @@ class Shape:
 
     Attributes:
         work: launches the kernels of a step.
-        record: records the step's graph. None: it has none.
+        record: records the step's graph. None: the step has no graph.
     """
 
     work: Callable[[], object]
@@ -96,8 +96,8 @@ class Ahead:
 
     Args:
         compiler: compiles missing kernels.
-        shapes: returns the shapes to prepare, the most urgent first. If there are none, graphs are recorded when they
-            are first needed.
+        shapes: returns the shapes to prepare, the most urgent first. If it returns none, every graph is recorded when
+            it is first needed.
     """
 
     compiler: Compiler = field(default_factory=NoCompiler)
@@ -117,7 +117,7 @@ class Ahead:
         return self._total - len(self._new or ()) - len(self._waiting), self._total
 
     def advance(self) -> bool:
-        """Prepare one shape. Return False if all are prepared. Never longer than the recording of one graph."""
+        """Prepare one shape. Return False if all are prepared. A call takes at most as long as recording one graph."""
         if self._new is None:
             self._new = list(self.shapes())
             self._total = len(self._new)
@@ -153,8 +153,9 @@ class Ahead:
         return True
 
     def may_record(self, key: Hashable, after: int = 1) -> bool:
-        """Return whether to record a graph although requests run: from the ``after``-th time it is wanted, and seldom.
+        """Return whether to record a graph while requests run.
 
+        Record it only if it has been wanted ``after`` times, and if `_PAUSE` steps have run since the last recording.
         A program without idle moments always records.
         """
         if not self.must_not_wait:
@@ -171,12 +172,12 @@ class Ahead:
     def attempt(
         self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
     ) -> tuple[Result] | None:
-        """Run ``work`` if all its kernels are compiled, and return its result. Otherwise let them compile first of all.
+        """Run ``work`` if all its kernels are compiled. Otherwise begin to compile them first of all, and return None.
 
-        Work that lacks a kernel is interrupted, so it must be repeatable.
+        The result of ``work`` is in a tuple of one. Work that lacks a kernel is interrupted, so it must be repeatable.
 
         Args:
-            kernels: launches the same kernels without recording anything. None: ``work`` does.
+            kernels: launches the same kernels without recording anything. None: ``work`` itself records nothing.
             key: identifies the work, so that it is not tried again while its kernels compile.
         """
         compiler = self.compiler
@@ -193,7 +194,7 @@ class Ahead:
     def run(
         self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
     ) -> Result:
-        """Run ``work``. If its kernels are not compiled, wait until they are, all in parallel. See `attempt`."""
+        """Run ``work``. If kernels are missing, first compile them in parallel. See `attempt` for the arguments."""
         done = self.attempt(work, kernels, key)
         if done is not None:
             return done[0]
@@ -201,7 +202,7 @@ class Ahead:
         return work()
 
     def is_compiled(self, kernels: Callable[[], object], key: Hashable) -> bool:
-        """Return whether everything that ``kernels`` launches is compiled. Otherwise let it compile first of all.
+        """Return whether everything that ``kernels`` launches is compiled. If not, begin to compile it, first of all.
 
         ``key`` identifies the work.
         """
@@ -233,7 +234,7 @@ class Ahead:
 
     @property
     def must_not_wait(self) -> bool:
-        """Whether steps should run in another way while their kernels compile."""
+        """Return whether steps should run in another way while their kernels compile."""
         return self._idles
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class Rows:
     """The CPU's record of the device's ``count`` rows of ``width`` words each.
 
     Args:
-        sharing: None to let each sequence read shared blocks itself.
+        sharing: how to read shared blocks once. None: each sequence reads them itself.
     """
 
     def __init__(self, count: int, width: int, block_size: int, sharing: Sharing | None) -> None:
