@@ -102,9 +102,8 @@ class SequenceGroup:
     bad_words: tuple[tuple[int, ...], ...] = ()  # banned runs of tokens
     allowed: NDArray[np.uint32] | None = None  # bit mask of the allowed tokens; None: all
     streamed: bool = False  # deltas need text at every step
-    offline: bool = False  # this and the next two: see `minillm.engine.requests.Request`
-    owner: str | None = None
-    is_private: bool = False
+    offline: bool = False  # see `minillm.engine.requests.Request`
+    owner: str | None = None  # likewise
     scores: PromptScores | None = None  # of the prompt, if the request wants any
     num_cached_tokens: int = 0
     error: str | None = None  # why it ends early

@@ -22,11 +22,12 @@ from textual.widgets.option_list import Option
 
 from minillm.errors import MinillmError, UsageError
 from minillm.progress import rate, size
-from minillm.service.messages import TokenChoice
+from minillm.service.messages import Erase, TokenChoice
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.conversation import Fork
 from minillm.ui.chat.sessions import SessionStore, SessionSummary
+from minillm.ui.engine_app import EngineCommand
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
 from minillm.ui.textual_internals import AsLargeAsTerminal, Options, PatientPalette, SteadyTextArea
@@ -280,7 +281,7 @@ class SessionsScreen(Dialog[Path]):
     def action_delete(self) -> None:
         path = self._chosen()
         if path is not None and path == self._doomed:
-            self._store.delete(path)
+            self.post_message(EngineCommand(Erase(self._store.delete(path))))
             self._list()
         elif path is not None:
             self._doomed = path

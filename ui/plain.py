@@ -108,6 +108,7 @@ class PlainChat:
             conversation.accept(leaf, 0)
         conversation.model, conversation.system = settings.model, settings.system
         answer = conversation.ask(question, instead_of)
+        self.llm.engine.requests.owner = self.store.owner_of(conversation)
         try:
             prompt = self._prompt()
             values = {name: value for name, value in settings.request_params().items() if name != "logprobs"}

@@ -42,7 +42,7 @@ async def take(directory: Path) -> None:
     sampling = {"temperature": 0.6, "seed": 4, "max_tokens": 120, "repetition_penalty": 1.1}
     settings = Settings(default_model(), {"num_blocks": 512}, sampling)
     with tempfile.TemporaryDirectory() as sessions:
-        app = ChatApp(settings, SessionStore(Path(sessions)), driver_class=HeadlessDriver)
+        app = ChatApp(settings, SessionStore(Path(sessions), keeps_blocks=False), driver_class=HeadlessDriver)
         async with app.run_test(size=SIZE) as pilot, asyncio.timeout(_PATIENCE):
             await app.until_ready()
             for number, (question, num_answers) in enumerate(QUESTIONS, 1):
@@ -73,7 +73,7 @@ async def record(directory: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as sessions:
         settings = demo_settings(Settings(default_model()))
-        app = DemoApp(settings, SessionStore(Path(sessions)), driver_class=HeadlessDriver)
+        app = DemoApp(settings, SessionStore(Path(sessions), keeps_blocks=False), driver_class=HeadlessDriver)
         stops: dict[int, list[str]] = {}
         async with app.run_test(size=TOUR_SIZE) as pilot, asyncio.timeout(_TOUR_PATIENCE):
             await app.until_ready()

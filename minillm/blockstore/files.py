@@ -10,12 +10,13 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import struct
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,23 +131,11 @@ class BlockStore:
             os.utime(self.path(key), ns=(moment := self._now(), moment))
 
     def trim(self) -> list[str]:
-        """Remove blocks until the quota is kept. Return their names. Do nothing while another process does this."""
-        with _trimming(self.root) as is_mine:
-            if not is_mine:
-                return []
-            blocks = list(listed(self.root))
-            self._newest = max(self._newest, max((block.used for block in blocks), default=0))
-            self._total, self._unseen = sum(block.num_bytes for block in blocks), 0
-            removed = []
-            if self._total > self.limit:
-                for block in eviction_order(blocks):
-                    if self._total <= self.limit * _SPARED:
-                        break
-                    with suppress(OSError):
-                        os.unlink(block.path)
-                    self._total -= block.num_bytes
-                    removed.append(os.path.basename(block.path))
-        return removed
+        """Remove blocks until the quota is kept. Return their names."""
+        left, removed = trim(self.root, self.limit)
+        self._total, self._unseen = sum(block.num_bytes for block in left), 0
+        self._newest = max(self._newest, max((block.used for block in left), default=0))
+        return [os.path.basename(block.path) for block in removed]
 
     def about(self) -> dict[str, Any]:
         """Return the saved facts."""
@@ -276,6 +265,27 @@ def listed_in(home: Path) -> Iterator[BlockFile]:
                     os.unlink(entry.path)
 
 
+def trim(root: Path, limit: int) -> tuple[list[BlockFile], list[BlockFile]]:
+    """Remove blocks if all of them have more than ``limit`` bytes. Return the blocks that stay and the removed ones.
+
+    Removes none while another process removes some. Raises OSError.
+    """
+    blocks, removed = list(listed(root)), []
+    if sum(block.num_bytes for block in blocks) > limit:
+        with suppress(Timeout), FileLock(root / ".lock", timeout=0, mode=0o600):
+            blocks = list(listed(root))  # another process may just have removed some
+            total = sum(block.num_bytes for block in blocks)
+            for block in eviction_order(blocks) if total > limit else ():
+                if total <= limit * _SPARED:
+                    break
+                with suppress(OSError):
+                    os.unlink(block.path)
+                total -= block.num_bytes
+                removed.append(block)
+    gone = {block.path for block in removed}
+    return [block for block in blocks if block.path not in gone], removed
+
+
 def eviction_order(blocks: Iterable[BlockFile]) -> list[BlockFile]:
     """Sort blocks: the least recently used first, and each block before its parent.
 
@@ -329,6 +339,16 @@ def erase(root: Path, owner: str) -> int:
     return count
 
 
+def remove_blocks(root: Path, model: str | None = None) -> int:
+    """Remove all blocks of a model, by default of all models. Return the freed bytes. Raises OSError."""
+    freed = 0
+    for home in homes(root):
+        if model is None or read_about(home).get("model") == model:
+            freed += sum(block.num_bytes for block in listed_in(home))
+            shutil.rmtree(home)
+    return freed
+
+
 def read_about(home: Path) -> dict[str, Any]:
     """Return the facts about an identity; empty if they are missing or damaged."""
     with suppress(OSError, ValueError):
@@ -352,18 +372,3 @@ def _runs(process: int) -> bool:
     except OSError:
         return True
     return True
-
-
-@contextmanager
-def _trimming(root: Path) -> Iterator[bool]:
-    """Yield True if this process holds the lock for removing blocks, False if another process holds it."""
-    lock = FileLock(root / ".lock", timeout=0, mode=0o600)
-    try:
-        lock.acquire()
-    except Timeout:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()

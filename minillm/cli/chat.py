@@ -46,7 +46,7 @@ def chat(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "prompt_logprobs work only in `minillm generate`, because the chat does not show them; leave them out"
         )
-    store = SessionStore.of_user()
+    store = replace(SessionStore.of_user(), saves=not arguments.no_save)
     resumed = store.load(store.latest()) if arguments.resume else None
     if arguments.server and arguments.plain:
         raise UsageError("--plain runs the model in this process; leave out --server, or use the app")
@@ -80,11 +80,12 @@ def chat(arguments: argparse.Namespace) -> int:
 def load(model: str, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
     """Load a model as the chat does: the best quantization that fits, with memory left for other programs."""
     from minillm.llm import LLM
+    from minillm.loading.disk import with_chat_cache
     from minillm.loading.engine import best_form, chat_options
     from minillm.progress import say
     from minillm.ui.settings import for_desktop
 
-    options = chat_options(for_desktop(dict(engine)))
+    options = with_chat_cache(chat_options(for_desktop(dict(engine))))
     name = best_form(model, EngineConfig(**options), report, say)
     return LLM(name, on_progress=report, on_message=say, **options)
 
@@ -118,7 +119,7 @@ def demo(arguments: argparse.Namespace) -> int:
     theme = theme or answer.background
     settings = demo_settings(Settings(config.choose_model(arguments.model), config.engine, theme=theme))
     with tempfile.TemporaryDirectory(prefix="minillm-") as directory:
-        return run(DemoApp(settings, SessionStore(Path(directory)), arguments.speed), answer.typed)
+        return run(DemoApp(settings, SessionStore(Path(directory), keeps_blocks=False), arguments.speed), answer.typed)
 
 
 def _asking_background(theme: str) -> "AbstractContextManager[TerminalAnswer]":

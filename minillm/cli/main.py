@@ -80,6 +80,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         _switch("--plain", help="chat line by line, for pipes and screen readers"),
         option("--server", metavar="URL", help="chat with a running `minillm serve`; its key is MINILLM_API_KEY"),
         _switch("--resume", help="continue the latest saved conversation"),
+        _switch("--no-save", help="private chat: save neither conversations nor blocks on disk"),
         *(_THEME, _CONFIG, partial(add_sampling_options, defaults=CHAT_SAMPLING)),
     ),
     "run": (
@@ -187,6 +188,21 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one)"),
         *(_CONFIG, _JSON),
     ),
+    "cache": (
+        "list, verify, trim or clear the blocks of the KV cache on disk",
+        "cache.run",
+        option(
+            "action",
+            nargs="?",
+            default="list",
+            choices=("list", "verify", "trim", "clear"),
+            metavar="ACTION",
+            help="list: show the models with blocks on disk; verify: read all blocks, remove damaged ones; trim SIZE: "
+            "remove the least recently used ones; clear: remove all (default: list)",
+        ),
+        option("size", nargs="?", metavar="SIZE", help="of all blocks that stay, such as 5GB"),
+        _JSON,
+    ),
     "demo": (
         "take a guided tour of the KV cache on the real engine",
         "chat.demo",
@@ -210,7 +226,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {"models": ("list", "ls")}
 _SAMPLING = "--temperature --top-p --max-tokens --n --beam-width --seed"
 _ENGINE = "--device --weights --kv-cache-dtype --max-model-len --speculate"
 _ESSENTIAL = {
-    "chat": f"--model --system --resume --plain --server --theme {_SAMPLING} {_ENGINE} --config",
+    "chat": f"--model --system --resume --no-save --plain --server --theme {_SAMPLING} {_ENGINE} --config",
     "run": f"--model --system --json {_SAMPLING} --json-schema --choice {_ENGINE} --quiet --config",
     "generate": f"--model --chat --system --file --lines --jsonl --output --json {_SAMPLING} --json-schema --choice "
     "--device --weights --quiet --config",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm import system
+from minillm.blockstore.files import blocks_dir, remove_blocks
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
 from minillm.fit.forms import Sized, sized, sized_entry
@@ -102,7 +103,9 @@ def pull(arguments: argparse.Namespace) -> int:
 def rm(arguments: argparse.Namespace) -> int:
     """Delete downloaded models."""
     for name in map(load_manifest().canonical, arguments.downloaded):
-        print(clean_line(f"{name} is deleted: {size(remove(name))} are free again"))
+        freed = remove(name)
+        freed += remove_blocks(blocks_dir(), name)
+        print(clean_line(f"{name} is deleted: {size(freed)} are free again"))
     return 0
 
 

@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not question and os.isatty(0):
         if arguments.json or given_grammar(arguments):
             raise UsageError("without a question `minillm run` opens the chat, which has no --json and no grammars")
-        opened = {"question": None, "plain": False, "server": None, "resume": False, "theme": None}
+        opened = {"question": None, "plain": False, "server": None, "resume": False, "no_save": False, "theme": None}
         return chat(argparse.Namespace(**{**options, **opened}))
     options["system"] = arguments.system or read_config(arguments.config).system
     fixed = {"chat": True, "parse_special": False, "file": None, "form": None, "output": None}

@@ -45,7 +45,7 @@ class DiskReads:
             num_shared: tokens that the group can share with its parent.
             cached: the prompt's blocks in the prefix cache.
         """
-        if group in self._asked or group.is_private:
+        if group in self._asked or group.owner == "":
             return False
         known, size = max(num_shared, cached.num_tokens), self.cache.block_size
         if any(self._reads_more(each, group, prompt, known) for each in self.active):

@@ -34,8 +34,8 @@ class Request:
         streamed: `Driver.run` also yields the request's deltas.
         offline: nobody reads the answer token by token. Steps that decode only such requests may compute more prompt.
         request_id: if empty, the driver generates one.
-        owner: a name, such as that of a conversation, under which blocks on disk can be erased again.
-        is_private: write no block of the request to disk, and read none.
+        owner: a name, such as that of a conversation, under which blocks on disk can be erased again. Empty: write no
+            block of the request to disk, and read none.
         score_from: with ``prompt_logprobs``, the first token to score. Earlier blocks may come from the prefix cache.
     """
 
@@ -49,7 +49,6 @@ class Request:
     offline: bool = False
     request_id: str = ""
     owner: str | None = None
-    is_private: bool = False
     score_from: int = 1
 
 
@@ -65,6 +64,7 @@ class Requests:
     longest_plain_prompt: int | None = None  # K of longer prompts depends on their length (dynamic rope scaling)
     groups: dict[str, SequenceGroup] = field(default_factory=dict)
     finished: dict[str, SequenceGroup] = field(default_factory=dict)  # until their outputs are taken
+    owner: str | None = None  # of requests that name no owner
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -106,8 +106,7 @@ class Requests:
             allowed=None if allowed is None else bits_of(list(allowed), self.vocab_size),
             streamed=request.streamed,
             offline=request.offline,
-            owner=request.owner,
-            is_private=request.is_private,
+            owner=self.owner if request.owner is None else request.owner,
         )
         if params.prompt_logprobs is not None:
             group.scores = PromptScores(params.prompt_logprobs, max(1, request.score_from), [None] * len(token_ids))
@@ -171,7 +170,7 @@ class Requests:
             self.commit(group, sequence, sequence.num_computed)
         if group.hold and table is not None and group.error is None:
             self.scheduler.idle.keep_ended(sequence, self.new_seq_id)
-            if self.disk is not None and group.owner is not None:
+            if self.disk is not None and group.owner:
                 kept = sequence.token_ids[: sequence.num_computed]
                 self.disk.add_tail(sequence.own_table, kept, group.owner)
         else:
@@ -181,7 +180,7 @@ class Requests:
         """Add a sequence's full computed blocks to the prefix cache, and queue them for the disk tier, if any."""
         table = sequence.own_table
         self.scheduler.cache.commit(table, sequence.token_ids, min(num_computed, len(sequence.token_ids)))
-        if self.disk is not None and not group.is_private:
+        if self.disk is not None and group.owner != "":
             self.disk.add(table, sequence.token_ids, group.owner)
 
     def advance(self, group: SequenceGroup, sequence: Sequence, token_id: int) -> bool:

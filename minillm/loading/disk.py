@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from minillm.runner.pool_blocks import PoolBlocks
 from minillm.runner.runner import Runner
 
 _FORMAT = 1  # of the files, and of the arithmetic: raise it when a kernel's results change
+_CHAT_LIMIT, _FREE_SHARE = 2 * 10**9, 0.1  # bytes; fraction of the free disk
 _MOUNTS = Path("/proc/self/mounts")
 # File systems on other machines: reading may block for minutes, and a checksum does not help against a lost network.
 _NETWORK = {
@@ -46,6 +49,25 @@ def disk_tier(
         on_message(f"the disk cache is off: {root}: {error.strerror or error}")
         return None
     return DiskTier(store, identity, cache, pool, on_message, runner.observers)
+
+
+def _chat_limit() -> int:
+    """Return the bytes that a chat's disk cache may take: 2 GB, or a tenth of the free disk if that is less."""
+    path = blocks_dir()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        state = os.statvfs(path)
+    except OSError:
+        return 0
+    return min(_CHAT_LIMIT, int(_FREE_SHARE * state.f_bavail * state.f_frsize))
+
+
+def with_chat_cache(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of EngineConfig for a chat, with its disk cache unless ``options`` set or exclude one."""
+    config = EngineConfig(**options)
+    excluded = "disk_cache" in options or config.tensor_parallel_size > 1 or not config.enable_prefix_caching
+    return {**({} if excluded else {"disk_cache": _chat_limit()}), **options}
 
 
 def _facts(config: EngineConfig, runner: Runner, description: Description) -> dict[str, Any]:

@@ -123,10 +123,11 @@ def _load(load: Load, send: Send, *, is_app: bool) -> tuple[Engine, str]:
     from minillm.config import EngineConfig
     from minillm.loading.bandwidth import known_rate
     from minillm.loading.device import choose_device
+    from minillm.loading.disk import with_chat_cache
     from minillm.loading.engine import best_form, chat_options, load_engine
     from minillm.loading.gpu_stacks import keep_small
 
-    config = EngineConfig(**chat_options(load.options) if is_app else load.options)
+    config = EngineConfig(**(with_chat_cache(chat_options(load.options)) if is_app else load.options))
     tell = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
     device = choose_device(config)
     if is_app and device.type == "cpu":

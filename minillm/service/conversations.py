@@ -63,6 +63,8 @@ class Conversations:
                     if answer.command.conversation == conversation:
                         self._drop(answer.command.request_id)
                 self._files.let_go(conversation)
+            case messages.Erase(owner) if (disk := self.engine.requests.disk) is not None and owner:
+                disk.erase(self._owner(owner))
             case messages.Pin(system):
                 try:
                     self._pin(system)
@@ -102,13 +104,18 @@ class Conversations:
         if depths and params.max_tokens <= (params.max_reasoning_tokens or 0):
             raise UsageError(f"each answer may have {params.max_tokens} tokens here; give smaller depths, or fewer")
         parent = self._nearest(command.conversation, token_ids)
-        group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True, salt=self.salt)
+        options = {"parent": parent, "hold": True, "salt": self.salt, "owner": self._owner(command.owner)}
+        group = engine.add_request(command.request_id, token_ids, params, **options)
         opened = is_opened(engine.tokenizer.decode, token_ids)
         answer = self.answers[command.request_id] = Answer(command, group, opened)
         if command.num_pinned:
             first = command.messages[: command.num_pinned]
             told = engine.tokenizer.apply_chat_template(first, add_generation_prompt=False, thinks=command.thinks)
             answer.num_pinned_tokens = common_length(told, token_ids)
+
+    def _owner(self, name: str) -> str:
+        """Return the owner of blocks on disk for an owner that the app names."""
+        return f"{self.salt}\n{name}" if name and self.salt is not None else name
 
     def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:
         """Return the kept or pinned sequence that shares the most tokens with a prompt, so that it can be forked.
@@ -255,7 +262,8 @@ class Conversations:
         if not 0 < common < min(len(one), len(other)):  # equal: the template leaves the question out
             return
         name = f"pin {time.monotonic_ns()}"
-        self._pinning = engine.add(held.prefix_request(one[:common], self.salt, name))
+        # Blocks on disk belong to the conversations that begin with them.
+        self._pinning = engine.add(replace(held.prefix_request(one[:common], self.salt, name), owner=""))
 
     def _finish_pin(self) -> None:
         assert self._pinning is not None

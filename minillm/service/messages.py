@@ -67,6 +67,7 @@ class Generate(Command):
     thinks: bool | None = None  # think before the answer, if the template has this switch; None: the template's default
     room: int = 1  # minimum tokens of context for the answer; if fewer are left, the engine sends `ContextFull`
     num_pinned: int = 0  # number of first messages to pin, until a prompt of the conversation begins otherwise
+    owner: str = ""  # name of the conversation's blocks on disk, for `Erase`; empty: keep none on disk
 
 
 class Abort(Command):
@@ -86,6 +87,10 @@ class Drop(Command):
 
 class Forget(Command):
     conversation: str  # as `Drop`, for all answers of this conversation
+
+
+class Erase(Command):
+    owner: str  # remove the blocks on disk that this owner has, except blocks of other owners
 
 
 class Pin(Command):
@@ -158,6 +163,8 @@ class Started(Event):
     num_cached_tokens: Count
     time_to_first_token: Amount
     in_reasoning: bool = False  # the template has opened the model's <think> section
+    num_disk_tokens: Count = 0  # of the cached tokens, those that were read from disk
+    disk_seconds: Amount = 0.0
 
 
 class TokenChoice(Record):

@@ -92,7 +92,8 @@ class Reporter:
         if not answer.started and waited is not None:
             answer.started = True
             name, cached = answer.command.request_id, group.num_cached_tokens
-            self.send(messages.Started(name, group.num_prompt_tokens, cached, waited, answer.in_reasoning))
+            disk = group.metrics.num_disk_tokens, group.metrics.disk_seconds
+            self.send(messages.Started(name, group.num_prompt_tokens, cached, waited, answer.in_reasoning, *disk))
 
     def send_text(self, request_id: str, index: int) -> None:
         """Send the collected text of one completion."""

@@ -180,7 +180,7 @@ def test_nan_never_reaches_the_disk(tmp_path: Path) -> None:
 
 def test_private_requests_leave_no_block(model: Llama, tmp_path: Path) -> None:
     with process(model, tmp_path) as engine:
-        answer(engine, PROMPT, is_private=True, hold=False)
+        answer(engine, PROMPT, owner="")
     assert list(listed(tmp_path)) == []
 
 

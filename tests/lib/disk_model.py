@@ -61,7 +61,7 @@ class FakeGroup:
     """The part of a group that `DiskReads` reads and writes."""
 
     salt: str | None = None
-    is_private: bool = False
+    owner: str | None = None
     parent: Sequence | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minillm.outputs import CompletionOutput
+from minillm.outputs import CompletionOutput, RequestMetrics
 from minillm.service import reporting
 from minillm.service.messages import Event, Finished, Generate, Reading
 from minillm.service.reporting import Answer, Reporter, memory_use
@@ -38,7 +38,7 @@ def test_the_rate_counts_the_tokens_after_the_first(
 ) -> None:
     monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
     sent: list[Event] = []
-    metrics = SimpleNamespace(first_token_time=100.0, time_to_first_token=0.5)
+    metrics = RequestMetrics(arrival_time=99.5, first_token_time=100.0)
     group: Any = SimpleNamespace(sequences=[], num_prompt_tokens=32, num_cached_tokens=0, metrics=metrics, state=None)
     engine: Any = SimpleNamespace(
         cache=SimpleNamespace(subscribers=[], num_blocks=0), figures=SimpleNamespace(last_step=None)

@@ -12,8 +12,11 @@ from rich.style import Style
 from textual import events
 from textual.widgets import OptionList
 
-from lib.ui import ask, chat, seen, until
+from lib.block_files import chain, store_in, write
+from lib.ui import ask, chat, say, screen, seen, until
+from minillm.blockstore.files import blocks_dir
 from minillm.errors import MinillmError
+from minillm.service.messages import Command, Erase
 from minillm.ui.chat.conversation import LONGEST_TITLE, Conversation
 from minillm.ui.chat.export import export, to_json, to_markdown
 from minillm.ui.chat.saved import from_data
@@ -46,6 +49,45 @@ def test_saved_listed_searched_and_deleted(tmp_path: Path) -> None:
     assert len(store.list()) == 1
     assert [path.name for path in store.directory.iterdir()] == [store.path_of(two).name], "no file is left behind"
     assert (store.directory.stat().st_mode & 0o077) == 0
+
+
+def test_a_private_chat_saves_nothing(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path / "conversations", saves=False)
+    conversation = talk("What is paging?", "Pages of memory.")
+    assert not store.save(conversation)
+    store.keep_draft("unsent")
+    assert not store.directory.exists()
+    assert store.owner_of(conversation) == ""
+
+
+def test_only_a_conversation_that_is_saved_owns_blocks_on_disk(tmp_path: Path) -> None:
+    store, conversation = SessionStore(tmp_path), talk("What is paging?", "Pages of memory.")
+    assert store.owner_of(Conversation()) == ""
+    assert store.owner_of(conversation) == conversation.file_id
+    conversation.is_trial = True
+    assert store.owner_of(conversation) == ""
+    assert SessionStore(tmp_path, keeps_blocks=False).owner_of(talk("a", "b")) == ""
+
+
+@pytest.mark.anyio
+async def test_delete_removes_the_conversation_and_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Command] = []
+    store, [key] = SessionStore(tmp_path), chain([5])
+    async with chat(store=store) as pilot:
+        await ask(pilot, "echo hello")
+        pane = screen(pilot).talk
+        conversation, blocks = pane.conversation, store_in(blocks_dir())
+        blocks.add_names(conversation.file_id, [key.name])
+        write(blocks, key)
+        await say(pilot, "/delete now")
+        await until(pilot, lambda: any("/delete yes" in note.message for note in pilot.app._notifications))
+        assert blocks.has(key)
+        monkeypatch.setattr(pane, "send", sent.append)
+        await say(pilot, "/delete yes")
+        await until(pilot, lambda: Erase(conversation.file_id) in sent)
+        assert pane.conversation is not conversation
+        assert not blocks.has(key)
+        assert list(tmp_path.glob("*.json")) == []
 
 
 def test_titles_are_kept_listed_and_searched(tmp_path: Path) -> None:

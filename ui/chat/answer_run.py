@@ -38,6 +38,7 @@ class AnswerRun:
     transcript: Transcript
     send: Callable[[messages.Command], None]
     max_model_len: int
+    owner: str = ""  # of the blocks on disk; empty: none are kept there
     is_stopping: bool = False
     _superseded: str = ""  # for a continuation: the request that generated the text so far
     _num_before: int = 0  # for a continuation: the number of tokens in the text so far
@@ -86,6 +87,7 @@ class AnswerRun:
             view.update_summary()
         with_file = [n for n, each in enumerate(told, 1) if each["role"] == "user" and holds_file(each["content"])]
         how["num_pinned"] = max(with_file, default=0)
+        how["owner"] = self.owner
         self.send(messages.Generate(request_id, self.conversation.conversation_id, told, params, thinks=thinks, **how))
 
     def stop(self, chosen: int | None = None) -> None:
@@ -127,6 +129,7 @@ class AnswerRun:
         answer.num_prompt_tokens = max(0, event.num_prompt_tokens - self._num_before)
         answer.num_cached_tokens = min(event.num_cached_tokens, answer.num_prompt_tokens)
         answer.time_to_first_token = event.time_to_first_token
+        answer.num_disk_tokens, answer.disk_seconds = event.num_disk_tokens, event.disk_seconds
         if not answer.text:
             answer.in_reasoning = event.in_reasoning
             if isinstance(view, AnswerView):

@@ -146,6 +146,8 @@ def summary(answer: Answer) -> str:
         words.append(f"first token {duration(answer.time_to_first_token)}")
     if answer.num_cached_tokens:
         words.append(f"prompt {count(answer.num_prompt_tokens)}, {count(answer.num_cached_tokens)} cached")
+    if answer.num_disk_tokens:
+        words.append(f"{plural(answer.num_disk_tokens, 'token')} from disk in {duration(answer.disk_seconds)}")
     if answer.finish_reason != "stop":
         words.append({"length": "cut at the length limit", "abort": "stopped", "lost": "lost"}[answer.finish_reason])
     return " · ".join(words)

@@ -224,7 +224,8 @@ class ChatPane(Vertical):
     def begin(self, turn: Turn) -> AnswerRun:
         """Begin an answer of a turn. The caller then calls `AnswerRun.ask` or `AnswerRun.go_on`."""
         longest = self.engine.loaded.max_model_len if self.engine.loaded is not None else 1
-        self.run = AnswerRun(turn, self.conversation, self.app.settings, self.transcript, self.send, longest)
+        owner = self.store.owner_of(self.conversation)
+        self.run = AnswerRun(turn, self.conversation, self.app.settings, self.transcript, self.send, longest, owner)
         return self.run
 
     async def _draw(self) -> None:

@@ -15,6 +15,7 @@ from textual.screen import ModalScreen
 
 from minillm.errors import UsageError
 from minillm.params import SamplingParams
+from minillm.service.messages import Erase
 from minillm.ui.bars import VIEWS
 from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.chat_pane import ChatPane
@@ -73,6 +74,17 @@ async def list_sessions(talk: ChatPane, words: str) -> None:
         await talk.open_conversation(conversation)
 
     talk.app.push_screen(SessionsScreen(talk.store, words), chosen)
+
+
+@command("delete", "delete this conversation for good, with its blocks on disk", argument="yes")
+async def delete_conversation(talk: ChatPane, answer: str) -> None:
+    _check_idle(talk)
+    if answer != "yes":
+        raise UsageError("/delete yes deletes this conversation for good")
+    owner = talk.store.delete(talk.store.path_of(talk.conversation))
+    await talk.open_conversation(Conversation())
+    talk.send(Erase(owner))
+    talk.notify("the conversation is deleted")
 
 
 @command("find", "search in the conversation", "ctrl+f", argument="[words]", also=("search",))

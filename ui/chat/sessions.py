@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minillm.blockstore.files import blocks_dir, erase
 from minillm.errors import MinillmError, UsageError
 from minillm.system import data_dir
 from minillm.text.reading import read_bytes
@@ -39,6 +40,13 @@ class SessionStore:
     """The directory of saved conversations. It is created when the first conversation is saved."""
 
     directory: Path
+    saves: bool = True  # False: a private chat, which writes nothing
+    keeps_blocks: bool = True  # whether blocks of saved conversations may be kept on disk
+
+    def owner_of(self, conversation: Conversation) -> str:
+        """Return the name under which the engine keeps a conversation's blocks on disk; empty: it keeps none."""
+        kept = self.saves and self.keeps_blocks and conversation.is_worth_saving
+        return conversation.file_id if kept else ""
 
     def save(self, conversation: Conversation) -> bool:
         """Save a conversation. Its file is replaced atomically.
@@ -49,7 +57,7 @@ class SessionStore:
         Raises:
             MinillmError: the file cannot be written.
         """
-        if not conversation.is_worth_saving:
+        if not self.saves or not conversation.is_worth_saving:
             return False
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -91,12 +99,12 @@ class SessionStore:
         return cls(data_dir() / "conversations")
 
     def keep_draft(self, text: str) -> None:
-        """Save an unsent text for the next chat. Do nothing if the text is empty.
+        """Save an unsent text for the next chat. Do nothing if the text is empty or the chat is private.
 
         Raises:
             MinillmError: the file cannot be written.
         """
-        if not text.strip():
+        if not self.saves or not text.strip():
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -148,8 +156,12 @@ class SessionStore:
             conversation.file_version = version
         return conversation
 
-    def delete(self, path: Path) -> None:
+    def delete(self, path: Path) -> str:
+        """Delete a conversation's file, and its blocks on this machine's disk. Return the owner of the blocks."""
         path.unlink(missing_ok=True)
+        with suppress(OSError, UsageError):
+            erase(blocks_dir(), path.stem)
+        return path.stem
 
     def list(self, search: str = "") -> list[SessionSummary]:
         """Return the conversations with all words of ``search`` in title, questions or answers, the latest first."""

@@ -1,0 +1,93 @@
+"""Conversations on an engine with a disk cache: they go on in another process, and leave no block once deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from minillm.blockstore.files import listed
+from minillm.config import EngineConfig
+from minillm.loading.engine import load_engine
+from minillm.service.conversations import Conversations
+from minillm.service.messages import (
+    Command,
+    Erase,
+    Event,
+    Forget,
+    Generate,
+    Pin,
+    Started,
+    TextDelta,
+    decode_event,
+    encode,
+)
+
+PARAMS = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
+QUESTION = {"role": "user", "content": "hello " * 30}
+
+Process = Callable[..., list[Event]]
+
+
+@pytest.fixture
+def process(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
+    """Run commands in a new engine process, and return its events."""
+    monkeypatch.setenv("MINILLM_DISK_CACHE", str(tmp_path))
+
+    def run(*commands: Command, salt: str | None = None) -> list[Event]:
+        engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=64, disk_cache=1 << 30))
+        events: list[Event] = []
+        conversations = Conversations(engine, lambda event: events.append(decode_event(encode(event))), salt=salt)
+        for command in commands:
+            conversations.handle(command)
+            while engine.has_work:
+                conversations.step()
+        conversations.close()
+        engine.close()
+        return events
+
+    return run
+
+
+def question(owner: str, *more: dict[str, str]) -> Generate:
+    return Generate("a", "c", [QUESTION, *more], PARAMS, owner=owner)
+
+
+def started(events: list[Event]) -> Started:
+    [event] = [event for event in events if isinstance(event, Started)]
+    return event
+
+
+def test_a_conversation_goes_on_in_another_process(process: Process) -> None:
+    events = process(question("mine"))
+    assert started(events).num_disk_tokens == 0
+    text = "".join(event.text for event in events if isinstance(event, TextDelta))
+    turn = question("mine", {"role": "assistant", "content": text}, {"role": "user", "content": "more"})
+    again = started(process(turn))
+    assert again.num_disk_tokens == again.num_cached_tokens >= 64
+    assert again.disk_seconds > 0
+
+
+def test_erasing_a_conversation_leaves_the_blocks_of_others(process: Process, tmp_path: Path) -> None:
+    process(question("mine"), Forget("c"), question("yours"), Erase("mine"))
+    assert started(process(question("yours"))).num_disk_tokens >= 64
+    process(Erase("yours"))
+    assert list(listed(tmp_path)) == []
+
+
+def test_a_private_conversation_and_a_pinned_prompt_leave_no_block(process: Process, tmp_path: Path) -> None:
+    process(Pin("You are " + "very " * 40 + "brief."), question(""))
+    assert list(listed(tmp_path)) == []
+    process(question("mine"))
+    assert started(process(question(""))).num_disk_tokens == 0, "it does not read any either"
+
+
+def test_a_tenant_cannot_erase_the_blocks_of_another(process: Process, tmp_path: Path) -> None:
+    process(question("mine"), salt="one")
+    process(Erase("mine"), salt="other")
+    assert started(process(question("mine"), salt="one")).num_disk_tokens >= 64
+    assert started(process(question("mine"), salt="other")).num_disk_tokens == 0
+    process(Erase("mine"), salt="one")
+    process(Erase("mine"), salt="other")
+    assert list(listed(tmp_path)) == []
