@@ -10,6 +10,7 @@ import pytest
 from minillm.blockstore.files import listed
 from minillm.blockstore.tier import DiskTier
 from minillm.config import EngineConfig
+from minillm.engine.driver import Driver
 from minillm.loading.engine import load_engine
 from minillm.service.conversations import Conversations
 from minillm.service.messages import (
@@ -40,11 +41,13 @@ def process(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def run(*commands: Command, salt: str | None = None) -> list[Event]:
         engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=64, disk_cache=1 << 30))
         events: list[Event] = []
-        conversations = Conversations(engine, lambda event: events.append(decode_event(encode(event))), salt=salt)
+        conversations = Conversations(
+            Driver(engine), lambda event: events.append(decode_event(encode(event))), salt=salt
+        )
         for command in commands:
             conversations.handle(command)
             while engine.has_work:
-                conversations.step()
+                conversations.take(engine.step(), engine.take_finished())
         conversations.close()
         engine.close()
         return events
