@@ -139,7 +139,7 @@ class Budget:
         rows = min(self.config.max_num_seqs, num_tokens) if self.on_gpu else 1
         unpacked = self.longest_context(shape, left) * self._unpacked_bytes_per_token(shape)
         activations = num_tokens * width * element + max(num_tokens * 3 * intermediate * element, unpacked)
-        logits = rows * shape.vocabulary * (element + 3 * 4)  # and copies in float32
+        logits = rows * shape.vocabulary * (element + 3 * 4)  # includes three copies in float32
         if not self.on_gpu:
             return activations + logits + _CPU_BYTES
         tables = 2 * 4 * -(-shape.context // self.config.block_size)

@@ -196,7 +196,7 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
         if tensor.kind == "IQ4_XS":
             return tensor.count * _IQ4_XS_BITS / 8
     if tensor.name.endswith(_PACKED_PARTS) and not layout.keeps_low_bit:
-        return tensor.num_bytes * 2 * layout.element_size  # of 4 bits
+        return tensor.num_bytes * 2 * layout.element_size  # a byte holds two 4-bit weights
     return tensor.num_bytes
 
 

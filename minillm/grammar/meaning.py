@@ -23,7 +23,7 @@ NUMBERS = ("integer", "fraction")
 REFERENCES = ("$ref", "$recursiveRef", "$dynamicRef")
 # Keywords with subschemas that apply to the same value as the schema itself.
 IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", *REFERENCES)
-_DEEPEST = 8  # nesting levels to compare two schemas
+_DEEPEST = 8  # maximum nesting levels to which two schemas are compared
 _MOST_VISITS = 60_000
 
 

@@ -411,7 +411,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     if searches and "n" not in values:
         values["n"] = 1
     try:
-        quick = {name: value for name, value in values.items() if name != "grammar"}  # checked later, in a process
+        quick = {name: value for name, value in values.items() if name != "grammar"}  # the engine process checks it
         (BeamSearchParams if searches else SamplingParams)(**quick)
     except UsageError as error:
         text = str(error)

@@ -130,7 +130,7 @@ class OpenSession(Call):
 
     session: str
     tenant: str
-    reader: str | None = None  # the tenant that may see its own text only; None: sees all
+    reader: str | None = None  # the tenant with text that the client may see; None: the client may see all text
     salt: str | None = None  # prefix cache salt of all prompts of the session
     watches: bool = False  # the client sends no commands, and gets only `CacheChanged` events
 

@@ -48,7 +48,7 @@ class Load(Command):
     """Load a model. This must be the first message. It is sent once, so another model needs another process."""
 
     model: str
-    options: dict[str, Any] = {}  # of EngineConfig
+    options: dict[str, Any] = {}  # options of EngineConfig
 
 
 class Generate(Command):

@@ -191,7 +191,7 @@ def message_error(error: Json, status: int = 0) -> Json:
     message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
     for ours, theirs in _NAMES.items():
         message = message.replace(ours, theirs) if message.startswith((f"{ours}:", f"{ours} ")) else message
-    if code == CONTEXT_LENGTH:  # on these words, clients shorten the conversation
+    if code == CONTEXT_LENGTH:  # clients look for these words, and then shorten the conversation
         message = f"prompt is too long: {message}"
     kind = _KINDS.get(status, "api_error" if kind == "server_error" else kind)
     return {"type": "error", "error": {"type": kind, "message": message}}

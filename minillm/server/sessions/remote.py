@@ -115,7 +115,7 @@ def _reason(response: http.client.HTTPResponse) -> str:
 def main() -> None:
     """Connect to the server, then pass on commands and events until either side ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the app handles ctrl-c
-    if not sys.stdin.buffer.readline():  # `Load`
+    if not sys.stdin.buffer.readline():  # the first command, which is `Load`
         return
     app = App(sys.stdout.buffer)
     try:
