@@ -15,8 +15,9 @@ from lib.beams import assert_same, expected
 from lib.engine import engine_for, logits_in_chunks, run
 from lib.gguf_files import converted, write_gguf
 from lib.models import DEVICE, TINY, StateDict, hf_model, ours
-from minillm import BeamSearchParams, SamplingParams
+from minillm import LLM, BeamSearchParams, SamplingParams
 from minillm.errors import WeightsError
+from minillm.kernels.linear.low_bit.layouts import dequantize
 from minillm.model.config import ModelConfig
 from minillm.model.llama_tensors import LlamaTensors
 from minillm.model.loader import load_llama
@@ -24,6 +25,7 @@ from minillm.weights.gguf_file import GGUFCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=8)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(5, 100))]
 
 
@@ -71,6 +73,43 @@ def test_a_gguf_file_of_an_architecture_is_the_same_model(case: str, seed: int, 
     tokens = [rng.randrange(3, 96) for _ in range(70)]
     logits = [logits_in_chunks(each, tokens, [40, 1, 29]).log_softmax(-1) for each in (model, ours(theirs))]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+
+
+# Of these, q and k are permuted or gate and up are packed. Rows of 64 numbers are two blocks of a quantization.
+LOW_BIT: dict[str, dict[str, Any]] = {
+    "glm4": {"kind": "Glm4", "head_dim": 32},
+    "phi3": {"kind": "Phi3", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.75}},
+    "gemma3": {"kind": "Gemma3", "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("case", LOW_BIT)
+def test_quantized_matrices_are_permuted_and_split_as_they_are_stored(case: str, stored: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
+    theirs = hf_model(**{**sizes, **LOW_BIT[case]}, num_hidden_layers=2)
+    write_gguf(tmp_path / "m.gguf", theirs, gguf.GGMLQuantizationType[stored], **converted(theirs.config))
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    config = ModelConfig.from_hf(checkpoint.config)
+    source, found = LlamaTensors(checkpoint, config), 0
+    for name in source.names():
+        rows = slice(32, 64) if len(source.shape(name)) == 2 else None
+        matrix = source.low_bit(name, torch.device("cpu"), rows, None)
+        if matrix is not None:
+            found += 1
+            torch.testing.assert_close(dequantize(matrix), source.tensor(name, rows), msg=name)
+    assert found == 2 * 7 + (1 if config.tie_word_embeddings else 2)
+    # A rank's rows of q are those of the whole matrix.
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(source.tensor(name)[32:], source.tensor(name, slice(32, 64)))
+    prompt = [5, 9, 17, 40, 3, 77, 61]
+    expected = None
+    for options in ({"weights": "expanded"}, {"kv_cache_dtype": "int8"}, {"weights": "int8"}, {"weights": "stored"}):
+        llm = LLM(str(tmp_path / "m.gguf"), device="cpu", num_blocks=16, **options)
+        output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2))
+        assert len(output[0].outputs[0].token_ids) == 4
+        expected = expected or output[0].outputs[0].token_ids
+        assert output[0].outputs[0].token_ids[0] == expected[0], options
 
 
 ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}
