@@ -361,6 +361,8 @@ def _rope_scaling(metadata: Values, rope: str, factors: Mapping[str, list[float]
         scaling = {"rope_type": "yarn", "factor": factor}
         if original:
             scaling["original_max_position_embeddings"] = original
+        if rope == "olmo2.rope." and amplitude != 1.0:  # OLMo 3's converter writes the whole factor
+            scaling["attention_factor"], amplitude = amplitude, 1.0
         if multiplier := metadata.number(f"{prefix}yarn_log_multiplier", 0.0):
             scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
         for name in ("beta_fast", "beta_slow"):

@@ -37,6 +37,7 @@ def _olmo3(rng: random.Random) -> Keys:
     ropes = {"sliding_attention": rope, "full_attention": dict(rope)}
     if rng.random() < 0.5:
         ropes["full_attention"] |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+        ropes["full_attention"] |= rng.choice([{}, {"attention_factor": 1.25}])
     found = sizes(rng, kind="Olmo3", sliding_window=rng.randint(2, 40), rope_parameters=ropes)
     return found | ({"layer_types": kinds(rng, found["num_hidden_layers"])} if rng.random() < 0.5 else {})
 

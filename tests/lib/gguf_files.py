@@ -70,6 +70,8 @@ def converted(config: Any) -> dict[str, Any]:
         found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        if kind == "olmo3" and "attention_factor" in rope:
+            found["rope.scaling.attn_factor"] = rope["attention_factor"]
     return {prefix + key: value for key, value in found.items()}
 
 
