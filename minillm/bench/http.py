@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-import os
 import random
 import re
-import signal
 import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from minillm.bench.client import Endpoint, running_server
 from minillm.bench.table import ScaleOptions, Subject, shown
 from minillm.bench.workloads import Request, drive, throughput, times_of
 from minillm.checks import integer
-from minillm.config import EngineConfig
 from minillm.errors import MinillmError
 from minillm.llm import LLM
 from minillm.params import SamplingParams
@@ -73,7 +65,9 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
     single = [(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)) for prompt, _ in requests[:24]]
     rates: tuple[list[float], list[float]] = ([], [])
     firsts: tuple[list[float], list[float], list[float]] = ([], [], [])
-    with _server(subject.name, llm.config) as (host, port):
+    with running_server(subject.name, llm.config) as url:
+        endpoint = Endpoint.of(url)
+        host, port = endpoint.host, endpoint.port
         for run in range(options.runs + 1):
             llm.reset_prefix_cache()
             seconds, outputs = drive(llm.engine, requests)
@@ -100,33 +94,6 @@ def _alone(llm: LLM, request: Request) -> float:
     """Compute one request with the engine in this process. Return the seconds to its first token."""
     time.sleep(_PAUSE)
     return times_of(drive(llm.engine, [request])[1][0])[0]
-
-
-@contextmanager
-def _server(model: str, config: EngineConfig) -> Iterator[tuple[str, int]]:
-    """Run `minillm serve` with the same model and configuration. Yield its host and port."""
-    default = EngineConfig()
-    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    changed = {name: value for name, value in values.items() if value != getattr(default, name)}
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "config.toml"
-        lines = [f"{name} = {json.dumps(value)}" for name, value in changed.items()]
-        file.write_text("\n".join(["[engine]", *lines, ""]))
-        command = [sys.executable, "-m", "minillm", "serve", model, "--port", "0", "--config", str(file)]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
-        try:
-            assert process.stderr is not None
-            said = ""
-            for line in process.stderr:
-                said = line
-                if found := re.search(r" at http://([\d.]+):(\d+)/v1", line):
-                    break
-            else:
-                raise MinillmError(f"the server did not start: {said.strip()}")
-            yield found[1], int(found[2])
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
 
 
 async def _streams(host: str, port: int, requests: Sequence[Request], num_streams: int, salt: str) -> int:

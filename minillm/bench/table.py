@@ -38,7 +38,7 @@ WORKLOADS = {
     "prefix": ("workloads.measure", "run 128 requests that share 2,048 cached tokens"),
     "beam": ("workloads.measure", "run beam search of width 4 over 8 prompts"),
     "stall": ("workloads.measure", "measure how long a new prompt of 8,000 tokens delays running answers"),
-    "serve": ("workloads.serve", "send requests with random arrival times at a given rate"),
+    "serve": ("serve.measure", "measure an OpenAI server: requests at a given rate, or growing conversations"),
     "http": ("http.measure", "compare the engine in this process with `minillm serve`"),
     "profile": ("profile.measure", "profile a decode step on a GPU, kernel by kernel"),
     "matmuls": ("matmuls.measure", "list the kernel of each of the model's matmuls, by number of tokens"),
@@ -132,6 +132,11 @@ class ModelOptions(NoOptions):
 @dataclass(frozen=True)
 class ScaleOptions(ModelOptions):
     scale: float = number(1.0, 0, 1, above=True, help="multiply the lengths of all prompts and answers by this")
+
+
+@dataclass(frozen=True)
+class ServerOptions(ScaleOptions):
+    """The options of workloads that measure a server. They load no model in this process."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``: measure batches of requests on the engine.
+"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``: measure batches of requests on the engine.
 
 docs/performance.md describes the protocol. The prefix cache starts empty, except for the prefix that ``prefix`` warms.
 """
@@ -8,15 +8,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 from minillm.bench.meter import LoadLimits, metered, synchronize
 from minillm.bench.table import ScaleOptions, Subject, shown
-from minillm.checks import integer, number
 from minillm.engine.engine import Engine
 from minillm.errors import UsageError
-from minillm.llm import LLM
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 
@@ -114,28 +111,15 @@ def times_of(output: RequestOutput) -> tuple[float, float, float]:
     return first - began, (ended - first) / max(1, later), ended - began
 
 
-def drive(
-    engine: Engine, requests: list[Request], arrivals: list[float] | None = None
-) -> tuple[float, list[RequestOutput]]:
-    """Run the engine until all requests are answered. Return the total seconds and the outputs.
-
-    Without ``arrivals``, all requests arrive at once. With it, request ``i`` arrives after ``arrivals[i]`` seconds.
-    """
+def drive(engine: Engine, requests: list[Request]) -> tuple[float, list[RequestOutput]]:
+    """Run the engine until all requests, which arrive at once, are answered. Return the seconds and the outputs."""
     device = engine.runner.model.device
     synchronize(device)
-    began, began_clock = time.perf_counter(), time.monotonic()
-    added = 0
-    while added < len(requests) or engine.has_work:
-        now = time.perf_counter() - began
-        while added < len(requests) and (arrivals is None or arrivals[added] <= now):
-            group = engine.add_request(str(added), *requests[added])
-            if arrivals is not None:
-                group.metrics.arrival_time = began_clock + arrivals[added]
-            added += 1
-        if engine.has_work:
-            engine.step()
-        elif arrivals is not None:
-            time.sleep(max(0.0, min(0.001, arrivals[added] - now)))
+    began = time.perf_counter()
+    for number, (prompt, params) in enumerate(requests):
+        engine.add_request(str(number), prompt, params)
+    while engine.has_work:
+        engine.step()
     synchronize(device)
     return time.perf_counter() - began, engine.take_finished()
 
@@ -186,43 +170,3 @@ def _result(
 ) -> WorkloadResult:
     kind, count, tokens = subject.workload, len(outputs), sum(map(_num_tokens, outputs))
     return WorkloadResult(kind, subject.name, count, tokens, seconds, tokens / seconds, first, per_token)
-
-
-@dataclass(frozen=True)
-class ServeOptions(ScaleOptions):
-    rate: float = number(4.0, 0, 1e6, above=True, help="requests per second")
-    num_requests: int = integer(256, 1, 1 << 24, help="number of requests")
-
-
-@dataclass(frozen=True)
-class ServeResult:
-    """The result of ``serve``. Times are in seconds, as (median, 90th percentile, 99th percentile)."""
-
-    rate: float = shown("requests per second, offered", "g")
-    num_requests: int = shown("requests", ",")
-    seconds: float = shown("seconds", ".2f")
-    output_rate: float = shown("tokens per second", ",.0f")
-    time_to_first_token: tuple[float, float, float] = shown("ms to first token, p50/p90/p99", ".1f", 1e3)
-    time_per_output_token: tuple[float, float, float] = shown("ms per output token", ".1f", 1e3)
-    # Time from arrival to end, divided by the number of tokens (Orca, Yu et al. 2022).
-    normalised_latency: tuple[float, float, float] = shown("ms of normalized latency", ".1f", 1e3)
-
-
-def serve(subject: Subject, options: ServeOptions) -> ServeResult:
-    """Warm up with a few requests at once. Then add requests at the rate of ``options``, and measure each of them."""
-    _serve(subject.llm, 1e6, min(32, options.num_requests), options.scale)
-    return _serve(subject.llm, options.rate, options.num_requests, options.scale)
-
-
-def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResult:
-    rng, engine = random.Random(0), llm.engine
-    requests = throughput(rng, engine.runner.model.config.vocab_size, scale, num_requests)
-    arrivals = list(accumulate((rng.expovariate(rate) for _ in requests[1:]), initial=0.0))
-    llm.reset_prefix_cache()
-    seconds, outputs = drive(engine, requests, arrivals)
-    first, per_token, whole = zip(*map(times_of, outputs), strict=True)
-    counts = [len(output.outputs[0].token_ids) for output in outputs]
-    normalised = [each / count for each, count in zip(whole, counts, strict=True)]
-    places = [min(num_requests - 1, int(num_requests * share)) for share in (0.5, 0.9, 0.99)]
-    times = [[sorted(values)[place] for place in places] for values in (first, per_token, normalised)]
-    return ServeResult(rate, num_requests, seconds, sum(counts) / seconds, *map(tuple, times))

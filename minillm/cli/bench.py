@@ -6,7 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from minillm.bench.table import WORKLOADS, ModelOptions, NoOptions, Subject, plain, show, weights, workload
+from minillm.bench.table import (
+    WORKLOADS,
+    ModelOptions,
+    NoOptions,
+    ServerOptions,
+    Subject,
+    plain,
+    show,
+    weights,
+    workload,
+)
 from minillm.cli.options import Parser, add_declared, add_model_options, given
 from minillm.config import EngineConfig
 from minillm.system import import_torch
@@ -40,13 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     measure, kind = _workload(arguments.workload)
     options = kind(**given(arguments, kind))
     subject = None
+    engine = {}
     if isinstance(options, ModelOptions):
         engine = given(arguments, EngineConfig) | weights(options.shape, arguments.model)
+    if engine and not isinstance(options, ServerOptions):
         from minillm.llm import LLM
         from minillm.progress import say
 
         subject = Subject(LLM(on_message=say, **engine), engine["model"], arguments.workload)
-    result = measure(options) if subject is None else measure(subject, options)
+    result = measure(subject or engine, options) if engine else measure(options)
     if result is not None and arguments.json:
         print(json.dumps(plain(result)))
     elif result is not None:

@@ -90,8 +90,8 @@ FIELDS = {
     "start.StartResult": "process imports load first_token rest total",
     "workloads.WorkloadResult": "workload name num_requests output_tokens seconds rate time_to_first_token "
     "time_per_output_token floor_seconds fraction_of_floor idle_share peak_kv_tokens peak_kv_share longest_wait",
-    "workloads.ServeResult": "rate num_requests seconds output_rate time_to_first_token time_per_output_token "
-    "normalised_latency",
+    "serve.ServeResult": "rate num_requests seconds output_rate time_to_first_token time_per_output_token "
+    "normalised_latency num_failed request_rate longest_gap goodput good_share by_turn",
     "profile.Profile": "batch_size context step_microseconds kernels",
     "profile.KernelShare": "kernel launches launches_per_layer microseconds bytes fraction",
     "kernels.MatvecResult": "op features columns floor cublas ours tile recorded",

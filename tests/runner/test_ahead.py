@@ -25,7 +25,7 @@ class NotCompiledError(Exception):
 
 @dataclass
 class Machine:
-    """A compiler whose variants are names, and the kernels that work launches."""
+    """A compiler that knows variants by name, and the kernels that work launches."""
 
     compiled: set[str] = field(default_factory=set)
     impossible: set[str] = field(default_factory=set)

@@ -45,7 +45,7 @@ class Compiler(Protocol):
 
 
 class NeverRaisedError(Exception):
-    """Never raised: it takes the place of `NotCompiledError` in `NoCompiler`, under which all kernels may compile."""
+    """Stand for the exception of `NoCompiler`, which raises none."""
 
 
 class NoCompiler:

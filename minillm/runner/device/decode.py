@@ -64,7 +64,7 @@ class DecodeSteps:
             self._by_others(larger, size, forward)
 
     def _by_others(self, larger: tuple[int, ...] | None, size: int, forward: Callable[[], None]) -> None:
-        """Compute a step whose kernels are not compiled, by a graph or by the kernels of more sequences."""
+        """Compute a step without its own kernels: by a graph or by the kernels of more sequences."""
         most, width = self._state.capacity, self._state.width
         if larger is not None:
             self._replay(larger, size)
@@ -133,7 +133,7 @@ class DecodeSteps:
                 yield Shape(forward, partial(state.forwards.record, (size, blocks, 0, 0), forward))
 
     def first_shapes(self) -> Iterator[Shape]:
-        """Yield shapes whose kernels can replace most others, and all kinds of draws."""
+        """Yield the shape of the most sequences, which can replace all others, and all kinds of draws."""
         most = self._state.capacity
         yield Shape(partial(self.forward, most, self._state.width, None))
         for size in (1, most):
