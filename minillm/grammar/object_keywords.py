@@ -157,7 +157,7 @@ def _subsets(
 ) -> Schema:
     """Return a schema for minProperties and maxProperties. It accepts all values that are not objects.
 
-    It has one alternative for each set of optional properties that may be present.
+    Among objects, it has one alternative for each set of optional properties that may be present.
 
     Args:
         optional: names of the optional properties.

@@ -160,7 +160,7 @@ def _stored(service: Service, tenant: str, name: str, field: str = "", code: str
 def _items(service: Service, tenant: str) -> Callable[[str], Json | None]:
     """Return a function that looks up an output item of a stored response by the item's id; None if it is unknown.
 
-    The function raises BadField if all items that it returned have more than `_MOST_REFERENCED` bytes.
+    The function raises BadField once the items that it has returned have more than `_MOST_REFERENCED` bytes in total.
     """
     num_bytes = 0
 
