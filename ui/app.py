@@ -31,7 +31,7 @@ from minillm.ui.settings import Settings
 from minillm.ui.terminal import check_terminal, ending_on_signals, pasted_text
 from minillm.ui.textual_internals import TerminalDriver
 
-_SETTLED = 2.0  # seconds until the first screen is complete
+_SETTLED = 2.0  # after this many seconds, the first screen is complete
 _JOINERS = ("\u200c", "\u200d")  # invisible characters that Persian, Indic scripts and emoji need
 _SOON = 0.01  # seconds between two checks for a screen's widgets
 
@@ -75,11 +75,11 @@ class ChatApp(EngineApp):
         self.chat = ChatScreen(store or SessionStore.of_user())
         self._resumed = resumed
         self._question = question
-        self.unsaved: MinillmError | None = None  # why the end of the conversation could not be saved
+        self.unsaved: MinillmError | None = None  # the error if the conversation could not be saved at the end
         self._typed_early: deque[events.InputEvent | events.Paste] = deque()
 
     def get_default_screen(self) -> Screen:
-        # With the size classes set from the start, all widgets are styled once less before the first paint.
+        # Set the CSS classes for the screen's size now. Textual would set them later, and style all widgets again.
         for breakpoints, cells in zip((self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS), self.size, strict=True):
             self.chat.update_classes({max(each for each in breakpoints if each[0] <= cells)[1]: True}, update=False)
         return self.chat
@@ -87,8 +87,8 @@ class ChatApp(EngineApp):
     def refresh_css(self, animate: bool = True) -> None:
         """Restyle all widgets for another theme. Before there are widgets, only set the theme's colors.
 
-        For the first theme, Textual would parse all styles, which takes a tenth of the time until the first paint. It
-        would parse them again with the screen.
+        Textual would parse all styles for the first theme, and again when the screen is mounted. Parsing takes a tenth
+        of the time until the first paint.
         """
         if self.chat.is_attached:
             super().refresh_css(animate)
@@ -96,7 +96,7 @@ class ChatApp(EngineApp):
             self.stylesheet.set_variables(self.get_css_variables())
 
     async def on_mount(self) -> None:
-        # Importing torch in the engine process takes a whole core, so paint first.
+        # Paint first, because importing torch in the engine process takes a whole core.
         self.call_after_refresh(self.load_model)
         if self._resumed is not None:
             self.chat.talk.call_later(self.chat.talk.open_conversation, self._resumed)
@@ -132,7 +132,7 @@ class ChatApp(EngineApp):
         Keys wait if the screen has no widgets yet, or if the command of an earlier key has not run.
         """
         if isinstance(event, events.Key) and event.character in _JOINERS and not event.is_forwarded:
-            event = events.Paste(event.character or "")  # not printable, so no widget would accept the key as text
+            event = events.Paste(event.character or "")  # as a key, no widget would accept an invisible character
         if isinstance(event, events.Paste) and not event.is_forwarded:
             event = events.Paste(clean(pasted_text(event.text)))
         if isinstance(event, events.InputEvent | events.Paste) and not event.is_forwarded:
@@ -144,7 +144,7 @@ class ChatApp(EngineApp):
     async def _take_typed(self) -> None:
         """Pass on the keys that had to wait, as soon as possible.
 
-        Textual would send keys to a screen before its widgets exist, where actions would fail.
+        Textual itself sends keys to a screen even before its widgets exist. Actions would then fail.
         """
         while self._typed_early and self.screen.is_mounted and not self.chat.talk.num_waiting:
             event = self._typed_early.popleft()
@@ -155,7 +155,7 @@ class ChatApp(EngineApp):
             self.set_timer(_SOON, self._take_typed)
 
     async def action_command(self, name: str, argument: str = "") -> None:
-        """Run a slash command at once. It must not change the conversation."""
+        """Run a slash command at once. Only for commands that do not change the conversation."""
         await self.chat.talk.run_command(name, argument)
 
     def action_help_quit(self) -> None:
@@ -164,7 +164,7 @@ class ChatApp(EngineApp):
             self.pop_screen()
 
     def action_leave(self) -> None:
-        """Quit. If that would interrupt something, quit only when the user repeats the key."""
+        """Quit. If work would be lost, quit only when the user presses the key again."""
         unfinished = unfinished_work(self.chat.talk)
         if not unfinished or self.chat.quit_key.is_repeated(self.chat.talk, key_of(self, "quit"), unfinished):
             self.exit()
@@ -178,7 +178,8 @@ class ChatApp(EngineApp):
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
         """Yield the entries of the command palette: all slash commands.
 
-        An entry runs its command. If the command needs an argument, the entry begins it in the prompt instead.
+        An entry runs its command. If the command needs an argument, the entry writes the command's name into the prompt
+        instead.
         """
         for command in COMMANDS.values():
             title = command.name.capitalize() + (f"  {command.shown_key}" if command.shown_key else "")
@@ -197,7 +198,7 @@ class ChatApp(EngineApp):
             self.chat.talk.store.keep_draft(self.chat.talk.waiting.unsent)
 
     def leave(self, code: int) -> None:
-        """Exit with this code. If the screen is not complete yet, wait for that first."""
+        """Exit with the exit code ``code``, as soon as the first screen is mounted."""
         if self.chat.is_mounted:
             self.exit(return_code=code)
         else:
@@ -212,7 +213,7 @@ def run(app: ChatApp, typed: bytes = b"") -> int:
 
     Raises:
         UsageError: there is no terminal, or it cannot be drawn on.
-        MinillmError: the end of the conversation cannot be saved.
+        MinillmError: the conversation cannot be saved at the end.
         Exception: the bug that ended the app. The terminal is restored by then.
     """
     check_terminal()

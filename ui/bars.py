@@ -18,7 +18,7 @@ from minillm.ui.engine_app import EngineState
 from minillm.ui.numbers import bar, count, duration
 from minillm.ui.settings import Settings, settings_summary
 
-FULL = 0.8  # fraction of the context: if more is in use, the status bar shows a warning
+FULL = 0.8  # if more than this fraction of the context is in use, the status bar shows a warning
 _PHASES = {"off": "no model loaded", "loading": "loading", "failed": "not loaded", "crashed": "engine ended"}
 _ACTIVITIES = {
     "no model": ("○", "$text-warning"),
@@ -39,7 +39,7 @@ def _spread(left: Content, right: Content, width: int) -> Content:
 
 
 class TitleBar(Widget):
-    """Shows the model and its server at the left, and the sampling settings at the right, as many as fit."""
+    """Shows the model and its server at the left, and at the right as many of the sampling settings as fit."""
 
     engine_state: reactive[EngineState] = reactive(EngineState())
     settings: reactive[Settings] = reactive(Settings(""))
@@ -62,7 +62,7 @@ class TitleBar(Widget):
 
 @dataclass(frozen=True)
 class View:
-    """A memory view and the key that opens it. ``short`` is its name on narrow screens."""
+    """The names of a memory view, and the key that opens it. ``short`` is the name for narrow screens."""
 
     name: str
     key: str
@@ -140,7 +140,7 @@ class LoadingBar(Widget):
 
     progress: reactive[Progress | None] = reactive(None)
     _label = ""
-    _began = (0.0, 0)  # when this label first appeared, and the progress then
+    _began = (0.0, 0)  # the time when the current label first appeared, and the progress at that time
 
     def watch_progress(self, loading: Progress | None) -> None:
         if loading is not None and loading.label != self._label:
@@ -212,14 +212,14 @@ class StatusBar(Widget):
 
 
 def hidden_keys(actions: Mapping[str, str], *, priority: bool = False) -> list[Binding]:
-    """Return bindings of keys to actions. The key bar does not show them."""
+    """Convert a dictionary key -> action to bindings. The key bar does not show them."""
     return [Binding(key, action, show=False, priority=priority) for key, action in actions.items()]
 
 
 def named_keys(actions: Mapping[str, tuple[str, str]], *, priority: bool = False) -> list[Binding]:
-    """Return bindings of (key, action) by name.
+    """Convert a dictionary name -> (key, action) to bindings.
 
-    The key bar does not show them, and ``[keymap]`` may replace the keys.
+    The key bar does not show them. Users may replace the keys in ``[keymap]``, under these names.
     """
     return [Binding(key, action, show=False, priority=priority, id=name) for name, (key, action) in actions.items()]
 
@@ -246,7 +246,7 @@ class KeyBar(Widget):
     def _keys(self) -> list[tuple[str, Content]]:
         """Return the keys that fit, in order, each with its label.
 
-        The keys that lead to all other keys, and the key that quits, have priority.
+        The keys that open the menu, the help and the list of commands have priority, as well as the key that quits.
         """
         found: list[tuple[str, Content, bool]] = [("slash", self._label("/", "Commands"), True)]
         for _, binding, enabled, _ in self.screen.active_bindings.values():

@@ -28,8 +28,8 @@ _KEYS = {
     "stop": ("escape", "stop"), "interrupt": ("ctrl+c", "interrupt"), "expand": ("alt+v", "expand"),
     "wider": ("alt+shift+left", "widen(1)"), "narrower": ("alt+shift+right", "widen(-1)"),
     "select-previous": ("alt+up", "select(-1)"), "select-next": ("alt+down", "select(1)"),
-}  # names of actions, their keys, and the actions  # fmt: skip
-_WIDTHS, _WIDTH_STEP, _USUAL_WIDTH = (25, 70), 5, 40  # of the memory panel, in percent: see `memory.tcss`
+}  # name of an action -> (key, action)  # fmt: skip
+_WIDTHS, _WIDTH_STEP, _USUAL_WIDTH = (25, 70), 5, 40  # widths of the memory panel, in percent: see `memory.tcss`
 
 
 class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
@@ -65,7 +65,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         yield KeyBar()
 
     def on_screen_resume(self, event: ScreenResume) -> None:
-        if not self.stack_updates:  # the first time: all widgets were styled just now
+        if not self.stack_updates:  # at the first time, all widgets have just been styled
             event.refresh_styles = False
 
     def on_mount(self) -> None:
@@ -75,7 +75,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.watch(self.talk, "leaf", lambda _: self.memory.drawing.soon(), init=False)
 
     def _engine_state_changed(self, state: EngineState) -> None:
-        self.post_message(EngineEvent(state))  # to queue it after events that arrived before
+        self.post_message(EngineEvent(state))  # as a message, so that it is handled after earlier events
 
     def _take_state(self, state: EngineState) -> None:
         before, self._phase = self._phase, state.phase
@@ -108,8 +108,8 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
     def action_command(self, name: str, argument: str = "") -> None:
         """Queue a slash command, to run after all messages that the chat pane has already received.
 
-        Key actions run in the task of the app or of the prompt, and the palette in that of the app. A command that ran
-        there could change the conversation while a question is being asked.
+        Commands must run in the chat pane's own task. Actions of keys and of the palette run in other tasks, where a
+        command could change the conversation while a question is being asked.
         """
         self.talk.call_command(name, argument)
 
@@ -151,9 +151,9 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             talk.prompt.focus()
 
     def action_interrupt(self) -> None:
-        """Copy the selection.
+        """Copy the selection. Without a selection, stop the answer or loading.
 
-        Without one, stop the answer or loading. If nothing runs, quit when the user repeats the key.
+        If nothing runs, quit when the user presses the key again.
         """
         selected = self.talk.prompt.selected_text or self.get_selected_text()
         if selected:
@@ -164,9 +164,9 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.app.exit()
 
     def lead(self, event: events.Key | events.Paste) -> None:
-        """Focus the prompt before it gets a letter or pasted text, unless the focused widget uses the key itself.
+        """Focus the prompt if a letter or pasted text is meant for it: if the focused widget does not use the key.
 
-        The app calls this before it passes the key on. Later would be too late: the next keys would already be queued
+        The app calls this before it passes the key on. If the focus moved later, the next keys would already be queued
         for the old widget, and Enter would act on it.
         """
         focused, (key, character) = self.focused, ("a", "a")
@@ -200,7 +200,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.set_class(not shown, "-no-memory")
         if shown:
             self.panel.view = name
-            if self.has_class("-short"):  # no space next to the chat pane
+            if self.has_class("-short"):  # the screen has no space for the panel next to the chat pane
                 self.add_class("-expanded")
             self.memory.show()
         else:

@@ -27,30 +27,31 @@ from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import plural
 from minillm.ui.settings import Settings, with_param
 
-# 16 x 48 = 768 tokens: enough for the tour's conversations, too few for all of them at once. Draft tokens would
-# desynchronize the three answers of the last stop: the first would end early and leave its blocks to the others.
+# 16 x 48 = 768 tokens: enough for each of the tour's conversations, too few for all of them at once. Speculation is
+# off, because draft tokens would desynchronize the three answers of the last stop. The first answer would end early,
+# and its blocks would be free for the others.
 DEMO_ENGINE = {
     "num_blocks": 48, "block_size": 16, "max_model_len": 512, "admission": "optimistic", "speculate": "off",
 }  # fmt: skip
 DEMO_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 48, "seed": 1}
-_STEPS_PER_SECOND = 10.0  # of the engine, at speed 1
+_STEPS_PER_SECOND = 10.0  # engine steps per second at speed 1
 _READING = 6.0  # seconds for the user to read an explanation, at speed 1
 _PATIENCE = 120.0  # maximum seconds to wait until a stop has shown its event
 _SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 class Narration(Static):
-    """The line of explanation above the chat."""
+    """Shows the tour's explanation above the chat."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """A stop of the tour.
+    """A stop of the tour, which explains one event in the cache.
 
     Attributes:
         text: the explanation.
         view: the memory view to show.
-        act: causes the event that the stop explains. Returns whether it happened.
+        act: causes the event. Returns whether it has happened.
     """
 
     name: str
@@ -159,7 +160,7 @@ class DemoApp(ChatApp):
         self.number = 0  # number of the current stop; 0 before the first stop
         self.over = False
         self._go_on = asyncio.Event()
-        self.missed: list[str] = []  # stops that did not show what they explain
+        self.missed: list[str] = []  # stops at which the event did not happen
         self._others = 0
 
     async def on_mount(self) -> None:

@@ -50,7 +50,8 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
     def __init__(self, title: str, hint: str | Content, *parts: Widget, scrolls: bool = False) -> None:
         """Create the dialog.
 
-        ``scrolls``: the parts may be taller than the screen, so they scroll and the frame shows the hint.
+        ``scrolls``: the parts may be taller than the screen. They can then be scrolled, and the hint is on the frame,
+        where it stays visible. Otherwise the hint is the last line in the box.
         """
         super().__init__()
         self._box = (
@@ -70,9 +71,9 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
         self.query_one(".problem", Static).update(Content(clean_line(str(problem), 300)))
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
-        """Close the dialog, unless it is closed already: a second Enter or click right after the first does nothing.
+        """Close the dialog. If it is closed already, as by a second Enter right after the first, do nothing.
 
-        Textual would close the top screen instead, or fail if that is the chat.
+        Textual itself would then close whatever screen is on top, or fail if that is the chat.
         """
         return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
 
@@ -81,13 +82,13 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
 
 
 class Palette(PatientPalette):
-    """Textual's command palette. It runs only one command, however often Enter is pressed."""
+    """Textual's command palette, but it runs only one command, even if Enter is pressed several times."""
 
     @on(Input.Submitted)
     @on(OptionList.OptionSelected)
     def _take_only_one(self, event: Input.Submitted | OptionList.OptionSelected) -> None:
         if not self.is_active:
-            event.prevent_default()  # already closed: the screen below would close, and the command would run again
+            event.prevent_default()  # the palette is closed; Textual would close the chat and run the command again
 
     def dismiss(self, result: None = None) -> AwaitComplete:
         """Close the palette, unless it is closed already.
@@ -98,7 +99,10 @@ class Palette(PatientPalette):
 
 
 class SystemScreen(Dialog[str]):
-    """Edits the system prompt and returns it. The next answer uses it, and its blocks stay pinned in the cache."""
+    """Edits the system prompt and returns it.
+
+    The next answer uses the new system prompt. The system prompt's blocks stay pinned in the cache.
+    """
 
     BINDINGS = [Binding("ctrl+s", "save", "Save", priority=True)]  # noqa: RUF012
 
@@ -116,7 +120,10 @@ class SystemScreen(Dialog[str]):
 
 
 class SamplingScreen(Dialog[Settings]):
-    """Edits the sampling and beam search parameters, one per line. Returns the settings. Errors name the parameter."""
+    """Edits the parameters of sampling and beam search, one per line. Returns the settings with the new values.
+
+    An error names the invalid parameter.
+    """
 
     BINDINGS = [  # noqa: RUF012
         Binding("ctrl+s", "save", "Save", priority=True),
@@ -154,7 +161,7 @@ class SamplingScreen(Dialog[Settings]):
 
 
 class ModelScreen(Dialog[str]):
-    """Lets the user select a model by name or path, and returns that. A missing model will be downloaded."""
+    """Lets the user select a model, and returns its name or path. A missing model is downloaded when it is loaded."""
 
     def __init__(self, settings: Settings, gpu: int = 0) -> None:
         """Create the dialog. ``gpu``: memory of the engine's GPU in bytes, 0 without a GPU."""
@@ -165,7 +172,7 @@ class ModelScreen(Dialog[str]):
         super().__init__("model", hint, self._options, Static("", classes="problem"), self._input)
 
     def on_mount(self) -> None:
-        from minillm.weights.files import find_downloaded  # here, because other dialogs need not wait for it
+        from minillm.weights.files import find_downloaded  # imported here, so that other dialogs open sooner
         from minillm.weights.manifest import load_manifest
 
         try:
@@ -207,7 +214,7 @@ class ModelScreen(Dialog[str]):
 
 
 def fit_of(entry: ModelEntry, places: Sequence[Place]) -> str:
-    """Return where a model fits, the quantization that Enter would load, and its speed, as a text for the list."""
+    """Return a text for the list: where the model fits, the quantization that would be loaded, and its speed."""
     from minillm.fit.forms import sized_entry
     from minillm.fit.verdicts import IN_FEW_BITS, verdicts
 
@@ -231,7 +238,7 @@ class SessionsScreen(Dialog[Path]):
     def __init__(self, store: SessionStore, search: str = "") -> None:
         self._store = store
         self._found: list[SessionSummary] = []
-        self._doomed: Path | None = None  # the file for which Delete was pressed once
+        self._doomed: Path | None = None  # the file to delete if Delete is pressed again
         self._input = Input(search, placeholder="search titles, questions and answers", compact=True)
         self._options = Options()
         hint = "Enter resumes · ↑ ↓ move · Delete twice deletes · Escape closes"
@@ -288,7 +295,7 @@ class SessionsScreen(Dialog[Path]):
             self.say("Press Delete again to delete it for good")
 
 
-# Minimum probabilities, their labels, and the styles of tokens. Unlikely tokens are underlined, for use without color.
+# (minimum probability, its label, style of tokens with it). Unlikely tokens are underlined, for use without color.
 _LOOKS = (
     (0.9, "≥ 90 %", "$text-muted"),
     (0.5, "≥ 50 %", "$text-success"),
@@ -299,9 +306,9 @@ _LONGEST = 2000  # maximum number of tokens to show
 
 
 class ProbabilityScreen(Dialog[Fork]):
-    """Shows an answer's tokens, colored by probability, with the alternatives at the cursor.
+    """Shows an answer's tokens, colored by probability, with the alternatives to the token at the cursor.
 
-    If the user chooses an alternative, returns the `Fork` of the answer that continues from it.
+    If the user chooses an alternative, returns a `Fork`: the answer up to the cursor, and the alternative.
     """
 
     BINDINGS = [  # noqa: RUF012
@@ -327,7 +334,7 @@ class ProbabilityScreen(Dialog[Fork]):
         self._go_to(0)
 
     def on_resize(self) -> None:
-        self.call_after_refresh(self._show)  # with bars for this width
+        self.call_after_refresh(self._show)  # redraw the bars for the new width
 
     def _go_to(self, place: int) -> None:
         self._cursor = max(0, min(len(self._tokens) - 1, place))
@@ -362,12 +369,12 @@ class ProbabilityScreen(Dialog[Fork]):
         chances = [math.exp(min(0.0, token.logprob)) for token in self._tokens]
         looks = [next(look for least, _, look in _LOOKS if chance >= least) for chance in chances]
         looks[self._cursor] += " reverse"
-        # Show line breaks as a symbol, followed by the break.
+        # Show each line break as a symbol, followed by the break itself.
         texts = [clean(token.text).replace("\n", "⏎\n").replace("\t", "⇥") for token in self._tokens]
         self._text.update(Content.assemble(*zip(texts, looks, strict=True)))
         token = self._tokens[self._cursor]
         lines = [Content(f"token {self._cursor + 1} of {len(self._tokens)} · log p {token.logprob:.2f}")]
-        room = max(0, min(20, self._area.size.width - 30))  # cells of a bar, next to mark, token and figure
+        room = max(0, min(20, self._area.size.width - 30))  # cells that are left for a bar after mark, token and figure
         for number, each in enumerate(_alternatives(token)):
             chance = math.exp(each.logprob)
             figures = f"{chance:>7.1%} {bar(chance, room)}"

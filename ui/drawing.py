@@ -17,13 +17,13 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 _SHORTEST = 0.1  # minimum seconds between drawings
-_GATHER = 0.005  # seconds to wait until all changed widgets have requested a drawing, to draw them together
+_GATHER = 0.005  # seconds to wait for drawing requests of other widgets that have changed, to draw them all at once
 
 
 class Drawn(Widget):
-    """Shows the content that ``make`` returns for a width and height in cells.
+    """Shows the content that ``make(width, height)`` returns for the widget's size in cells.
 
-    `update` redraws only if the content changed.
+    `update` calls ``make`` again, and redraws only if the content has changed.
     """
 
     def __init__(self, make: Callable[[int, int], Content], **options: str) -> None:
@@ -32,7 +32,7 @@ class Drawn(Widget):
         self._shown = Content("")
 
     def update(self) -> None:
-        """Redraw without a new layout if the content changed."""
+        """Redraw if the content has changed. The layout of the screen stays."""
         if not self._content().is_same(self._shown):
             self.refresh()
 
@@ -48,9 +48,9 @@ class Drawn(Widget):
 def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
     """Show ``content`` in a widget with a width set by its container, such as ``1fr``.
 
-    A layout takes several times as long as a drawing. So a layout follows only if the widget's height changes. With
-    ``lines_ahead``, a widget that grows reserves that many more lines, so that it grows less often. `settle` frees
-    them.
+    A layout of the screen takes several times as long as a drawing, so it is done only if the widget's height changes.
+    With ``lines_ahead``, a widget that grows also reserves that number of blank lines, so that its height changes less
+    often. `settle` frees these lines.
     """
     (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
     height = content.get_height(rules, width) if width else 0
@@ -94,7 +94,7 @@ class Drawing:
         self._widget, self._draw = widget, draw
         self._share, self._longest = share, longest
         self._interval = _SHORTEST
-        self._timer: Timer | None = None  # until the next drawing
+        self._timer: Timer | None = None  # runs until the next drawing; None if no drawing is requested
         self._drawn_at = 0.0
 
     @property
@@ -103,7 +103,7 @@ class Drawing:
         return self._interval if self.beside_model else _SHORTEST
 
     def pace(self, beside_model: bool) -> None:
-        """Set whether the model computes on the same cores. If a drawing is waiting, its time changes accordingly."""
+        """Set whether the model computes on the same cores. The time of a requested drawing changes accordingly."""
         if beside_model == self.beside_model:
             return
         self.beside_model = beside_model

@@ -32,9 +32,9 @@ class EngineState:
 
     phase: Phase = "off"
     model: str = ""
-    loading: Progress | None = None  # while phase is "loading"
-    loaded: Loaded | None = None  # while phase is "ready"
-    error: str = ""  # why phase is "failed" or "crashed"; not cleaned for a terminal
+    loading: Progress | None = None  # set while the phase is "loading"
+    loaded: Loaded | None = None  # set while the phase is "ready"
+    error: str = ""  # the reason for the phase "failed" or "crashed"; not cleaned for a terminal
     server: str = ""  # address of the engine's server; empty for an engine on this machine
 
 
@@ -147,7 +147,7 @@ class EngineApp(QuietApp):
     def call_user(self, title: str) -> None:
         """Ring the bell, and show in the window's title that an answer is ready.
 
-        ``title`` may contain any characters.
+        ``title`` is the conversation's title. Control characters in it are replaced.
         """
         self.bell()
         self.set_window_title(f"✓ {clean_line(title, 80)} · minillm")
@@ -160,7 +160,7 @@ class EngineApp(QuietApp):
         self._files.cleanup()
 
     def notify(self, message: str, **options: Any) -> None:
-        """Show a notification, and remove the previous one. ``message`` may contain any characters."""
+        """Show a notification, and remove the previous one. Control characters in ``message`` are replaced."""
         self.clear_notifications()
         super().notify(clean_line(message, 400), **{**options, "markup": False})
 

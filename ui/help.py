@@ -17,8 +17,8 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.dialogs import Dialog
 from minillm.ui.keymap import shown_keys
 
-# Keys and their meanings, by section. Braces contain the name of an action, of two actions (with / between them), or of
-# a command, and stand for its keys.
+# Section of the help -> keys -> their meaning. A name in braces is replaced by keys: {stop} by the keys of that action,
+# {scroll-up/scroll-down} by the keys of both actions, and {branch} by the keys of that slash command.
 KEYS = {
     "Chat": {
         "Enter": "send",
@@ -60,7 +60,7 @@ KEYS = {
     },
 }
 
-# Widgets that can be focused, their names, and the keys that work only there.
+# (class of widgets that can be focused, their name, keys that work only there -> their meaning).
 _PLACES: tuple[tuple[type, str, Mapping[str, str]], ...] = (
     (PromptInput, "the prompt", KEYS["Chat"]),
     (CandidateCard, "a candidate", {
@@ -98,7 +98,7 @@ def keys_here(screen: Screen[object]) -> tuple[str, dict[str, str]]:
 
 
 class _Shown(dict[str, str]):
-    """Maps the names in braces in `KEYS` to keys for display: of an action, of two actions, or of a command."""
+    """Maps each name in braces in `KEYS` to the keys that replace it."""
 
     def __init__(self, commands: CommandTable, bound: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Shown(dict[str, str]):
         if name in self._commands and name not in self._bound:
             parts = [binding.id or "" for binding in self._commands[name].bindings()]
             if not parts:
-                return self._commands[name].shown_key  # the prompt's own keys, which never change
+                return self._commands[name].shown_key  # the prompt handles these keys itself, so they never change
             names = parts
         return shown_keys(*(self._bound[each] for each in names))
 

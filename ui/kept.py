@@ -1,6 +1,6 @@
-"""State that the chat saves for the next start.
+"""Save settings that the user changes in the chat, for the next start.
 
-Changed sampling parameters, presets and thinking are saved in a file of the chat, the theme in the configuration.
+Sampling parameters, presets and the setting of ``/think`` are saved in ``chat.json``, the theme in the configuration.
 """
 
 import json
@@ -36,7 +36,7 @@ class Kept:
     """The saved state of the chat.
 
     Attributes:
-        sampling, beams: the parameters that were changed in the chat.
+        sampling, beams: the parameters of SamplingParams and BeamSearchParams that were changed in the chat.
         presets: the user's own presets by name.
         thinks: the last setting of ``/think``; None if it was never used.
     """
@@ -47,7 +47,7 @@ class Kept:
     thinks: bool | None = None
 
     def over(self, sampling: Mapping[str, Any], beams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the configuration's parameters, overridden by the saved ones."""
+        """Return the configuration's parameters ``sampling`` and ``beams``, overridden by the saved parameters."""
         beams = {**beams, **self.beams}
         return {**sampling, **self.sampling}, {} if beams.get("beam_width") == 1 else beams
 
@@ -74,7 +74,7 @@ class Kept:
         return known[name]
 
     def with_preset(self, name: str, sampling: Mapping[str, Any] | None) -> "Kept":
-        """Return a copy with a preset added. Without ``sampling``, it is deleted instead.
+        """Return a copy with a preset added or replaced. If ``sampling`` is None, the preset is deleted instead.
 
         Raises:
             UsageError: the name is invalid or built in, or there is no preset to delete.
@@ -91,7 +91,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Keeper:
-    """Reads and writes the state: the chat's own ``chat.json``, and the theme in the user's configuration file."""
+    """Reads and writes the saved state, in ``chat.json``. Writes the theme to the user's configuration file."""
 
     file: Path
     config: Path

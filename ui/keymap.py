@@ -1,8 +1,7 @@
 """The named actions of the chat and their keys.
 
-``[keymap]`` in the configuration replaces keys; a menu lists all actions.
-
-Some terminals use function keys, others Alt, for themselves. ctrl+g, then a letter of the menu, works everywhere.
+Users can replace keys in the configuration, in ``[keymap]``. A menu lists all actions: ctrl+g opens it, and a letter
+runs an action. This works everywhere, while some terminals do not pass on function keys or Alt.
 """
 
 import re
@@ -23,7 +22,7 @@ LETTERS = {
     "undo": "u", "copy": "y", "probabilities": "p", "select-previous": "k", "select-next": "j", "pool": "1",
     "tables": "2", "strands": "3", "events": "4", "memory": "5", "steps": "6", "expand": "v", "editor": "x",
     "suspend": "z", "quit": "q", "wider": "+", "narrower": "-",
-}  # the menu's letter for each action  # fmt: skip
+}  # name of an action -> its letter in the menu  # fmt: skip
 _TWO_COLUMNS = 78  # minimum screen width in cells for a menu of two columns
 _ARROWS = {"up": "↑", "down": "↓", "left": "←", "right": "→"}
 _KEY = re.compile(r"(?:(?:ctrl|alt|shift|super|meta)\+)*[a-z0-9_]+")
@@ -31,7 +30,7 @@ _TYPED = re.compile(r"(?:shift\+)?(?:[a-z0-9]|[a-z]+_[a-z_]+|space|minus|plus|sl
 
 
 def checked_keymap(keymap: Mapping[str, object], bindings: Iterable[Binding]) -> dict[str, str]:
-    """Check ``[keymap]`` and return the keys by action in Textual's format: ``{"edit": "ctrl+e,f12"}``.
+    """Check ``[keymap]``. Return it in Textual's format, action -> keys: ``{"edit": "ctrl+e,f12"}``.
 
     Raises:
         UsageError: an action or key is unknown, a key is needed for typing, or two actions have the same key.

@@ -1,4 +1,4 @@
-"""Drawings of the memory panel at its own rate, with the names of the conversation's sequences."""
+"""Draw the memory panel, at a rate of its own, and name the sequences that it shows."""
 
 from textual.screen import Screen
 
@@ -9,10 +9,10 @@ from minillm.ui.memory.panel import MemoryPanel
 
 
 def name_of_stranger(owner: str) -> str:
-    """Return a name for sequences that belong to no turn of this conversation.
+    """Return a name for a sequence that belongs to no turn of this conversation.
 
-    On a server, they may belong to other clients. ``owner`` is then a request such as ``chatcmpl-…``, or
-    SESSION/REQUEST of another chat.
+    On a server, it may belong to another client. ``owner`` is then a request's id such as ``chatcmpl-…``, or
+    SESSION/REQUEST for another chat.
     """
     if "/" in owner:
         return f"chat {owner.partition('/')[0][1:5]}"
@@ -22,18 +22,18 @@ def name_of_stranger(owner: str) -> str:
 
 
 class MemoryDrawing:
-    """Draws what has changed in the block pool: in the memory panel, and next to the conversation's turns."""
+    """Draws changes of the block pool, in the memory panel and next to the conversation's turns."""
 
     def __init__(self, screen: Screen[None], talk: ChatPane) -> None:
         self._screen, self._talk = screen, talk
         self.drawing = Drawing(screen, self._draw, share=0.008, longest=3.0)
         self._last_copier = ""  # the request that last copied a block
-        self._earlier_names: dict[str, str] = {}  # displayed names by request, including earlier conversations
+        self._earlier_names: dict[str, str] = {}  # request, also of earlier conversations -> its displayed name
 
     def take(self, event: CacheChanged | Stepped | MemoryUse) -> None:
-        """Draw an event soon. Draw the first copy on write of each answer at once.
+        """Request a drawing of an event. The first copy on write of each answer is drawn at once.
 
-        If a model runs on the same cores, the usual interval would show that copy late.
+        Other events wait for the usual interval, which may be seconds if the model runs on the same cores.
         """
         self.drawing.soon()
         if isinstance(event, CacheChanged):
@@ -54,7 +54,7 @@ class MemoryDrawing:
             self._talk.refresh_status()
 
     def show(self) -> None:
-        """Show the news in the memory panel."""
+        """Show the latest changes in the memory panel."""
         panel, leaf, origins = self._panel, self._talk.conversation.leaf, self._talk.conversation.origins
         if leaf is None:
             panel.show_news(self.name_of, None)
@@ -72,7 +72,7 @@ class MemoryDrawing:
     def name_of(self, owner: str, index: int) -> str:
         """Return a sequence's name for display: ``turn 2 · answer 3`` is the third candidate of the second turn.
 
-        ``owner`` is the sequence's request. A negative ``index`` stands for all of its sequences.
+        ``owner`` is the sequence's request. A negative ``index`` stands for all sequences of the request.
         """
         summing, pool = self._talk.compaction, self._talk.pool
         if summing is not None and summing.request_id == owner:

@@ -34,9 +34,9 @@ def bar(fraction: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, most: float) -> str:
-    """Return the last ``width`` values as bars, the newest on the right.
+    """Return a line with a vertical bar for each of the last ``width`` values, the newest on the right.
 
-    ``most`` is the value of a full bar; 0 is a blank.
+    ``most`` is the value of a full bar. The value 0 is shown as a blank.
     """
     marks = [
         " " if value <= 0 or most <= 0 else _LEVELS[min(len(_LEVELS) - 1, int(value / most * len(_LEVELS)))]
@@ -48,7 +48,7 @@ def sparkline(values: Sequence[float], width: int, most: float) -> str:
 def spans(numbers: Sequence[int], most: int = 1_000) -> str:
     """Return the numbers as runs in their order: ``3–7, 12``.
 
-    If there are more than ``most`` runs, the rest becomes ``…``.
+    If there are more than ``most`` runs, the others are replaced by ``…``.
     """
     parts = [span(first, length) for _, first, length in islice(contiguous_runs(numbers), most + 1)]
     return ", ".join([*parts[:most], "…"] if len(parts) > most else parts)

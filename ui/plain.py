@@ -42,9 +42,9 @@ class PlainChat:
     settings: Settings
     store: SessionStore
     output: TextIO
-    notes: TextIO  # for everything but the answers
+    notes: TextIO  # the stream for everything except answers
     conversation: Conversation = field(default_factory=Conversation)
-    is_unsaved: bool = False  # the last save failed
+    is_unsaved: bool = False  # whether the last attempt to save failed
 
     def handle(self, line: str) -> bool:
         """Handle one line of input, a question or a command. Return False if it ends the chat."""
@@ -158,7 +158,7 @@ class PlainChat:
 
 
 def _next_line(source: TextIO) -> str:
-    """Return the next line of input with its line end; empty at the end of input.
+    """Return the next line of input with its line end, or "" at the end of input.
 
     On a terminal, show a prompt first.
     """

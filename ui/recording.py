@@ -16,8 +16,8 @@ _SVG = "{http://www.w3.org/2000/svg}"
 # The geometry of Rich's exporter, in pixels.
 _CELL = 12.2
 _ROW = 24.4
-_RECT_TOP = 1.5  # of a background in its row
-_TEXT_TOP = 20.0  # the baseline of a text in its row
+_RECT_TOP = 1.5  # distance from a row's top to its background
+_TEXT_TOP = 20.0  # distance from a row's top to the baseline of its text
 _FONTS = "Fira Code,ui-monospace,SFMono-Regular,Menlo,Consolas,DejaVu Sans Mono,monospace"
 
 _DOCUMENT = """\
@@ -45,29 +45,30 @@ text{{font:20px {fonts}}}
 
 @dataclass(frozen=True)
 class Frame:
-    """A screenshot as Textual exports it, and the seconds that it is shown."""
+    """A screenshot as Textual exports it, and the seconds for which it is shown."""
 
     svg: str
     seconds: float
 
 
 def recording(frames: Sequence[Frame], title: str, still: int = -1) -> str:
-    """Return an SVG that shows ``frames`` one after the other, again and again.
+    """Return an SVG that shows ``frames`` one after the other, in an endless loop.
 
-    It contains each different row of the screen once. CSS keyframes show a row during the frames that have it.
+    If a row of the screen looks the same in several frames, the SVG contains it only once. CSS keyframes make a row
+    visible during the frames that contain it.
 
     Args:
         frames: screenshots of one size.
         title: the title of the window.
-        still: index of the frame to show where animations are turned off or unsupported.
+        still: index of the frame to show if animations are turned off or unsupported.
     """
     styles = _Styles()
     trees = [ElementTree.fromstring(frame.svg) for frame in frames]
-    times: dict[str, list[int]] = defaultdict(list)  # by row: the frames that have it
+    times: dict[str, list[int]] = defaultdict(list)  # markup of a row -> numbers of the frames that contain it
     for number, tree in enumerate(trees):
         for row in _rows(tree, styles):
             times[row].append(number)
-    together: dict[tuple[int, ...], list[str]] = defaultdict(list)  # by frames: the rows that they alone have
+    together: dict[tuple[int, ...], list[str]] = defaultdict(list)  # frames -> rows that are in exactly these frames
     for row, numbers in times.items():
         together[tuple(numbers)].append(row)
     starts = [0.0, *accumulate(frame.seconds for frame in frames)]
@@ -85,9 +86,9 @@ def recording(frames: Sequence[Frame], title: str, still: int = -1) -> str:
 
 @dataclass
 class _Styles:
-    """Short class names for the styles of all frames."""
+    """Short CSS class names for the styles of all frames."""
 
-    names: dict[str, str] = field(default_factory=dict)  # by CSS rules
+    names: dict[str, str] = field(default_factory=dict)  # CSS rules of a style -> its class name
 
     def name(self, rules: str) -> str:
         return self.names.setdefault(rules, f"r{len(self.names)}")
@@ -97,7 +98,10 @@ class _Styles:
 
 
 def _keyframes(numbers: Sequence[int], starts: Sequence[float]) -> str:
-    """Return the keyframes of rows that the frames ``numbers`` have. Frame i lasts from ``starts[i]`` on."""
+    """Return CSS keyframes that make a row visible during the frames ``numbers``.
+
+    Frame i begins at ``starts[i]`` seconds. The last of ``starts`` is the end of the recording.
+    """
     changes = {0.0: "hidden"}
     for number in numbers:
         changes[starts[number]] = "visible"
@@ -112,7 +116,7 @@ def _keyframes(numbers: Sequence[int], starts: Sequence[float]) -> str:
 
 
 def _rows(root: ElementTree.Element, styles: _Styles) -> Iterable[str]:
-    """Yield the markup of each row of a screenshot: its backgrounds, and the texts on them."""
+    """Yield the markup of each row of a screenshot: backgrounds, and the texts on them."""
     rules = dict(re.findall(r"\.(\S+-r\d+) \{ (.*?);? \}", root.findtext(f"{_SVG}style", "")))
     terminal = root.findall(f"{_SVG}g")[-1]
     rows: dict[int, list[str]] = defaultdict(list)
@@ -125,7 +129,7 @@ def _rows(root: ElementTree.Element, styles: _Styles) -> Iterable[str]:
         if "text-decoration" not in style:
             x += _CELL * (len(text) - len(text.lstrip()))
             text = text.strip()
-        # A browser may use a font with characters of another width, and it collapses adjacent spaces.
+        # Set the text's length, because a browser's font may be wider. Replace spaces, because browsers collapse them.
         length = f' textLength="{_CELL * cell_len(text):.5g}"' if len(text) > 1 else ""
         content = escape(text, quote=False).replace(" ", "\xa0")
         rows[round((y - _TEXT_TOP) / _ROW)].append(
@@ -135,7 +139,7 @@ def _rows(root: ElementTree.Element, styles: _Styles) -> Iterable[str]:
 
 
 def _backgrounds(terminal: ElementTree.Element) -> Iterable[tuple[float, float, float, str]]:
-    """Yield the top, left and right end, and the color of each background. Adjacent ones of a color are one."""
+    """Yield (top, left end, right end, color) for each background. Adjacent backgrounds of one color are joined."""
     last: tuple[float, float, float, str] | None = None
     for rect in terminal.findall(f"{_SVG}rect"):
         x, y, width = (float(rect.attrib[name]) for name in ("x", "y", "width"))

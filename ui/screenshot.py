@@ -20,14 +20,14 @@ from minillm.weights.manifest import default_model
 QUESTIONS = (("Explain the Fibonacci sequence in two sentences.", 1), ("Name a use of it, in one sentence.", 3))
 SIZE = (160, 44)  # columns and rows
 TOUR_SIZE = (100, 32)
-_PATIENCE = 120.0  # seconds for the whole conversation
-_TOUR_PATIENCE = 600.0  # seconds for the tour
-_SETTLED = 0.5  # seconds until all that a stop changes at its beginning is drawn
+_PATIENCE = 120.0  # time limit for the whole conversation in seconds
+_TOUR_PATIENCE = 600.0  # time limit for the tour in seconds
+_SETTLED = 0.5  # after this many seconds, all changes at the beginning of a stop are drawn
 _LOOK = 0.1  # seconds between two screenshots of the tour
-# The recording, in seconds for each stop of the tour: all of it, its explanation, its end, and how often it changes.
+# Seconds for a stop of the tour in the recording: for all its frames, for the first, for the last, for each between.
 _STOP, _FIRST, _LAST, _BETWEEN = 4.5, 1.4, 1.2, 0.15
 _END = 4.0  # seconds for the tour's last screen
-_STILL = 3  # the stop with the picture for readers without animations
+_STILL = 3  # readers without animations see the last frame of this stop
 
 
 async def take(directory: Path) -> None:
@@ -60,12 +60,12 @@ async def take(directory: Path) -> None:
             while not isinstance(app.screen, ProbabilityScreen):
                 await pilot.pause(0.1)
             await pilot.press(*["right"] * 4)
-            await pilot.pause(7)  # until the notifications disappear
+            await pilot.pause(7)  # notifications disappear in this time
             (directory / "alternatives.svg").write_text(app.export_screenshot(title="minillm chat"), encoding="utf-8")
 
 
 async def record(directory: Path) -> None:
-    """Run the tour and write tour.svg, a recording of it. The tour's stops last the same time in it.
+    """Run the tour and write a recording of it to tour.svg. In the recording, all stops have the same duration.
 
     Raises:
         MinillmError: the model does not load.
@@ -92,7 +92,7 @@ async def record(directory: Path) -> None:
 
 
 def timeline(shots: list[str]) -> list[Frame]:
-    """Return the frames of one stop: the first, the last, and some of the others, evenly spaced."""
+    """Choose the frames of one stop from its screenshots: the first, the last, and others at equal distances."""
     if len(shots) == 1:
         return [Frame(shots[0], _STOP)]
     between = shots[1:-1]
@@ -108,7 +108,7 @@ def timeline(shots: list[str]) -> list[Frame]:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m minillm.ui.screenshot DIRECTORY")
-    # Do not depend on this terminal: with fewer colors, every theme looks different.
+    # The pictures must not depend on this terminal's number of colors, which changes every theme.
     os.environ |= {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
     asyncio.run(take(Path(sys.argv[1])))
     asyncio.run(record(Path(sys.argv[1])))

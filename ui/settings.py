@@ -12,10 +12,10 @@ from minillm.params import MAX_TOKENS, BeamSearchParams, SamplingParams
 from minillm.ui.numbers import count
 from minillm.user_config import CHAT_SAMPLING, UserConfig
 
-# Stop early: otherwise, readers would see finished answers replaced by longer ones for a long time.
+# Without early stopping, finished answers on the screen could be replaced by longer ones for a long time.
 CHAT_BEAMS: Mapping[str, Any] = {"early_stopping": True}
 POOL_TOKENS = 32768
-NUM_ALTERNATIVES = 5  # number of most probable tokens to request for each token, for the probabilities view
+NUM_ALTERNATIVES = 5  # how many of the most probable tokens are requested at each position, for `ProbabilityScreen`
 # Sampling parameters that also apply to beam search.
 _SHARED = ("max_tokens", "max_reasoning_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -28,9 +28,10 @@ class Settings:
 
     Attributes:
         engine: options of EngineConfig.
-        sampling, beams: parameters of SamplingParams and BeamSearchParams that differ from the defaults. ``max_tokens``
-            comes on top of ``max_reasoning_tokens``.
-        depths: numbers of reasoning tokens to answer after, ascending; empty: answer once.
+        sampling, beams: parameters of SamplingParams and BeamSearchParams that differ from the defaults. If
+            ``max_reasoning_tokens`` is set, ``max_tokens`` limits only the answer after the reasoning.
+        depths: numbers of reasoning tokens in ascending order. For each, one candidate answers after so much reasoning.
+            If empty, there is one answer, or ``n`` answers.
     """
 
     model: str
@@ -39,7 +40,7 @@ class Settings:
     beams: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
     theme: str = ""  # one of `THEMES`; empty: light or dark, like the terminal
-    keymap: Mapping[str, Any] = field(default_factory=dict)  # keys by action name, see `checked_keymap`
+    keymap: Mapping[str, Any] = field(default_factory=dict)  # action name -> keys, see `checked_keymap`
     thinks: bool | None = None  # see `minillm.service.messages.Generate`
     depths: tuple[int, ...] = ()
     bell: bool = True  # when a long answer ends, ring the bell and set the window's title
@@ -57,10 +58,7 @@ class Settings:
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
-        """Return the parameters of a request.
-
-        With a ``beam_width`` they are for BeamSearchParams, else for SamplingParams.
-        """
+        """Return the parameters of a request: for BeamSearchParams if `searches`, else for SamplingParams."""
         if self.depths:
             *shallow, deepest = self.depths
             return _answering({**self.sampling, "n": 1, "max_reasoning_tokens": deepest, "reasoning_depths": shallow})
@@ -70,15 +68,18 @@ class Settings:
         return _answering({"logprobs": NUM_ALTERNATIVES, **self.sampling})
 
     def params_to_continue(self) -> dict[str, Any]:
-        """Return the parameters to continue an answer.
+        """Return the parameters of a request that continues an answer.
 
-        It gets one sampled continuation, even if the settings are for beam search.
+        The continuation is sampled, and there is only one, even if the settings are for beam search or several answers.
         """
         return _answering({"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1})
 
 
 def _answering(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters with ``max_tokens`` for the answer after limited reasoning."""
+    """Return the parameters of a request, in which ``max_tokens`` limits reasoning and answer together.
+
+    In the settings, ``max_tokens`` limits only the answer, so ``max_reasoning_tokens`` is added to it.
+    """
     if limit := params.get("max_reasoning_tokens"):
         longest = params.get("max_tokens", SamplingParams.max_tokens)
         return {**params, "max_tokens": min(MAX_TOKENS, limit + longest)}
@@ -86,7 +87,7 @@ def _answering(params: dict[str, Any]) -> dict[str, Any]:
 
 
 class Overlay(Protocol):
-    """The saved state of the chat: parameters that override the configuration, and whether the model thinks first."""
+    """The interface of the chat's saved state: parameters that override the configuration, and /think's setting."""
 
     @property
     def thinks(self) -> bool | None: ...
@@ -126,9 +127,9 @@ def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = No
 
 
 def for_desktop(engine: dict[str, Any]) -> dict[str, Any]:
-    """Return the engine's options.
+    """Return the engine's options ``engine``, with a limit for the size of the pool if none is set.
 
-    If no pool size is set, limit the pool, because other programs need memory as well.
+    The limit leaves memory for other programs.
     """
     if engine.keys() & {"pool_tokens", "num_blocks", "gpu_memory_utilization"}:
         return engine
@@ -140,8 +141,8 @@ class ParamField:
     """One line of the sampling dialog.
 
     Attributes:
-        kind: parses the line's text.
-        may_be_empty: None, shown as an empty line, is a valid value.
+        kind: a function that parses the line's text.
+        may_be_empty: whether None is a valid value. It is shown as an empty line.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Set up the terminal for the app, and restore it however the app ends.
 
-Textual restores the terminal when it exits normally, but not on SIGTERM and SIGHUP: the alternate screen, mouse and
-focus reports, bracketed paste, the hidden cursor and raw mode would all stay. So minillm makes the app exit normally on
-these signals. If the app does not exit within `_PATIENCE` seconds, because it hangs or the terminal is gone, a thread
-restores the terminal and ends the process.
+Textual restores the terminal when it exits normally, but not on SIGTERM and SIGHUP. Then the alternate screen, mouse
+and focus reports, bracketed paste, the hidden cursor and raw mode would all stay. So minillm makes the app exit
+normally on these signals. If the app hangs or the terminal is gone, it may not exit. After `_PATIENCE` seconds, a
+thread then restores the terminal and ends the process.
 """
 
 import asyncio
@@ -114,9 +114,9 @@ def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
 
 @dataclass
 class TerminalAnswer:
-    """The terminal's background, and the keys typed while it was asked.
+    """The terminal's background, and the keys that were typed while `asking_background` waited for the answer.
 
-    Both are known once `asking_background` has ended.
+    Both are set when `asking_background` has ended.
 
     Attributes:
         background: ``light``, ``dark`` or empty if unknown.
@@ -131,9 +131,9 @@ class TerminalAnswer:
 def asking_background() -> Iterator[TerminalAnswer]:
     """Ask the terminal for its background, run the block, then wait at most `_LONGEST_WAIT` seconds for the answer.
 
-    The terminal is not asked if keys are waiting, if input or output is not a terminal or belongs to another job, or if
-    the terminal would print the question. Typed keys are not echoed meanwhile. The terminal's state is restored
-    afterwards. `LateAnswers` drops an answer that arrives later.
+    The terminal is not asked in these cases: keys are waiting; input or output is not a terminal, or belongs to another
+    job; the terminal would print the question. Keys typed while the block runs are not echoed. Afterwards, the
+    terminal's state is restored. `LateAnswers` drops an answer that arrives later.
     """
     answer = TerminalAnswer()
     stdin, stdout = sys.__stdin__, sys.__stdout__
@@ -179,7 +179,7 @@ def _read_answer(keyboard: int) -> bytes:
 
 
 def background_of(said: bytes) -> str:
-    """Return ``light`` or ``dark`` for the color in an answer to OSC 11; empty if ``said`` contains no such answer."""
+    """Return ``light`` or ``dark`` for the color in an answer to OSC 11, or "" if ``said`` contains no such answer."""
     found = re.search(_COLOR, said)
     rgb = _RGB.fullmatch(found.group(1)) if found is not None else None
     if rgb is None:
@@ -197,14 +197,14 @@ class LateAnswers:
 
     @property
     def holds(self) -> bool:
-        """Return whether input is held back. If so, call `without` again soon, even without new input."""
+        """Return whether some input is held back. If so, call `without` again soon, even if there is no new input."""
         return bool(self._held)
 
     def without(self, data: bytes) -> bytes:
         """Take new input, and return the keys in it, without answers of the terminal.
 
-        The beginning of an answer is held back until the rest arrives. If the input may also be a key (Escape), it is
-        held back until the next call without input.
+        If the input ends with the beginning of an answer, this part is held back until the rest arrives. If the part
+        may also be a key (Escape), it is held back only until the next call without new input.
         """
         if data:
             self._held_since = time.monotonic()
@@ -247,7 +247,10 @@ class Pastes:
 
 
 def are_lines(keys: bytes) -> bool:
-    """Return whether keys that arrived at once are several lines: a paste in a terminal without bracketed paste."""
+    """Return whether keys that arrived at once are several lines.
+
+    They are then a paste from a terminal that does not support bracketed paste.
+    """
     return keys.count(b"\r") > 1 and b"\r" in keys.strip(b"\r") and not _NO_TEXT.search(keys)
 
 

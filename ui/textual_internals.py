@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 if "ESCDELAY" not in os.environ:
     constants.ESCAPE_DELAY = 0.05  # type: ignore[misc]  # seconds after which Escape is a key of its own
-_QUIET = 0.1  # seconds to wait for a key
-_SOON = 0.02  # seconds to wait while a sequence is incomplete, or a paste may continue
-_LONGEST_BURST = 1 << 20  # maximum bytes to treat as one input
+_QUIET = 0.1  # seconds to wait for a key at a time
+_SOON = 0.02  # seconds to wait for more input if a sequence is incomplete, or if a paste may continue
+_LONGEST_BURST = 1 << 20  # maximum bytes of a paste without marks that is treated as one text
 _COMPLETE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-Z\\-~]")  # a control sequence; "\x1b[[" begins a key of the Linux console
 _KITTY_KEY = re.compile(r"\x1b\[(\d*)[\d:]*(?:;(\d*)(?::(\d*))?)?((?:;[\d:]*)?[u~ABCDEFHPQRS])")
 _RELEASED = "3"  # type of a key event in the Kitty protocol
@@ -60,10 +60,10 @@ def _without_wide_looks(unicode_version: str = "auto") -> cells.CellTable:
     return _load_cell_table(unicode_version)._replace(narrow_to_wide=frozenset())
 
 
-# Styling a widget hashes every rule of the style sheets. Textual's `__hash__` is written in Python. With it, styling
-# all widgets of the chat takes 19 ms instead of 17.
+# Styling a widget hashes every rule of the style sheets. Textual's own `__hash__` is slower, because it is written in
+# Python: with it, styling all widgets of the chat takes 19 ms instead of 17.
 RuleSet.__hash__ = object.__hash__  # type: ignore[method-assign]
-cells.load_cell_table = _without_wide_looks  # a character has one width in all terminals; see `TerminalDriver.write`
+cells.load_cell_table = _without_wide_looks  # variation selectors change no width, see `TerminalDriver.write`
 
 
 def __getattr__(name: str) -> Any:
@@ -108,7 +108,8 @@ class QuietApp(App[None]):
             self._driver.flush()
 
     def _handle_exception(self, error: Exception) -> None:
-        # After `exit`, Textual mounts nothing and removes widgets while others still handle earlier messages.
+        # After `exit`, Textual removes widgets and mounts no new ones, while other widgets still handle messages. The
+        # errors that this causes are ignored.
         if not (self._exit and isinstance(error, MountError | NoMatches)):
             super()._handle_exception(error)
 
@@ -123,11 +124,11 @@ class QuietApp(App[None]):
 class Growing:
     """Mixin for a widget that grows: its new size does not trigger a second layout.
 
-    Textual requests a second layout whenever a widget's virtual size changes, in case scrollbars appear or disappear,
-    but scrollbars request it themselves. It also requests one after a widget's first layout, because of changes while
-    the widget was mounted.
+    Textual requests a second layout whenever a widget's virtual size changes, because scrollbars might appear or
+    disappear. This is not needed, because scrollbars request a layout themselves. Textual also requests a second layout
+    after a widget's first one.
 
-    This is not a widget itself. Otherwise Textual would take no styles from the widget's other base class.
+    The mixin is not a widget itself. Otherwise Textual would take no styles from the widget's other base class.
     """
 
     outer_size: Size
@@ -137,15 +138,15 @@ class Growing:
         update, known = super()._size_updated, bool(self.outer_size)  # type: ignore[misc]
         resized = bool(update(size, virtual_size, container_size, layout=False))
         if size and not known:
-            self._layout_required = False  # it was requested when the widget was created, and is done now
+            self._layout_required = False  # the layout that was requested when the widget was created is done now
         return resized
 
 
 class BearsRemovals:
     """Mixin for a screen: a click on a removed widget selects no text.
 
-    A removed widget stays visible until the next layout. On a click, Textual would look for the region of its parent,
-    which no longer exists.
+    A removed widget stays visible until the next layout. On a click on it, Textual would look for the region of its
+    parent, and fail, because a removed widget has no parent.
     """
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
@@ -159,8 +160,8 @@ class BearsRemovals:
 class AsLargeAsTerminal:
     """Mixin for a screen: it always has the terminal's current size, even if an older resize event says otherwise.
 
-    A screen sends itself its size when it is laid out. If two sizes are queued during a `batch_update`, each would
-    restore the other forever, and nothing else in the app would run.
+    A screen sends itself a resize event with its size when it is laid out. If two events with different sizes are
+    queued during a `batch_update`, each would cause the other again, forever, and nothing else in the app would run.
     """
 
     app: App[Any]
@@ -172,8 +173,8 @@ class AsLargeAsTerminal:
 class KeepsPlace:
     """Mixin for a scrolling container: it can hold one child in place while other children are added or removed.
 
-    The container scrolls during the layout that moves the children, so nothing jumps. This is not a widget itself, for
-    the same reason as `Growing`.
+    The container scrolls during the layout that moves the children, so nothing jumps on the screen. Like `Growing`, the
+    mixin is not a widget itself.
     """
 
     _kept: tuple[Widget, int] | None = None
@@ -190,9 +191,9 @@ class KeepsPlace:
 
     @property
     def waits_for_layout(self) -> bool:
-        """Return whether a place is held but no layout has happened since `keep_place`.
+        """Return whether a place is held, but no layout has happened since `keep_place`.
 
-        Textual's ``call_after_refresh`` may also call without a layout.
+        Callers need this, because Textual's ``call_after_refresh`` may call a function before the layout.
         """
         return self._kept is not None and not self._is_laid_out
 
@@ -201,7 +202,7 @@ class KeepsPlace:
 
     @property
     def is_held_at_end(self) -> bool:
-        """Return whether each layout scrolls to the end. Reading this calls no watcher of ``scroll_y``."""
+        """Return whether each layout scrolls to the end, because the reader is there."""
         assert isinstance(self, Widget)
         return self._anchored and not self._anchor_released
 
@@ -220,7 +221,7 @@ class KeepsPlace:
 
 
 def _scroll_in_layout(widget: Widget, top: float) -> None:
-    # Set the position as Textual's compositor does for an anchored widget.
+    # Set the position in the same way as Textual's compositor does for an anchored widget: without calling watchers.
     widget.set_reactive(Widget.scroll_y, top)
     widget.set_reactive(Widget.scroll_target_y, top)
     scrollbar: Any = widget.vertical_scrollbar
@@ -231,7 +232,7 @@ class SteadyScrollView(ScrollView):
     """A scroll view that redraws its scrollbar only if the scrollbar changed, instead of at each layout."""
 
     def has_scrollbar_for(self, num_lines: int) -> bool:
-        """Return whether the scrollbar is shown exactly if ``num_lines`` lines need one."""
+        """Return whether the scrollbar's visibility is right for ``num_lines`` lines: shown only if they need it."""
         return self.show_vertical_scrollbar == (num_lines > self.size.height)
 
     def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
@@ -241,7 +242,7 @@ class SteadyScrollView(ScrollView):
 
 
 class Becoming:
-    """Mixin for a Markdown block that itself decides how to change when its text grows."""
+    """Mixin for a Markdown block that grows in its own way: Textual calls `become` when its text grows."""
 
     async def become(self, block: MarkdownBlock) -> None:
         """Change this block into ``block``, which is the same block with more text. A subclass implements this."""
@@ -252,7 +253,7 @@ class Becoming:
 
 
 class HearsOfGrowth:
-    """Mixin for a Markdown block that reacts after Textual has made it grow."""
+    """Mixin for a Markdown block that is told when Textual has made it grow: `has_become` is called."""
 
     def has_become(self, block: MarkdownBlock) -> None:
         """React to a change: the block now shows ``block``. A subclass implements this."""
@@ -324,7 +325,10 @@ class PatientPalette(AsLargeAsTerminal, CommandPalette):
 
 
 class KeyParser(XTermParser):
-    """Textual's parser of keys. For an unreadable sequence it returns no key, instead of an error or many keys."""
+    """Textual's parser of keys, but an unreadable sequence is ignored.
+
+    Textual would raise an error, or return a key for each of its characters.
+    """
 
     @property
     def waits(self) -> bool:
@@ -350,9 +354,9 @@ class KeyParser(XTermParser):
 class TerminalDriver(LinuxDriver):
     """Textual's terminal driver, with safer input.
 
-    - Invalid UTF-8 does not end the app, but the end of input does.
-    - Keys that were read before the app started come first.
-    - The terminal's answers to earlier questions are not taken for keys, and neither is pasted text.
+    - Invalid UTF-8 does not end the app. The end of input does.
+    - Keys that were typed before the app started are handled first.
+    - The terminal's answers to earlier questions, and pasted text, are not taken for keys.
     """
 
     def write(self, data: str) -> None:
@@ -375,7 +379,7 @@ class TerminalDriver(LinuxDriver):
                         self.process_message(event)
 
         assert isinstance(self._app, QuietApp)
-        typed, self._app.typed_before = self._app.typed_before, b""  # once: this runs again after each suspension
+        typed, self._app.typed_before = self._app.typed_before, b""  # only once: this runs again after a suspension
         process(typed)
         with selectors.DefaultSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
@@ -386,7 +390,7 @@ class TerminalDriver(LinuxDriver):
                     if not data:
                         os.kill(os.getpid(), signal.SIGHUP)
                         return
-                    # More of a paste without marks: treat all of it as one text.
+                    # Several lines may be a paste without marks. Read all of it, to treat it as one text.
                     while len(data) > 1 and b"\r" in data and len(data) < _LONGEST_BURST and selector.select(_SOON):
                         more = self._read()
                         if not more:
@@ -397,7 +401,7 @@ class TerminalDriver(LinuxDriver):
                     self.process_message(event)
 
     def _read(self) -> bytes:
-        """Read available input; empty if the terminal was hung up."""
+        """Read the available input. Return b"" if the terminal was closed."""
         try:
             return os.read(self.fileno, 4096)
         except OSError:

@@ -20,10 +20,10 @@ from minillm.errors import UsageError
 from minillm.user_config import THEMES
 
 LEAST_TEXT, LEAST_FRAME = 4.5, 1.5  # minimum contrast of text, and of frames and marks
-_LEAST_FOREGROUND = 8.0  # so that faded text is still readable
+_LEAST_FOREGROUND = 8.0  # minimum contrast of normal text; it is higher so that faded text is still readable
 _SPARE = 0.15  # additional contrast, because the terminal rounds colors
-_GRAY, _HUE = 0.1, 1000.0  # saturation below which a color is a gray; the weight of hue relative to RGB distance
-_ALIKE = 55.0  # people confuse two colors with a smaller RGB distance
+_GRAY, _HUE = 0.1, 1000.0  # a color with less saturation is a gray; weight of the hue relative to the RGB distance
+_ALIKE = 55.0  # two colors with a smaller RGB distance look alike to people
 _STEPS = (0, 95, 135, 175, 215, 255)
 _CUBE = [Color(r, g, b) for r, g, b in itertools.product(_STEPS, repeat=3) if not r == g == b]  # of the 256 colors
 
@@ -67,7 +67,7 @@ def find_theme(name: str = "") -> Theme:
     return BUILTIN_THEMES[name]
 
 
-# Only the 16 basic colors are used: nothing is rounded, so no text disappears in its background.
+# The colors are all among the 16 basic ones, so the terminal rounds none, and no text disappears in its background.
 _SIXTEEN = {
     "primary": ("#55ffff", "#0000aa"),
     "secondary": ("#ff55ff", "#aa00aa"),
@@ -78,7 +78,7 @@ _SIXTEEN = {
     "background": ("#000000", "#ffffff"),
     "surface": ("#000000", "#ffffff"),
     "panel": ("#000000", "#ffffff"),
-}  # dark, light
+}  # name of a color -> (in the dark theme, in the light theme)
 
 
 def in_sixteen_colors(theme: Theme) -> Theme:
@@ -114,9 +114,9 @@ def _colors_of(theme: Theme) -> dict[str, Color]:
 
 
 def in_gray_grounds(theme: Theme) -> Theme:
-    """Return the theme with distinct grays of the 256 colors as backgrounds.
+    """Return the theme with different grays for its three backgrounds, for a terminal with 256 colors.
 
-    The nearest colors would all be black, or yellow for light backgrounds.
+    The most similar of the 256 colors would be black for all dark backgrounds, and yellow for light ones.
     """
     colors = _colors_of(theme)
     before, found = -1 if theme.dark else len(_GRAYS), dict[str, str]()
@@ -129,9 +129,9 @@ def in_gray_grounds(theme: Theme) -> Theme:
 
 
 def in_grays(theme: Theme) -> Theme:
-    """Return the theme without colors.
+    """Return the theme with each color replaced by a gray.
 
-    Textual also removes them, but not from areas that no widget fills.
+    Textual also removes colors, but not from parts of the screen without a widget.
     """
     grays: dict[str, Any] = {name: color.monochrome.hex for name, color in _colors_of(theme).items()}
     return replace(theme, **grays)
@@ -159,9 +159,9 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
         return readable(color, on, goal, least, kinds).hex
 
     def telling(color: Color) -> str:
-        """Return a color that helps to tell sequences apart.
+        """Return a readable variant of a color that distinguishes sequences.
 
-        These colors never appear on a panel. So they need less blending and stay more distinct.
+        These colors never appear on a panel, so they need less blending, and differ more from each other.
         """
         if kinds != {"256"} or color.hsl.s <= _GRAY:
             return text(color, on=grounds[:2])
@@ -179,7 +179,7 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
         shown = Color.parse(text(Color.parse(shade), on=grounds[:2]))
         return min(_distance(shown, own) for own in answers)
 
-    if from_answers(shades["secondary"]) < _ALIKE:  # shared blocks would look like an answer's own
+    if from_answers(shades["secondary"]) < _ALIKE:  # shared blocks would look like blocks of a single answer
         ours = _COLORS["secondary"][0 if theme.dark else 1]
         shades["secondary"] = max(shades["secondary"], shades["accent"], ours, key=from_answers)
     colors = {name: telling(Color.parse(shades[name])) for name in _MEANINGS}
@@ -218,9 +218,9 @@ def readable(color: Color, grounds: Sequence[Color], goal: Color, least: float, 
 
 
 def nearest_in_cube(color: Color, grounds: Sequence[Color], taken: Set[Color]) -> Color:
-    """Return the most similar of the 256 colors that is not a gray, is readable, and is not in ``taken``.
+    """Return one of the 256 colors: the most similar one that is readable, not a gray, and not in ``taken``.
 
-    Hue counts most for the similarity.
+    For the similarity, the hue counts most.
     """
 
     def unlikeness(other: Color) -> float:

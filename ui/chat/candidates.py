@@ -22,7 +22,7 @@ from minillm.ui.memory.pool import NUM_COLORS
 from minillm.ui.numbers import count, plural
 
 _NARROWEST = 26  # minimum width of a card in cells
-# Characters of the text with which all candidates begin: at least this many to show it separately; at most so many.
+# The common beginning of all candidates is shown separately: its minimum length, and its shown length, in characters.
 _LEAST_COMMON, _MOST_COMMON = 16, 400
 
 
