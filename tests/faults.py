@@ -22,6 +22,7 @@ class Fault:
 
 
 # fmt: off
+FAMILY_CONFIGS = "tests/model/test_family_configs.py::"
 ONE_TOKEN = "tests/model/test_one_token.py::"
 SIZES = "tests/fit/test_sizes.py::"
 BUDGET = "tests/fit/test_budget.py::"
@@ -601,6 +602,12 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/model/test_families.py::test_a_config_without_lists_of_layers_means_the_lists_that_transformers_makes"),
         ("rope-left-out-a-layer-early", "_layers_without_rope", "BinOp 0", "$left - 2",
          "tests/model/test_families.py::test_a_config_without_lists_of_layers_means_the_lists_that_transformers_makes"),
+        ("granite-eps-by-r", "granite", "/ residual**2", "/ residual",
+         FAMILY_CONFIGS + "test_the_residual_multiplier_is_folded_into_eps_and_the_embedding"),
+        ("granite-embedding-without-r", "granite", "embedding / residual", "embedding",
+         FAMILY_CONFIGS + "test_the_residual_multiplier_is_folded_into_eps_and_the_embedding"),
+        ("ministral-3-beyond-its-context", "ministral3", "min(context, rope", "max(context, rope",
+         FAMILY_CONFIGS + "test_the_context_of_ministral_3_ends_where_its_scaling_of_q_begins"),
     ],
     "minillm/model/architectures.py": [
         ("gguf-rows-of-smollm3-not-permuted", "", "gguf=\"smollm3\",\n        gguf_is_permuted=True,",
@@ -617,8 +624,15 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/model/test_families.py::test_a_window_that_holds_every_sequence_is_none"),
     ],
     "minillm/weights/gguf_file.py": [
+        ("gguf-longrope-without-its-factor", "_rope_scaling", "\"attention_factor\": amplitude",
+         "\"attention_factor\": 1.0",
+         "tests/model/test_architectures.py::test_a_gguf_file_of_an_architecture_is_the_same_model[phi3-1]"),
         ("gguf-rows-of-qwen-permuted", "GGUFCheckpoint._in_order", "BoolOp 0", "$values[0]",
          "tests/weights/test_gguf_families.py::test_a_file_computes_what_transformers_computes"),
+    ],
+    "minillm/model/rope_config.py": [
+        ("hunyuan-alpha-by-the-whole-head", "_read_rope", "max(1, head_dim - 2)", "head_dim",
+         "tests/model/test_architectures.py::test_an_architecture_computes_what_transformers_computes[hunyuan-0]"),
     ],
     "minillm/model/rope_scaling.py": [
         ("dynamic-rope-without-its-power", "_dynamic", "BinOp 6", "$left",
@@ -897,6 +911,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("kv8-scale-of-a-half", "_write_levels", "Call 0", "$args[0]", EIGHT_BITS_WRITTEN),
         ("kv8-scales-token-by-token", "_rotary_write_kv_kernel", "If 2.orelse[1]",
          "$targets[0] = slot * num_kv_heads + heads", EIGHT_BITS_WRITTEN),
+        ("rotary-norm-twice-before", "_rotate_and_norm", "EPS is not None and AFTER", "EPS is not None and not AFTER",
+         KERNELS + "cache/test_rotary.py"),
         ("rotary-norm-of-half-a-head", "_norm", "Subscript 0", "tl.rsqrt(squares / HALF + EPS)[:, None]",
          KERNELS + "cache/test_rotary.py"),
         ("triton-rotation-backwards", "_rotate", "Return 0",
