@@ -1,4 +1,4 @@
-"""A client of OpenAI servers that measures streamed completions, and a `minillm serve` to measure."""
+"""A client that measures streamed completions of an OpenAI-compatible server. It can also start `minillm serve`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import msgspec
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError
 
-_LONGEST = 600.0  # seconds of a request
+_LONGEST = 600.0  # time limit of a request in seconds
 _KEY_VARIABLE = "OPENAI_API_KEY"
 
 
@@ -70,7 +70,7 @@ class Endpoint:
         return "\r\n".join([*lines, "", ""]).encode() + data
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Send a request and wait for its answer. A failure is noted in the answer."""
+        """Send a request and wait for its answer. A failure is not raised: it is described in `Answer.problem`."""
         loop = asyncio.get_running_loop()
         answer = Answer(loop.create_future())
         context = ssl.create_default_context() if self.secure else None
@@ -101,13 +101,13 @@ class Endpoint:
 
 @dataclass
 class Answer:
-    """An answer while it arrives.
+    """An answer, from the time when its request is sent until it is complete. Times are those of `time.perf_counter`.
 
     Attributes:
-        sent: `time.perf_counter` when the request was sent.
-        times: when each event with a token arrived.
-        num_tokens: the number of generated tokens, as the server reports it; else the number of events.
-        problem: what went wrong; empty if nothing did.
+        sent: the time when the request was sent.
+        times: for each event with a token, the time when it arrived.
+        num_tokens: the number of generated tokens, or the number of such events if the server does not report it.
+        problem: a description of an error, or empty.
     """
 
     ended: asyncio.Future[None]
@@ -115,28 +115,28 @@ class Answer:
     status: int = 0
     times: list[float] = field(default_factory=list)
     num_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)  # if the server sends them
+    token_ids: list[int] = field(default_factory=list)  # empty if the server does not send them
     problem: str = ""
-    body: bytes = b""  # of an answer that is no stream
+    body: bytes = b""  # the body of an answer that is not streamed
 
     @property
     def first(self) -> float:
-        """Seconds to the first token."""
+        """Seconds from the request to the first token."""
         return self.times[0] - self.sent
 
     @property
     def per_token(self) -> float:
-        """Mean seconds of each later token; 0 if there is none."""
+        """Mean seconds per token after the first; 0 if there is none."""
         return (self.times[-1] - self.times[0]) / max(1, self.num_tokens - 1)
 
     @property
     def longest_gap(self) -> float:
-        """The most seconds between two events with tokens."""
+        """The longest time in seconds between two successive events with tokens."""
         return max((after - before for before, after in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
 class _Protocol(asyncio.Protocol):
-    """Sends a request, and notes the time of each event of its answer when its bytes arrive."""
+    """Sends a request, and records the time when each event of its answer arrives."""
 
     def __init__(self, answer: Answer, message: bytes) -> None:
         self._answer, self._message = answer, message

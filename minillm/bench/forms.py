@@ -1,6 +1,6 @@
-"""``forms``: measure how much slower answers are that follow a JSON schema.
+"""``forms``: measure how much a JSON schema slows down generation.
 
-Each run is paired with a run of unconstrained answers with the same numbers of tokens; the two kinds alternate.
+Answers that follow a schema are compared with unconstrained answers of the same lengths, in alternating runs.
 
 A model with random weights has no tokenizer, so each of its tokens stands for a random text. Its answers are as random
 as the schema allows. The work is the same as for other models.
@@ -150,8 +150,8 @@ def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
 def random_vocabulary(size: int, end_ids: Collection[int] = ()) -> Vocabulary:
     """Return a vocabulary of ``size`` tokens with random texts.
 
-    Every printable ASCII character is a token. The others are 2 to 8 letters (95 %) or signs; half of them begin with a
-    space. Tokens in ``end_ids`` have no text.
+    Every printable ASCII character is a token. The other tokens are words of 2 to 8 random letters, and a few of random
+    punctuation. Half of them begin with a space. Tokens in ``end_ids`` have no text.
     """
     rng = random.Random(0)
     letters, signs = "abcdefghijklmnopqrstuvwxyz", ' ,.:;"{}[]()0123456789'

@@ -97,7 +97,7 @@ def _alone(llm: LLM, request: Request) -> float:
 
 
 async def _streams(host: str, port: int, requests: Sequence[Request], num_streams: int, salt: str) -> int:
-    """Send all requests over ``num_streams`` connections. A connection sends its next request after the last answer.
+    """Send all requests over ``num_streams`` connections. Each connection waits for an answer before its next request.
 
     Return the number of generated tokens. Runs with different values of ``salt`` share no prefix cache.
     """

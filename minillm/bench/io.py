@@ -43,7 +43,7 @@ class IoOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class IoResult:
-    """The result of one case. ``rate``: generated tokens per second. Its time includes that of the prompts."""
+    """The result of one case. ``rate``: generated tokens per second, with the time to compute the prompts included."""
 
     input_len: int = shown("prompt", ",")
     output_len: int = shown("answer", ",")

@@ -1,4 +1,4 @@
-"""``serve``: measure any OpenAI server under load: requests that arrive at random, or growing conversations."""
+"""``serve``: measure an OpenAI-compatible server under load: requests at random times, or growing conversations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from minillm.checks import integer, number
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError
 
-_SYSTEM, _QUESTION, _REPLY = 1500, 150, 100  # tokens of a conversation's system prompt, and of each turn
-_PROMPTS, _REPLIES = (100, 1024), (50, 400)  # tokens of single requests, from and to
+_SYSTEM, _QUESTION, _REPLY = 1500, 150, 100  # tokens in a conversation's system prompt, each question, each reply
+_PROMPTS, _REPLIES = (100, 1024), (50, 400)  # single requests: (least, most) tokens of prompts, and of replies
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ class ServeResult:
 
 
 def measure(engine: dict[str, Any], options: ServeOptions) -> ServeResult:
-    """Warm the server up, then measure it. ``engine``: the model and the options of `EngineConfig` of a new server.
+    """Warm up a server, and then measure it: the server at ``options.peer``, or a new `minillm serve`.
 
-    Raises MinillmError if the server does not start, or answers no request.
+    ``engine`` has the model and the options of `EngineConfig` for a new server. Raises MinillmError if the server does
+    not start, or if no request is answered.
     """
     settings = dict(engine)
     model = settings.pop("model")
@@ -73,7 +74,7 @@ def measure(engine: dict[str, Any], options: ServeOptions) -> ServeResult:
 
 
 class _Load:
-    """The requests of one measurement."""
+    """Sends the requests of one measurement, and computes the result."""
 
     def __init__(self, endpoint: Endpoint, options: ServeOptions) -> None:
         self._endpoint, self._options = endpoint, options
@@ -89,7 +90,7 @@ class _Load:
         return self._result(turns, time.perf_counter() - began)
 
     async def _arrivals(self, began: float) -> list[list[Answer]]:
-        """Send single requests at random times. Return their answers as one turn."""
+        """Send single requests at random times. Return a list with one list: their answers."""
         requests = self._requests(self._options.num_requests)
         gaps = (self._rng.expovariate(self._options.rate) for _ in requests[1:])
         due = accumulate(gaps, initial=0.0)
@@ -101,7 +102,10 @@ class _Load:
         return [await asyncio.gather(*(one(*each, at) for each, at in zip(requests, due, strict=True)))]
 
     async def _conversations(self) -> list[list[Answer]]:
-        """Hold all conversations at once, each turn after the answer to the last one. Return the answers by turn."""
+        """Run all conversations concurrently. Each sends its next turn when the last one is answered.
+
+        Return a list of answers for each turn.
+        """
         options, system = self._options, self._tokens(_SYSTEM)
         turns: list[list[Answer]] = [[] for _ in range(options.turns)]
         questions = [[self._tokens(_QUESTION) for _ in turns] for _ in range(options.conversations)]
@@ -115,7 +119,7 @@ class _Load:
                 answers.append(answer)
                 if answer.problem:
                     return
-                text += answer.token_ids or replies[number][turn]  # without ids: as long, but not the same
+                text += answer.token_ids or replies[number][turn]  # if ids are not sent, use a random reply instead
 
         await asyncio.gather(*map(hold, range(options.conversations)))
         return turns
@@ -129,12 +133,12 @@ class _Load:
         return answer
 
     def _requests(self, count: int) -> list[tuple[list[int], int]]:
-        """Return prompts, and the number of tokens to generate for each."""
+        """Return ``count`` random prompts, each with the number of tokens to generate."""
         draw = self._rng.randint
         return [(self._tokens(draw(*_PROMPTS)), self._scaled(draw(*_REPLIES))) for _ in range(count)]
 
     def _tokens(self, count: int) -> list[int]:
-        """Return random ids, without the first ones: these are often control tokens."""
+        """Return random token ids, without the vocabulary's first ids, which are often control tokens."""
         return [self._rng.randrange(20, self._options.vocab_size) for _ in range(self._scaled(count))]
 
     def _scaled(self, count: int) -> int:

@@ -63,7 +63,7 @@ def workload(name: str) -> tuple[Callable[..., Any], type[NoOptions]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that a workload measures: the loaded model, its name, and the name of the workload."""
+    """The model to measure, with its name and the name of the workload."""
 
     llm: LLM
     name: str

@@ -35,8 +35,8 @@ class Machine:
         about: a description for the user.
         budget: the device's memory, and the part of it that a model may use.
         bandwidth: memory bandwidth in bytes per second; None if not known.
-        draft_read: the bytes that the draft model reads per token; 0 without a draft model. Speculation cannot make a
-            model faster that reads no more than its draft model.
+        draft_read: the bytes that the draft model reads per token; 0 without a draft model. If a model itself reads no
+            more, speculation cannot make it faster.
     """
 
     about: str

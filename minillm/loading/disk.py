@@ -19,8 +19,8 @@ from minillm.progress import OnMessage
 from minillm.runner.pool_blocks import PoolBlocks
 from minillm.runner.runner import Runner
 
-_FORMAT = 1  # of the files, and of the arithmetic: raise it when a kernel's results change
-_CHAT_LIMIT, _FREE_SHARE = 2 * 10**9, 0.1  # bytes; fraction of the free disk
+_FORMAT = 1  # version of the files and of the arithmetic: increase it when a kernel's results change
+_CHAT_LIMIT, _FREE_SHARE = 2 * 10**9, 0.1  # maximum size in bytes; maximum fraction of the free disk space
 _MOUNTS = Path("/proc/self/mounts")
 # File systems on other machines: reading may block for minutes, and a checksum does not help against a lost network.
 _NETWORK = {
@@ -32,7 +32,10 @@ _NETWORK = {
 def disk_tier(
     config: EngineConfig, runner: Runner, cache: BlockManager, description: Description, on_message: OnMessage
 ) -> DiskTier | None:
-    """Return the disk tier that ``config`` asks for, or None. A disk that cannot be used is reported in one line."""
+    """Return the disk tier that ``config`` asks for. Return None if it asks for none.
+
+    If the disk cannot be used, report this to ``on_message`` in one line, and return None.
+    """
     if not config.disk_cache:
         return None
     facts = _facts(config, runner, description)
@@ -52,7 +55,7 @@ def disk_tier(
 
 
 def _chat_limit() -> int:
-    """Return the bytes that a chat's disk cache may take: 2 GB, or a tenth of the free disk if that is less."""
+    """Return the bytes that a chat's disk cache may take: 2 GB, or a tenth of the free disk space if that is less."""
     path = blocks_dir()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -64,14 +67,17 @@ def _chat_limit() -> int:
 
 
 def with_chat_cache(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of EngineConfig for a chat, with its disk cache unless ``options`` set or exclude one."""
+    """Return ``options`` of EngineConfig for a chat, with the size of a disk cache added.
+
+    The size is not added if ``options`` set it, or if they exclude a disk cache.
+    """
     config = EngineConfig(**options)
     excluded = "disk_cache" in options or config.tensor_parallel_size > 1 or not config.enable_prefix_caching
     return {**({} if excluded else {"disk_cache": _chat_limit()}), **options}
 
 
 def _facts(config: EngineConfig, runner: Runner, description: Description) -> dict[str, Any]:
-    """Return all facts, apart from the tokens, that the K and V of a block depend on."""
+    """Return everything, apart from the tokens, that determines the K and V of a block: model, dtype, device, …"""
     model = runner.model
     on_gpu = model.device.type == "cuda"
     return {
@@ -100,7 +106,7 @@ def _triton_version() -> str:
 
 
 def _file_system(path: Path) -> str:
-    """Return the type of the file system that ``path`` is on; empty if unknown."""
+    """Return the type of the file system that contains ``path``, such as "ext4", or "" if it is unknown."""
     best, kind = "", ""
     place = str(path.resolve())
     try:

@@ -1,6 +1,6 @@
-"""The directory of compiled kernels: one for each version of Triton and of this project's kernels.
+"""Choose the directory for compiled kernels. Each version of Triton and of this project's kernels has its own.
 
-Directories that no process has used for a day are removed, all but the two that were used last.
+Directories that no process has used for a day are removed, except for the two that were used last.
 """
 
 import atexit
@@ -26,8 +26,8 @@ _MARK = "used"  # the file that is touched at each start
 def use_kernel_cache(on_message: OnMessage) -> bool:
     """Choose Triton's cache directory for this process and its children, unless ``$TRITON_CACHE_DIR`` is set.
 
-    If the directory cannot be written, use a temporary one until the process ends, and report it. Return whether the
-    directory has compiled kernels.
+    If the directory cannot be written, report this, and use a temporary one until the process ends. Return whether the
+    directory contains compiled kernels.
     """
     chosen = os.environ.get(_VARIABLE)
     path = Path(chosen) if chosen else cache_dir() / "kernels" / _name()

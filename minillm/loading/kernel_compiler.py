@@ -1,7 +1,7 @@
-"""Compile variants of kernels ahead, in background processes with low priority, into Triton's cache.
+"""Compile variants of kernels before they are needed, in background processes with low priority, into Triton's cache.
 
-Compilers need no GPU. They end when the engine closes or its process dies. If they fail, kernels compile at their first
-launch, as they do without this module.
+A variant is a kernel with its constants and argument types. The compiling processes need no GPU. They end when the
+engine closes or its process dies. If they fail, kernels are compiled at their first launch, as without this module.
 """
 
 import os
@@ -18,7 +18,7 @@ from minillm.loading.threads import quota
 from minillm.progress import OnMessage
 from minillm.system import child_environment, exit_status
 
-_MOST = 16  # processes: each takes about 0.2 GB
+_MOST = 16  # maximum number of processes; each takes about 0.2 GB
 
 
 def num_compilers() -> int:
@@ -28,11 +28,11 @@ def num_compilers() -> int:
 
 
 class KernelCompiler:
-    """Compiles variants in other processes. The first variant starts them; `rest` and `close` end them.
+    """Compiles variants in other processes. The first variant starts these processes; `rest` and `close` end them.
 
     Args:
-        on_message: told once if the processes have failed.
-        num_processes: how many variants to compile at a time.
+        on_message: called once if the processes fail.
+        num_processes: the number of variants that are compiled at a time.
     """
 
     not_compiled: type[Exception] = NotCompiledError
@@ -48,11 +48,11 @@ class KernelCompiler:
         self._reads = False  # the process is ready for variants
 
     def missing(self, work: Callable[[], object]) -> list[Variant]:
-        """Return the variants to compile before ``work`` can launch its kernels: see `launch.missing_variants`."""
+        """Return the variants that must be compiled before ``work`` can run: see `launch.missing_variants`."""
         return launch.missing_variants(work)
 
     def only_compiled(self) -> AbstractContextManager[None]:
-        """Raise `not_compiled` instead of compiling a kernel: see `launch.only_compiled`."""
+        """Inside the ``with``, raise `not_compiled` instead of compiling a kernel: see `launch.only_compiled`."""
         return launch.only_compiled()
 
     @property
@@ -76,7 +76,7 @@ class KernelCompiler:
                 self._start()
 
     def submit(self, variants: Iterable[Variant], *, urgent: bool = False) -> None:
-        """Compile ``variants`` soon; before all others if a request waits for them."""
+        """Queue ``variants`` to be compiled. If a request waits for them (``urgent``), they are compiled first."""
         with self._changed:
             wanted = [each for each in variants if each not in self._done and each not in self._sent]
             if self._has_failed or not wanted:
@@ -91,8 +91,9 @@ class KernelCompiler:
             self._send()
 
     def wait(self, variants: Iterable[Variant] | None = None, seconds: float | None = None) -> bool:
-        """Wait until ``variants`` (None: all) are compiled, or the processes have failed. Return False after
-        ``seconds``.
+        """Wait until ``variants`` (None: all) are compiled, or until the processes fail.
+
+        Return False if neither happens within ``seconds``.
         """
         wanted = None if variants is None else set(variants)
 
@@ -105,7 +106,7 @@ class KernelCompiler:
             return self._changed.wait_for(is_done, seconds)
 
     def rest(self) -> None:
-        """End the processes, and free their memory, until another variant is submitted."""
+        """End the processes to free their memory, if nothing is left to compile. `submit` starts them again."""
         with self._changed:
             if self.num_pending == 0:
                 self._end()
@@ -136,9 +137,10 @@ class KernelCompiler:
         threading.Thread(target=self._receive, args=(self._process,), daemon=True).start()
 
     def _send(self) -> None:
-        """Keep as many variants under way as there are processes. So an urgent one hardly waits for others.
+        """Send queued variants to the compiling processes, but only as many as are compiled at a time.
 
-        Nothing is sent before the process reads, because a full pipe would block this thread.
+        An urgent variant, which is first in the queue, therefore waits only for the variants that are being compiled.
+        Nothing is sent before the process is ready to read, because a full pipe would block this thread.
         """
         while self._queue and len(self._sent) < self.num_processes and self._process is not None and self._reads:
             variant = self._queue.popleft()
@@ -146,7 +148,7 @@ class KernelCompiler:
             try:
                 self._process.stdin.write(f"{variant.encode()}\n".encode())
                 self._process.stdin.flush()
-            except TypeError:  # of a kernel that this module does not know: its first launch compiles it
+            except TypeError:  # the variant cannot be encoded; its first launch compiles it
                 self._done.add(variant)
                 continue
             except OSError:  # the process has ended: `_receive` reports it
@@ -159,7 +161,7 @@ class KernelCompiler:
         for line in process.stdout:
             key = line.split(b" ", 1)[0].decode()
             with self._changed:
-                self._reads |= process is self._process  # also after the first line, which names no variant
+                self._reads |= process is self._process  # the process's first line says that it is ready
                 done = [each for each in self._sent if each.key == key]
                 self._sent.difference_update(done)
                 self._done.update(done)
@@ -182,5 +184,5 @@ class KernelCompiler:
     def _end(self) -> None:
         process, self._process, self._reads = self._process, None, False
         if process is not None and process.stdin is not None:
-            with suppress(OSError):  # it has ended, and its pipe was not empty
+            with suppress(OSError):  # the process has ended without reading all of its pipe
                 process.stdin.close()

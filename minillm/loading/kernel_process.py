@@ -1,7 +1,7 @@
-"""The process of `minillm.loading.kernel_compiler`: it compiles variants of kernels, several at a time.
+"""The process that `minillm.loading.kernel_compiler` starts. It compiles variants of kernels, several at a time.
 
-Each line of stdin is a `Variant`. The first line of stdout says ``ready``. Each other line has the key of a compiled
-variant, and what went wrong. The process ends with its parent, or when stdin ends.
+Each line of stdin is a `Variant`. The first line of stdout is ``ready``. Each further line has the key of a finished
+variant, followed by the error if compiling it has failed. The process ends with its parent, or when stdin ends.
 """
 
 import multiprocessing
@@ -17,8 +17,8 @@ from minillm.kernels.compat import prepare_compiler
 from minillm.kernels.launch import Variant
 from minillm.system import end_with_parent
 
-_NICE = 10  # compilers take the cores that nobody else needs
-_LONGEST = 200  # characters of a reason
+_NICE = 10  # niceness of the process, so that other processes on the same cores are not slowed down
+_LONGEST = 200  # maximum characters of an error
 
 
 def main() -> None:
@@ -44,7 +44,10 @@ def main() -> None:
 
 
 def _compile(variant: Variant) -> str:
-    """Compile a variant. Return the reason if that is impossible: its first launch raises it again."""
+    """Compile a variant. Return "" on success, else the error.
+
+    The error is not raised anywhere: the variant's first launch fails again, and raises it.
+    """
     launch.pretend(variant.target)
     try:
         variant.compile()

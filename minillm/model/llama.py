@@ -272,7 +272,7 @@ class Llama:
     def steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
         """Return for each kind of attention: the rotary angles and slots of a step, and its attention plan or None.
 
-        All layers of one kind use the same ones. ``cache`` may be the cache of any layer.
+        All layers of one kind use the same angles, slots and plan. ``cache`` may be the cache of any layer.
         """
         steps = {}
         for kind, angles in self.angles(batch).items():

@@ -82,10 +82,10 @@ def find_downloaded(name: str) -> ModelFiles | None:
 
 
 def identity_of(files: ModelFiles) -> str:
-    """Return a text that differs between models with other files.
+    """Return a text that identifies a model's files. Models with different files have different texts.
 
-    It has the recorded hashes of a downloaded model. For other models it has sizes and times of change, because hashing
-    the files would take longer than loading them.
+    For a downloaded model, it consists of the recorded hashes. For other models, it consists of the files' sizes and
+    modification times, because hashing the files would take longer than loading them.
     """
     home = _home(files.name)
     if files.path == home or files.path.parent == home:

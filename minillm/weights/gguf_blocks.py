@@ -17,7 +17,7 @@ _AT_ONCE = 1 << 24  # weights converted at a time on a GPU, so that temporaries 
 
 
 def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
-    """Return ``count`` float16 numbers from byte ``at`` of each block on: ``[out, blocks, count]``."""
+    """Return ``count`` float16 numbers of each block, the first at byte ``at``: ``[out, blocks, count]``."""
     return raw[..., at : at + 2 * count].contiguous().view(torch.float16)
 
 

@@ -305,7 +305,7 @@ def _config(header: Header, factors: dict[str, list[float] | None], path: Path) 
 
 
 def _windows(metadata: Values, architecture: str, num_layers: int) -> dict[str, Any]:
-    """Return the config.json keys of a file's attention windows. Empty if it has none."""
+    """Return config.json keys and values for the attention windows of a file, or {} if it has none."""
     found, prefix = OF_GGUF[architecture], f"{architecture}.attention.sliding_window"
     has_windows = "attention.sliding_window" in found.gguf_keys
     if not (window := metadata.integer(prefix, 0, least=0)):
