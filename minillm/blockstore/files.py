@@ -70,7 +70,7 @@ class BlockStore:
         self.root, self.limit = root, limit
         self.home = root / identity.hex()[:32]
         self._about = dict(about)
-        self._total: int | None = None  # bytes below root as far as known; None before the first look
+        self.total = 0  # bytes below root as far as known
         self._unseen = 0  # bytes written since the last look
         self._newest = 0  # time of the most recent use, in ns
         self._make()
@@ -105,9 +105,8 @@ class BlockStore:
             self._write(temporary, [memoryview(header), *buffers])
         os.rename(temporary, self.path(key))
         self._unseen += size
-        if self._total is not None:
-            self._total += size
-        if self._total is None or self._total > self.limit or self._unseen > max(self.limit // 16, 1 << 24):
+        self.total += size
+        if self.total > self.limit or self._unseen > max(self.limit // 16, 1 << 24):
             return self.trim()
         return []
 
@@ -133,7 +132,7 @@ class BlockStore:
     def trim(self) -> list[str]:
         """Remove blocks until the quota is kept. Return their names."""
         left, removed = trim(self.root, self.limit)
-        self._total, self._unseen = sum(block.num_bytes for block in left), 0
+        self.total, self._unseen = sum(block.num_bytes for block in left), 0
         self._newest = max(self._newest, max((block.used for block in left), default=0))
         return [os.path.basename(block.path) for block in removed]
 

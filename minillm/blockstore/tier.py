@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from minillm.blockstore import keys
 from minillm.blockstore.files import BlockStore, erase
@@ -101,6 +102,7 @@ class DiskTier(StepObserver):
         self._starting: list[BlockRead] = []
         about = store.about()
         self._rates = {name: float(about.get(name) or 0) for name in (_PREFILL, _READ)}
+        self._writes.append((self._writer.submit(_trim, store), 0))
         cache.subscribers.append(self._note)
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -345,6 +347,16 @@ class DiskTier(StepObserver):
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
+    def figures(self) -> dict[str, Any]:
+        """Return the fields about the disk of `minillm.cache.CacheStats`."""
+        return {
+            "disk_limit": 0 if self.problem else self.store.limit,
+            "disk_bytes": self.store.total,
+            "num_disk_saved": self.num_saved,
+            "num_disk_read": self.num_read,
+            "disk_read_seconds": self.read_seconds,
+        }
+
     def measure(self, step: StepReport) -> None:
         """Update the rate at which prompts are computed, from a step with prompt tokens only."""
         if step.num_prefill_tokens >= _TIMED_TOKENS and not step.num_decodes and step.seconds:
@@ -380,6 +392,12 @@ class DiskTier(StepObserver):
         self._writer.shutdown(wait=False)
         self._readers.shutdown(wait=False, cancel_futures=True)
         self.problem = self.problem or _CLOSED
+
+
+def _trim(store: BlockStore) -> None:
+    """Look how much of the quota is used, and remove what is left of processes that were killed."""
+    with suppress(OSError):
+        store.trim()
 
 
 def _erase_files(store: BlockStore, owner: str) -> None:

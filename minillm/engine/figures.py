@@ -57,6 +57,7 @@ class Figures:
             num_swapped_in=swap.num_swapped_in,
             host_blocks_used=swap.num_blocks - swap.num_free,
             pinned_blocks=self._scheduler.idle.num_pinned_blocks,
+            **({} if self._scheduler.disk_reads is None else self._scheduler.disk_reads.tier.figures()),
             peak_used_blocks=self._peak_used,
             mean_used_blocks=self._sum_used / self._steps_counted if self._steps_counted else 0.0,
         )

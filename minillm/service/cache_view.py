@@ -41,6 +41,7 @@ class CacheView:
     _owners: Mapping[int, Owner] = field(default_factory=dict)  # by seq_id
     _tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, as last sent
     _cached: set[int] = field(default_factory=set)  # blocks, as last sent
+    _loaded: set[int] = field(default_factory=set)  # blocks from disk, as last sent
     _counts: CacheCounts | None = None
     _touched: set[int] = field(default_factory=set)  # blocks in events since the last report
     _since: dict[int, float] = field(default_factory=dict)  # block -> when it was allocated
@@ -85,12 +86,16 @@ class CacheView:
         tables, gone = self._table_changes()
         cached, uncached = self._cached_changes()
         counts = _counts(self.engine)
-        if not (tables or gone or cached or uncached or self._log) and counts == self._counts:
+        from_disk = set() if self.engine.disk is None else self.engine.disk.tier.from_disk
+        loaded, unloaded = from_disk - self._loaded, self._loaded - from_disk
+        if not (tables or gone or cached or uncached or self._log or unloaded) and counts == self._counts:
             return None
         self._counts = counts
         log, self._log = self._log, []
         unlogged, self._num_unlogged = self._num_unlogged, 0
-        return CacheChanged(tables, gone, cached, uncached, counts, log, unlogged, self._new_words(tables))
+        self._loaded = set(from_disk)
+        words = self._new_words(tables)
+        return CacheChanged(tables, gone, cached, uncached, counts, log, unlogged, words, list(loaded), list(unloaded))
 
     def _new_words(self, changes: list[TableView]) -> dict[int, str]:
         """Return the labels of the blocks that were added to the changed tables, by block number.
@@ -179,4 +184,5 @@ def _counts(engine: Engine) -> CacheCounts:
         num_swapped_out=swap.num_swapped_out,
         num_swapped_in=swap.num_swapped_in,
         host_blocks_used=swap.num_blocks - swap.num_free,
+        **({} if engine.disk is None else engine.disk.tier.figures()),
     )

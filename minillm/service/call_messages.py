@@ -255,6 +255,9 @@ class Figures(ServerEvent):
     num_hit_tokens: int
     num_looked_up_tokens: int
     num_copies: int
+    disk_bytes: int = 0  # of all blocks on disk
+    num_disk_saved: int = 0  # blocks
+    num_disk_read: int = 0
 
 
 SessionCall = OpenSession | SessionCommand | CloseSession

@@ -129,7 +129,7 @@ class EventReader:
         _check_length("tables", self._tables, _MOST_TABLES)
         if self._num_entries > _MOST_ENTRIES:
             raise ValueError(f"block tables of {self._num_entries:,} blocks")
-        for blocks in (event.cached, event.uncached, event.words):
+        for blocks in (event.cached, event.uncached, event.loaded, event.unloaded, event.words):
             _check_blocks(blocks, on_device)
         _check_length("log", event.log, _MOST_LOGGED)
         for entry in event.log:

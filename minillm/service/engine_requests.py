@@ -354,7 +354,7 @@ class EngineRequests:
 
     def _figures(self) -> messages.Figures:
         scheduler, cache = self.engine.scheduler, self.engine.cache
-        free = cache.num_free
+        free, disk = cache.num_free, {} if self.engine.disk is None else self.engine.disk.tier.figures()
         return messages.Figures(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -369,4 +369,7 @@ class EngineRequests:
             num_hit_tokens=cache.num_hit_tokens,
             num_looked_up_tokens=cache.num_looked_up_tokens,
             num_copies=cache.num_copies,
+            disk_bytes=disk.get("disk_bytes", 0),
+            num_disk_saved=disk.get("num_disk_saved", 0),
+            num_disk_read=disk.get("num_disk_read", 0),
         )

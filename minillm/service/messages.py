@@ -263,6 +263,11 @@ class CacheCounts(Record):
     num_swapped_out: Count = 0  # blocks copied to host memory
     num_swapped_in: Count = 0  # blocks copied back from host memory
     host_blocks_used: Count = 0
+    disk_limit: Count = 0  # this and the next ones: see `minillm.cache.CacheStats`
+    disk_bytes: Count = 0
+    num_disk_saved: Count = 0
+    num_disk_read: Count = 0
+    disk_read_seconds: Amount = 0.0
 
 
 class LogEntry(Record):
@@ -291,6 +296,8 @@ class CacheChanged(Event):
     log: list[LogEntry] = []
     num_unlogged: Count = 0  # number of events that are not in ``log`` because there were too many
     words: dict[Count, str] = {}  # new labels by block: text at the beginning of the block, not cleaned for a terminal
+    loaded: list[Count] = []  # blocks with content that was just read from disk
+    unloaded: list[Count] = []  # earlier ``loaded`` blocks that have other content now
 
 
 class MemoryUse(Event):

@@ -14,6 +14,7 @@ from minillm.engine.driver import Driver
 from minillm.loading.engine import load_engine
 from minillm.service.conversations import Conversations
 from minillm.service.messages import (
+    CacheChanged,
     Command,
     Erase,
     Event,
@@ -25,6 +26,7 @@ from minillm.service.messages import (
     decode_event,
     encode,
 )
+from minillm.ui.memory.pool import Pool
 
 PARAMS = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
 QUESTION = {"role": "user", "content": "hello " * 30}
@@ -48,6 +50,7 @@ def process(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             conversations.handle(command)
             while engine.has_work:
                 conversations.take(engine.step(), engine.take_finished())
+        conversations.reporter.show_cache(now=True)
         conversations.close()
         engine.close()
         return events
@@ -72,6 +75,13 @@ def test_a_conversation_goes_on_in_another_process(process: Process) -> None:
     again = started(process(turn))
     assert again.num_disk_tokens == again.num_cached_tokens >= 64
     assert again.disk_seconds > 0
+    pool = Pool(64, 16, 1024)
+    for event in process(turn):
+        if isinstance(event, CacheChanged):
+            pool.apply(event)
+    assert len(pool.from_disk) == pool.counts.num_disk_read >= 15
+    assert pool.counts.disk_limit == 1 << 30
+    assert "load" in {entry.kind for entry in pool.log}
 
 
 def test_erasing_a_conversation_leaves_the_blocks_of_others(process: Process, tmp_path: Path) -> None:

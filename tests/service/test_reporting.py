@@ -18,7 +18,7 @@ def test_a_prompt_is_reported_while_part_of_it_is_computed(monkeypatch: pytest.M
     monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: now))
     sent: list[Event] = []
     cache = SimpleNamespace(subscribers=[], num_blocks=0)
-    engine: Any = SimpleNamespace(cache=cache, figures=SimpleNamespace(last_step=None))
+    engine: Any = SimpleNamespace(cache=cache, figures=SimpleNamespace(last_step=None), disk=None)
     sequence = SimpleNamespace(num_computed=0)
     group: Any = SimpleNamespace(
         sequences=[sequence], num_prompt_tokens=32, metrics=SimpleNamespace(first_token_time=None)
@@ -41,7 +41,7 @@ def test_the_rate_counts_the_tokens_after_the_first(
     metrics = RequestMetrics(arrival_time=99.5, first_token_time=100.0)
     group: Any = SimpleNamespace(sequences=[], num_prompt_tokens=32, num_cached_tokens=0, metrics=metrics, state=None)
     engine: Any = SimpleNamespace(
-        cache=SimpleNamespace(subscribers=[], num_blocks=0), figures=SimpleNamespace(last_step=None)
+        cache=SimpleNamespace(subscribers=[], num_blocks=0), figures=SimpleNamespace(last_step=None), disk=None
     )
     output: Any = SimpleNamespace(outputs=[CompletionOutput(0, "", [7] * num_tokens, None, None, "length")])
     Reporter(engine, sent.append, dict).end_beams(Answer(Generate("r", "c", []), group, False), output)

@@ -6,15 +6,17 @@ import time
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from rich.segment import Segment
 from textual.pilot import Pilot
 from textual.widget import Widget
 
 from lib import memory as script
 from lib.memory import HIGH, HOSTILE, NARROW, TABLES, WIDE, feed, name, new_pool, panel_of, picture, table
-from lib.ui import seen
+from lib.ui import seen, until
 from minillm.outputs import StepReport
-from minillm.service.messages import CacheChanged, LogEntry, MemoryUse, Stepped, TableView
+from minillm.progress import size
+from minillm.service.messages import CacheChanged, CacheCounts, LogEntry, MemoryUse, Stepped, TableView
 from minillm.ui.bars import VIEWS, tab_labels
 from minillm.ui.memory import strands
 from minillm.ui.memory.figures import memory_lines
@@ -322,6 +324,28 @@ async def test_tables_show_runs_fill_and_sharers() -> None:
 
 
 @pytest.mark.anyio
+async def test_blocks_from_disk_are_marked_until_they_have_other_content() -> None:
+    [first] = TABLES[:1]
+    event = structs.replace(picture([first]), loaded=first.blocks[:2])
+    for view in ("tables", "strands"):
+        async with panel_of(event, view=view, size=(160, 70)) as (pilot, panel, pool):
+            await until(pilot, lambda: seen(pilot).count(" disk") == 2)
+            feed(panel, pool, CacheChanged(unloaded=first.blocks[:1]))
+            await until(pilot, lambda: seen(pilot).count(" disk") == 1)
+
+
+@pytest.mark.parametrize("width", [42, 78])
+def test_the_figures_show_the_disk_only_if_there_is_one(width: int) -> None:
+    pool = new_pool()
+    assert "disk" not in "\n".join(figures_text(pool, width, 40))
+    counts = CacheCounts(disk_limit=2 * 10**9, disk_bytes=3 << 20, num_disk_read=8, disk_read_seconds=0.5)
+    pool.apply(CacheChanged(counts=counts))
+    [line] = [line.strip() for line in figures_text(pool, width, 40) if "disk" in line]
+    rate = size(16 * pool.block_bytes)
+    assert line[-42:].endswith(f"3.0 MiB of 1.9 GiB  read 8 blocks at {rate}/s"[-42:])
+
+
+@pytest.mark.anyio
 async def test_the_tokens_of_the_cursors_block_on_demand() -> None:
     async with panel_of(picture(TABLES), view="tables") as (pilot, panel, _):
         focus_view(panel)
@@ -613,6 +637,7 @@ def test_events_in_words() -> None:
     assert told[6] == "a cached block is evicted: 50"
     assert "is preempted" in told[7]
     assert "to" not in told[9].split()
+    assert event_words(LogEntry(0.0, "load", 9, "", [4, 5]), lambda *_: "?") == "2 blocks read from disk: 4–5"
     short = event_words(script.LOG[4], lambda seq_id, owner: who.get(seq_id, ""), short=True)
     assert short == "20→21 turn 2 · 2, 3 share"
 

@@ -7,7 +7,7 @@ from minillm.progress import size
 from minillm.service.messages import MemoryUse
 from minillm.ui.memory.line_view import LineView, Parts
 from minillm.ui.memory.pool import Memory, Pool, PoolFigures
-from minillm.ui.numbers import bar, count, sparkline
+from minillm.ui.numbers import bar, count, plural, sparkline
 
 _SIDE_BY_SIDE = 76  # minimum width in cells for two halves side by side
 _LEAST_DRAWN = 16  # the full height of the chart stands for at least this number of blocks
@@ -150,6 +150,7 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
     looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
     hit_rate = [("hit rate ", "label"), (rate, "figure"), (f"  {count(hits)} of {count(looked_up)} tokens", "label")]
+    disk = _disk(pool)
     if spread:
         pairs = [
             ("copied on write", counts.num_copies),
@@ -160,14 +161,29 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
             ("on the CPU", counts.host_blocks_used),
         ]
         cells = [[(f"{name:<15} ", "label"), (f"{count(number):<5}", "figure")] for name, number in pairs]
-        return [hit_rate, *([*one, *two] for one, two in zip(cells[::2], cells[1::2], strict=True))]
+        return [hit_rate, *([*one, *two] for one, two in zip(cells[::2], cells[1::2], strict=True)), *disk]
     swaps = f"{count(counts.num_swapped_out)} out, {count(counts.num_swapped_in)} in"
     happened = [*_named("copies", counts.num_copies), *_named("evicted", counts.num_evictions)]
     return [
         hit_rate,
         [*happened, *_named("preempted", counts.num_preemptions)],
         [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the CPU", counts.host_blocks_used)],
+        *disk,
     ]
+
+
+def _disk(pool: Pool) -> list[Parts]:
+    """Return a line about the disk cache: its size, the blocks read from it, and how fast. None without one."""
+    counts = pool.counts
+    if not counts.disk_limit:
+        return []
+    line: Parts = [("disk ", "label"), (size(counts.disk_bytes), "figure"), (f" of {size(counts.disk_limit)}", "label")]
+    if counts.num_disk_read:
+        line += [("  read ", "label"), (plural(counts.num_disk_read, "block"), "figure")]
+    if counts.disk_read_seconds:
+        rate = counts.num_disk_read * pool.block_bytes / counts.disk_read_seconds
+        line.append((f" at {size(rate)}/s", "label"))
+    return [line]
 
 
 def _named(name: str, number: int) -> Parts:

@@ -21,12 +21,12 @@ KINDS = {
     "x": ("free", "cut"),
     "h": ("hit",),
     "e": ("evict",),
-    "s": ("swap_out", "swap_in"),
+    "s": ("swap_out", "swap_in", "load"),
     "p": ("preempt",),
 }  # kinds of events, by the key that shows and hides them
 _KIND_NAMES = {kind for kinds in KINDS.values() for kind in kinds}
-_TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in"}
-_SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in"}
+_TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in", "load": "from disk"}
+_SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in", "load": "disk"}
 _WORDS = {
     "allocate": ("{name} allocates {number}: {where}", "{name} +{where}"),
     "fork": ("{name} shares {number} with {parent}: {where}", "{name} of {parent}"),
@@ -38,6 +38,7 @@ _WORDS = {
     "preempt": ("{name} is preempted and frees {number}: {where}", "{name} waits: {number}"),
     "swap_out": ("{name} swaps out {number} to the CPU: {where}", "{name}, {number}"),
     "swap_in": ("{name} swaps in {number} from the CPU: {where}", "{name}, {number}"),
+    "load": ("{number} read from disk: {where}", "{number}"),
 }  # kind of event -> its text in a wide log, and in a narrow log
 _MOST_LINES = 10_000
 _SPARE = 1_000  # old lines are only removed when there are this many above the limit, all at once

@@ -30,6 +30,7 @@ _HISTORY = 600  # number of past figures to keep: a minute at ten per second
 
 
 COPIED = "❐"  # mark of a copy on write; the font DejaVu Sans Mono has this character
+FROM_DISK = " disk"  # mark of a block that was read from disk
 NUM_COLORS = 8  # number of colors for candidates, used in cards, strands, and the strip of the whole pool
 # Looks of a block in the strip. OWNED + n: the block is owned, and shown in color n of `NUM_COLORS`.
 FREE, CACHED, PINNED, OWNED = range(4)
@@ -123,6 +124,7 @@ class Pool:
         self.figures = PoolFigures(free_blocks=self.num_blocks)
         self._states = [BlockState.FREE] * self.num_blocks
         self.looks = bytearray(self.num_blocks)  # look of each block, from `FREE` to `SHARED`
+        self.from_disk: set[int] = set()  # blocks with content that was read from disk
         self._cached: set[int] = set()
         self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> index of the block in that table
 
@@ -130,6 +132,8 @@ class Pool:
         """Apply the changes that the engine reports. Return the blocks that have changed their state."""
         self._cached.difference_update(event.uncached)
         self._cached.update(event.cached)
+        self.from_disk.difference_update(event.unloaded)
+        self.from_disk.update(event.loaded)
         touched, now = {*event.cached, *event.uncached}, time.monotonic()
         self.words.update(event.words)
         gone = [table for seq_id in event.gone if (table := self.tables.pop(seq_id, None)) is not None]

@@ -19,7 +19,7 @@ from minillm.service.messages import TableView
 from minillm.text.safe import clean_line
 from minillm.ui.bars import hidden_keys
 from minillm.ui.memory.line_view import LineView, Parts
-from minillm.ui.memory.pool import COPIED, NUM_COLORS, Left, Memory
+from minillm.ui.memory.pool import COPIED, FROM_DISK, NUM_COLORS, Left, Memory
 from minillm.ui.memory.tree import (
     FOLD,
     HEAD,
@@ -230,6 +230,8 @@ class Strands(LineView):
             marks.append((" " + bar(pool.filled[block] / pool.block_size, 4), kind))
         if (copy := pool.copies.get(block)) is not None:
             marks.append((f" {COPIED} {copy.source}→{block} ", "torn" if self._is_torn(block) else "fact"))
+        if block in pool.from_disk:
+            marks.append((FROM_DISK, "fact"))
         room = max(4, width - cell_len(rail) - sum(cell_len(mark) for mark, _ in marks))
         return [(rail, kind), (_cut(text or f"block {block}", room), words), *marks]
 

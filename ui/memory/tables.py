@@ -14,7 +14,7 @@ from minillm.cache.runs import contiguous_runs
 from minillm.service.messages import TableView
 from minillm.ui.bars import hidden_keys
 from minillm.ui.memory.line_view import BlockChosen, LineView, Parts
-from minillm.ui.memory.pool import Memory
+from minillm.ui.memory.pool import FROM_DISK, Memory
 from minillm.ui.numbers import bar, count, plural, span
 
 _MOST_SPANS = 4
@@ -155,6 +155,8 @@ class BlockTableView(LineView):
         if not self._headers or filled < size:
             parts.append((f" {filled:>3}/{size:<3}", "index"))
         parts.append((" on the CPU" if swapped else f" ×{len(holders)}", fill))
+        if not swapped and block in pool.from_disk:
+            parts.append((FROM_DISK, "index"))
         if self._headers and len(holders) > 1:
             others = [other for other, _ in holders if other.seq_id != table.seq_id]
             parts.append((f" {self._listed(table, others)}", "index"))

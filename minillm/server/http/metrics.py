@@ -27,6 +27,9 @@ _FIGURES: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, s
     (CounterMetricFamily, "prefix_hit_tokens", "Prompt tokens found in the prefix cache", "num_hit_tokens"),
     (CounterMetricFamily, "prefix_queried_tokens", "Prompt tokens looked up", "num_looked_up_tokens"),
     (CounterMetricFamily, "copies_on_write", "Blocks copied on write", "num_copies"),
+    (GaugeMetricFamily, "disk_cache_bytes", "Bytes of all blocks on disk", "disk_bytes"),
+    (CounterMetricFamily, "disk_cache_blocks_saved", "Blocks written to disk", "num_disk_saved"),
+    (CounterMetricFamily, "disk_cache_blocks_read", "Blocks read from disk", "num_disk_read"),
 )
 
 
