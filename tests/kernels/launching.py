@@ -56,7 +56,7 @@ def main() -> None:
     launched = entries()
     other = launch.missing_variants(
         lambda: rms_norm._rms_norm_kernel[(4,)](
-            x, x, weight, 64, 1e-5, SIZE=64, TILE=64, PDL=False, num_warps=1, enable_fp_fusion=False
+            x, x, weight, 64, 1e-5, SIZE=64, TILE=64, ADD=False, PDL=False, num_warps=1, enable_fp_fusion=False
         )
     )
     print(
