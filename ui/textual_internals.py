@@ -67,7 +67,7 @@ cells.load_cell_table = _without_wide_looks  # variation selectors change no wid
 
 
 def __getattr__(name: str) -> Any:
-    """Import Textual's Markdown classes on first use, because that takes a tenth of the time until the first screen."""
+    """Import Textual's Markdown classes on first use. Importing takes a tenth of the time until the first screen."""
     if name not in ("MarkdownListItem", "MarkdownParagraph", "MarkdownTable"):
         raise AttributeError(name)
     from textual.widgets import _markdown

@@ -99,8 +99,9 @@ _FIRST, _LENGTH = 5000, 200  # first token id and length of a text of consecutiv
 def _counted(kept: int, lost: int) -> tuple[int, ...]:
     """Return a text of ascending token ids: ``kept`` ids in a row, then ``lost`` ids are left out, and so on.
 
-    One foreign token replaces the ids that are left out. A model that counts (`let_count`) repeats the text without the
-    foreign tokens. The text's last token makes the model start at the first id.
+    One foreign token replaces the ids that are left out, as in 5000 … 5011, a foreign token, 5015 … 5026, and so on.
+    A model that counts (`let_count`) repeats the text with the missing ids in place of the foreign tokens. The text's
+    last token makes the model start at the first id.
     """
     text: list[int] = []
     for first in range(_FIRST, _FIRST + _LENGTH, kept + lost):

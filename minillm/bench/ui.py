@@ -108,7 +108,7 @@ async def _until(terminal: int, text: str, typed: str = "") -> float:
 async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[int, int]]:
     """Run `minillm chat` in a process. Yield its pseudo-terminal and its process id.
 
-    The app's list of conversations has only ``saved``, or is empty.
+    The app's list of saved conversations contains only ``saved``. Without it, the list is empty.
     """
     import pty
 

@@ -66,7 +66,7 @@ class GenerateJob:
     def rows(self, defaults: Mapping[str, Any] = {}) -> list[InputRow]:
         """Return the requests with their sampling parameters.
 
-        ``defaults`` has the values for parameters that are set nowhere else, for example by the model.
+        ``defaults`` are the values of parameters that neither the request, the command line nor the configuration sets.
         """
         flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams), **self.grammar}
         return [

@@ -168,7 +168,10 @@ def _is_local(host: str) -> bool:
 
 
 def _hide_key(key: str) -> None:
-    """Restart this program with the API key in its environment: all users of this machine can read its arguments."""
+    """Restart this program with the API key in its environment.
+
+    The key must not stay in the command line's arguments, because all users of this machine can read these.
+    """
     words, left = [], list(sys.orig_argv)
     while left:
         word = left.pop(0)

@@ -22,7 +22,7 @@ _MOST = 16  # maximum number of processes; each takes about 0.2 GB
 
 
 def num_compilers() -> int:
-    """Return half of the cores that are free now, at least 1."""
+    """Return the number of processes that should compile: half of the cores that are free now, from 1 to `_MOST`."""
     cores = min(len(os.sched_getaffinity(0)), quota())
     return max(1, min(_MOST, int((cores - os.getloadavg()[0]) / 2)))
 

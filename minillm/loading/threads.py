@@ -73,7 +73,10 @@ class FreeCores(StepObserver):
 
 
 def clocks(read: Callable[[], float] | None = None) -> Clocks:
-    """Read the current clocks, from which `FreeCores` measures. ``read`` is that of `FreeCores`."""
+    """Read the clocks now. From two readings, `FreeCores` computes which cores were free in between.
+
+    ``read``: see `FreeCores`.
+    """
     return time.monotonic(), (read or _busy_seconds)(), time.process_time()
 
 

@@ -125,7 +125,7 @@ def load_llama(
         return source.low_bit(name, device, *shard.part_of(name, config)) if weights != "expanded" else None
 
     def fused(*names: str) -> LinearWeight:
-        """Load several matrices as one, with their rows stacked. The same for their biases if the model has them."""
+        """Load several matrices as one, with their rows stacked. If they have biases, stack these as well."""
         parts = [f"{name}.weight" for name in names]
         rows = sum(held[part][0] for part in parts)
         shape = (rows, held[parts[0]][1])

@@ -177,7 +177,7 @@ def _in_order(
 def compile_layer(shape: LayerShape, path: Path) -> None:
     """Compile `Layer` of this shape for this machine's processor, and write the library to the ``.pt2`` file ``path``.
 
-    This takes about ten seconds, some hundred megabytes, and a C++ compiler.
+    This takes about ten seconds and some hundred megabytes of memory. It needs a C++ compiler.
     """
     import torch._inductor  # slow import
 

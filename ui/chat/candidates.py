@@ -59,7 +59,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
         """Show the candidate without its first ``num_common`` characters, which are shown once above all cards.
 
         Args:
-            inside: its text begins inside the model's <think> section.
+            inside: whether the candidate's text begins inside the model's <think> section.
             same_as: index of an earlier candidate with the same text, if any.
         """
         self._candidate, self._num_common, self._inside, self._same_as = candidate, num_common, inside, same_as

@@ -147,8 +147,8 @@ def with_files(question: str, folder: Path) -> str:
     file is not added again.
 
     Raises:
-        UsageError: a file is too large, is not text, or cannot be read; or a name that can only mean a file does not
-            exist.
+        UsageError: a file is too large, is not text, or cannot be read. The same if there is no such file, and the
+            mention cannot be anything else.
     """
     if "\n" not in question:
         question = _DROPPED.sub(lambda found: dropped_files(found[0]).strip() or found[0], question)

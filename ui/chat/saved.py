@@ -145,7 +145,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked(value: Any, name: str, kind: str) -> Any:
-    """Return ``value``. Raises ValueError unless it is of ``kind``, a key of `_CHECKS`."""
+    """Return ``value`` if it passes the check ``_CHECKS[kind]``. Otherwise raise ValueError with the field's name."""
     words, is_right = _CHECKS[kind]
     if not is_right(value):
         raise ValueError(f"{name} must be {words}, not {shown(value)}")
