@@ -49,6 +49,8 @@ class TitleBar(Widget):
         left = [clean_line(state.model or self.settings.model, 60)]
         if state.loaded is not None:
             left += [clean_line(state.loaded.device, 20), clean_line(state.loaded.dtype, 20)]
+            if state.preparing is not None:
+                left.append(f"warming up {state.preparing.done / state.preparing.total:.0%}")
         elif state.phase in _PHASES:
             left.append(_PHASES[state.phase])
         right = settings_summary(self.settings).split(" · ") + ["system prompt"] * bool(self.settings.system)

@@ -16,7 +16,7 @@ from textual.theme import Theme
 from minillm.errors import MinillmError
 from minillm.progress import Progress
 from minillm.service.client import EngineProcess
-from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading
+from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading, Preparing
 from minillm.text.safe import clean_line
 from minillm.ui.kept import Keeper, Kept
 from minillm.ui.settings import Settings
@@ -34,6 +34,7 @@ class EngineState:
     model: str = ""
     loading: Progress | None = None  # set while the phase is "loading"
     loaded: Loaded | None = None  # set while the phase is "ready"
+    preparing: Preparing | None = None  # set while the engine compiles kernels and records CUDA graphs in idle moments
     error: str = ""  # the reason for the phase "failed" or "crashed"; not cleaned for a terminal
     server: str = ""  # address of the engine's server; empty for an engine on this machine
 
@@ -123,6 +124,9 @@ class EngineApp(QuietApp):
                         self._show_state("loading", model, loading=progress)
                     case Loaded():
                         self._show_state("ready", event.model, loaded=event)
+                    case Preparing(done, total):
+                        preparing = event if done < total else None
+                        self.engine_state = replace(self.engine_state, preparing=preparing)
                     case LoadFailed(reason):
                         self._show_state("failed", model, error=reason)
                     case _:

@@ -157,6 +157,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
             metavar="SECONDS",
             help="time to finish running answers at shutdown (default: 30)",
         ),
+        _switch("--wait-warm", help="be ready only when all kernels are compiled and all CUDA graphs recorded"),
         *(_CONFIG, add_model_options),
     ),
     "models": (

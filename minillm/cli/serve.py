@@ -96,7 +96,9 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
         raise UsageError("--allow-origin: name each origin, like https://example.org; '*' would let every web page in")
     rules = AccessRules(keys, hosts, tuple(arguments.allow_origin or ()), arguments.max_body)
     names = tuple(arguments.served_model_name or ())
-    return ServerConfig(host, arguments.port, rules, names, arguments.max_waiting, arguments.grace, replicas)
+    return ServerConfig(
+        host, arguments.port, rules, names, arguments.max_waiting, arguments.grace, replicas, arguments.wait_warm
+    )
 
 
 def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) -> int:

@@ -96,6 +96,11 @@ class Runner:
         """Prepare later steps for at most 0.1 s, while no sequence runs. Return False if nothing is left to prepare."""
         return any(observer.prepare_ahead() for observer in self.observers)
 
+    @property
+    def prepared(self) -> tuple[int, int]:
+        """Return how many shapes of steps `prepare_ahead` has prepared, and how many there are; (0, 0) if unknown."""
+        return 0, 0
+
     def forget(self) -> None:
         """Discard everything derived from the device's state of sequences, because a step has failed."""
         for observer in self.observers:

@@ -172,7 +172,9 @@ async def _model(service: Service, request: Request) -> Response:
 
 async def _health(service: Service, request: Request) -> Response:
     engine = service.engine
-    return json_response({"status": engine.trouble or "ok"}, 200 if engine.serves else 503)
+    done, total = engine.prepared
+    health = {"status": engine.trouble or "ok", "warm_up": {"done": done, "total": total}}
+    return json_response(health, 200 if engine.serves else 503)
 
 
 async def _version(service: Service, request: Request) -> Response:

@@ -13,7 +13,7 @@ from typing import Any
 from minillm.errors import ContextLengthError, MinillmError, UsageError
 from minillm.service import call_messages as messages
 from minillm.service.client import ENGINE_COMMAND
-from minillm.service.messages import Abort, Load, Loaded, LoadFailed, Loading, Notice, RequestFailed
+from minillm.service.messages import Abort, Load, Loaded, LoadFailed, Loading, Notice, Preparing, RequestFailed
 from minillm.system import child_environment
 
 COMMAND = (*ENGINE_COMMAND, "http")
@@ -93,6 +93,7 @@ class EngineProcess:
     ready: asyncio.Future[Loaded] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answers: dict[str, Answer] = field(default_factory=dict)
     figures: messages.Figures | None = None
+    prepared: tuple[int, int] = (0, 0)  # shapes of steps that are prepared, and their total
     listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # by session
     answered: dict[str, Callable[[str], object]] = field(default_factory=dict)  # by session; called when an answer ends
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -109,8 +110,10 @@ class EngineProcess:
         options: dict[str, Any],
         told: Callable[[Told], object] = lambda event: None,
         command: Sequence[str] = COMMAND,
+        *,
+        wait_warm: bool = False,
     ) -> EngineProcess:
-        """Start the process. ``ready`` is done once the model is loaded.
+        """Start the process. ``ready`` is done once the model is loaded, and with ``wait_warm`` all is prepared.
 
         The process writes to the stderr of this process. ``told`` is called with the progress of loading.
         """
@@ -127,7 +130,7 @@ class EngineProcess:
         finally:
             os.close(its)
         engine = cls(process, told)
-        engine.send(Load(model, options))
+        engine.send(Load(model, options, wait_warm))
         events = os.fdopen(ours, "rb", buffering=0)
         _, protocol = await asyncio.get_running_loop().connect_read_pipe(lambda: EventProtocol(engine._take), events)
         engine.watching = asyncio.create_task(engine._watch(protocol))  # type: ignore[attr-defined]
@@ -253,6 +256,8 @@ class EngineProcess:
                     answer.news.set()
             case messages.Figures():
                 self.figures = event
+            case Preparing(done, total):
+                self.prepared = done, total
             case messages.Result(call_id, value, error, kind):
                 future = self._results.get(call_id)
                 if future is not None and not future.done():

@@ -48,6 +48,10 @@ class Engine(Protocol):
         """Return which engines accept no requests, and why; empty if all engines accept requests."""
 
     @property
+    def prepared(self) -> tuple[int, int]:
+        """Return how many shapes of steps are prepared, and how many there are; (0, 0) if there are none."""
+
+    @property
     def listeners(self) -> dict[str, Callable[[Any], object]]:
         """Return the callbacks that receive events, by session name."""
 
@@ -131,13 +135,26 @@ class Replicas:
     _refusal: str = ""  # why no more requests are accepted; empty while they are
 
     @classmethod
-    async def start(cls, model: str, options: dict[str, Any], told: Callable[[Told], object], count: int) -> Replicas:
-        """Start ``count`` engines. The first one reports the progress of loading to ``told``."""
+    async def start(
+        cls,
+        model: str,
+        options: dict[str, Any],
+        told: Callable[[Told], object],
+        count: int,
+        *,
+        wait_warm: bool = False,
+    ) -> Replicas:
+        """Start ``count`` engines. The first one reports the progress of loading to ``told``.
+
+        ``wait_warm``: they are ready when they have prepared for all shapes of steps.
+        """
 
         async def begin(number: int) -> EngineProcess:
             command = (*place(number, count, options), *COMMAND) if count > 1 else COMMAND
             tells = number == 0 and len(self.engines) == 0  # not when it is restarted
-            engine = await EngineProcess.start(model, options, told if tells else lambda event: None, command)
+            engine = await EngineProcess.start(
+                model, options, told if tells else lambda event: None, command, wait_warm=wait_warm
+            )
             engine.listeners, engine.answered = self.listeners, self.answered
             return engine
 
@@ -221,6 +238,12 @@ class Replicas:
     def figures(self) -> list[messages.Figures | None]:
         """Return the last figures of each engine; None for an engine that has ended or has not reported yet."""
         return [None if each.ended.is_set() else each.figures for each in self.engines]
+
+    @property
+    def prepared(self) -> tuple[int, int]:
+        """Return how many shapes of steps all engines have prepared, and how many there are."""
+        pairs = [each.prepared for each in self.engines if not each.ended.is_set()]
+        return sum(done for done, _ in pairs), sum(total for _, total in pairs)
 
     def refuse_all(self, why: str) -> None:
         """End all running answers with the error ``why``, and accept no more requests."""

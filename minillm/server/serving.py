@@ -40,6 +40,7 @@ class ServerConfig:
         max_waiting: number of requests that may wait for the engine. Further requests are rejected with status 429.
         grace_seconds: when the server stops, running answers have this many seconds to end.
         replicas: number of engines, each with its own GPUs.
+        wait_warm: accept requests once the engines have prepared for all shapes of steps.
     """
 
     host: str = "127.0.0.1"
@@ -49,6 +50,7 @@ class ServerConfig:
     max_waiting: int = 1024
     grace_seconds: int = 30
     replicas: int = 1
+    wait_warm: bool = False
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -112,7 +114,7 @@ async def serve(
     """
     listening = open_socket(config.host, config.port)
     asyncio.get_running_loop().set_exception_handler(FewDescriptors())
-    engine = await Replicas.start(model, options, told, config.replicas)
+    engine = await Replicas.start(model, options, told, config.replicas, wait_warm=config.wait_warm)
     try:
         facts = await engine.loaded()
         shared = len(set(config.rules.keys.values())) > 1

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, BinaryIO
 from minillm.errors import MinillmError
 from minillm.progress import Progress
 from minillm.service import call_messages, messages
-from minillm.service.messages import Load, LoadFailed, Loading, Message, Notice
+from minillm.service.messages import Load, LoadFailed, Loading, Message, Notice, Preparing
 
 if TYPE_CHECKING:
     from minillm.engine.engine import Engine
 
 Send = Callable[[Message], None]
+_PREPARATION_INTERVAL = 0.5  # seconds
 _UNREAD = 1 << 20  # size of the event pipe in bytes: the engine blocks once the front end leaves this much unread
 
 
@@ -87,6 +88,10 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
     sessions = Sessions(driver, requests, send)
     requests.others = sessions.owners
     calls = CallDispatcher(driver, requests, sessions, send)
+    prepare = _Preparation(engine, send)
+    if first.wait_warm:
+        while prepare.advance(before_ready=True):
+            pass
     facts = loaded(engine, name, time.monotonic() - began)
     send(facts)
     if is_app:
@@ -103,7 +108,7 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
 
     while True:
         while not (engine.has_work and calls.jobs.empty()):
-            while calls.jobs.empty() and engine.runner.prepare_ahead():
+            while calls.jobs.empty() and prepare.advance():
                 pass
             job = calls.jobs.get()
             if job is None:
@@ -114,6 +119,29 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
         if sessions.wait():
             sessions.take(*requests.step())
             report()
+
+
+class _Preparation:
+    """Prepares the engine for later steps, and reports the progress."""
+
+    def __init__(self, engine: Engine, send: Send) -> None:
+        self._engine, self._send = engine, send
+        self._at = 0.0
+        self._told = (0, 0)
+
+    def advance(self, *, before_ready: bool = False) -> bool:
+        """Prepare something for at most 0.1 s. Return False if nothing is left.
+
+        ``before_ready``: report the progress as part of loading.
+        """
+        more = self._engine.runner.prepare_ahead()
+        progress, now = self._engine.runner.prepared, time.monotonic()
+        if progress != self._told and (not more or now - self._at >= _PREPARATION_INTERVAL):
+            self._at, self._told = now, progress
+            done, total = progress
+            loading = Loading(Progress("preparing CUDA graphs", done, total, "shapes"))
+            self._send(loading if before_ready else Preparing(done, total))
+        return more
 
 
 def _load(load: Load, send: Send, *, is_app: bool) -> tuple[Engine, str]:

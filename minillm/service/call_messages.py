@@ -21,6 +21,7 @@ from minillm.service.messages import (
     Loading,
     Message,
     Notice,
+    Preparing,
     Record,
     RequestFailed,
 )
@@ -262,11 +263,11 @@ class Figures(ServerEvent):
 
 SessionCall = OpenSession | SessionCommand | CloseSession
 AnyCall = Call | Load | Abort
-AnyEvent = ServerEvent | Loading | Notice | Loaded | LoadFailed | RequestFailed
+AnyEvent = ServerEvent | Loading | Notice | Preparing | Loaded | LoadFailed | RequestFailed
 
 decode_call = msgspec.msgpack.Decoder[AnyCall](reduce(or_, (Load, Abort, *Call.__subclasses__()))).decode
 decode_event = msgspec.msgpack.Decoder[AnyEvent](
-    reduce(or_, (Loading, Notice, Loaded, LoadFailed, RequestFailed, *ServerEvent.__subclasses__()))
+    reduce(or_, (Loading, Notice, Preparing, Loaded, LoadFailed, RequestFailed, *ServerEvent.__subclasses__()))
 ).decode
 
 

@@ -67,6 +67,9 @@ class EventReader:
         match event:
             case messages.Loading(progress):
                 _check_numbers((progress.done, progress.total or 0))
+            case messages.Preparing(done, total):
+                if done > total:
+                    raise ValueError(f"{done} of {total} shapes are prepared")
             case messages.Loaded():
                 self._load(event)
             case messages.LoadFailed():

@@ -49,6 +49,7 @@ class Load(Command):
 
     model: str
     options: dict[str, Any] = {}  # options of EngineConfig
+    wait_warm: bool = False  # prepare all shapes of steps before `Loaded` is sent
 
 
 class Generate(Command):
@@ -115,6 +116,13 @@ class Loading(Event):
 
 class Notice(Event):
     text: str  # a line for the user, such as which download source failed; not cleaned for a terminal
+
+
+class Preparing(Event):
+    """The engine prepares for steps in idle moments: the shapes of steps that are prepared, and their total."""
+
+    done: Count
+    total: Count
 
 
 class Loaded(Event, omit_defaults=True):

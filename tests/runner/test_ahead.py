@@ -75,9 +75,12 @@ class Machine:
         return len(self.compiled)
 
     def missing(self, work: Callable[[], object], /) -> Sequence[str]:
-        self._found = []
-        work()
-        found, self._found = self._found, None
+        found: list[str] = []
+        self._found = found
+        try:
+            work()
+        finally:
+            self._found = None
         return list(dict.fromkeys(found))
 
     @contextmanager
@@ -208,6 +211,29 @@ def test_a_failure_ends_the_preparation() -> None:
     with pytest.raises(ValueError, match="no such layout"):
         ahead.advance()
     assert not ahead.advance()
+
+
+def test_work_that_cannot_be_examined_runs_as_it_is() -> None:
+    def fails() -> None:
+        raise ValueError("no such layout")
+
+    machine = Machine()
+    with pytest.warns(UserWarning, match="first launch: ValueError: no such layout"):
+        assert idle(machine).run_once(machine.kernels("a"), fails) == ["a"]
+    assert machine.compiled_at_launch == ["a"]
+
+
+def test_a_failed_preparation_leaves_the_runner_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise ValueError("no such layout")
+
+    engine = engine_for(ours(hf_model()), on_device=True)
+    assert isinstance(engine.runner, DeviceRunner)
+    monkeypatch.setattr(engine.runner.ahead, "shapes", lambda: [Shape(print, fails), Shape(print, fails)])
+    with pytest.warns(UserWarning, match="no longer prepared ahead: ValueError: no such layout"):
+        assert not engine.runner.prepare_ahead()
+    assert not engine.runner.prepare_ahead()
+    assert len(run(engine, [([5, 7], SamplingParams(max_tokens=3))])[0].outputs[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("recorded", [(), (1, 8), (40,)])

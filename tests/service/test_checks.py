@@ -137,6 +137,8 @@ def test_a_picture_that_contradicts_the_pool_is_an_error(event: dict[str, Any]) 
              "num_swapped_out": 0, "num_swapped_in": 0, "seconds": 1e-300, "device_seconds": -1e300, "ended": 1.0}]},
         {"message": "BlockFacts", "block": 0, "tokens": ["x"] * 17, "node": None, "before": "", "age": None},
         {"message": "Loaded", **asdict(LOADED)},
+        {"message": "Preparing", "done": 3, "total": 2},
+        {"message": "Preparing", "done": -1, "total": 2},
     ],
 )  # fmt: skip
 def test_other_events_out_of_range_are_errors(event: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from textual.drivers.headless_driver import HeadlessDriver
 
 from lib.programs.fake_engine import LOADED
 from lib.ui import FAKE, notes, seen, until
-from minillm.service.messages import CacheChanged, TableView
+from minillm.service.messages import CacheChanged, Preparing, TableView
 from minillm.ui.app import ChatApp
 from minillm.ui.bars import StatusBar, TitleBar
 from minillm.ui.chat.conversation import Conversation
@@ -30,7 +31,10 @@ async def test_the_header_names_the_server(tmp_path: Path) -> None:
     )
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: app.chat.query_one(StatusBar).status.activity == "ready", 60)
-        assert str(app.chat.query_one(TitleBar).render()).startswith(f"fake · at {ADDRESS} · cpu")
+        title = app.chat.query_one(TitleBar)
+        assert str(title.render()).startswith(f"fake · at {ADDRESS} · cpu")
+        app.engine_state = replace(app.engine_state, preparing=Preparing(1, 4))
+        await until(pilot, lambda: "· warming up 25% " in str(title.render()))
 
 
 @pytest.mark.anyio

@@ -5,6 +5,7 @@ a larger shape, or kernel by kernel. A program without idle moments (`LLM`) reco
 have compiled in parallel.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -187,7 +188,7 @@ class Ahead:
             with compiler.only_compiled():
                 return (work(),)
         except compiler.not_compiled:
-            self._lacking[key] = compiler.missing(kernels or work)
+            self._lacking[key] = self._missing(kernels or work)
             compiler.submit(self._lacking[key], urgent=True)
         return None
 
@@ -207,15 +208,23 @@ class Ahead:
         ``key`` identifies the work.
         """
         if key not in self._compiled and not self.compiler.is_pending(self._lacking.get(key, ())):
-            self._lacking[key] = self.compiler.missing(kernels)
+            self._lacking[key] = self._missing(kernels)
             self.compiler.submit(self._lacking[key], urgent=True)
             if not self._lacking[key]:
                 self._compiled.add(key)
         return key in self._compiled
 
+    def _missing(self, kernels: Callable[[], object]) -> Sequence[Any]:
+        """Return the variants that are not compiled. None if that cannot be found out: they compile when launched."""
+        try:
+            return self.compiler.missing(kernels)
+        except Exception as error:
+            warnings.warn(f"kernels compile at their first launch: {type(error).__name__}: {error}", stacklevel=2)
+            return ()
+
     def run_once(self, work: Callable[[], Result], kernels: Callable[[], object]) -> Result:
         """Run work that must not be interrupted, after its kernels have compiled."""
-        if missing := self.compiler.missing(kernels):
+        if missing := self._missing(kernels):
             self.compiler.submit(missing, urgent=True)
             self.compiler.wait(missing)
         return work()

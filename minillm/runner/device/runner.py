@@ -16,6 +16,7 @@ changes (`DecodeWork`) and replay their own graphs. Each step begins with a broa
 (If all ranks drew, all would need every request's parameters, and one differing bit would make them diverge for good.)
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -156,6 +157,10 @@ class DeviceRunner(Runner):
         """See `DraftSteps.draw`."""
         return self.drafts.draw(draws, holders)
 
+    @property
+    def prepared(self) -> tuple[int, int]:
+        return self.ahead.progress
+
     def _is_short(self, chunks: list[ChunkWork]) -> bool:
         """Compute a step of short prompts by a graph. Return whether there was one."""
         return self.prompts is not None and self.prompts.takes(chunks) and self.prompts.compute(chunks)
@@ -171,6 +176,8 @@ class DeviceRunner(Runner):
         except torch.OutOfMemoryError:  # other programs took the memory: compute short prompts like long ones
             self.prompts = self.piecewise = None
             self.forward = ScoringForward(self.model, partial(self.model.hidden, kv_cache=self.kv_cache))
+        except Exception as error:  # steps still run, and report it if the device has failed
+            warnings.warn(f"steps are no longer prepared ahead: {type(error).__name__}: {error}", stacklevel=2)
         return super().prepare_ahead()
 
     def shapes(self) -> Iterator[Shape]:

@@ -186,7 +186,7 @@ ANSWERS: dict[tuple[str, str], dict[str, Json]] = {
     ("post", "/v1/responses/{name}/cancel"): {"application/json": _ref("Response")},
     ("get", "/v1/models"): {"application/json": _record(object={"const": "list"}, data=_list(_ref("Model")))},
     ("get", "/v1/models/{name}"): {"application/json": _ref("Model")},
-    ("get", "/health"): {"application/json": _record(status=_TEXT)},
+    ("get", "/health"): {"application/json": _record(status=_TEXT, warm_up=_record(done=_COUNT, total=_COUNT))},
     ("get", "/version"): {"application/json": _record(version=_TEXT)},
     ("get", "/metrics"): {"text/plain": _TEXT},
     ("post", "/tokenize"): {
