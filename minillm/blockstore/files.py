@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import struct
 import time
@@ -28,7 +27,7 @@ from minillm.system import cache_dir, expanded
 
 _MAGIC = b"minillmB"
 _HEADER = struct.Struct("<8s32sQI")  # magic, key, bytes of K and V, CRC-32 of them
-_HEADER_BYTES = 64  # the header, its own CRC-32 and zeros
+HEADER_BYTES = 64  # the header, its own CRC-32 and zeros
 _NAME = re.compile(r"([0-9a-f]{6})-([0-9a-f]{16})-([0-9a-f]{32})")
 _TEMPORARY = re.compile(r"\.(\d{1,10})-.*")
 _HOME, _OWNER, ABOUT = re.compile(r"[0-9a-f]{32}"), "owner-", "about.json"
@@ -96,7 +95,7 @@ class BlockStore:
         for buffer in buffers:
             checksum = zlib.crc32(buffer, checksum)
         header = _HEADER.pack(_MAGIC, key.digest, size, checksum)
-        header = (header + struct.pack("<I", zlib.crc32(header))).ljust(_HEADER_BYTES, b"\0")
+        header = (header + struct.pack("<I", zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
         temporary = f"{self.home}/.{os.getpid()}-{key.name}"
         try:
             self._write(temporary, [memoryview(header), *buffers])
@@ -114,7 +113,7 @@ class BlockStore:
         """Read a block into ``buffers``. Return False, and remove the file, if it does not hold this block."""
         path = self.path(key)
         try:
-            whole = _read_into(path, key.digest, buffers)
+            whole = read_into(path, key.digest, buffers)
         except FileNotFoundError:
             return False
         except OSError:
@@ -203,7 +202,7 @@ def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
     return buffers
 
 
-def _read_into(path: str, digest: bytes | None, buffers: Sequence[memoryview]) -> bool:
+def read_into(path: str, digest: bytes | None, buffers: Sequence[memoryview]) -> bool:
     """Read a block's file into ``buffers``. Return whether the file is complete, with the right checksum.
 
     ``digest``: the key that the file must have; None: any key.
@@ -211,10 +210,10 @@ def _read_into(path: str, digest: bytes | None, buffers: Sequence[memoryview]) -
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found, size = os.fstat(number), sum(map(len, buffers))
-        if not stat.S_ISREG(found.st_mode) or found.st_size != _HEADER_BYTES + size:
+        if not stat.S_ISREG(found.st_mode) or found.st_size != HEADER_BYTES + size:
             return False
-        header = bytearray(_HEADER_BYTES)
-        if os.preadv(number, [header], 0) != _HEADER_BYTES:
+        header = bytearray(HEADER_BYTES)
+        if os.preadv(number, [header], 0) != HEADER_BYTES:
             return False
         magic, key, length, checksum = _HEADER.unpack_from(header)
         [of_header] = struct.unpack_from("<I", header, _HEADER.size)
@@ -222,7 +221,7 @@ def _read_into(path: str, digest: bytes | None, buffers: Sequence[memoryview]) -
             return False
         if digest is not None and key != digest:
             return False
-        at = _HEADER_BYTES
+        at = HEADER_BYTES
         for start in range(0, len(buffers), _MOST_BUFFERS):
             part = list(buffers[start : start + _MOST_BUFFERS])
             while part:
@@ -301,19 +300,6 @@ def eviction_order(blocks: Iterable[BlockFile]) -> list[BlockFile]:
     return [block for _, _, block in sorted(last, key=lambda each: each[:2])]
 
 
-def is_whole(block: BlockFile) -> bool:
-    """Read a listed block, and return whether its checksum is right. If not, remove the block."""
-    buffer = bytearray(max(0, block.num_bytes - _HEADER_BYTES))
-    try:
-        whole = _read_into(block.path, None, [memoryview(buffer)])
-    except OSError:
-        whole = False
-    if not whole:
-        with suppress(OSError):
-            os.unlink(block.path)
-    return whole
-
-
 def owner_file(owner: str) -> str:
     """Return the name of the file that lists an owner's blocks. The name does not reveal the owner."""
     return _OWNER + hashlib.sha256(owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -336,16 +322,6 @@ def erase(root: Path, owner: str) -> int:
                 count += 1
         file.unlink(missing_ok=True)
     return count
-
-
-def remove_blocks(root: Path, model: str | None = None) -> int:
-    """Remove all blocks of a model, by default of all models. Return the freed bytes. Raises OSError."""
-    freed = 0
-    for home in homes(root):
-        if model is None or read_about(home).get("model") == model:
-            freed += sum(block.num_bytes for block in listed_in(home))
-            shutil.rmtree(home)
-    return freed
 
 
 def read_about(home: Path) -> dict[str, Any]:

@@ -8,9 +8,9 @@ calls all methods.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,21 +19,16 @@ from minillm.blockstore.files import BlockStore, erase
 from minillm.blockstore.keys import BlockKey
 from minillm.cache import BlockManager, BlockTable, CacheEvent
 from minillm.cache.prefix_cache import Node
-from minillm.outputs import StepReport
 from minillm.progress import OnMessage
+from minillm.runner.block_reads import BlockRead, BlockReader
 from minillm.runner.observers import StepObserver
-from minillm.runner.pool_blocks import Buffers, Incoming, PoolBlocks
+from minillm.runner.pool_blocks import Buffers, PoolBlocks
 from minillm.runner.step import StepWork
 
 _QUEUED_BYTES = 256 << 20
 _BATCH = 64  # blocks copied out of the pool at a time
-_PIECE, _PIECES = 8, 16  # blocks of one read; reads under way at a time for one prompt
-_READERS = 4  # threads: a cold disk is faster with several reads at a time
-_OVERHEAD = 0.002  # seconds of a read, in addition to its bytes
 _FLUSH_SECONDS = 10.0  # at the end of the process
-_TIMED_TOKENS = 32  # a step with fewer prompt tokens says little about the rate
 _CLOSED = "closed"
-_PREFILL, _READ = "prefill_tokens_per_second", "read_bytes_per_second"
 
 
 @dataclass
@@ -42,24 +37,6 @@ class Found:
 
     keys: list[BlockKey]
     num_tokens: int  # of the prompt, up to the end of these blocks
-
-
-@dataclass
-class BlockRead:
-    """A read of ``found`` into ``blocks`` of the pool."""
-
-    found: Found
-    blocks: list[int]
-    num_begun: int = 0  # first blocks whose read has begun
-    num_read: int = 0  # first blocks that are whole and in the pool
-    failed: bool = False  # the block after them was missing or damaged
-    pieces: deque[tuple[Incoming, Future[int]]] = field(default_factory=deque)  # under way, in order
-    began: float = 0.0
-    ended: float = 0.0  # when the last piece was read
-
-    @property
-    def seconds(self) -> float:
-        return max(0.0, self.ended - self.began)
 
 
 class DiskTier(StepObserver):
@@ -91,7 +68,6 @@ class DiskTier(StepObserver):
         self._identity, self._cache, self._pool = identity, cache, pool
         self._on_message: OnMessage | None = on_message  # None: the problem is reported
         self._writer = ThreadPoolExecutor(1, "minillm disk")
-        self._readers = ThreadPoolExecutor(_READERS, "minillm disk")
         self._writes: deque[tuple[Future[None], int]] = deque()  # under way, with their numbers of blocks
         self._most_queued = max(2, _QUEUED_BYTES // self.block_bytes)
         self._keys: dict[Node, BlockKey] = {}  # of the prefix cache's nodes
@@ -99,9 +75,7 @@ class DiskTier(StepObserver):
         self._unsaved: dict[int, tuple[Node, BlockKey]] = {}  # by block in the pool
         self._leaving: list[tuple[int, BlockKey]] = []  # evicted blocks that the pool still has
         self._owners: dict[str, set[str]] = {}  # owner -> names of its blocks
-        self._starting: list[BlockRead] = []
-        about = store.about()
-        self._rates = {name: float(about.get(name) or 0) for name in (_PREFILL, _READ)}
+        self.reader: BlockReader[BlockKey] = BlockReader(pool, store.read, store.about())
         self._writes.append((self._writer.submit(_trim, store), 0))
         cache.subscribers.append(self._note)
 
@@ -179,7 +153,7 @@ class DiskTier(StepObserver):
 
     def end(self) -> None:
         self._save_some()
-        self.start_reads()
+        self.reader.start()
 
     def prepare_ahead(self) -> bool:
         if self._unsaved and not self._free():
@@ -268,82 +242,22 @@ class DiskTier(StepObserver):
                 found.append(key)
                 end += length
                 break
-        if end <= num_known:
-            return None
-        prefill, read = self._rates[_PREFILL], self._rates[_READ]
-        reading = _OVERHEAD + len(found) * self.block_bytes / read if read else 0.0
-        return None if prefill and (end - num_known) / prefill < reading else Found(found, end)
+        found_enough = end > num_known and self.reader.is_worthwhile(end - num_known, len(found))
+        return Found(found, end) if found_enough else None
 
-    def prepare_read(self, found: Found, blocks: list[int]) -> BlockRead:
-        """Prepare to read ``found`` into ``blocks``, which no step uses. The read begins after the present step."""
-        read = BlockRead(found, blocks)
-        self._starting.append(read)
-        return read
-
-    def start_reads(self) -> None:
-        """Begin the prepared reads."""
-        starting, self._starting = self._starting, []
-        for read in starting:
-            self.store.touch(read.found.keys[-1])
-            read.began = time.monotonic()
-            self._advance(read)
-
-    def is_done(self, read: BlockRead) -> bool:
-        """Move the blocks that have been read to the pool. Return whether the read has ended."""
-        if read not in self._starting:
-            self._advance(read)
-        return not read.pieces and read.num_begun > 0
-
-    def _advance(self, read: BlockRead) -> None:
-        while read.pieces and read.pieces[0][1].done():
-            incoming, future = read.pieces.popleft()
-            if not read.failed:
-                self._pool.put(incoming)
-                read.num_read += (count := future.result())
-                read.failed = count < len(incoming.blocks)
-        while read.num_begun < len(read.blocks) and len(read.pieces) < _PIECES and not read.failed:
-            first, read.num_begun = read.num_begun, min(len(read.blocks), read.num_begun + _PIECE)
-            incoming = self._pool.incoming(read.blocks[first : read.num_begun])
-            wanted = read.found.keys[first : read.num_begun]
-            read.pieces.append((incoming, self._readers.submit(self._read_piece, read, incoming, wanted)))
-
-    def _read_piece(self, read: BlockRead, incoming: Incoming, wanted: list[BlockKey]) -> int:
-        """Read blocks, in a reader's thread, up to the first failure. Return how many blocks were read."""
-        count = 0
-        for key, buffers in zip(wanted, incoming.buffers, strict=True):
-            if not self.store.read(key, buffers):
-                break
-            count += 1
-        read.ended = time.monotonic()
-        return count
-
-    def finish_read(self, read: BlockRead) -> int:
-        """Account for an ended read. Return the number of tokens up to the end of the last block that was read."""
-        found, count = read.found, read.num_read
+    def finish_read(self, read: BlockRead[BlockKey]) -> int:
+        """Account for an ended read of blocks that were found. Return the number of whole blocks."""
+        count = read.num_read
         self.num_read += count
         self.read_seconds += read.seconds
         self.from_disk.update(read.blocks[:count])
         for observer in self._observers:
             observer.replace(read.blocks)
-        self._saved.update(key.digest for key in found.keys[:count])
-        self._saved.difference_update(key.digest for key in found.keys[count:])
-        if count and read.seconds:
-            rate, before = count * self.block_bytes / read.seconds, self._rates[_READ]
-            self._rates[_READ] = (rate + before) / 2 if before else rate
-        is_whole = count == len(found.keys)
-        return found.num_tokens if is_whole else (found.keys[0].index + count) * self._cache.block_size
-
-    def cancel_read(self, read: BlockRead) -> None:
-        """End a read early. Afterwards no thread writes to its blocks."""
-        if read in self._starting:
-            self._starting.remove(read)
-        wait([future for _, future in read.pieces if not future.cancel()])
-        read.pieces.clear()
-
-    def wait_for(self, reads: Sequence[BlockRead], seconds: float) -> None:
-        """Begin the prepared reads, and wait until one of ``reads`` has made progress."""
-        self.start_reads()
-        wait([future for read in reads for _, future in read.pieces], seconds, FIRST_COMPLETED)
+        self._saved.update(key.digest for key in read.keys[:count])
+        self._saved.difference_update(key.digest for key in read.keys[count:])
+        if count:
+            self.store.touch(read.keys[count - 1])
+        return count
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
@@ -356,12 +270,6 @@ class DiskTier(StepObserver):
             "num_disk_read": self.num_read,
             "disk_read_seconds": self.read_seconds,
         }
-
-    def measure(self, step: StepReport) -> None:
-        """Update the rate at which prompts are computed, from a step with prompt tokens only."""
-        if step.num_prefill_tokens >= _TIMED_TOKENS and not step.num_decodes and step.seconds:
-            # The best of the recent steps: others may have waited for a compiler or for other programs.
-            self._rates[_PREFILL] = max(step.num_prefill_tokens / step.seconds, 0.9 * self._rates[_PREFILL])
 
     def erase(self, owner: str) -> None:
         """Remove an owner's blocks from the disk, except blocks of other owners."""
@@ -386,11 +294,11 @@ class DiskTier(StepObserver):
                 pass
             wait([future for future, _ in self._writes], max(0.0, end - time.monotonic()))
             if not self.problem:
-                self.store.save_about({name: round(rate) for name, rate in self._rates.items() if rate})
+                self.store.save_about({name: round(rate) for name, rate in self.reader.rates.items() if rate})
         except Exception as error:  # the device has failed, the disk is full, or the interpreter ends
             self._turn_off(error)
         self._writer.shutdown(wait=False)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self.reader.close()
         self.problem = self.problem or _CLOSED
 
 

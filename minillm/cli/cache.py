@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
+import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +27,39 @@ def run(arguments: argparse.Namespace) -> int:
     before = sum(block.num_bytes for block in files.listed(root))
     if action == "verify":
         blocks = list(files.listed(root))
-        damaged = sum(not files.is_whole(block) for block in blocks)
+        damaged = sum(not is_whole(block) for block in blocks)
         print(f"{len(blocks):,} blocks read: {damaged:,} were damaged and are removed")
         return int(damaged > 0)
     if action == "clear":
-        print(f"{size(files.remove_blocks(root))} are free again")
+        print(f"{size(remove_blocks(root))} are free again")
         return 0
     assert limit is not None
     files.trim(root, limit)
     print(f"{size(before - sum(block.num_bytes for block in files.listed(root)))} are free again")
     return 0
+
+
+def remove_blocks(root: Path, model: str | None = None) -> int:
+    """Remove all blocks of a model, by default of all models. Return the freed bytes. Raises OSError."""
+    freed = 0
+    for home in files.homes(root):
+        if model is None or files.read_about(home).get("model") == model:
+            freed += sum(block.num_bytes for block in files.listed_in(home))
+            shutil.rmtree(home)
+    return freed
+
+
+def is_whole(block: files.BlockFile) -> bool:
+    """Read a listed block, and return whether its checksum is right. If not, remove the block."""
+    buffer = bytearray(max(0, block.num_bytes - files.HEADER_BYTES))
+    try:
+        whole = files.read_into(block.path, None, [memoryview(buffer)])
+    except OSError:
+        whole = False
+    if not whole:
+        with suppress(OSError):
+            os.unlink(block.path)
+    return whole
 
 
 def _list(root: Path, *, as_json: bool) -> int:

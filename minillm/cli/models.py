@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from minillm import system
-from minillm.blockstore.files import blocks_dir, remove_blocks
+from minillm.blockstore.files import blocks_dir
+from minillm.cli.cache import remove_blocks
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
 from minillm.fit.forms import Sized, sized, sized_entry

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from minillm.blockstore.tier import BlockRead, DiskTier
+from minillm.blockstore.keys import BlockKey
+from minillm.blockstore.tier import DiskTier, Found
 from minillm.cache import BlockManager, CacheEvent, free_tail
 from minillm.cache.prefix_cache import CachedPrefix
 from minillm.cache.runs import common_length
 from minillm.engine.idle import IdleSequences
+from minillm.runner.block_reads import BlockRead
 from minillm.sequence import Sequence, SequenceGroup
 
 
@@ -16,7 +18,8 @@ class PromptRead:
     """The read for one group. ``sequence`` holds the prompt's first blocks: those in memory, then those from disk."""
 
     sequence: Sequence
-    read: BlockRead
+    read: BlockRead[BlockKey]
+    found: Found
     num_known: int  # tokens that were in memory
 
 
@@ -62,8 +65,8 @@ class DiskReads:
             sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt, cached)
             self.cache.count_hit(-cached.num_tokens, -len(prompt))  # counted when the group is admitted
         self.cache.append(sequence.table, found.num_tokens - first * size)
-        read = self.tier.prepare_read(found, sequence.blocks[first:])
-        self.active[group] = PromptRead(sequence, read, known)
+        read = self.tier.reader.prepare(found.keys, sequence.blocks[first:])
+        self.active[group] = PromptRead(sequence, read, found, known)
         return True
 
     def _reads_more(self, other: SequenceGroup, group: SequenceGroup, prompt: list[int], known: int) -> bool:
@@ -75,13 +78,14 @@ class DiskReads:
     def collect(self) -> None:
         """Make the blocks of ended reads available to their groups."""
         for group, each in list(self.active.items()):
-            if self.tier.is_done(each.read):
+            if self.tier.reader.is_done(each.read):
                 del self.active[group]
                 self._finish(group, each)
 
     def _finish(self, group: SequenceGroup, each: PromptRead) -> None:
-        sequence, end = each.sequence, self.tier.finish_read(each.read)
-        table, count = sequence.own_table, each.read.num_read
+        sequence, found, count = each.sequence, each.found, self.tier.finish_read(each.read)
+        table, whole = sequence.own_table, (found.keys[0].index + count) * self.cache.block_size
+        end = min(whole, found.num_tokens)  # the last block may be partly filled
         free_tail(self.cache, table, end)
         del sequence.token_ids[end:]
         sequence.num_prompt_tokens = sequence.num_computed = end
@@ -100,7 +104,7 @@ class DiskReads:
         for group in groups:
             self._asked.discard(group)
             if (each := self.active.pop(group, None)) is not None:
-                self.tier.cancel_read(each.read)
+                self.tier.reader.cancel(each.read)
                 self.idle.release(each.sequence)
             if (sequence := self._loaded.pop(group, None)) is not None:
                 self.idle.release(sequence)
@@ -109,5 +113,5 @@ class DiskReads:
         """Wait until a read makes progress. Return False if there is no read."""
         if not self.active:
             return False
-        self.tier.wait_for([each.read for each in self.active.values()], seconds)
+        self.tier.reader.wait([each.read for each in self.active.values()], seconds)
         return True

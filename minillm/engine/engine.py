@@ -147,7 +147,7 @@ class Engine:
                 raise
             self.figures.report(step.schedule, began)
             if self.disk is not None and self.figures.last_step is not None:
-                self.disk.tier.measure(self.figures.last_step)
+                self.disk.tier.reader.measure(self.figures.last_step)
             return deltas + self.take_undelivered()
 
     def take_undelivered(self) -> list[Delta]:

@@ -87,7 +87,7 @@ def test_a_prompt_is_computed_where_that_is_faster(tmp_path: Path) -> None:
     prompt = list(range(10, 30))
     model = filled(tmp_path, prompt)
     model.restart(killed=False)
-    rates = model.tier._rates
+    rates = model.tier.reader.rates
     rates["prefill_tokens_per_second"], rates["read_bytes_per_second"] = 100_000.0, 1e9
     assert model.tier.find(prompt, None, 0) is None, "16 tokens take 0.16 ms to compute, a read takes 2 ms"
     rates["prefill_tokens_per_second"] = 1000.0

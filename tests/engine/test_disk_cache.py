@@ -15,7 +15,6 @@ from lib.engine import engine_for, everything_is_back, tier_of
 from lib.models import hf_model, noisy, ours
 from minillm import LLM, SamplingParams
 from minillm.blockstore.files import listed
-from minillm.blockstore.tier import DiskTier
 from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
@@ -23,6 +22,7 @@ from minillm.errors import UsageError
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams
+from minillm.runner.block_reads import BlockReader
 
 PROMPT = [3 + (7 * i) % 90 for i in range(41)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
@@ -128,7 +128,7 @@ def test_others_go_on_while_a_prompt_is_read(model: Llama, tmp_path: Path, monke
     with process(model, tmp_path) as engine:
         tier = tier_of(engine)
         with monkeypatch.context() as patch:
-            patch.setattr(tier, "is_done", lambda read: False)
+            patch.setattr(tier.reader, "is_done", lambda read: False)
             engine.add_request("read", PROMPT, GREEDY)
             engine.add_request("other", [9, 8, 7], GREEDY)
             finished: list[RequestOutput] = []
@@ -145,7 +145,7 @@ def test_an_abort_ends_a_read(model: Llama, tmp_path: Path, monkeypatch: pytest.
     with process(model, tmp_path) as engine:
         answer(engine, PROMPT)
     with process(model, tmp_path) as engine:
-        monkeypatch.setattr(tier_of(engine), "is_done", lambda read: False)
+        monkeypatch.setattr(tier_of(engine).reader, "is_done", lambda read: False)
         engine.add_request("read", PROMPT, GREEDY)
         engine.step()
         assert engine.disk is not None
@@ -210,7 +210,7 @@ def test_a_draft_model_computes_blocks_of_the_disk_itself(tmp_path: Path) -> Non
 
 def test_an_llm_finds_the_blocks_of_an_earlier_one(tiny_model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("MINILLM_DISK_CACHE", str(tmp_path))
-    monkeypatch.setattr(DiskTier, "measure", lambda self, step: None)  # read whatever is on disk
+    monkeypatch.setattr(BlockReader, "measure", lambda self, step: None)  # read whatever is on disk
     options: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "disk_cache": "1GB"}
     prompt = list(range(10, 60))
     with LLM(str(tiny_model), **options) as llm:

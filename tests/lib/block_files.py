@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from minillm.blockstore import keys
-from minillm.blockstore.files import BlockStore, is_whole, listed
+from minillm.blockstore.files import BlockStore, listed
+from minillm.cli.cache import is_whole
 
 SIZE = 5000
 IDENTITY = bytes(range(32))

@@ -102,8 +102,8 @@ def engine_for(
         identity = hashlib.sha256(f"{block_size} {model.dtype} {model.kv_in_8_bits}".encode()).digest()
         pool = PoolBlocks(runner.kv_cache.tensors, block_size)
         tier = DiskTier(BlockStore(disk, identity, {}, 1 << 30), identity, cache, pool, pytest.fail, runner.observers)
-        tier._rates = dict.fromkeys(tier._rates, 0.0)  # unknown: read whatever is on disk
-        tier.measure = lambda step: None  # type: ignore[method-assign]
+        tier.reader.rates = dict.fromkeys(tier.reader.rates, 0.0)  # unknown: read whatever is on disk
+        tier.reader.measure = lambda step: None  # type: ignore[method-assign]
         runner.observers.append(tier)
         scheduler.disk_reads = DiskReads(tier, cache, scheduler.idle, requests.new_seq_id)
     return Engine(runner, requests, methods_for(requests, runner, seed, speculate))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from minillm.blockstore.files import listed
-from minillm.blockstore.tier import DiskTier
 from minillm.config import EngineConfig
 from minillm.engine.driver import Driver
 from minillm.loading.engine import load_engine
+from minillm.runner.block_reads import BlockReader
 from minillm.service.conversations import Conversations
 from minillm.service.messages import (
     CacheChanged,
@@ -38,7 +38,7 @@ Process = Callable[..., list[Event]]
 def process(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
     """Run commands in a new engine process, and return its events."""
     monkeypatch.setenv("MINILLM_DISK_CACHE", str(tmp_path))
-    monkeypatch.setattr(DiskTier, "measure", lambda self, step: None)  # read whatever is on disk
+    monkeypatch.setattr(BlockReader, "measure", lambda self, step: None)  # read whatever is on disk
 
     def run(*commands: Command, salt: str | None = None) -> list[Event]:
         engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=64, disk_cache=1 << 30))
