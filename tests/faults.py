@@ -42,6 +42,8 @@ BLOCKS_OF_FILES = (
 BLOCKS = "tests/cache/test_block_manager.py::"
 HISTORIES = BLOCKS + "test_twenty_thousand_operations_with_prefix_hits_collisions_and_swapping"
 PREFIXES = "tests/engine/test_prefix_cache.py::"
+BLOCK_FILES = "tests/blockstore/test_files.py::"
+DISK_TIER = "tests/blockstore/test_tier.py::"
 ENGINE = "tests/engine/test_engine.py::"
 CONSTRAINED = "tests/grammar/test_constrained.py::"
 ANYHOW = ENGINE + "test_batch_chunks_and_preemption_change_nothing[4-params2]"  # n = 3
@@ -149,6 +151,43 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          BLOCKS + "test_growing_sequences_stay_in_one_run_while_the_pool_is_wide"),
         ("last-taken-block-stays-free", "FreeBlocks._take_from", "Call 3", "$func($args[0] - 1) + b'\\x01'",
          BLOCKS + "test_fork_shares_every_block", HISTORIES),
+    ],
+    "minillm/blockstore/keys.py": [
+        ("salt-not-in-the-key", "root", "identity + tenant", "identity",
+         DISK_TIER + "test_blocks_of_another_salt_are_not_found"),
+        ("key-of-its-own-tokens-alone", "key_after", "parent + array", "array",
+         BLOCK_FILES + "test_a_key_covers_all_tokens_before_the_block"),
+    ],
+    "minillm/blockstore/files.py": [
+        ("checksum-not-compared", "read_into", "actual == checksum", "True",
+         BLOCK_FILES + "test_a_flipped_bit_or_a_cut_is_a_miss"),
+        ("key-in-the-file-not-compared", "read_into", "key != digest", "False",
+         BLOCK_FILES + "test_a_foreign_file_is_a_miss"),
+        ("head-removed-before-its-tail", "eviction_order", "(moment, -block.index, block)",
+         "(moment, block.index, block)",
+         BLOCK_FILES + "test_the_least_recently_used_goes_first_and_a_tail_before_its_head"),
+        ("clock-that-goes-back-counts", "BlockStore._now", "max(time.time_ns(), self._newest + 1)", "time.time_ns()",
+         BLOCK_FILES + "test_a_clock_that_goes_back_does_no_harm"),
+        ("blocks-of-others-erased", "erase", ".difference(*map(_names_in, others))", "",
+         BLOCK_FILES + "test_an_owners_blocks_are_erased_and_shared_ones_stay"),
+    ],
+    "minillm/blockstore/tier.py": [
+        ("evicted-block-not-saved", "DiskTier.begin", "self._save(taken)", "pass",
+         DISK_TIER + "test_blocks_wait_in_the_pool_while_the_queue_is_full"),
+        ("last-token-from-disk", "DiskTier.find", "len(token_ids) - 1", "len(token_ids)",
+         DISK_TIER + "test_the_last_token_is_always_computed"),
+        ("full-disk-goes-on", "DiskTier._turn_off", "Assign 0", "pass",
+         DISK_TIER + "test_a_full_disk_turns_the_tier_off_with_one_line"),
+    ],
+    "minillm/runner/pool_blocks.py": [
+        ("nan-saved", "PoolBlocks._checked", "return None", "pass",
+         "tests/engine/test_disk_cache.py::test_nan_never_reaches_the_disk"),
+    ],
+    "minillm/engine/disk_reads.py": [
+        ("blocks-of-a-read-kept-for-ever", "DiskReads.release", "self.idle.release(sequence)", "pass",
+         "tests/engine/test_disk_cache.py::test_a_damaged_block_ends_the_part_that_is_read"),
+        ("damaged-block-taken", "DiskReads._finish", "min(whole, found.num_tokens)", "found.num_tokens",
+         "tests/engine/test_disk_cache.py::test_a_damaged_block_ends_the_part_that_is_read"),
     ],
     "minillm/cache/prefix_cache.py": [
         ("found-whatever-comes-before", "PrefixCache.add", "Tuple 0", "(None, $elts[1])",

@@ -26,6 +26,13 @@ def test_a_block_comes_back_through_buffers_of_any_sizes(tmp_path: Path) -> None
     assert b"".join(many) == content(key)
 
 
+def test_a_key_covers_all_tokens_before_the_block() -> None:
+    """The same tokens after other ones have another K and V."""
+    one, other = chain([1, 2, 3]), chain([9, 2, 3])
+    assert not {key.name for key in one} & {key.name for key in other}
+    assert not {key.digest for key in one} & {key.digest for key in other}
+
+
 def test_only_the_user_may_read_blocks(tmp_path: Path) -> None:
     root = tmp_path / "blocks"
     root.mkdir(mode=0o755)
