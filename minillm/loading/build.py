@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ from minillm.runner.runner import Runner
 from minillm.speculation.drafter import MOST_SEQS, Drafter
 from minillm.system import compact_heap
 
+_MORE_SECONDS = 4.0  # maximum delay of the start for kernels that a first request does not need
 _ENOUGH = 4  # compilers: fewer take longer than this process's own threads
 _HARDLY_PAYS = 0.5  # speculation hardly saves time if a draft token takes more than this fraction of a token's time
 
@@ -228,9 +230,10 @@ def _build_runner(
     if ranks is not None:
         tokens = ranks.least(tokens)
     reserved = 0
+    more: list[Any] = []
     if device.type == "cuda":
         for each in models if ranks is None and not model.rotary.dynamic else []:
-            compile_ahead(each, config, longest, compiler, on_progress)
+            more += compile_ahead(each, config, longest, compiler, on_progress)
         context = budget.longest_context(shape_of(description.config), left)
         reserved = max(activation_bytes(each, tokens, config.max_num_seqs, context) for each in models)
         reserved += GRAPH_BYTES * len(models) + decode_bytes(model, config.max_num_seqs, longest, config.block_size)
@@ -249,6 +252,9 @@ def _build_runner(
             num_host_blocks = ranks.least(num_host_blocks)
     limits = Limits(num_blocks, max_model_len, num_host_blocks, tokens)
     runner = _new_runner(model, config, limits, ranks, compiler)
+    if compiler is not None:
+        compiler.wait(more, _MORE_SECONDS)
+        compiler.relax()
     if draft is not None:
         few = replace(config, max_num_seqs=MOST_SEQS, enable_prefix_attention=False)
         drafter = Drafter(_new_runner(draft, few, limits, None, compiler), num_blocks, num_host_blocks, model, tokens)
@@ -325,11 +331,12 @@ def _new_runner(
 @torch.inference_mode()
 def compile_ahead(
     model: Llama, config: EngineConfig, longest: int, compiler: Compiler | None, on_progress: OnProgress
-) -> None:
+) -> list[Any]:
     """Compile and load the kernels of a first request in parallel. One by one, they take most of a first start.
 
-    ``compiler`` goes on with kernels that other requests may need.
+    ``compiler`` goes on with kernels that other requests may need. Return their variants.
     """
+    more: list[Any] = []
     runner = DeviceRunner(
         model, 1, config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=longest, graphs=False, sharing=None
     )
@@ -349,3 +356,4 @@ def compile_ahead(
     with ThreadPoolExecutor() as pool:
         list(pool.map(rehearse, runner.rehearsals()))
     torch.cuda.synchronize(model.device)
+    return more

@@ -22,9 +22,9 @@ _MOST = 16  # maximum number of processes; each takes about 0.2 GB
 
 
 def num_compilers() -> int:
-    """Return the number of processes that should compile: half of the cores that are free now, from 1 to `_MOST`."""
+    """Return the number of cores that are free now, without one for this process: from 1 to `_MOST`."""
     cores = min(len(os.sched_getaffinity(0)), quota())
-    return max(1, min(_MOST, int((cores - os.getloadavg()[0]) / 2)))
+    return max(1, min(_MOST, int(cores - os.getloadavg()[0]) - 1))
 
 
 class KernelCompiler:
@@ -32,7 +32,8 @@ class KernelCompiler:
 
     Args:
         on_message: called once if the processes fail.
-        num_processes: the number of variants that are compiled at a time.
+        num_processes: the number of variants that are compiled at a time. After `relax` it is half as many, except for
+            urgent ones.
     """
 
     not_compiled: type[Exception] = NotCompiledError
@@ -44,6 +45,8 @@ class KernelCompiler:
         self._queue: deque[Variant] = deque()
         self._sent: set[Variant] = set()
         self._done: set[Variant] = set()  # compiled, or impossible to compile
+        self._urgent: set[Variant] = set()
+        self._is_relaxed = False
         self._has_failed = False
         self._reads = False  # the process is ready for variants
 
@@ -84,6 +87,7 @@ class KernelCompiler:
             queued = set(self._queue)
             if urgent:
                 self._queue = deque(dict.fromkeys([*wanted, *self._queue]))
+                self._urgent.update(wanted)
             else:
                 self._queue.extend(each for each in wanted if each not in queued)
             if self._process is None:
@@ -104,6 +108,10 @@ class KernelCompiler:
 
         with self._changed:
             return self._changed.wait_for(is_done, seconds)
+
+    def relax(self) -> None:
+        """Leave half of the cores to others from now on, because requests may run."""
+        self._is_relaxed = True
 
     def rest(self) -> None:
         """End the processes to free their memory, if nothing is left to compile. `submit` starts them again."""
@@ -139,10 +147,13 @@ class KernelCompiler:
     def _send(self) -> None:
         """Send queued variants to the compiling processes, but only as many as are compiled at a time.
 
-        An urgent variant, which is first in the queue, therefore waits only for the variants that are being compiled.
+        Half of the processes are kept for urgent variants, which are first in the queue, after `relax`.
         Nothing is sent before the process is ready to read, because a full pipe would block this thread.
         """
-        while self._queue and len(self._sent) < self.num_processes and self._process is not None and self._reads:
+        while self._queue and self._process is not None and self._reads:
+            hurries = not self._is_relaxed or self._queue[0] in self._urgent
+            if len(self._sent) >= (self.num_processes if hurries else max(1, self.num_processes // 2)):
+                return
             variant = self._queue.popleft()
             assert self._process.stdin is not None
             try:

@@ -9,14 +9,18 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from lib.engine import engine_for, run
 from lib.graphs import WorkGraphs
 from lib.models import hf_model, ours
-from minillm.kernels import DecodeInputs
+from minillm.kernels import DecodeInputs, KVCache
+from minillm.model.llama import Batch, Llama
 from minillm.params import SamplingParams
 from minillm.runner.device.ahead import Ahead, Shape
 from minillm.runner.device.runner import DeviceRunner
+from minillm.runner.scores import ScoringForward
 
 
 class NotCompiledError(Exception):
@@ -104,6 +108,9 @@ class Machine:
         self.finish(1 if seconds else 100)
         return not self.pending
 
+    def relax(self) -> None:
+        pass
+
     def rest(self) -> None:
         self.rests += 1
 
@@ -111,10 +118,10 @@ class Machine:
         self.pending.clear()
 
 
-def idle(machine: Machine, *shapes: Shape) -> Ahead:
-    """Return an `Ahead` of a program that has idle moments, but not had one long enough to prepare anything."""
-    ahead = Ahead(machine, lambda: shapes or [Shape(machine.kernels())])
-    ahead.advance()
+def idle(machine: Machine) -> Ahead:
+    """Return an `Ahead` of a program that has idle moments, but had none to prepare anything."""
+    ahead = Ahead(machine, prepares=True)
+    ahead.advance(lambda: [Shape(machine.kernels())])
     return ahead
 
 
@@ -125,6 +132,8 @@ def test_without_idle_moments_all_kernels_of_a_step_compile_in_parallel() -> Non
     assert machine.waits == 1
     assert machine.launched == ["a", "a", "b", "c"]
     assert machine.compiled_at_launch == []
+    assert not ahead.record(machine.kernels("d"), machine.kernels("d"), "graph")
+    machine.finish()
     assert ahead.record(machine.kernels("d"), machine.kernels("d"), "graph")
     assert machine.compiled_at_launch == []
 
@@ -169,12 +178,12 @@ def test_idle_moments_prepare_all_shapes() -> None:
         Shape(prompt, lambda: recorded.append(machine.missing(prompt))),
         Shape(machine.kernels("d")),
     ]
-    ahead = Ahead(machine, lambda: shapes)
+    ahead = Ahead(machine, prepares=True)
     assert ahead.progress == (0, 0)
-    assert ahead.advance()
+    assert ahead.advance(lambda: shapes)
     assert recorded == ["a"]
     assert ahead.progress == (1, 5)
-    while ahead.advance():
+    while ahead.advance(lambda: shapes):
         pass
     assert recorded == ["a", "b", []], "no graph with the general kernel"
     assert machine.compiled == {"a", "b", "c", "d", "probe", "general", "fast"}
@@ -207,10 +216,10 @@ def test_a_failure_ends_the_preparation() -> None:
         raise ValueError("no such layout")
 
     machine = Machine()
-    ahead = Ahead(machine, lambda: [Shape(fails), Shape(fails)])
+    ahead = Ahead(machine, prepares=True)
     with pytest.raises(ValueError, match="no such layout"):
-        ahead.advance()
-    assert not ahead.advance()
+        ahead.advance(lambda: [Shape(fails), Shape(fails)])
+    assert not ahead.advance(lambda: [Shape(fails)])
 
 
 def test_work_that_cannot_be_examined_runs_as_it_is() -> None:
@@ -229,15 +238,63 @@ def test_a_failed_preparation_leaves_the_runner_as_it_is(monkeypatch: pytest.Mon
 
     engine = engine_for(ours(hf_model()), on_device=True)
     assert isinstance(engine.runner, DeviceRunner)
-    monkeypatch.setattr(engine.runner.ahead, "shapes", lambda: [Shape(print, fails), Shape(print, fails)])
+    engine.runner.ahead.prepares = True
+    monkeypatch.setattr(engine.runner, "shapes", lambda: [Shape(print, fails), Shape(print, fails)])
     with pytest.warns(UserWarning, match="no longer prepared ahead: ValueError: no such layout"):
         assert not engine.runner.prepare_ahead()
     assert not engine.runner.prepare_ahead()
     assert len(run(engine, [([5, 7], SamplingParams(max_tokens=3))])[0].outputs[0].token_ids) == 3
 
 
+def test_prompts_next_to_shared_blocks_run_without_the_kernels_that_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with a common beginning get the same tokens meanwhile."""
+    model, common = ours(hf_model()), list(range(5, 45))
+    requests = [([*common, 50 + i, 7], SamplingParams(max_tokens=12, temperature=0)) for i in range(4)]
+    engine, plain = (engine_for(model, on_device=True) for _ in range(2))
+    runner, machine = engine.runner, Machine(compiled={"alone"})
+    shared: list[int] = []  # numbers of decoding sequences of mixed steps that read shared blocks once
+    assert isinstance(runner, DeviceRunner)
+    hidden = Llama.hidden
+
+    def launch(self: Llama, batch: Batch, kv_cache: KVCache) -> Tensor:
+        is_mixed = 0 < batch.num_decodes < len(batch.token_ids)
+        if is_mixed:
+            machine.launch("alone" if batch.shared is None else "shared")
+        if machine._found is not None:
+            return torch.zeros(len(batch.token_ids), self.config.hidden_size)
+        shared.extend([batch.num_decodes] * (is_mixed and batch.shared is not None))
+        return hidden(self, batch, kv_cache)
+
+    def answers() -> dict[int, list[int]]:
+        """Add two requests while two others decode. Return the tokens by request."""
+        for i, request in enumerate(requests):
+            engine.add_request(str(i), *request)
+            for _ in range(3 * (i % 2)):
+                engine.step()
+        while engine.has_work:
+            engine.step()
+        return {int(each.request_id): each.outputs[0].token_ids for each in engine.take_finished()}
+
+    runner.ahead.compiler, runner.prompts, runner.piecewise = machine, None, None
+    with monkeypatch.context() as patch:
+        patch.setattr(Llama, "hidden", launch)
+        runner.forward = ScoringForward(model, partial(launch, model, kv_cache=runner.kv_cache))
+        first = answers()
+        assert machine.pending == ["shared"]
+        assert not shared
+        machine.finish()
+        second = answers()
+    expected = {i: each.outputs[0].token_ids for i, each in enumerate(run(plain, requests))}
+    assert first == second == expected
+    assert shared == machine.launched.count("shared") * [2]
+    assert shared
+    assert machine.compiled_at_launch == []
+
+
 @pytest.mark.parametrize("recorded", [(), (1, 8), (40,)])
-def test_decoding_runs_on_other_graphs_until_its_own_is_recorded(recorded: tuple[int, ...]) -> None:
+def test_decoding_runs_on_other_graphs_until_its_own_is_recorded(
+    recorded: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests get the same tokens. Larger graphs compute padding, although rows have had other sequences before."""
     model = ours(hf_model())
     requests = [([5 + i, 7, 11, 3 * i + 4][: 2 + i % 3], SamplingParams(max_tokens=4 + 3 * i, temperature=0, seed=i))
@@ -250,7 +307,8 @@ def test_decoding_runs_on_other_graphs_until_its_own_is_recorded(recorded: tuple
     some: list[Shape] = [
         shape for shape, record in records if isinstance(record, partial) and record.args[0][0] in recorded
     ]
-    runner.ahead.shapes = lambda: some or [Shape(lambda: None)]
+    runner.ahead.prepares = True
+    monkeypatch.setattr(runner, "shapes", lambda: some)
     while runner.prepare_ahead():
         pass
     runner.ahead._steps = -10_000  # no recording while requests run
@@ -262,7 +320,9 @@ def test_decoding_runs_on_other_graphs_until_its_own_is_recorded(recorded: tuple
     assert ran == {(): set(), (1, 8): {1, 8}, (40,): set()}[recorded], "a much larger graph is slower than no graph"
 
 
-def test_decoding_runs_on_the_kernels_of_more_sequences_until_its_own_are_compiled() -> None:
+def test_decoding_runs_on_the_kernels_of_more_sequences_until_its_own_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = ours(hf_model())
     requests = [([5 + i, 7, 11], SamplingParams(max_tokens=4 + 3 * i, temperature=0)) for i in range(3)]
     engine, plain = (engine_for(model, on_device=True, sharing=None, max_num_seqs=8) for _ in range(2))
@@ -282,7 +342,8 @@ def test_decoding_runs_on_the_kernels_of_more_sequences_until_its_own_are_compil
     state.gather = lambda size: gather(size) if machine._found is None else None
     state.forward = launch
     state.forwards = WorkGraphs(state.rows)
-    runner.ahead.compiler, runner.ahead.shapes = machine, lambda: [Shape(lambda: None)]
+    runner.ahead.compiler, runner.ahead.prepares = machine, True
+    monkeypatch.setattr(runner, "shapes", list)
     runner.prepare_ahead()
     runner.ahead._steps = -10_000
     got = run(engine, requests)

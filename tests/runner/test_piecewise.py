@@ -91,12 +91,12 @@ def test_while_requests_wait_nothing_is_recorded(model: Llama) -> None:
     """A step runs kernel by kernel, or on the graphs of up to twice its size. Steps that recur are recorded at last."""
     runner, graphs, ahead = new_runner(model), WorkGraphs(), Ahead()
     forward = PiecewiseForward(model, runner.kv_cache, graphs, ahead)
-    ahead.shapes = lambda: list(forward.shapes())[1:2]  # 128 tokens
+    ahead.prepares = True
     short, long = (runner.batch(chunks_of(random.Random(0), lengths), 0) for lengths in ([30, 2], [100, 30]))
     with torch.inference_mode():
         assert torch.equal(forward.hidden(short), model.hidden(short, runner.kv_cache))
         graphs.clear()
-        while ahead.advance():
+        while ahead.advance(lambda: list(forward.shapes())[1:2]):  # 128 tokens
             pass
         kept = list(graphs._recorded)
         expected = model.hidden(long, runner.kv_cache)

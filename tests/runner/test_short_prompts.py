@@ -164,7 +164,7 @@ def recording(model: Llama) -> tuple[DeviceRunner, WorkGraphs]:
     graphs = WorkGraphs(runner.state.rows)
     assert runner.prompts is not None
     runner.state.forwards = runner.prompts._graphs = graphs
-    runner.ahead.shapes = runner.shapes
+    runner.ahead.prepares = True
     runner.piecewise = None
     return runner, graphs
 
@@ -210,7 +210,7 @@ def test_memory_that_is_short_leaves_prompts_as_they_are(model: Llama, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     runner, graphs = recording(model)
-    monkeypatch.setattr(runner.ahead, "shapes", lambda: [Shape(print, short), Shape(print, short)])
+    monkeypatch.setattr(runner, "shapes", lambda: [Shape(print, short), Shape(print, short)])
     assert not runner.prepare_ahead()
     chunks = chunks_of(random.Random(2), 2, 9)
     assert runner.compute(step(chunks)).shape[0] == sum(chunk.num_logits for chunk in chunks)

@@ -1,8 +1,8 @@
 """Prepare for steps of new shapes: compile their kernels in other processes, and record their graphs in idle moments.
 
 A step of a new shape does not wait for compilation or recording if it can run in another way: with a recorded graph of
-a larger shape, or kernel by kernel. A program without idle moments (`LLM`) records at once, after the shape's kernels
-have compiled in parallel.
+a larger shape, or kernel by kernel. A program without idle moments (`LLM`) records a graph as soon as its kernels are
+compiled.
 """
 
 import warnings
@@ -40,6 +40,8 @@ class Compiler(Protocol):
 
     def wait(self, variants: Iterable[Any] | None = None, seconds: float | None = None) -> bool: ...
 
+    def relax(self) -> None: ...
+
     def rest(self) -> None: ...
 
     def close(self) -> None: ...
@@ -70,6 +72,9 @@ class NoCompiler:
     def wait(self, variants: Iterable[Any] | None = None, seconds: float | None = None) -> bool:
         return True
 
+    def relax(self) -> None:
+        pass
+
     def rest(self) -> None:
         pass
 
@@ -97,12 +102,11 @@ class Ahead:
 
     Args:
         compiler: compiles missing kernels.
-        shapes: returns the shapes to prepare, the most urgent first. If it returns none, every graph is recorded when
-            it is first needed.
+        prepares: prepare shapes. Otherwise every graph is recorded when it is first needed.
     """
 
     compiler: Compiler = field(default_factory=NoCompiler)
-    shapes: Callable[[], Iterable[Shape]] = tuple
+    prepares: bool = False
     _new: list[Shape] | None = None  # None: not listed yet
     _waiting: list[Shape] = field(default_factory=list)  # for compilers
     _idles: bool = False  # the program has idle moments, in which it calls `advance`
@@ -117,12 +121,14 @@ class Ahead:
         """The number of shapes that are prepared, and their total: (0, 0) before the first call of `advance`."""
         return self._total - len(self._new or ()) - len(self._waiting), self._total
 
-    def advance(self) -> bool:
-        """Prepare one shape. Return False if all are prepared. A call takes at most as long as recording one graph."""
+    def advance(self, shapes: Callable[[], Iterable[Shape]]) -> bool:
+        """Prepare one shape. Return False if all are prepared. A call takes at most as long as recording one graph.
+
+        ``shapes``: returns all shapes, the most urgent first. (If this object kept it, it would keep the runner.)
+        """
         if self._new is None:
-            self._new = list(self.shapes())
-            self._total = len(self._new)
-            self._idles = self._total > 0
+            self._new = list(shapes()) if self.prepares else []
+            self._total, self._idles = len(self._new), self.prepares
         try:
             return self._advance(self.compiler, self._new)
         except Exception:  # for example, other programs took the memory
@@ -230,20 +236,15 @@ class Ahead:
         return work()
 
     def record(self, work: Callable[[], object], kernels: Callable[[], object], key: Hashable, after: int = 1) -> bool:
-        """Run ``work``, which records a graph, unless requests would wait for that. Return whether it was run.
+        """Run ``work``, which records a graph, if it is time for that and all kernels are compiled.
 
-        ``after``: see `may_record`.
+        Return whether it was run. ``after``: see `may_record`.
         """
-        if not self.may_record(key, after):
-            return False
-        if self.must_not_wait:
-            return self.attempt(work, kernels, key) is not None
-        self.run(work, kernels, key)
-        return True
+        return self.may_record(key, after) and self.attempt(work, kernels, key) is not None
 
     @property
     def must_not_wait(self) -> bool:
-        """Return whether steps should run in another way while their kernels compile."""
+        """Return whether steps should run in another way until an idle moment records their graphs."""
         return self._idles
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ changes (`DecodeWork`) and replay their own graphs. Each step begins with a broa
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from minillm import kernels
 from minillm.cache import HostMoves
 from minillm.kernels import Costs, WorkList
-from minillm.model.llama import Llama
+from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
 from minillm.runner.device.ahead import Ahead, Compiler, NoCompiler, Shape
 from minillm.runner.device.beams import DeviceBeams
@@ -76,7 +77,7 @@ class DeviceRunner(Runner):
         super().__init__(model, num_blocks, block_size, num_host_blocks)
         # Ranks must run the same steps in the same way, so they prepare nothing.
         prepares = (graphs or compiler is not None) and ranks_of(model) is None
-        self.ahead = Ahead(compiler or NoCompiler(), self.shapes if prepares else tuple)
+        self.ahead = Ahead(compiler or NoCompiler(), prepares)
         self.state = state = DeviceState(
             model, self.kv_cache, block_size,
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=graphs, sharing=sharing,
@@ -128,10 +129,7 @@ class DeviceRunner(Runner):
             batch = self.batch(work.chunks, 0)
             if work.decode is not None:
                 batch = self.mixed.batch(work.decode, batch)
-            self.ahead.run(
-                partial(self.forward, batch, work.chunks, batch.num_decodes, logits),
-                partial(self.model.forward, batch, self.kv_cache, logits),
-            )
+            self._compute_batch(batch, work.chunks, logits)
         elif work.decode is not None:
             self.decode.compute(work.decode)
         if work.decode is not None and work.decode.num_beams:
@@ -157,6 +155,20 @@ class DeviceRunner(Runner):
         """See `DraftSteps.draw`."""
         return self.drafts.draw(draws, holders)
 
+    def _compute_batch(self, batch: Batch, chunks: list[ChunkWork], logits: Tensor) -> None:
+        """Compute prompts and decoding sequences. Shared blocks are read once if the kernels for that are compiled."""
+
+        def work(batch: Batch) -> tuple[Callable[[], object], Callable[[], object]]:
+            forward = partial(self.forward, batch, chunks, batch.num_decodes, logits)
+            return forward, partial(self.model.forward, batch, self.kv_cache, logits)
+
+        if batch.shared is not None:
+            key = "shared", batch.num_decodes, *batch.shared.launch
+            if self.ahead.attempt(*work(batch), key) is not None:
+                return
+            batch = replace(batch, shared=None)
+        self.ahead.run(*work(batch))
+
     @property
     def prepared(self) -> tuple[int, int]:
         return self.ahead.progress
@@ -171,7 +183,7 @@ class DeviceRunner(Runner):
         if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _LEAST_FREE:
             self.ahead.stop()
         try:
-            if self.ahead.advance():
+            if self.ahead.advance(self.shapes):
                 return True
         except torch.OutOfMemoryError:  # other programs took the memory: compute short prompts like long ones
             self.prompts = self.piecewise = None
@@ -199,6 +211,8 @@ class DeviceRunner(Runner):
         yield Shape(lambda: kernels.penalize(row, words, counts, rows, row))
         for lengths in ([_REHEARSED] * 2, [_LONG], [_LONG] * 2):
             yield Shape(partial(self._mixed, 0, lengths, None))
+        for size in self.decode.sizes():
+            yield Shape(partial(self._mixed, size, [_REHEARSED], None))
 
     def _mixtures(self) -> Iterator[tuple[int, list[int], WorkList | None]]:
         """Yield numbers of decoding sequences, lengths of prompts, and how the sequences read shared blocks."""
