@@ -61,6 +61,9 @@ class Shape:
             return values.integer(f"{prefix}.{key}", default, most=_MOST)
 
         heads, hidden = count("attention.head_count"), count("embedding_length")
+        context = count("context_length")
+        if values.number(f"{prefix}.attention.temperature_scale", 0.0):  # Ministral 3, which scales q beyond that
+            context = min(context, count("rope.scaling.original_context_length", context))
         return cls(
             layers=count("block_count"),
             hidden=hidden,
@@ -69,6 +72,6 @@ class Shape:
             kv_heads=count("attention.head_count_kv", heads),
             head_dim=count("attention.key_length", max(1, hidden // heads)),
             vocabulary=vocabulary,
-            context=count("context_length"),
+            context=context,
             tied=tied,
         )

@@ -95,6 +95,7 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     tokens = [chr(256 + i) for i in range(config.vocab_size)]

@@ -6,11 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
 
-from lib.models import TINY, hf_model
+from lib.engine import logits_in_chunks
+from lib.gguf_files import converted, write_gguf
+from lib.models import TINY, hf_model, ours
 from minillm import LLM, SamplingParams
 from minillm.errors import CapacityError, WeightsError
 from minillm.fit.forms import sized
@@ -51,6 +54,8 @@ def test_the_context_of_ministral_3_ends_where_its_scaling_of_q_begins(tmp_path:
     assert config.rope.factor == 16
     unscaled = {**YARN, "llama_4_scaling_beta": 0.0}
     assert config_of("Ministral3", rope_parameters=unscaled, max_position_embeddings=1024).longest_context == 1024
+    write_gguf(tmp_path / "m.gguf", theirs, gguf.GGMLQuantizationType.F32, **converted(theirs.config))
+    assert sized("x", tmp_path / "m.gguf").shape.context == 64
     theirs.save_pretrained(tmp_path)
     with pytest.raises(CapacityError, match=r"max_model_len 65 is above the model's context of 64 tokens"):
         LLM(str(tmp_path), device="cpu", num_blocks=64, max_model_len=65)
@@ -86,6 +91,19 @@ def test_odd_configurations_are_rejected_in_one_line(kind: str, keys: dict[str, 
         config_of(kind, **keys)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("length", [30, 60])
+@torch.no_grad()
+def test_a_prompt_beyond_the_original_context_of_partial_longrope(length: int) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]}  # fmt: skip
+    theirs = hf_model(kind="Phi3", hidden_size=96, rope_parameters=rope, original_max_position_embeddings=32)
+    model, tokens = ours(theirs), torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert model.rotary.dynamic
+    logits = theirs(torch.tensor([tokens])).logits[0]
+    got = logits_in_chunks(model, tokens, [20, 1, length - 21])
+    torch.testing.assert_close(got.log_softmax(-1), logits.log_softmax(-1), atol=1e-4, rtol=0)
 
 
 def test_old_names_have_the_meaning_of_the_new_ones() -> None:
