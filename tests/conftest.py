@@ -137,6 +137,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def engine_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """Return a command that runs an engine process for a chat app, without the seconds that importing torch takes."""
+    from lib.programs import warm
+
+    path = tmp_path_factory.mktemp("warm") / "python"
+    with warm.program(path):
+        yield str(path), "-m", "minillm.service"
+
+
+@pytest.fixture(scope="session")
 def llm() -> LLM:
     """The real default model, float32 on the CPU."""
     from minillm import LLM

@@ -72,8 +72,6 @@ class Shell:
         """Yield a shell. Its `minillm` is a running process that waits for commands."""
         (home / "bin").mkdir()
         _write_models(home, tiny)
-        address = str(home / "socket")
-        warm.write_program(home / "bin/minillm", address)
         environment = {
             **os.environ,
             "PATH": os.pathsep.join([str(home / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -82,16 +80,8 @@ class Shell:
             "NO_PROXY": "localhost,127.0.0.1",
             "OMP_NUM_THREADS": "1",
         }
-        process = subprocess.Popen(
-            [sys.executable, warm.__file__, address], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+        with warm.program(home / "bin/minillm", environment):
             yield cls(home, root, tiny, home, environment)
-        finally:
-            process.kill()
-            process.wait()
 
     @contextmanager
     def page(self) -> Iterator[Path]:

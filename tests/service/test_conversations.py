@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -110,9 +111,17 @@ class Engine:
         self.process.send(command)
 
 
+Running = Callable[..., AbstractAsyncContextManager[Engine]]
+
+
+@pytest.fixture
+def engine(engine_command: tuple[str, ...], tmp_path: Path) -> Running:
+    return partial(running_engine, tmp_path / "log", engine_command)
+
+
 @asynccontextmanager
-async def engine(tmp_path: Path, model: str, **options: object) -> AsyncIterator[Engine]:
-    process = await EngineProcess.start(tmp_path / "log")
+async def running_engine(log: Path, command: Sequence[str], model: str, **options: object) -> AsyncIterator[Engine]:
+    process = await EngineProcess.start(log, command)
     running = Engine(process)
     listening = asyncio.create_task(running.listen())
     running.send(Load(model, {"device": "cpu", "num_blocks": 32, **options}))
@@ -124,10 +133,10 @@ async def engine(tmp_path: Path, model: str, **options: object) -> AsyncIterator
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pipes have one size elsewhere")
-async def test_an_app_that_is_busy_for_seconds_does_not_stop_the_engine(tmp_path: Path, tiny_model: Path) -> None:
+async def test_an_app_that_is_busy_for_seconds_does_not_stop_the_engine(engine: Running, tiny_model: Path) -> None:
     import fcntl
 
-    async with engine(tmp_path, str(tiny_model)) as running:
+    async with engine(str(tiny_model)) as running:
         await running.wait_for(Loading)
         events = running.process._process._transport.get_pipe_transport(1)  # type: ignore[attr-defined]
         assert fcntl.fcntl(events.get_extra_info("pipe"), fcntl.F_GETPIPE_SZ) >= 1 << 20
@@ -137,8 +146,8 @@ def question(request: str, text: str, conversation: str = "c", **params: object)
     return Generate(request, conversation, [{"role": "user", "content": text}], {**GREEDY, **params})
 
 
-async def test_a_conversation_keeps_its_blocks_and_the_next_turn_reuses_them(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_a_conversation_keeps_its_blocks_and_the_next_turn_reuses_them(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         loaded = await running.wait_for(Loaded)
         assert isinstance(loaded, Loaded)
         assert (loaded.num_blocks, loaded.block_size, loaded.device) == (32, 16, "cpu")
@@ -170,8 +179,8 @@ async def test_a_conversation_keeps_its_blocks_and_the_next_turn_reuses_them(tmp
         await running.pool(lambda pool: not pool.tables and pool.figures.used_slots == 0)
 
 
-async def test_texts_are_told_no_more_often_than_was_asked(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_texts_are_told_no_more_often_than_was_asked(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         await running.wait_for(Loaded)
         running.send(question("a", "hello", max_tokens=40, logprobs=2))
         await running.wait_for(Finished)
@@ -191,8 +200,8 @@ async def test_texts_are_told_no_more_often_than_was_asked(tmp_path: Path, tiny_
         assert kinds[::-1].index(Finished) < kinds[::-1].index(TextDelta)  # the end comes behind the last word
 
 
-async def test_an_answer_can_be_stopped_and_forgotten(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_an_answer_can_be_stopped_and_forgotten(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         await running.wait_for(Loaded)
         running.send(Pace(20))  # otherwise the answer may have ended before it is stopped
         running.send(question("a", "hello", max_tokens=400))
@@ -208,8 +217,8 @@ async def test_an_answer_can_be_stopped_and_forgotten(tmp_path: Path, tiny_model
         await running.pool(lambda pool: pool.num_logged and not pool.tables and pool.used_blocks == 0)
 
 
-async def test_bad_requests_fail_alone(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_bad_requests_fail_alone(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         await running.wait_for(Loaded)
         running.send(question("a", "hello", temperature=-1))
         failed = await running.wait_for(RequestFailed)
@@ -235,8 +244,8 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-async def test_a_slow_pace_hears_commands_at_once(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_a_slow_pace_hears_commands_at_once(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         running.send(Pace(0.01))
         running.send(Generate("a", "c", turns("hello"), GREEDY))
         await running.find(Started)
@@ -252,8 +261,8 @@ async def test_a_slow_pace_hears_commands_at_once(tmp_path: Path, tiny_model: Pa
         assert (await running.find(Finished, lambda event: event.request_id == "b")).finish_reason == "abort"
 
 
-async def test_a_branch_begins_at_any_earlier_answer(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_a_branch_begins_at_any_earlier_answer(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         running.send(question("a", "hello"))
         await running.find(Finished)
         text = "".join(event.text for event in running.events if isinstance(event, TextDelta))
@@ -270,8 +279,8 @@ async def test_a_branch_begins_at_any_earlier_answer(tmp_path: Path, tiny_model:
         await running.pool(lambda pool: not pool.tables_of("b") and pool.tables_of("d"))
 
 
-async def test_candidates_share_the_prompt_until_one_is_kept(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_candidates_share_the_prompt_until_one_is_kept(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         running.send(question("a", "hello " * 9, temperature=1.0, seed=1, n=3))
         await running.find(Finished, lambda event: event.index == 2)
         pool = await running.pool(lambda pool: [t.state for t in pool.tables_of("a")] == ["idle"] * 3)
@@ -286,8 +295,8 @@ async def test_candidates_share_the_prompt_until_one_is_kept(tmp_path: Path, tin
         assert {"allocate", "fork", "free"} <= kinds
 
 
-async def test_beams_are_told_while_they_change(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_beams_are_told_while_they_change(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         params = {"beam_width": 3, "max_tokens": 60, "ignore_eos": True}
         running.send(Generate("a", "c", turns("hello"), params))
         await running.find(Finished, lambda event: event.index == 2)
@@ -335,9 +344,9 @@ def test_a_beam_goes_by_its_place_among_the_answers(stop: tuple[str, ...], tiny_
     assert not engine.cache.tables
 
 
-async def test_a_beginning_with_a_file_is_pinned_while_it_is_told(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_beginning_with_a_file_is_pinned_while_it_is_told(engine: Running, tiny_model: Path) -> None:
     file = "hello there " * 20
-    async with engine(tmp_path, str(tiny_model), num_blocks=120) as running:
+    async with engine(str(tiny_model), num_blocks=120) as running:
         running.send(Generate("a", "c", turns(file), GREEDY, num_pinned=1))
         await running.find(Finished)
         text = "".join(event.text for event in running.events if isinstance(event, TextDelta))
@@ -356,6 +365,7 @@ async def test_a_beginning_with_a_file_is_pinned_while_it_is_told(tmp_path: Path
         assert [table.blocks for table in pool.tables_of(FILES)] == [pinned.blocks]
         running.send(Generate("d", "c", turns("something else"), GREEDY))
         await running.pool(lambda pool: not pool.tables_of(FILES))
+        await running.find(Finished, lambda event: event.request_id == "d")
         running.send(Generate("e", "c", turns(file), GREEDY, num_pinned=1))
         await running.pool(lambda pool: pool.tables_of(FILES))
         running.send(Forget("c"))
@@ -374,8 +384,8 @@ async def test_a_file_that_needs_much_of_the_pool_is_not_pinned(tiny_model: Path
     assert 4 * engine.scheduler.idle.num_pinned_blocks <= 24
 
 
-async def test_probabilities_of_the_tokens(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_probabilities_of_the_tokens(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         running.send(question("a", "hello", logprobs=3))
         await running.find(Finished)
         tokens = [token for event in running.events if isinstance(event, TextDelta) for token in event.tokens]
@@ -386,8 +396,8 @@ async def test_probabilities_of_the_tokens(tmp_path: Path, tiny_model: Path) -> 
             assert token.logprob == pytest.approx(token.top_logprobs[0], abs=1e-5)
 
 
-async def test_an_answer_is_continued(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_an_answer_is_continued(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         said = turns("hello", "so it begins")
         running.send(Generate("a", "c", said, GREEDY, continues=True))
         went_on = await running.find(Started, lambda event: event.request_id == "a")
@@ -400,8 +410,8 @@ async def test_an_answer_is_continued(tmp_path: Path, tiny_model: Path) -> None:
         assert asked.num_prompt_tokens < went_on.num_prompt_tokens < anew.num_prompt_tokens
 
 
-async def test_the_system_prompt_is_pinned_and_unpinned(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_the_system_prompt_is_pinned_and_unpinned(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         running.send(Pin("you are brief " * 4))
         pool = await running.pool(lambda pool: pool.figures.pinned_blocks)
         assert [table.state for table in pool.tables.values()] == ["pinned"]
@@ -410,8 +420,8 @@ async def test_the_system_prompt_is_pinned_and_unpinned(tmp_path: Path, tiny_mod
         await running.pool(lambda pool: not pool.figures.pinned_blocks)
 
 
-async def test_a_block_tells_what_it_holds(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model)) as running:
+async def test_a_block_tells_what_it_holds(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model)) as running:
         running.send(question("a", "hello " * 9))
         await running.find(Finished)
         pool = await running.pool(lambda pool: [t.state for t in pool.tables.values()] == ["idle"])
@@ -435,8 +445,8 @@ async def test_a_block_tells_what_it_holds(tmp_path: Path, tiny_model: Path) -> 
         assert (free.tokens, free.node, free.age) == ([], None, None)
 
 
-async def test_pressure_is_told_as_swaps_and_evictions(tmp_path: Path, tiny_model: Path) -> None:
-    async with engine(tmp_path, str(tiny_model), num_blocks=20, admission="optimistic") as running:
+async def test_pressure_is_told_as_swaps_and_evictions(engine: Running, tiny_model: Path) -> None:
+    async with engine(str(tiny_model), num_blocks=20, admission="optimistic") as running:
         for name in "abc":
             running.send(question(name, "hello " * 12, name, max_tokens=120))
         await running.wait_for(Finished, 3)
@@ -449,8 +459,8 @@ async def test_pressure_is_told_as_swaps_and_evictions(tmp_path: Path, tiny_mode
         assert all(0 <= step.device_seconds <= step.seconds for step in steps)
 
 
-async def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    async with engine(tmp_path, str(tmp_path / "nowhere")) as running:
+async def test_a_model_that_is_not_there_is_one_line(engine: Running, tmp_path: Path) -> None:
+    async with engine(str(tmp_path / "nowhere")) as running:
         failed = await running.wait_for(LoadFailed)
         assert isinstance(failed, LoadFailed)
         assert "nowhere" in failed.error
@@ -490,7 +500,7 @@ def test_messages_survive_the_pipe() -> None:
         b'{"message": "Notice"}',
         b'{"message": "Notice", "text": "x", "more": 1}',
         b'{"message": "CacheChanged", "tables": [[1, "a"]]}',
-        b'{"message": "CacheChanged", "counts": [0, 0, 0, 0, 0, 0, 0, 0, 0]}',
+        b'{"message": "CacheChanged", "counts": [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]}',
         b'{"message": "Stepped", "steps": [{"number": 1}]}',
         b'{"message": "CacheChanged", "gone": ["x"]}',
     ],

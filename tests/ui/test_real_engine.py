@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from textual.drivers.headless_driver import HeadlessDriver
 from lib.terminal import session
 from lib.tokens import THINKING
 from lib.ui import answered, ask, chat, notes, say, screen, seen, until
-from minillm.service.client import ENGINE_COMMAND
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.demo import STOPS, DemoApp, Narration, demo_settings
 from minillm.ui.memory.pool import Pool
@@ -21,20 +21,21 @@ from minillm.ui.settings import Settings
 from minillm.weights.manifest import default_model
 
 pytestmark = pytest.mark.anyio
+Command = tuple[str, ...]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
 
 
-def engine(model: str, **options: Any) -> dict[str, Any]:
+def engine(command: Sequence[str], model: str, **options: Any) -> dict[str, Any]:
     """The app's settings for a real engine on the CPU."""
-    return {
-        "model": model,
-        "engine_command": ENGINE_COMMAND,
-        "engine": {"device": "cpu", "num_blocks": 120, **options},
-    }
+    return {"model": model, "engine_command": command, "engine": {"device": "cpu", "num_blocks": 120, **options}}
 
 
-async def test_branches_candidates_and_beams_share_blocks_and_give_them_back(tiny_model: Path) -> None:
-    async with chat(**engine(str(tiny_model)), sampling={**GREEDY, "ignore_eos": True}, size=(160, 50)) as pilot:
+async def test_branches_candidates_and_beams_share_blocks_and_give_them_back(
+    engine_command: Command, tiny_model: Path
+) -> None:
+    async with chat(
+        **engine(engine_command, str(tiny_model)), sampling={**GREEDY, "ignore_eos": True}, size=(160, 50)
+    ) as pilot:
         first = await ask(pilot, "hello there")
         second = await ask(pilot, "and again")
         assert 0 < second.answer.num_cached_tokens < second.answer.num_prompt_tokens
@@ -68,8 +69,8 @@ async def test_branches_candidates_and_beams_share_blocks_and_give_them_back(tin
         assert {"allocate", "fork", "copy", "free"} <= kinds
 
 
-async def test_an_engine_that_fails_leaves_the_conversation(tiny_model: Path) -> None:
-    async with chat(**engine(str(tiny_model)), sampling={**GREEDY, "ignore_eos": True}) as pilot:
+async def test_an_engine_that_fails_leaves_the_conversation(engine_command: Command, tiny_model: Path) -> None:
+    async with chat(**engine(engine_command, str(tiny_model)), sampling={**GREEDY, "ignore_eos": True}) as pilot:
         await ask(pilot, "hello")
         await say(pilot, "long " * 2000)
         await until(pilot, lambda: any("context holds" in note for note in notes(pilot)))
@@ -80,9 +81,11 @@ async def test_an_engine_that_fails_leaves_the_conversation(tiny_model: Path) ->
         await until(pilot, lambda: {table.state for table in pool.tables.values()} == {"idle"})
 
 
-async def test_the_tour_shows_all_that_it_promises(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_tour_shows_all_that_it_promises(engine_command: Command, tiny_model: Path, tmp_path: Path) -> None:
     settings = demo_settings(Settings(str(tiny_model), engine={"device": "cpu"}))
-    app = DemoApp(settings, SessionStore(tmp_path), speed=100.0, driver_class=HeadlessDriver)
+    app = DemoApp(
+        settings, SessionStore(tmp_path), speed=100.0, engine_command=engine_command, driver_class=HeadlessDriver
+    )
     async with app.run_test(size=(150, 44)) as pilot:
         await until(pilot, lambda: app.number >= 1, 60)
         await pilot.press("p")
@@ -112,10 +115,13 @@ async def test_the_tour_shows_all_that_it_promises(tiny_model: Path, tmp_path: P
 
 
 @pytest.mark.weights
-async def test_the_default_model_talks(tmp_path: Path) -> None:
+async def test_the_default_model_talks(engine_command: Command, tmp_path: Path) -> None:
     sampling = {"temperature": 0.0, "max_tokens": 40}
     async with chat(
-        **engine(default_model()), sampling=sampling, system="You are a helpful assistant.", size=(160, 50)
+        **engine(engine_command, default_model()),
+        sampling=sampling,
+        system="You are a helpful assistant.",
+        size=(160, 50),
     ) as pilot:
         pool = screen(pilot).pool
         assert pool is not None
@@ -150,21 +156,23 @@ def test_the_demo_shows_all_eight_steps() -> None:
     assert "did not happen" not in shown
 
 
-async def test_the_demo_says_which_step_it_missed(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_demo_says_which_step_it_missed(engine_command: Command, tiny_model: Path, tmp_path: Path) -> None:
     settings = demo_settings(Settings(str(tiny_model), engine={"device": "cpu"}))
     settings = replace(settings, engine={**settings.engine, "num_blocks": 1_000})
-    app = DemoApp(settings, SessionStore(tmp_path), speed=100.0, driver_class=HeadlessDriver)
+    app = DemoApp(
+        settings, SessionStore(tmp_path), speed=100.0, engine_command=engine_command, driver_class=HeadlessDriver
+    )
     async with app.run_test(size=(150, 44)) as pilot:
         await until(pilot, lambda: app.over, 120)
         assert app.missed == ["eviction", "preemption"]
         assert "Not shown this time: eviction, preemption." in str(app.chat.query_one(Narration).render())
 
 
-async def test_answers_at_several_depths_share_their_thought(tiny_model: Path) -> None:
+async def test_answers_at_several_depths_share_their_thought(engine_command: Command, tiny_model: Path) -> None:
     """The template opens the thought, and the model may not end it by itself."""
     template = tiny_model.parent / "thinking.jinja"
     template.write_text(THINKING, encoding="utf-8")
-    options = engine(str(tiny_model), chat_template=str(template))
+    options = engine(engine_command, str(tiny_model), chat_template=str(template))
     sampling = {**GREEDY, "max_tokens": 60, "ignore_eos": True, "bad_words": ["</think>"]}
     async with chat(**options, sampling=sampling, size=(160, 50)) as pilot:
         await say(pilot, "/depths 20,40,80")

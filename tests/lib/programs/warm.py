@@ -1,6 +1,7 @@
-"""A process that has imported torch and forks for each `minillm` command, and the `minillm` program that asks it.
+"""A process that has imported torch and forks for each command, and the program that asks it.
 
-A command of a page then takes a tenth of a second to start, where a new process takes three.
+The commands are those of `minillm`, and ``-m minillm.service`` for an engine process. A command then takes a tenth of a
+second to start, where a new process takes three.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-
-import minillm.cli.generate
-import minillm.llm  # noqa: F401
-from minillm.cli.main import main
 
 _MOST = 1 << 20  # bytes of a command and its environment
 
@@ -34,8 +33,30 @@ sys.exit(int(asked.recv(16) or b"70"))
 """
 
 
+@contextmanager
+def program(path: Path, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Write the program ``path``, and run the process that it asks."""
+    address = f"{path}.socket"
+    path.write_text(PROGRAM.format(python=sys.executable, address=address))
+    path.chmod(0o755)
+    process = subprocess.Popen([sys.executable, __file__, address], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def serve(address: str) -> None:
     """Answer until this process is killed."""
+    import torch
+
+    import minillm.cli.generate
+    import minillm.llm
+    import minillm.service.sessions  # noqa: F401
+
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.freeze()
@@ -54,7 +75,7 @@ def _answer(asked: socket.socket) -> None:
     """Run one command with the streams, the directory and the environment of the program that asks; then exit.
 
     The program gets the exit code when temporary files are removed. The interpreter is not taken apart: with torch in
-    it, that takes longer than most commands.
+    it, that takes longer than most commands. If the program is killed, so is the command.
     """
     code = 70
     try:
@@ -67,7 +88,16 @@ def _answer(asked: socket.socket) -> None:
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(environment)
-        code = main(arguments)
+        threading.Thread(target=lambda: asked.recv(1) or os._exit(code), daemon=True).start()
+        if arguments == ["-m", "minillm.service"]:
+            from minillm.service.__main__ import main as run_engine
+
+            sys.argv = arguments[1:]
+            code = run_engine()
+        else:
+            from minillm.cli.main import main
+
+            code = main(arguments)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -76,12 +106,6 @@ def _answer(asked: socket.socket) -> None:
         sys.stderr.flush()
         asked.send(str(code).encode())
         os._exit(0)
-
-
-def write_program(path: Path, address: str) -> None:
-    """Write the program `minillm` that asks the process at ``address``."""
-    path.write_text(PROGRAM.format(python=sys.executable, address=address))
-    path.chmod(0o755)
 
 
 if __name__ == "__main__":

@@ -114,9 +114,9 @@ class Store(SessionStore):
         DELETED.discard(self.path_of(conversation))
         return is_copy
 
-    def delete(self, path: Path) -> None:
+    def delete(self, path: Path) -> str:
         DELETED.add(path)
-        super().delete(path)
+        return super().delete(path)
 
 
 def run() -> int:
