@@ -94,8 +94,7 @@ class BlockStore:
         size, checksum = sum(map(len, buffers)), 0
         for buffer in buffers:
             checksum = zlib.crc32(buffer, checksum)
-        header = _HEADER.pack(_MAGIC, key.digest, size, checksum)
-        header = (header + struct.pack("<I", zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
+        header = _header(key.digest, size, checksum)
         temporary = f"{self.home}/.{os.getpid()}-{key.name}"
         try:
             self._write(temporary, [memoryview(header), *buffers])
@@ -193,6 +192,11 @@ class BlockStore:
         return self._newest
 
 
+def _header(digest: bytes, size: int, checksum: int) -> bytes:
+    header = _HEADER.pack(_MAGIC, digest, size, checksum)
+    return (header + struct.pack("<I", zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
+
+
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
     """Return the buffers without their first ``done`` bytes."""
     while buffers and done >= len(buffers[0]):
@@ -215,9 +219,8 @@ def read_into(path: str, digest: bytes | None, buffers: Sequence[memoryview]) ->
         header = bytearray(HEADER_BYTES)
         if os.preadv(number, [header], 0) != HEADER_BYTES:
             return False
-        magic, key, length, checksum = _HEADER.unpack_from(header)
-        [of_header] = struct.unpack_from("<I", header, _HEADER.size)
-        if magic != _MAGIC or of_header != zlib.crc32(header[: _HEADER.size]) or length != size:
+        _, key, length, checksum = _HEADER.unpack_from(header)
+        if header != _header(key, length, checksum) or length != size:
             return False
         if digest is not None and key != digest:
             return False
