@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from minillm.errors import WeightsError
 from minillm.text.reasoning import CLOSE, OPEN
 from minillm.text.tools import with_texts
 
@@ -20,6 +21,7 @@ BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for internal use; `admissib
 END_OF_MESSAGE = "\ufdd1"  # marks the end of the last message while a chat template is rendered
 CONTINUES = "\ufdd2"  # begins a text that continues another text: see `minillm.text.dummy_prefix`
 
+_MAX_CONTROL = 1 << 10  # maximum characters of a control token
 _MARKUP = re.compile(r"<\S+>|\[\S+\]|<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
 
 
@@ -75,17 +77,20 @@ class ControlTokens:
 
     Attributes:
         ids: the ids of the control tokens.
-        longest: number of characters of the longest control token.
 
     Args:
         added: the added tokens of the tokenizer, by id.
+
+    Raises WeightsError if a control token is too long.
     """
 
     def __init__(self, added: Mapping[int, AddedToken]) -> None:
         self._tokens = {token_id: token for token_id, token in added.items() if is_control(token)}
         self.ids = frozenset(self._tokens)
+        longest = max((len(token.content) for token in self._tokens.values()), default=0)
+        if longest > _MAX_CONTROL:  # `Spellings` takes memory quadratic in the length
+            raise WeightsError(f"the tokenizer has a control token of {longest} characters, which no model has")
         self._spellings = Spellings(token.content for token in self._tokens.values())
-        self.longest = max(map(len, self._spellings.texts), default=0)
         allowed = [text for text in self._spellings.texts if text not in (OPEN, CLOSE)]
         few = len(allowed) < len(self._spellings.texts)
         self._assistant_spellings = Spellings(allowed) if few else self._spellings

@@ -42,7 +42,6 @@ from minillm.text.token_bytes import TokenBytes
 from minillm.text.tools import plain_tools, with_texts
 
 _MAX_VOCAB = 1 << 24
-_MAX_CONTROL = 1 << 10  # maximum characters of a control token
 _DROP = {"type": "Replace", "pattern": {"String": BREAK}, "content": ""}
 _MAX_CHARACTERS = 16 << 20  # maximum characters of a text, for any context length
 _SLOWEST = 200_000  # characters per second: a lower bound of the encoder's speed
@@ -83,8 +82,8 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._num_rows = self.vocab_size if num_rows is None else num_rows
+        _check_sizes(self.vocab_size, set(vocabulary.values()) - added.keys(), self._num_rows)
         self._controls = ControlTokens(added)
-        _check_sizes(self.vocab_size, set(vocabulary.values()) - added.keys(), self._num_rows, self._controls.longest)
         self._decoding = TokenBytes.of(backend)
         self._texts = [""] * self.vocab_size
         for text, token_id in vocabulary.items():
@@ -364,13 +363,12 @@ def _with_state(step: Any, state: Any) -> Any:
     return step
 
 
-def _check_sizes(size: int, own_ids: Set[int], num_rows: int, longest_control: int) -> None:
+def _check_sizes(size: int, own_ids: Set[int], num_rows: int) -> None:
     """Raise WeightsError if a tokenizer with ids below ``size`` is too large, or belongs to another model.
 
     Args:
         own_ids: the ids of the tokenizer's vocabulary without added tokens.
         num_rows: number of rows of the model's embedding.
-        longest_control: number of characters of the longest control token.
     """
     if size > _MAX_VOCAB:
         raise WeightsError(f"the tokenizer has a token id of {size - 1}, beyond any vocabulary")
@@ -380,8 +378,6 @@ def _check_sizes(size: int, own_ids: Set[int], num_rows: int, longest_control: i
             f"the tokenizer has {max(own, size)} ids and the model's embedding {num_rows} rows: "
             "they belong to different models"
         )
-    if longest_control > _MAX_CONTROL:
-        raise WeightsError(f"the tokenizer has a control token of {longest_control} characters, which no model has")
 
 
 def _wrapping(bare: list[int], wrapped: list[int], num_rows: int) -> tuple[list[int], list[int]]:
