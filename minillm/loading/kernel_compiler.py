@@ -18,6 +18,7 @@ from minillm.loading.threads import quota
 from minillm.progress import OnMessage
 from minillm.system import child_environment, exit_status
 
+_UNUSED_SECONDS = 30.0  # the processes end when there was nothing to compile for this long
 _MOST = 16  # maximum number of processes; each takes about 0.2 GB
 
 
@@ -170,7 +171,7 @@ class KernelCompiler:
     def _receive(self, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            key = line.split(b" ", 1)[0].decode()
+            key = line.partition(b" ")[0].strip().decode()
             with self._changed:
                 self._reads |= process is self._process  # the process's first line says that it is ready
                 done = [each for each in self._sent if each.key == key]
@@ -178,6 +179,10 @@ class KernelCompiler:
                 self._done.update(done)
                 self._send()
                 self._changed.notify_all()
+                if not self.num_pending:
+                    timer = threading.Timer(_UNUSED_SECONDS, self.rest)
+                    timer.daemon = True
+                    timer.start()
         code = process.wait()
         process.stdout.close()
         with self._changed:

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-from minillm.loading import kernel_cache
+from triton.backends.compiler import GPUTarget
+
+from minillm.kernels.launch import Variant
+from minillm.loading import kernel_cache, kernel_compiler
 
 SCRIPT = Path(__file__).with_name("compiling_kernels.py")
 
@@ -55,6 +58,68 @@ def test_compilers_end_with_their_parent(tmp_path: Path) -> None:
     while any(Path(f"/proc/{each}").exists() for each in left) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [each for each in left if Path(f"/proc/{each}").exists()]
+
+
+class Process:
+    """Stands for the compiling processes. Notes the variants that it gets, and says what the test says."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        reader, self._writer = os.pipe()
+        self.stdin, self.stdout = self, os.fdopen(reader, "rb")
+
+    def write(self, line: bytes) -> None:
+        self.keys.append(Variant.decode(line).key)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self._writer)
+
+    def say(self, line: str) -> None:
+        os.write(self._writer, f"{line}\n".encode())
+
+    def wait(self) -> int:
+        return 0
+
+    def until(self, keys: str) -> None:
+        deadline = time.monotonic() + 30
+        while self.keys != list(keys):
+            assert time.monotonic() < deadline, self.keys
+            time.sleep(0.01)
+
+
+def test_half_of_the_compilers_are_kept_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before `relax`, all of them compile. The processes end when they have nothing to do."""
+    process = Process()
+    monkeypatch.setattr(kernel_compiler.subprocess, "Popen", lambda *_args, **_options: process)
+    monkeypatch.setattr(kernel_compiler, "_UNUSED_SECONDS", 0.0)
+    variants = {
+        key: Variant(key, "module", "kernel", GPUTarget("cuda", 90, 32), ({}, {}, {}, {})) for key in "abcdefgh"
+    }
+    compiler = kernel_compiler.KernelCompiler(pytest.fail, 4)
+    compiler.submit([variants[key] for key in "abcdef"])
+    assert process.keys == [], "it is not ready"
+    process.say("ready")
+    process.until("abcd")
+    compiler.relax()
+    process.say("a")
+    assert compiler.wait([variants["a"]], 30)
+    compiler.submit([variants["g"]], urgent=True)
+    process.until("abcdg")
+    for key in "bc":
+        process.say(key)
+    assert compiler.wait([variants["c"]], 30)
+    process.until("abcdg")
+    process.say("d a reason")
+    process.until("abcdge")
+    for key in "gef":
+        process.say(key)
+        process.until("abcdgef")
+    assert compiler.wait(seconds=30)
+    while compiler._process is not None:
+        time.sleep(0.01)
 
 
 def test_unused_kernels_of_other_versions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

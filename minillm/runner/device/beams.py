@@ -5,8 +5,9 @@ the device's choices one step later. Each beam has a last, partly filled block o
 beam replaces a beam, the other beam's last block is copied into that block. So the device allocates no blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,11 +15,14 @@ from torch import Tensor
 from minillm import kernels
 from minillm.kernels import KVCache, Search, SearchField
 from minillm.parallel.collectives import Ranks
+from minillm.runner.device.ahead import Shape
 from minillm.runner.device.graphs import Graphs
 from minillm.runner.device.rows import Rows, padded_size
 from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk, SequenceGroup
+
+_WIDTHS = 2, 4, 8, 16  # widths of searches for which kernels are compiled ahead
 
 
 @dataclass(slots=True)
@@ -136,25 +140,37 @@ class DeviceBeams:
         count = min(_power_of_two(max(search.num_candidates for search in searches)), self._vocab)
         width = _power_of_two(max(search.width for search in searches))
         whole = places == list(range(len(places))) and len(logits) >= size
-
-        def work() -> tuple[Tensor, Tensor]:
-            beams = logits[:size] if whole else logits.index_select(0, self._places[:size])
-            values, ids = kernels.top_log_probabilities(beams, count)
-            parents, *found = kernels.choose_beams(
-                self._words, self._rows[:size], self._searches[:number], values, ids, self._vocab, width
-            )
-            if self._ranks is None:
-                self._fork(size, parents)
-            else:
-                self._parents[:size].copy_(parents)
-            return found[0], found[1]
-
-        logprobs, choices = (
-            self._graphs.run(("choose", size, number, count, width, whole), work) if recorded else work()
-        )
+        key = size, number, count, width, whole
+        work = partial(self._choose, logits, *key)
+        logprobs, choices = self._graphs.run(("choose", *key), work) if recorded else work()
         if self._ranks is not None:
             self.fork()
         return Chosen(searches, logprobs, choices)
+
+    def shapes(self, logits: Tensor) -> Iterator[Shape]:
+        """Yield single searches of usual widths, to compile their kernels. ``logits``: as for `choose`."""
+        for width in _WIDTHS:
+            if (size := padded_size(width)) <= len(self._rows):
+                count = min(_power_of_two(2 * width), self._vocab)
+                yield Shape(partial(self._choose, logits, size, 1, count, _power_of_two(width), True))
+
+    def _choose(
+        self, logits: Tensor, size: int, number: int, count: int, width: int, whole: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Choose for ``number`` searches with ``size`` beams in total, and fork. Return log-probabilities and choices.
+
+        ``whole``: the beams' logits are the first rows of ``logits``.
+        """
+        beams = logits[:size] if whole else logits.index_select(0, self._places[:size])
+        values, ids = kernels.top_log_probabilities(beams, count)
+        parents, *found = kernels.choose_beams(
+            self._words, self._rows[:size], self._searches[:number], values, ids, self._vocab, width
+        )
+        if self._ranks is None:
+            self._fork(size, parents)
+        else:
+            self._parents[:size].copy_(parents)
+        return found[0], found[1]
 
     def fork(self) -> None:
         """Fork the beams' rows and blocks by the choices of rank 0."""

@@ -202,6 +202,7 @@ class DeviceRunner(Runner):
             yield from self.piecewise.shapes()
         yield from self.decode.shared_shapes()
         yield from (Shape(partial(self._mixed, *each)) for each in self._mixtures())
+        yield from self.beams.shapes(self.state.logits)
 
     def first_shapes(self) -> Iterator[Shape]:
         """Yield the shapes that requests may have right after the start, of any number."""
@@ -209,6 +210,7 @@ class DeviceRunner(Runner):
         row = torch.zeros(2, self.state.vocab, device=self.state.device)
         words, counts, rows = self.state.words, self.state.counts, self.state.rows[:2]
         yield Shape(lambda: kernels.penalize(row, words, counts, rows, row))
+        yield Shape(partial(self.host_pool.carry_out, HostMoves(), [(0, 0)]))
         for lengths in ([_REHEARSED] * 2, [_LONG], [_LONG] * 2):
             yield Shape(partial(self._mixed, 0, lengths, None))
         for size in self.decode.sizes():
