@@ -357,7 +357,17 @@ class TerminalDriver(LinuxDriver):
     - Invalid UTF-8 does not end the app. The end of input does.
     - Keys that were typed before the app started are handled first.
     - The terminal's answers to earlier questions, and pasted text, are not taken for keys.
+    - A process that was stopped by another signal than SIGTSTP, such as SIGSTOP, continues with one input thread.
     """
+
+    def _sigcont_application(self, *args: object) -> None:
+        """Handle SIGCONT: start application mode, after ending it if nothing has yet.
+
+        Without that end, a second thread would read the terminal. The first would wait for a key when the app ends.
+        """
+        if self._auto_restart and not self._must_signal_resume:  # only the handler of SIGTSTP sets the latter
+            self.suspend_application_mode()
+        super()._sigcont_application(*args)
 
     def write(self, data: str) -> None:
         """Write to the terminal, without variation selectors, which may change the width of characters.

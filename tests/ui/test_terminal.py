@@ -93,6 +93,25 @@ def test_a_signal_leaves_the_terminal_as_it_was(number: int, code: int, tmp_path
         assert all(gone(process) for process in engines(log))
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads from /proc")
+def test_a_stopped_process_continues_with_one_thread_that_reads() -> None:
+    """With two, one would wait for a key that the other has taken, and the app would not end before another key."""
+    with session() as running:
+        start(running)
+        tasks = Path(f"/proc/{running.process.pid}/task")
+        before = sum(1 for _ in tasks.iterdir())
+        for _ in range(3):
+            running.process.send_signal(signal.SIGSTOP)
+            wait_until(lambda: (tasks.parent / "stat").read_text().split(") ")[1][0] == "T")
+            running.output = b""
+            running.process.send_signal(signal.SIGCONT)
+            running.wait_for("\x1b[?1049h")
+        wait_until(lambda: sum(1 for _ in tasks.iterdir()) <= before)
+        running.type("\x11")
+        assert running.end() == 0
+        assert running.modes_left_on() == []
+
+
 def test_a_signal_during_loading_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with session((*CHAT, "forever"), environment={"FAKE_ENGINE_LOG": str(log)}) as running:
