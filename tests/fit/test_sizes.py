@@ -40,7 +40,7 @@ def bytes_of(model: Llama) -> int:
     """Return the bytes of a loaded model without its rotary tables."""
     total = model.embedding.nbytes + model.norm.nbytes
     for layer in model.layers:
-        total += layer.input_norm.nbytes + layer.post_attention_norm.nbytes
+        total += sum(norm.nbytes for norm in (layer.input_norm, layer.post_attention_norm) if norm is not None)
         total += sum(linear.num_bytes for linear in (layer.qkv, layer.o, layer.gate_up, layer.down))
     assert isinstance(model.embedding, torch.Tensor)
     shared = model.head.weight.data_ptr() == model.embedding.data_ptr()

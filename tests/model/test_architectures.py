@@ -104,7 +104,10 @@ def test_quantized_matrices_are_permuted_and_split_as_they_are_stored(case: str,
     assert torch.equal(source.tensor(name)[32:], source.tensor(name, slice(32, 64)))
     prompt = [5, 9, 17, 40, 3, 77, 61]
     expected = None
-    for options in ({"weights": "expanded"}, {"kv_cache_dtype": "int8"}, {"weights": "int8"}, {"weights": "stored"}):
+    choices: list[dict[str, Any]] = [
+        {"weights": "expanded"}, {"kv_cache_dtype": "int8"}, {"weights": "int8"}, {"weights": "stored"}
+    ]  # fmt: skip
+    for options in choices:
         llm = LLM(str(tmp_path / "m.gguf"), device="cpu", num_blocks=16, **options)
         output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2))
         assert len(output[0].outputs[0].token_ids) == 4

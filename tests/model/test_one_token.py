@@ -105,7 +105,8 @@ def _in_float64(
     c, layer, heads = model.config, model.layers[0], model.config.num_heads
     x, cos, sin = x.double(), cos.double(), sin.double()
 
-    def norm(row: Tensor, weight: Tensor) -> Tensor:
+    def norm(row: Tensor, weight: Tensor | None) -> Tensor:
+        assert weight is not None
         return row / (row.square().mean() + c.rms_norm_eps).sqrt() * weight.double()
 
     def biased(row: Tensor, bias: Tensor | None) -> Tensor:
