@@ -71,8 +71,9 @@ def run(
     count = sum(each.metrics.num_preemptions for each in outputs if each.metrics is not None)
     llm.close()
     del llm
-    gc.collect()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
     assert not preempted or count, "nothing was preempted"
     return [result_of(each) for each in outputs]
 

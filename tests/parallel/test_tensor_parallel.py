@@ -495,6 +495,7 @@ def listening(pids: list[int]) -> set[str]:
     return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
 
+@pytest.mark.usefixtures("own_garbage")
 def test_ranks_of_one_host_meet_where_nobody_else_can(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -278,6 +278,7 @@ def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> 
         assert not Path(f"/proc/{child}").exists()
 
 
+@pytest.mark.usefixtures("own_garbage")
 def test_the_renderer_ends_with_its_owner() -> None:
     template = ChatTemplate("ok", {})
     template.render(say("a"))
