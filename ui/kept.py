@@ -52,7 +52,7 @@ class Kept:
         return {**sampling, **self.sampling}, {} if beams.get("beam_width") == 1 else beams
 
     def changed(self, before: Settings, after: Settings) -> "Kept":
-        """Return a copy that includes the changes from the settings ``before`` to the settings ``after``."""
+        """Return a copy that also has each setting in which ``after`` differs from ``before``."""
         sampling, beams = dict(self.sampling), dict(self.beams)
         for name in before.sampling.keys() | after.sampling.keys():
             if before.sampling.get(name) != after.sampling.get(name):

@@ -36,7 +36,7 @@ _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a float32 drops th
 
 @triton.jit
 def _over_rows(x, WARPS: tl.constexpr, SUM: tl.constexpr = False):
-    """Return in each lane 4r + t the maximum of ``x`` over the lanes with the same t, or with SUM their sum."""
+    """Return in each lane 4r + t the maximum of ``x`` over the lanes with the same t, or the sum if SUM."""
     x = tl.reshape(x, [WARPS, 8, 4])
     x = tl.sum(x, 1, keep_dims=True) if SUM else tl.max(x, 1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(x, [WARPS, 8, 4]), [WARPS * 32])

@@ -150,8 +150,9 @@ def _in_blocks(ptr, ids, position, STRIDE: tl.constexpr, BLOCK_STRIDE: tl.conste
 
 @triton.jit
 def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Load the words of K that each lane needs: ``[lanes, 4]`` for every 64 dimensions. Words after the end are
-    arbitrary.
+    """Load the 32-bit words of K, four int8 values each, that each lane needs: ``[lanes, 4]`` per 64 dimensions.
+
+    Positions after the end of the context give arbitrary words.
     """
     at = _in_blocks(k_ptr, ids, position, STRIDE, STRIDE * BLOCK_SIZE, BLOCK_SIZE)
     words = ()

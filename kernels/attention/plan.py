@@ -137,8 +137,8 @@ class AttentionShape:
         """Return the candidate pairs (items per multiprocessor, number of multiprocessors that run items).
 
         A 16-bit cache has one candidate. An 8-bit cache also gets pairs with two items per multiprocessor, because one
-        item alone is limited by latency. With many tails, only pairs with two items remain, because an item that shares
-        its multiprocessor with tails takes twice as long.
+        item alone is limited by latency. With many tails (a tail is the tokens that only one sequence has), an item
+        alone would share its multiprocessor with tails and take twice as long, so only pairs with two items remain.
         """
         everywhere = self.num_processors
         one = [(1, everywhere)]

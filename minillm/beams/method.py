@@ -222,7 +222,7 @@ class Beams:
 
 @dataclass(slots=True)
 class Searches:
-    """The beam searches that the CPU advances in one step; see `minillm.sequence.Flight`."""
+    """The beam searches of one engine step that the CPU advances, not the device; see `minillm.sequence.Flight`."""
 
     beams: Beams
     logits: Tensor

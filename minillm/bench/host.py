@@ -44,7 +44,7 @@ class HostResult:
 
 
 class _Runner:
-    """Simulate a runner without a device, and its sampled tokens (the result of `draw`)."""
+    """A stand-in for the runner that needs no device. It is also the result of `draw`, with made-up tokens."""
 
     may_run_ahead = may_compute_ahead = False
     tokens: list[int]  # the next step's tokens, chosen before the step is timed

@@ -90,7 +90,7 @@ def weights(shape: str | None, model: str | None) -> dict[str, str]:
 
 
 def word(default: str | None, help: str, *, metavar: str = "NAME") -> Any:
-    """Declare an option with any text as its value. The workload checks it."""
+    """Declare an option that accepts any text. The workload checks the text later."""
     return custom(default, lambda name, value: value, metavar=metavar, help=help)
 
 

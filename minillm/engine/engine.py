@@ -127,7 +127,7 @@ class Engine:
 
         If a decoding method raises for a request, only that request ends, with the error. If the device fails, all
         requests of the step end with the error, their blocks are freed, and the exception is raised. The engine stays
-        usable unless ``guard`` raises an exception of its own.
+        usable, unless the ``guard`` of `__init__` replaced the exception by its own.
         """
         with self._guard():
             began = time.monotonic()

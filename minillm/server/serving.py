@@ -79,7 +79,7 @@ def allow_descriptors(count: int) -> None:
 
 
 class FewDescriptors:
-    """An exception handler for the event loop. Once a minute it reports a lack of file descriptors, in one line.
+    """An exception handler for the event loop. At most once a minute it reports a lack of file descriptors in a line.
 
     asyncio would report the lack thousands of times a second, with tracebacks.
     """
