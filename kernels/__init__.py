@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from minillm.kernels import cpu, reference
 from minillm.kernels.arguments import (
+    GELU,
     DecodeInputs,
     Field,
     HeadNorms,
@@ -124,7 +125,7 @@ class Matmul(NamedTuple):
 
     most_tokens: int
     name: str
-    compute: Callable[[Tensor, "LinearWeight", Tensor | None, Norm | None, bool, bool], Tensor]  # see `multiply`
+    compute: Callable[[Tensor, "LinearWeight", Tensor | None, Norm | None, int, bool], Tensor]  # see `multiply`
 
 
 class LinearWeight:
@@ -139,6 +140,7 @@ class LinearWeight:
         self.max_low_bit_tokens = -1  # matmuls of up to this many tokens use the low-bit matrices
         self.gated_scale: FixedScale | None = None  # of the gated MLP's result, see `bound_gated`
         self.attended_scale: FixedScale | None = None  # of attention's result, if this is o: see `bound_attended`
+        self.gate: int = True  # the activation of gate and up, if this is their weight: True for SiLU, or `GELU`
         self.packed, self.bias = None, bias
         if isinstance(weight, tuple):
             self.parts, self.weight = weight, weight[0].levels.new_empty(0)
@@ -229,14 +231,14 @@ class LinearWeight:
         return next(each for each in self.matmuls if tokens <= each.most_tokens)
 
     def multiply(
-        self, x: Tensor, out: Tensor | None = None, norm: Norm | None = None, *, gated: bool = False, add: bool = False
+        self, x: Tensor, out: Tensor | None = None, norm: Norm | None = None, *, gated: int = False, add: bool = False
     ) -> Tensor:
         """Return ``x [tokens, in] @ weight.T + bias``, after RMSNorm with ``norm`` (weight, eps) if given.
 
-        ``gated``: the weight is gate and up, and the result is ``silu(gate) * up``. The result is written to ``out`` if
-        given, or added to it if ``add``.
+        ``gated``: the weight is gate and up, and the result is ``silu(gate) * up``, or as `gate` says. It is written to
+        ``out`` if given, or added to it if ``add``.
         """
-        return self._matmul(x.shape[0]).compute(x, self, out, norm, gated, add)
+        return self._matmul(x.shape[0]).compute(x, self, out, norm, gated and self.gate, add)
 
     @property
     def num_bytes(self) -> int:
@@ -246,18 +248,16 @@ class LinearWeight:
         return self.weight.nbytes if self.packed is None else self.packed.num_bytes
 
 
-def _by_parts(x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool) -> Tensor:
+def _by_parts(x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: int, add: bool) -> Tensor:
     return low_bit_linear.product(x, weight.parts, weight.bias, out, norm, gated=gated, add=add)
 
 
-def _by_matvec(
-    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool
-) -> Tensor:
+def _by_matvec(x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: int, add: bool) -> Tensor:
     return matvec.product(x, weight.weight, weight.bias, out, norm, gated=gated, add=add)
 
 
 def _by_tensor_cores(
-    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool
+    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: int, add: bool
 ) -> Tensor:
     x = x if norm is None else rms_norm(x, *norm)
     if out is None:
@@ -265,26 +265,28 @@ def _by_tensor_cores(
     return invariant.product(x, weight.weight, weight.bias, out, gated=gated, add=add)
 
 
-def _by_packed(
-    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool
-) -> Tensor:
+def _gated(gate_up: Tensor, gated: int) -> Tensor:
+    return gelu_mul(gate_up) if gated == GELU else silu_mul(gate_up)
+
+
+def _by_packed(x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: int, add: bool) -> Tensor:
     packed = weight.packed
     assert packed is not None
     if out is not None and add and packed.add_to is not None:
         return packed.add_to(out, x)
     result = packed.apply(x if norm is None else rms_norm(x, *norm))
     if out is None:
-        return silu_mul(result) if gated else result
+        return _gated(result, gated) if gated else result
     return out.add_(result) if add else out.copy_(result)
 
 
 def _by_library(
-    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: bool, add: bool
+    x: Tensor, weight: LinearWeight, out: Tensor | None, norm: Norm | None, gated: int, add: bool
 ) -> Tensor:
     x, matrix, bias = x if norm is None else rms_norm(x, *norm), weight.weight, weight.bias
     if out is None:
         result = functional.linear(x, matrix, bias)
-        return silu_mul(result) if gated else result
+        return _gated(result, gated) if gated else result
     if add:
         out.addmm_(x, matrix.t())  # the library adds for free
         return out if bias is None else out.add_(bias)
@@ -327,9 +329,9 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight
     return weight.multiply(x, out, (norm_weight, eps))
 
 
-def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
+def norm_gated_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: LinearWeight) -> Tensor:
     """Compute RMSNorm, the fused projection to gate and up, and gating: see `reference.norm_gated_linear`."""
-    return weight.multiply(x, None, (norm_weight, eps), gated=True)
+    return weight.multiply(x, None, None if norm_weight is None else (norm_weight, eps), gated=True)
 
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
@@ -353,17 +355,22 @@ def attend_add(
 
 
 def mlp(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up: LinearWeight, down: LinearWeight, residual: Tensor | None
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    residual: Tensor | None,
 ) -> Tensor:
     """Compute `norm_gated_linear`, then `linear_add`, or `linear` without a residual: see `reference.mlp`."""
-    scale = gate_up.gated_scale
+    scale, norm = gate_up.gated_scale, None if norm_weight is None else (norm_weight, eps)
     if scale is not None and _is_handed_over(x, gate_up, down):
         out = x.new_empty(x.shape[0], down.out_features) if residual is None else residual
-        halves = low_bit_linear.gated_halves(x, gate_up.parts[0], gate_up.bias, (norm_weight, eps), scale)
+        halves = low_bit_linear.gated_halves(x, gate_up.parts[0], gate_up.bias, norm, scale, gate_up.gate)
         return low_bit_linear.linear_of_halves(halves, down.parts, down.bias, out, add=residual is not None)
     if gate_up.parts and low_bit_linear.is_fp8_mlp(x, gate_up.parts, down.parts):
-        norm = norm_weight, eps
-        return fp8_linear.mlp(x, norm, gate_up.parts[0], gate_up.bias, down.parts[0], down.bias, residual)
+        parts = gate_up.parts[0], gate_up.bias, down.parts[0], down.bias
+        return fp8_linear.mlp(x, norm, *parts, residual, gate_up.gate)
     gated = norm_gated_linear(x, norm_weight, eps, gate_up)  # [tokens, intermediate]
     return linear(gated, down) if residual is None else linear_add(gated, down, residual)
 

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+GELU = 2
+"""The value of a matmul's argument ``gated`` for ``gelu(gate) * up``. True is for ``silu(gate) * up``."""
+
 
 class LayerCache(NamedTuple):
     """One layer's K and V, in the model's dtype or in 8 bits.

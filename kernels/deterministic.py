@@ -19,7 +19,7 @@ from minillm.kernels.linear.low_bit import many_tokens as dot
 from minillm.kernels.linear.low_bit.choose import Norm, columns_of, slabs
 from minillm.kernels.linear.low_bit.few_tokens import halve_activations
 from minillm.kernels.linear.low_bit.layouts import FP8, LowBit
-from minillm.kernels.norm.activation import silu_mul
+from minillm.kernels.norm.activation import gate_mul
 from minillm.kernels.norm.rms_norm import rms_norm
 
 _MOST_BY_DOT = 256  # tokens at a time
@@ -35,11 +35,12 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight
     return _compute(x, weight, _target(x, weight, out), (norm_weight, eps))
 
 
-def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
+def norm_gated_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: LinearWeight) -> Tensor:
     """Compute `minillm.kernels.norm_gated_linear`, batch-invariant."""
+    norm = None if norm_weight is None else (norm_weight, eps)
     if weight.parts and (len(weight.parts) > 1 or not _is_for_dot(x, weight.parts)):
-        return silu_mul(norm_linear(x, norm_weight, eps, weight))
-    return _compute(x, weight, x.new_empty(x.shape[0], weight.out_features // 2), (norm_weight, eps), gated=True)
+        return gate_mul(_compute(x, weight, _target(x, weight, None), norm), weight.gate)
+    return _compute(x, weight, x.new_empty(x.shape[0], weight.out_features // 2), norm, gated=weight.gate)
 
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
@@ -48,7 +49,12 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
 
 
 def mlp(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up: LinearWeight, down: LinearWeight, residual: Tensor | None
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    residual: Tensor | None,
 ) -> Tensor:
     """Compute `minillm.kernels.mlp`, batch-invariant."""
     gated = norm_gated_linear(x, norm_weight, eps, gate_up)
@@ -72,7 +78,7 @@ def _target(x: Tensor, weight: LinearWeight, out: Tensor | None) -> Tensor:
 
 
 def _compute(
-    x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, gated: bool = False, add: bool = False
+    x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, gated: int = False, add: bool = False
 ) -> Tensor:
     if not x.shape[0]:
         return out
@@ -93,7 +99,7 @@ def _is_for_dot(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
     return has_wgmma(x.device) and x.element_size() == 2 and all(part.layout != FP8 for part in parts)
 
 
-def _by_dot(x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, gated: bool, add: bool) -> Tensor:
+def _by_dot(x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, gated: int, add: bool) -> Tensor:
     for some, target in zip(x.split(_MOST_BY_DOT), out.split(_MOST_BY_DOT), strict=True):
         halves = halve_activations(some, norm, weight.parts[0].order, by_eights=False)
         for part, bias, columns in columns_of(weight.parts, weight.bias, target):

@@ -53,12 +53,16 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
     return torch.nn.functional.linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
-def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_gated_linear(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Return ``silu(gate) * up`` with ``gate, up = rms_norm(x) @ weight.T + bias``: SwiGLU up to its last matmul.
 
-    The rows of gate come first in ``weight``.
+    The rows of gate come first in ``weight``. Without ``norm_weight``, x is not normalized. `LinearWeight.gate` of the
+    fast ops replaces `silu_mul` with `gelu_mul`.
     """
-    return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
+    normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+    return silu_mul(torch.nn.functional.linear(normed, weight, bias))
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -67,7 +71,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 
 def mlp(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up: tuple[Tensor, Tensor | None],
+    x: Tensor, norm_weight: Tensor | None, eps: float, gate_up: tuple[Tensor, Tensor | None],
     down: tuple[Tensor, Tensor | None], residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute ``residual += down(norm_gated_linear(x))`` in place. Without a residual, return the matmul's result.

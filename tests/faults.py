@@ -963,7 +963,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("triton-norm-by-its-tile", "_rms_norm_kernel", "BinOp 6", "$left / TILE", KERNELS + "norm/test_norm.py"),
     ],
     "kernels/norm/activation.py": [
-        ("triton-gate-and-up-swapped", "_gated_kernel", "tl.sigmoid(steepness)", "tl.sigmoid(up.to(tl.float32))",
+        ("triton-gate-and-up-swapped", "_gated_kernel", "active(gate, GATED)", "active(up.to(tl.float32), GATED)",
          KERNELS + "norm/test_activation.py"),
     ],
     "kernels/linear/matvec.py": [

@@ -34,7 +34,7 @@ from minillm.kernels.launch import launched
 from minillm.kernels.linear import fp8_matvec, matvec
 from minillm.kernels.linear.fp8_matvec import Norm
 from minillm.kernels.linear.low_bit.layouts import LARGEST_FP8, LowBit
-from minillm.kernels.norm.activation import silu_mul
+from minillm.kernels.norm.activation import active, gate_mul
 
 MOST_FUSED = 2  # tokens
 _UNIT = 16  # `torch._scaled_mm` needs matrices with both sizes a multiple of this
@@ -86,7 +86,8 @@ def quantize(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _gate_kernel(
     out_ptr, out_scales_ptr, sums_ptr, token_scales_ptr, scales_ptr, bias_ptr, num_columns,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
@@ -102,7 +103,7 @@ def _gate_kernel(
         if BIAS:
             gate += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
             up += tl.load(bias_ptr + num_columns + columns, mask=mask, other=0.0).to(tl.float32)
-    result = gate * tl.sigmoid(gate) * up
+    result = active(gate, GATED) * up
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(result), axis=0), LARGEST), _LEAST)
     tl.store(out_ptr + token * num_columns + columns, narrow(result * tl.div_rn(1.0, scale)), mask=mask)
     tl.store(out_scales_ptr + token, scale)
@@ -130,7 +131,7 @@ def _finish_kernel(
         up *= token_scale * tl.load(scales_ptr + columns_up, mask=mask, other=0.0)
         if BIAS:
             up += tl.load(bias_ptr + columns_up, mask=mask, other=0.0).to(tl.float32)
-        result = result * tl.sigmoid(result) * up
+        result = active(result, GATED) * up
     at = out_ptr + token * out_stride + columns
     if ADD:
         result += tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -152,7 +153,7 @@ def _are_few(x: Tensor) -> bool:
 
 def product(
     x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, norm: Norm | None,
-    *, gated: bool = False, add: bool = False,
+    *, gated: int = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``x [tokens, in] @ matrix.T + bias``, after RMSNorm if ``norm`` is given: see `matvec.product`."""
     if out is None:
@@ -165,8 +166,8 @@ def product(
 
 
 def mlp(
-    x: Tensor, norm: Norm, gate_up: LowBit, bias: Tensor | None, down: LowBit, down_bias: Tensor | None,
-    residual: Tensor | None,
+    x: Tensor, norm: Norm | None, gate_up: LowBit, bias: Tensor | None, down: LowBit, down_bias: Tensor | None,
+    residual: Tensor | None, gated: int = True,
 ) -> Tensor:  # fmt: skip
     """Compute RMSNorm, the gated `product` and the projection ``down``, for more than `MOST_FUSED` tokens.
 
@@ -176,24 +177,24 @@ def mlp(
     levels, token_scales = quantize(x, norm)
     sums = _sums(levels, token_scales, gate_up, bias, x.dtype)
     tokens, size = x.shape[0], down.shape[1]
-    gated, scales = torch.empty(tokens, size, dtype=levels.dtype, device=x.device), torch.empty_like(token_scales)
+    middle, scales = torch.empty(tokens, size, dtype=levels.dtype, device=x.device), torch.empty_like(token_scales)
     tile = triton.next_power_of_2(size)
     _gate_kernel[(tokens,)](
-        gated, scales, sums, token_scales, gate_up.scales, token_scales if bias is None else bias, size,
-        SCALED=tokens >= _SCALED_INSIDE, BIAS=bias is not None, LARGEST=LARGEST_FP8, TILE=tile,
+        middle, scales, sums, token_scales, gate_up.scales, token_scales if bias is None else bias, size,
+        GATED=gated, SCALED=tokens >= _SCALED_INSIDE, BIAS=bias is not None, LARGEST=LARGEST_FP8, TILE=tile,
         num_warps=min(max(tile // 512, 1), 16), **pdl_options(x.device),
     )  # fmt: skip
     out = x.new_empty(tokens, down.shape[0]) if residual is None else residual
-    return _multiply(gated, scales, down, down_bias, out, gated=False, add=residual is not None)
+    return _multiply(middle, scales, down, down_bias, out, gated=False, add=residual is not None)
 
 
 def _multiply(
-    levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, *, gated: bool, add: bool
+    levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, *, gated: int, add: bool
 ) -> Tensor:
     """Multiply quantized tokens ``levels [tokens, in]`` with scales ``[tokens, 1]``; write to ``out`` or add to it."""
     product = _sums(levels, token_scales, matrix, bias, out.dtype)
     if levels.shape[0] >= _SCALED_INSIDE:
-        return silu_mul(product) if gated else out.add_(product) if add else out.copy_(product)
+        return gate_mul(product, gated) if gated else out.add_(product) if add else out.copy_(product)
     columns = out.shape[1]
     _finish_kernel[(levels.shape[0], triton.cdiv(columns, _TILE))](
         out, product, token_scales, matrix.scales, token_scales if bias is None else bias, columns, out.stride(0),

@@ -17,6 +17,7 @@ from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import LowBit
 from minillm.kernels.linear.matvec import load_weights
+from minillm.kernels.norm.activation import active
 
 Norm = tuple[Tensor, float]  # weight, eps
 _SHORT = 4096  # maximum columns of a short row
@@ -73,14 +74,14 @@ def _product_kernel(
         up = tl.sum(up_total, axis=1) * scale * tl.load(scales_ptr + num_rows + rows, mask=is_row, other=0.0)
         if BIAS:
             up += tl.load(bias_ptr + num_rows + rows, mask=is_row, other=0.0).to(tl.float32)
-        result = result * tl.sigmoid(result) * up
+        result = active(result, GATED) * up
     at = out_ptr + rows
     if ADD:
         result += tl.load(at, mask=is_row, other=0.0).to(tl.float32)
     tl.store(at, result.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
-def takes(tokens: int, matrix: LowBit, *, gated: bool = False) -> bool:
+def takes(tokens: int, matrix: LowBit, *, gated: int = False) -> bool:
     """Return whether this kernel is the fastest for the matrix and this number of tokens."""
     return tokens == 1 and (gated or matrix.shape[1] > _SHORT)
 
@@ -92,7 +93,7 @@ def product(
     out: Tensor,
     norm: Norm | None = None,
     *,
-    gated: bool = False,
+    gated: int = False,
     add: bool = False,
 ) -> Tensor:
     """Compute ``x [1, in] @ matrix.T + bias``. Write the result to ``out [1, out]``, or add it if ``add``.

@@ -35,6 +35,7 @@ from minillm.kernels.compat import (
     wait_for_inputs,
 )
 from minillm.kernels.launch import launched
+from minillm.kernels.norm.activation import active
 
 MOST_FEW = 16  # up to this many tokens, matmuls with large 16-bit weights are faster than the library's: see `is_fast`
 _LARGE = 4096  # rows and columns of a large weight, at least
@@ -55,7 +56,7 @@ def _store(
     if GATED:
         if BIAS:
             up_total += tl.load(bias_ptr + num_rows + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        total = total * tl.sigmoid(total) * up_total
+        total = active(total, GATED) * up_total
     at = out_ptr + tokens.to(tl.int64)[:, None] * out_stride + rows[None, :]
     if ADD:
         total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -194,7 +195,7 @@ def product(
     bias: Tensor | None,
     out: Tensor,
     *,
-    gated: bool = False,
+    gated: int = False,
     add: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -251,7 +252,7 @@ def _tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
-def tile_for(x: Tensor, features: int, *, gated: bool) -> Tile:
+def tile_for(x: Tensor, features: int, *, gated: int) -> Tile:
     """Return the tile for a matmul of ``x [tokens, in]`` with a weight of ``features`` rows. Measured on an H100."""
     tokens, columns = x.shape
     rows = features // 2 if gated else features

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.launch import launched
+from minillm.kernels.norm.activation import active
 
 # Tokens, rounded up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps), measured on an H200
 # with a cold L2. For one token, the 135m's shapes were measured in a chain of whole layers.
@@ -152,7 +153,7 @@ def _matvec_kernel(
         if GATED:
             up_total += tl.load(bias_ptr + num_rows + rows, mask=is_row, other=0.0).to(tl.float32)
     if GATED:
-        total = total * tl.sigmoid(total) * up_total
+        total = active(total, GATED) * up_total
     at, mask = out_ptr + rows, is_row
     if TOKENS > 1:
         at, mask = at[None, :] + tokens[:, None] * num_rows, is_token[:, None] & is_row[None, :]
@@ -173,7 +174,7 @@ def product(
     out: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     *,
-    gated: bool = False,
+    gated: int = False,
     add: bool = False,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias``, after RMSNorm with ``norm`` (weight, eps) if given.
@@ -208,7 +209,7 @@ def launch(
     bias: Tensor | None,
     norm: tuple[Tensor, float] | None = None,
     *,
-    gated: bool = False,
+    gated: int = False,
     add: bool = False,
     tile: tuple[int, int, int] | None = None,
     scales: Tensor | None = None,

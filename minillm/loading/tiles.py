@@ -109,8 +109,7 @@ def _weights(model: Llama) -> Iterator[tuple[LinearWeight, Place]]:
     """Yield every linear layer with its `Place`: the operation that its matmul is fused with."""
     for layer in model.layers:
         yield layer.qkv, "norm"
-        is_gated = model.fuses_mlp(layer) and len(layer.gate_up.parts) == 1  # two matrices: gating is separate
-        yield layer.gate_up, "gated" if is_gated else "norm"
+        yield layer.gate_up, "gated" if len(layer.gate_up.parts) == 1 else "norm"  # two matrices: gating is separate
         yield layer.o, "add"
         yield layer.down, "add"
     yield model.head, "norm"

@@ -250,20 +250,10 @@ class Llama:
             return self._mlp(x, layer, x)
         return self._norm_add(self._mlp(x, layer, None), layer.mlp_output_norm, x)
 
-    def fuses_mlp(self, layer: Layer) -> bool:
-        """Return whether one op computes the layer's MLP: SwiGLU after a norm."""
-        return layer.post_attention_norm is not None and self.config.activation == "silu"
-
     def _mlp(self, x: Tensor, layer: Layer, residual: Tensor | None) -> Tensor:
         """Return the MLP of the normalized ``x``, plus ``residual`` if there is one."""
-        c, norm = self.config, layer.post_attention_norm
-        if self.fuses_mlp(layer):
-            return self.ops.mlp(x, norm, c.rms_norm_eps, layer.gate_up, layer.down, residual)
-        gate_up = self._norm_linear(x, norm, layer.gate_up)
-        gated = kernels.silu_mul(gate_up) if c.activation == "silu" else kernels.gelu_mul(gate_up)
-        return (
-            self.ops.linear(gated, layer.down) if residual is None else self.ops.linear_add(gated, layer.down, residual)
-        )
+        eps = self.config.rms_norm_eps
+        return self.ops.mlp(x, layer.post_attention_norm, eps, layer.gate_up, layer.down, residual)
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
         """Return the logits ``[n, vocab]`` of ``x [n, hidden]``: the final norm, then the output head."""

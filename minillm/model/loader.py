@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minillm.errors import WeightsError
 from minillm.forms import Held
-from minillm.kernels import HeadNorms, LinearWeight, LowBit
+from minillm.kernels import GELU, HeadNorms, LinearWeight, LowBit
 from minillm.kernels.linear.low_bit.layouts import GROUP, concatenated, expanded, in_eight_bits, padded, rows_of
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Attention, Layer, Llama
@@ -160,6 +160,10 @@ def load_llama(
             return LinearWeight.in_4_bits(stored, bias) or LinearWeight.in_8_bits(rows, shape, bias)
         return LinearWeight(stored or weight(), bias)
 
+    def gated(weight: LinearWeight) -> LinearWeight:
+        weight.gate = GELU if config.activation == "gelu" else True
+        return weight
+
     def vector(name: str) -> Tensor:
         return take(name).to(device=device, dtype=dtype, copy=True)
 
@@ -204,7 +208,7 @@ def load_llama(
             qkv=fused(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
             o=fused(attention + "o_proj"),
             post_attention_norm=layer_norm(prefix + "post_attention_layernorm.weight"),
-            gate_up=fused(mlp + "gate_proj", mlp + "up_proj"),
+            gate_up=gated(fused(mlp + "gate_proj", mlp + "up_proj")),
             down=fused(mlp + "down_proj"),
             head_norms=head_norms(attention),
             attention=attention_of(index),

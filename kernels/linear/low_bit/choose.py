@@ -32,7 +32,7 @@ from minillm.kernels.linear.low_bit import one_token as matvec
 from minillm.kernels.linear.low_bit.few_tokens import FixedScale, HalfActivations
 from minillm.kernels.linear.low_bit.layouts import FP8, UNPACKED, LowBit, bucket
 from minillm.kernels.linear.low_bit.unpack import dequantize
-from minillm.kernels.norm.activation import silu_mul_into
+from minillm.kernels.norm.activation import gate_mul_into
 from minillm.kernels.norm.rms_norm import rms_norm
 
 Norm = tuple[Tensor, float]  # weight, eps
@@ -47,7 +47,7 @@ _MOST_BESIDE_A_COPY = {4: 64, 5: 32, 6: 16, 8: 16}
 
 def product(
     x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor | None = None, norm: Norm | None = None,
-    *, gated: bool = False, add: bool = False,
+    *, gated: int = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``x [tokens, in] @ matrix.T + bias``, after RMSNorm if ``norm`` is given: see `linear.matvec.product`."""
     if _is_for_fp8(x, parts):
@@ -58,7 +58,7 @@ def product(
     if out is None:
         out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts) // (2 if gated else 1))
     if gated and (len(parts) > 1 or not is_fused):
-        return silu_mul_into(out, product(x, parts, bias, None, norm))
+        return gate_mul_into(out, product(x, parts, bias, None, norm), gated)
     if is_fused:
         return _multiply(x, parts, bias, out, norm, gated=gated, add=add)
     x = x if norm is None else rms_norm(x, *norm)
@@ -100,14 +100,16 @@ def is_fp8_mlp(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ..
     return x.shape[0] > fp8_linear.MOST_FUSED and len(both) == 2 and all(_is_for_fp8(x, (part,)) for part in both)
 
 
-def gated_halves(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm, by: FixedScale) -> HalfActivations:
+def gated_halves(
+    x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm | None, by: FixedScale, gated: int = True
+) -> HalfActivations:
     """Compute a gated `product`, scaled with ``by``. Return the result in the input layout of `linear_of_halves`."""
-    return matmul.gated_halves(matmul.halve_activations(x, norm, matrix.order), matrix, bias, by)
+    return matmul.gated_halves(matmul.halve_activations(x, norm, matrix.order), matrix, bias, by, gated=gated)
 
 
 def linear_of_halves(
     x: HalfActivations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor,
-    *, gated: bool = False, add: bool = False,
+    *, gated: int = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``x @ matrix.T + bias``. Write the result to ``out``, or add it if ``add``. If ``gated``, there is one
     part.
@@ -119,7 +121,7 @@ def linear_of_halves(
 
 def _multiply(
     x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None,
-    *, gated: bool = False, add: bool = False,
+    *, gated: int = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute the matmul with the low-bit kernel for this many tokens. With ``gated``, there must be one part."""
     if not x.shape[0]:  # a prompt chunk without logits

@@ -32,6 +32,7 @@ from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, columns4, eight_weights, load_row, row_factors
 from minillm.kernels.linear.low_bit.layouts import GROUP, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, pair, planes_of
+from minillm.kernels.norm.activation import active
 
 SPAN = 2048  # columns: one turn of 128 for each of 16 warps. The input is padded with zeros to a multiple of it.
 
@@ -289,7 +290,7 @@ def _matmul_kernel(
                 second += tl.load(bias_ptr + lower, mask=is_upper if GATED else is_lower, other=0.0).to(tl.float32)
             at = out_ptr + token.to(tl.int64) * out_stride
             if GATED:
-                first = first * tl.sigmoid(first) * second
+                first = active(first, GATED) * second
             else:
                 if ADD:
                     second += tl.load(at + lower, mask=is_lower, other=0.0).to(tl.float32)
@@ -322,7 +323,7 @@ def matmul(
     bias: Tensor | None,
     out: Tensor,
     *,
-    gated: bool = False,
+    gated: int = False,
     add: bool = False,
     tile: Tile | None = None,
     part: int = 0,
@@ -340,20 +341,26 @@ def matmul(
 
 
 def gated_halves(
-    x: HalfActivations, matrix: LowBit, bias: Tensor | None, by: FixedScale, tile: Tile | None = None
+    x: HalfActivations,
+    matrix: LowBit,
+    bias: Tensor | None,
+    by: FixedScale,
+    tile: Tile | None = None,
+    *,
+    gated: int = True,
 ) -> HalfActivations:
     """Compute ``silu(gate) * up`` like `matmul`, scaled with ``by``.
 
     Return the result in the input layout of the next matmul.
     """
     half = empty_eights(x.scales, matrix.shape[0] // 2)
-    _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=True, add=False, tile=tile, part=0)
+    _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=gated, add=False, tile=tile, part=0)
     return HalfActivations(half, by.scales[: x.scales.shape[0]])
 
 
 def _launch(
     x: HalfActivations, matrix: LowBit, bias: Tensor | None, out: Tensor, out_stride: int, growth: Tensor | None,
-    *, gated: bool, add: bool, tile: Tile | None, part: int,
+    *, gated: int, add: bool, tile: Tile | None, part: int,
 ) -> None:  # fmt: skip
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features

@@ -26,6 +26,7 @@ from minillm.kernels.linear.low_bit.few_tokens import HalfActivations
 from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, row_factors
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit
 from minillm.kernels.linear.low_bit.planes import constants_of, planes_of
+from minillm.kernels.norm.activation import active
 
 # With fewer tokens `few_tokens` is faster, with more cuBLAS. For gate and up of an 8B model in 8 bits and 256 tokens,
 # cuBLAS including dequantization takes 195 us, and this kernel 199 and 231 with the tiles that fit.
@@ -164,7 +165,7 @@ def _dot_kernel(
             if BIAS:
                 result += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
                 up += tl.load(bias_ptr + num_rows + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-            result = result * tl.sigmoid(result) * up
+            result = active(result, GATED) * up
         elif BIAS:
             result += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
         if ADD:
@@ -210,7 +211,7 @@ def product(
     bias: Tensor | None,
     out: Tensor,
     *,
-    gated: bool = False,
+    gated: int = False,
     add: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -248,7 +249,7 @@ def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
     return has_wgmma(x.device)
 
 
-def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
+def tile_for(layout: Layout, tokens: int, features: int, gated: int) -> Tile:
     """Return the built-in tile, measured on an H200.
 
     For fewer rows, more programs divide the input, so that every multiprocessor has work.
@@ -270,6 +271,6 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
     return Tile(64, 32 if tokens <= 32 else 64, parts, 4, stages)
 
 
-def parts_for(features: int, gated: bool) -> int:
+def parts_for(features: int, gated: int) -> int:
     """Return how many programs divide the input, for at most 128 tokens. This number depends only on the matrix."""
     return 1 if gated or features >= 12288 else 4

@@ -21,6 +21,7 @@ from minillm.kernels.compat import INTERPRETED, begin_part, end_part, num_multip
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
+from minillm.kernels.norm.activation import active
 
 Tile = tuple[int, int, int]  # rows and warps per program, and programs per multiprocessor
 
@@ -201,7 +202,7 @@ def _product_kernel(
             if GATED:
                 up_totals += tl.load(bias_ptr + num_rows + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            totals = totals * tl.sigmoid(totals) * up_totals
+            totals = active(totals, GATED) * up_totals
         if ADD:
             totals += before
         tl.store(at, totals.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
@@ -216,7 +217,7 @@ def product(
     out: Tensor,
     norm: tuple[Tensor, float] | None = None,
     *,
-    gated: bool = False,
+    gated: int = False,
     add: bool = False,
     tile: tuple[int, ...] | None = None,
     part: int = 0,

@@ -11,7 +11,7 @@ from torch import Tensor
 from lib.kernels import DEVICE, ON_GPU, randn, relative_error
 from lib.low_bit import LAYOUTS, some
 from minillm import kernels
-from minillm.kernels import reference
+from minillm.kernels import GELU, reference
 from minillm.kernels.linear.low_bit.layouts import (
     FP8,
     Layout,
@@ -106,6 +106,8 @@ def test_products(name: str, tokens: int, shape: tuple[int, int]) -> None:
         if gated is not None:
             got = low_bit_matvec.product(x, matrix, bias, randn(tokens, out // 2), (norm, 1e-5), gated=True)
             assert relative_error(got, gated) < 1e-3  # where gate or up is near zero, digits are lost
+            got = low_bit_matvec.product(x, matrix, bias, randn(tokens, out // 2), (norm, 1e-5), gated=GELU)
+            assert relative_error(got, reference.gelu_mul(normed)) < 1e-3
         if tokens == 1 and not ON_GPU:  # the interpreter takes its time
             return
     low_bit_matmul.matmul(halves, matrix, bias, wide[:, 1:-2])
@@ -148,6 +150,8 @@ def test_dozens_of_tokens(name: str, shape: tuple[int, int]) -> None:
     assert bool((wide[:, [0, -2, -1]] == 7.0).all())
     gated = low_bit_dot.product(halves, matrix, bias, randn(tokens, out // 2), gated=True)
     assert relative_error(gated, reference.silu_mul(normed)) < 5e-3
+    gated = low_bit_dot.product(halves, matrix, bias, randn(tokens, out // 2), gated=GELU)
+    assert relative_error(gated, reference.gelu_mul(normed)) < 5e-3
     sums = residual.double() + torch.nn.functional.linear(x.double(), weight, bias.double())
     halves, tile = low_bit_matmul.halve_activations(x, by_eights=False), low_bit_dot.Tile(128, 32, 4, 4, 3)
     for each in (tile, None) if ON_GPU else (tile,):

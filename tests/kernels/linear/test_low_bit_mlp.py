@@ -13,7 +13,7 @@ from torch import Tensor
 from lib.kernels import DEVICE, ON_GPU, TOLERANCE, randn, relative_error
 from lib.low_bit import LAYOUTS, columns, some
 from minillm import kernels
-from minillm.kernels import LinearWeight, LowBit, reference
+from minillm.kernels import GELU, LinearWeight, LowBit, reference
 from minillm.kernels.linear.low_bit.layouts import UNPACKED, expanded, in_fp8
 
 pytest.importorskip("triton")
@@ -109,6 +109,19 @@ def test_both_products_are_those_of_float64(
     assert relative_error(got[:, :size], wide) < 5e-3
     assert got.shape[1] % 2048 == 0
     assert not got[:, size:].any(), "what is behind the last column meets weights, too"
+
+
+def test_gelu_is_handed_over_as_silu_is(handed: list[low_bit_matmul.HalfActivations]) -> None:
+    layer, x = Layer.of("q4_0", "q8_0", 64), randn(3, WIDTH, dtype=HALF)
+    layer.gate_up.gate = GELU
+    assert layer.gate_up.bias is not None
+    assert layer.down.bias is not None
+    weight, bias = expanded(layer.gate_up.parts).double(), layer.gate_up.bias.double()
+    gated = reference.gelu_mul(reference.norm_linear(x.double(), layer.norm.double(), EPS, weight, bias))
+    expected = torch.nn.functional.linear(gated, expanded(layer.down.parts).double(), layer.down.bias.double())
+    for got in (layer.mlp(x), layer.by_16_bits(x)):
+        assert relative_error(got, expected) < 5e-3
+    assert len(handed) == 1
 
 
 def test_columns_behind_the_last_are_zeros_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

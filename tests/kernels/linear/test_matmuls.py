@@ -7,7 +7,7 @@ import torch
 
 from lib.kernels import DEVICE, TOLERANCE, randn, relative_error
 from minillm import kernels
-from minillm.kernels import LinearWeight, reference
+from minillm.kernels import GELU, LinearWeight, reference
 
 pytest.importorskip("triton")
 from minillm.kernels.linear import invariant, matvec
@@ -38,6 +38,8 @@ def test_every_kernel_takes_every_form(name: str, bias: bool, monkeypatch: pytes
     assert compute(x, weight, target, (norm, 1e-5), False, False) is target
     assert relative_error(target, normed) < TOLERANCE[dtype]
     assert relative_error(compute(x, weight, None, (norm, 1e-5), True, False), gated) < TOLERANCE[dtype]
+    gated = reference.gelu_mul(normed)
+    assert relative_error(compute(x, weight, None, (norm, 1e-5), GELU, False), gated) < TOLERANCE[dtype]
     added = residual.clone()
     assert compute(x, weight, added, None, False, True) is added
     assert relative_error(added, plain + residual.double()) < TOLERANCE[dtype]
