@@ -1,6 +1,6 @@
 """Build a runner on every rank: load the weights, choose tiles, allocate the pool."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -342,8 +342,8 @@ def compile_ahead(
     )
 
     if compiler is not None:
-        needed = [each for part in runner.rehearsals() for each in compiler.missing(part)]
-        more = [each for shape in runner.first_shapes() for each in compiler.missing(shape.work)]
+        needed = [each for part in runner.rehearsals() for each in _missing(compiler, part)]
+        more = [each for shape in runner.first_shapes() for each in _missing(compiler, shape.work)]
         compiler.submit([*needed, *more])
         while compiler.num_processes >= _ENOUGH and not compiler.wait(needed, seconds=0.2):
             on_progress(Progress("compiling kernels, once", compiler.num_done, len({*needed, *more}), "kernels"))
@@ -357,3 +357,11 @@ def compile_ahead(
         list(pool.map(rehearse, runner.rehearsals()))
     torch.cuda.synchronize(model.device)
     return more
+
+
+def _missing(compiler: Compiler, work: Callable[[], object]) -> Sequence[Any]:
+    """Return the variants that ``work`` needs and that are not compiled; none if it fails, which a launch reports."""
+    try:
+        return compiler.missing(work)
+    except Exception:
+        return ()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,6 +294,24 @@ def test_prompts_next_to_shared_blocks_run_without_the_kernels_that_share_them(m
     assert shared == machine.launched.count("shared") * [2]
     assert shared
     assert machine.compiled_at_launch == []
+
+
+@pytest.mark.slow
+def test_the_kernels_of_every_shape_are_found(tmp_path: Path) -> None:
+    """Also those of shared blocks, copies and beam searches, and without a GPU."""
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("tracing.py")
+    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    paths = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **variables, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found.keys() >= {
+        "_begin_decode_kernel", "_end_decode_kernel", "_paged_attention_kernel", "_prefill_attention_kernel",
+        "_chunk_first_kernel", "_sequence_first_kernel", "_merge_results_kernel", "_move_blocks_kernel",
+        "_choose_beams_kernel", "_fork_rows_kernel", "_penalize_kernel", "_mask_kernel", "_draw_kernel",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("recorded", [(), (1, 8), (40,)])

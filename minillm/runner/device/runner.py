@@ -213,16 +213,20 @@ class DeviceRunner(Runner):
         yield Shape(partial(self.host_pool.carry_out, HostMoves(), [(0, 0)]))
         for lengths in ([_REHEARSED] * 2, [_LONG], [_LONG] * 2):
             yield Shape(partial(self._mixed, 0, lengths, None))
-        for size in self.decode.sizes():
+        for size in self._mixed_sizes():
             yield Shape(partial(self._mixed, size, [_REHEARSED], None))
 
     def _mixtures(self) -> Iterator[tuple[int, list[int], WorkList | None]]:
         """Yield numbers of decoding sequences, lengths of prompts, and how the sequences read shared blocks."""
-        for size in self.decode.sizes():
+        for size in self._mixed_sizes():
             for shared in (None, *self.decode.work_lists(size)):
                 yield size, [_LONG], shared
         for count in (16, 257):
             yield 0, [1] * count, None
+
+    def _mixed_sizes(self) -> list[int]:
+        """Return padded numbers of decoding sequences that leave a row for a prompt."""
+        return [size for size in self.decode.sizes() if size < self.state.capacity]
 
     def _mixed(self, num_decodes: int, lengths: list[int], shared: WorkList | None) -> None:
         """Launch the kernels of a step of sequences that decode, and of prompts. Their inputs are zeros."""
