@@ -15,8 +15,8 @@ from lib.ui import ask, chat, notes, say, screen, seen, until
 from minillm.errors import MinillmError
 from minillm.ui import terminal
 from minillm.ui.app import ChatApp
-from minillm.ui.chat import chat_pane as talk_module
 from minillm.ui.chat import prompt as prompt_module
+from minillm.ui.chat import quitting
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.prompt import PromptInput
@@ -194,7 +194,7 @@ async def test_control_q_asks_during_an_answer_and_with_a_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(talk_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(quitting, "time", SimpleNamespace(monotonic=lambda: now))
     store = SessionStore(tmp_path)
     async with chat(store=store) as pilot:
 
