@@ -173,17 +173,18 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
 
 
 def _disk(pool: Pool) -> list[Parts]:
-    """Return a line about the disk cache: its size, the blocks read from it, and how fast. None without one."""
+    """Return lines about the disk cache: its size, the blocks read from it, and how fast. None without one."""
     counts = pool.counts
     if not counts.disk_limit:
         return []
-    line: Parts = [("disk ", "label"), (size(counts.disk_bytes), "figure"), (f" of {size(counts.disk_limit)}", "label")]
-    if counts.num_disk_read:
-        line += [("  read ", "label"), (plural(counts.num_disk_read, "block"), "figure")]
-    if counts.disk_read_seconds:
-        rate = counts.num_disk_read * pool.block_bytes / counts.disk_read_seconds
-        line.append((f" at {size(rate)}/s", "label"))
-    return [line]
+    lines: list[Parts] = [
+        [("disk ", "label"), (size(counts.disk_bytes), "figure"), (f" of {size(counts.disk_limit)}", "label")]
+    ]
+    if counts.num_disk_read and counts.disk_read_seconds:
+        rate = size(counts.num_disk_read * pool.block_bytes / counts.disk_read_seconds)
+        number = plural(counts.num_disk_read, "block")
+        lines.append([("from disk ", "label"), (number, "figure"), (f" at {rate}/s", "label")])
+    return lines
 
 
 def _named(name: str, number: int) -> Parts:
