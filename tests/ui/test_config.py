@@ -133,7 +133,8 @@ def test_one_parameter_by_its_name() -> None:
 
 
 NAMES = (
-    *("help", "new", "sessions", "find", "title", "compact", "export", "edit", "regenerate", "continue", "branch"),
+    *("help", "new", "sessions", "delete"),
+    *("find", "title", "compact", "export", "edit", "regenerate", "continue", "branch"),
     *("accept", "undo", "copy", "probabilities", "model", "reload", "sampling", "set", "preset", "think", "depths"),
     *("n", "beams", "system", "pool", "tables", "strands", "events", "memory", "steps", "theme", "tour"),
     *("editor", "suspend", "quit"),
