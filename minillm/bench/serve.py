@@ -26,7 +26,7 @@ class ServeOptions(ServerOptions):
     peer: str | None = word(
         None, "measure the OpenAI server at this address instead of a new minillm serve", metavar="URL"
     )
-    served_name: str | None = word(None, "the model's name at the server (default: the first that it lists)")
+    served_name: str | None = word(None, "the model's name there (default: its first model)")
     rate: float = number(4.0, 0, 1e6, above=True, help="requests per second, with random (Poisson) arrival times")
     num_requests: int = integer(256, 1, 1 << 24, help="number of requests")
     conversations: int = integer(
