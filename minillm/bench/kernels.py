@@ -16,7 +16,7 @@ from minillm.bench.ops import DEVICE, DTYPE, OPS, Case, paged_attention, prefix_
 from minillm.bench.table import NoOptions, computed, shape, shown, word
 from minillm.checks import integer
 from minillm.errors import MinillmError, UsageError
-from minillm.kernels.timing import copies_for_cold_l2, graph_microseconds
+from minillm.kernels.streams import copies_for_cold_l2, graph_microseconds
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 

@@ -14,7 +14,7 @@ import torch
 
 from minillm.bench.table import shown
 from minillm.engine.engine import Engine
-from minillm.kernels.timing import device_seconds, now
+from minillm.kernels.streams import device_seconds, now
 from minillm.runner.observers import StepObserver
 from minillm.runner.step import StepWork
 

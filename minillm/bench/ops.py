@@ -21,7 +21,7 @@ from minillm.kernels import (
     reference,
 )
 from minillm.kernels.attention.plan import FREE, Costs
-from minillm.kernels.timing import copies_for_cold_l2
+from minillm.kernels.streams import copies_for_cold_l2
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 _BLOCK_SIZE = 16

@@ -60,7 +60,7 @@ def _sum_on_rank(rank: int, size: int, port: int) -> None:
     from torch.distributed import PrefixStore, TCPStore
 
     from minillm.kernels.all_reduce import all_reduce
-    from minillm.kernels.timing import graph_microseconds
+    from minillm.kernels.streams import graph_microseconds
     from minillm.parallel.collectives import Ranks
 
     store = TCPStore("127.0.0.1", port, timeout=timedelta(minutes=2))

@@ -1,7 +1,4 @@
-"""The slash commands. Each function follows the declaration of its command.
-
-Changes of the conversation are made by `ChatPane`; other actions by `EngineApp`.
-"""
+"""The slash commands. Changes of the conversation are made by `ChatPane`; other actions by `EngineApp`."""
 
 import os
 import re

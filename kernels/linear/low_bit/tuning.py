@@ -23,7 +23,7 @@ from minillm.kernels.linear.low_bit import choose as linear
 from minillm.kernels.linear.low_bit import few_tokens as matmul
 from minillm.kernels.linear.low_bit import one_token as matvec
 from minillm.kernels.linear.low_bit.layouts import GROUP, UNPACKED, Layout, LowBit
-from minillm.kernels.timing import graph_microseconds
+from minillm.kernels.streams import graph_microseconds
 
 Tile = tuple[int, ...]
 Place = Literal["norm", "gated", "add"]  # a matmul after a norm, after a norm with a gate, or before an addition

@@ -34,7 +34,7 @@ from minillm.kernels.attention import prefill as chunked_prefill
 from minillm.kernels.attention import shared as prefix_kernels
 from minillm.kernels.attention.int8_prefill import stage
 from minillm.kernels.attention.plan import FREE
-from minillm.kernels.timing import graph_microseconds
+from minillm.kernels.streams import graph_microseconds
 
 BEGIN = time.time()
 HEADS: tuple[Heads, ...] = ((32, 8, 128), (32, 8, 64), (32, 32, 128))

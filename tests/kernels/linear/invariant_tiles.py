@@ -26,7 +26,7 @@ from minillm.kernels.attention import decode as decode_attention
 from minillm.kernels.attention import invariant as invariant_attention
 from minillm.kernels.attention import prefill as chunked_prefill
 from minillm.kernels.linear.invariant import Tile, product
-from minillm.kernels.timing import copies_for_cold_l2, graph_microseconds
+from minillm.kernels.streams import copies_for_cold_l2, graph_microseconds
 
 SHAPES = {
     "qkv": (6144, 4096),
