@@ -83,7 +83,7 @@ def _product_kernel(
 
 def takes(tokens: int, matrix: LowBit, *, gated: int = False) -> bool:
     """Return whether this kernel is the fastest for the matrix and this number of tokens."""
-    return tokens == 1 and (gated or matrix.shape[1] > _SHORT)
+    return tokens == 1 and (bool(gated) or matrix.shape[1] > _SHORT)
 
 
 def product(
