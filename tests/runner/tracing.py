@@ -23,8 +23,9 @@ from minillm.runner.device.runner import DeviceRunner  # noqa: E402
 
 def main() -> None:
     launch.pretend(GPUTarget("cuda", 90, 32))
-    sizes = {"max_num_seqs": 8, "max_model_len": 128}
-    runner = DeviceRunner(ours(hf_model()), 16, 16, **sizes, graphs=False, sharing=FREE)
+    runner = DeviceRunner(
+        ours(hf_model()), 16, 16, max_num_seqs=8, max_model_len=128, graphs=False, sharing=FREE
+    )  # fmt: skip
     torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
     found: dict[str, launch.Variant] = {}
     with torch.inference_mode():
