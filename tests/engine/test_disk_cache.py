@@ -88,7 +88,11 @@ def test_samples_and_beams_fork_from_blocks_of_the_disk(model: Llama, tmp_path: 
         assert [each.token_ids for each in output.outputs] == [each.token_ids for each in expected.outputs]
 
 
-def test_the_partly_filled_block_of_a_kept_conversation_comes_back(model: Llama, tmp_path: Path) -> None:
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_the_partly_filled_block_of_a_kept_conversation_comes_back(
+    model: Llama, tmp_path: Path, eight_bits: bool
+) -> None:
+    model = replace(model, kv_in_8_bits=eight_bits)
     with process(model, tmp_path, block_size=16) as engine:
         group = engine.add_request("kept", PROMPT, GREEDY, hold=True, owner="conversation")
         while engine.has_work:
