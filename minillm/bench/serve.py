@@ -30,7 +30,7 @@ class ServeOptions(ServerOptions):
     rate: float = number(4.0, 0, 1e6, above=True, help="requests per second, with random (Poisson) arrival times")
     num_requests: int = integer(256, 1, 1 << 24, help="number of requests")
     conversations: int = integer(
-        0, 0, 1 << 16, help="instead: this many conversations at once, behind one system prompt of 1,500 tokens"
+        0, 0, 1 << 16, help="instead: this many conversations at once, after one system prompt of 1,500 tokens"
     )
     turns: int = integer(8, 1, 1000, help="turns of each conversation: 150 new tokens, and 100 of answer")
     ttft_limit: float = number(200.0, 0, 1e9, above=True, help="goodput: most milliseconds to the first token")

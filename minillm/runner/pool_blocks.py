@@ -57,7 +57,7 @@ class PoolBlocks:
             number is not finite.
         """
         if self._on_cpu:
-            # One array for each block: small arrays come from the heap, whose pages are mapped already.
+            # One array for each block: small arrays come from the heap. Its pages are mapped already.
             copies = [[planes[:, block].copy() for planes in self._planes] for block in blocks]
             return lambda: self._checked(copies, valid)
         hosts = []

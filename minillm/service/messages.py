@@ -171,7 +171,7 @@ class Started(Event):
     num_cached_tokens: Count
     time_to_first_token: Amount
     in_reasoning: bool = False  # the template has opened the model's <think> section
-    num_disk_tokens: Count = 0  # of the cached tokens, those that were read from disk
+    num_disk_tokens: Count = 0  # cached tokens that were read from disk
     disk_seconds: Amount = 0.0
 
 

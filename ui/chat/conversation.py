@@ -49,7 +49,7 @@ class Answer:
     finish_reason: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    num_disk_tokens: int = 0  # of the cached tokens, those that were read from disk
+    num_disk_tokens: int = 0  # cached tokens that were read from disk
     disk_seconds: float = 0.0
     num_output_tokens: int = 0
     num_guessed_tokens: int = 0  # number of output tokens that were draft tokens
