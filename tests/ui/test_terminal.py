@@ -240,7 +240,7 @@ def test_an_app_that_does_not_end_tells_what_it_does() -> None:
 PATIENT = (
     sys.executable,
     "-c",
-    "import sys, runpy; import minillm.ui.chat.chat_pane as talk; talk._GRACE = 60.0; "
+    "import sys, runpy; import minillm.ui.chat.quitting as quitting; quitting._GRACE = 60.0; "
     "sys.argv = ['chat', 'fake']; "
     f"runpy.run_path('{PROGRAMS}/chat_with_fake.py', run_name='__main__')",
 )  # the second ctrl+c may come late

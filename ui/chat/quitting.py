@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from minillm.ui.chat.chat_pane import ChatPane
 
-_GRACE = 2.0  # maximum seconds between two presses of a key that quits
+_GRACE = 3.0  # maximum seconds between two presses of a key that quits
 
 
 def unfinished_work(pane: ChatPane) -> str:
