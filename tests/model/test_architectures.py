@@ -108,7 +108,7 @@ def test_quantized_matrices_are_permuted_and_split_as_they_are_stored(case: str,
         {"weights": "expanded"}, {"kv_cache_dtype": "int8"}, {"weights": "int8"}, {"weights": "stored"}
     ]  # fmt: skip
     for options in choices:
-        llm = LLM(str(tmp_path / "m.gguf"), device="cpu", num_blocks=16, **options)
+        llm = LLM(str(tmp_path / "m.gguf"), device="cpu", num_blocks=16, enforce_eager=True, **options)
         output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2))
         assert len(output[0].outputs[0].token_ids) == 4
         expected = expected or output[0].outputs[0].token_ids
