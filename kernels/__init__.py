@@ -21,6 +21,7 @@ from minillm.kernels.arguments import (
     HeadNorms,
     KVCache,
     LayerCache,
+    Norm,
     Pages,
     Places,
     SamplingInputs,
@@ -116,7 +117,6 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPla
     return cpu.paged_attention(q, pages, softmax_scale, plan)
 
 
-Norm = tuple[Tensor, float]  # weight, eps
 LOW_BIT = "low-bit"  # the name of a `Matmul` that chooses its kernel itself
 
 

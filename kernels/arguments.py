@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Norm = tuple[Tensor, float]
+"""The weight and eps of an RMSNorm."""
+
 GELU = 2
 """The value of a matmul's argument ``gated`` for ``gelu(gate) * up``. True is for ``silu(gate) * up``."""
 

@@ -10,13 +10,13 @@ the matrix is dequantized, some rows at a time.
 from torch import Tensor
 
 from minillm.kernels import LinearWeight, Ops
-from minillm.kernels.arguments import Pages
+from minillm.kernels.arguments import Norm, Pages
 from minillm.kernels.attention import invariant as attention
 from minillm.kernels.compat import has_wgmma
 from minillm.kernels.cpu import HostPlan
 from minillm.kernels.linear.invariant import product
 from minillm.kernels.linear.low_bit import many_tokens as dot
-from minillm.kernels.linear.low_bit.choose import Norm, columns_of, slabs
+from minillm.kernels.linear.low_bit.choose import columns_of, slabs
 from minillm.kernels.linear.low_bit.few_tokens import halve_activations
 from minillm.kernels.linear.low_bit.layouts import FP8, LowBit
 from minillm.kernels.norm.activation import gate_mul

@@ -654,8 +654,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/weights/test_gguf_families.py::test_a_file_computes_what_transformers_computes"),
     ],
     "minillm/model/llama.py": [
-        ("rotary-in-every-layer", "Llama.angles", "unturned if kind.rotary is None else rows[kind.rotary]",
-         "rows.get(kind.rotary, (cos, sin))",
+        ("rotary-in-every-layer", "Llama.angles",
+         "(cos, sin) if kind.rotary else (torch.ones_like(cos), torch.zeros_like(sin))", "(cos, sin)",
          "tests/model/test_families.py::test_a_family_gives_the_logits_of_transformers"),
     ],
     "minillm/model/loader.py": [

@@ -29,10 +29,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Norm
 from minillm.kernels.compat import has_fp8, narrow, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear import fp8_matvec, matvec
-from minillm.kernels.linear.fp8_matvec import Norm
 from minillm.kernels.linear.low_bit.layouts import LARGEST_FP8, LowBit
 from minillm.kernels.norm.activation import active, gate_mul
 

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Norm
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import LowBit
 from minillm.kernels.linear.matvec import load_weights
 from minillm.kernels.norm.activation import active
 
-Norm = tuple[Tensor, float]  # weight, eps
 _SHORT = 4096  # maximum columns of a short row
 _RUN = tl.constexpr(16)  # weights per load
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Norm
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.launch import launched
 from minillm.kernels.norm.activation import active
@@ -172,7 +173,7 @@ def product(
     weight: Tensor,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
     *,
     gated: int = False,
     add: bool = False,
@@ -207,7 +208,7 @@ def launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
     *,
     gated: int = False,
     add: bool = False,

@@ -150,6 +150,11 @@ class Llama:
         embedding = 0 if self.config.tie_word_embeddings else self.embedding.nbytes
         return embedding + sum(linear.num_bytes for linear in self.linears)
 
+    @cached_property
+    def attentions(self) -> set[Attention]:
+        """The kinds of attention of all layers."""
+        return {layer.attention for layer in self.layers}
+
     @property
     def linears(self) -> list[LinearWeight]:
         """All linear layers in the order of computation; the last is the head."""
@@ -272,11 +277,13 @@ class Llama:
 
     def angles(self, batch: Batch) -> Angles:
         """Return cos and sin of the tokens' rotary angles, for each kind of attention."""
-        kinds = {layer.attention for layer in self.layers}
-        rows = {table: table.rows(batch.positions, batch.rope_lengths) for kind in kinds if (table := kind.rotary)}
-        cos, sin = next(iter(rows.values())) if rows else self.rotary.rows(batch.positions, batch.rope_lengths)
-        unturned = torch.ones_like(cos), torch.zeros_like(sin)
-        return {kind: unturned if kind.rotary is None else rows[kind.rotary] for kind in kinds}
+        tables = {kind.rotary or self.rotary for kind in self.attentions}
+        rows = {table: table.rows(batch.positions, batch.rope_lengths) for table in tables}
+        angles: Angles = {}
+        for kind in self.attentions:
+            cos, sin = rows[kind.rotary or self.rotary]
+            angles[kind] = (cos, sin) if kind.rotary else (torch.ones_like(cos), torch.zeros_like(sin))
+        return angles
 
     def _add_attention(
         self,

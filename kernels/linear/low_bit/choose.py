@@ -25,6 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from minillm.kernels.arguments import Norm
 from minillm.kernels.linear import fp8 as fp8_linear
 from minillm.kernels.linear.low_bit import few_tokens as matmul
 from minillm.kernels.linear.low_bit import many_tokens as dot
@@ -35,7 +36,6 @@ from minillm.kernels.linear.low_bit.unpack import dequantize
 from minillm.kernels.norm.activation import gate_mul_into
 from minillm.kernels.norm.rms_norm import rms_norm
 
-Norm = tuple[Tensor, float]  # weight, eps
 MOST_FUSED = 64  # maximum tokens of `few_tokens`; `many_tokens` takes more
 # Weights to dequantize at a time, 64 MiB of them. Smaller slabs would stay in the L2, but their matmuls fill the GPU
 # badly: with 16 MiB a prompt of 512 tokens takes an 8B model 23 ms instead of 19, with 128 MiB no less than with 64.

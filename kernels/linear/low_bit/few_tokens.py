@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Norm
 from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, columns4, eight_weights, load_row, row_factors
@@ -105,7 +106,7 @@ def _halve_kernel(
 
 
 def halve_activations(
-    x: Tensor, norm: tuple[Tensor, float] | None = None, order: Tensor | None = None, *, by_eights: bool = True
+    x: Tensor, norm: Norm | None = None, order: Tensor | None = None, *, by_eights: bool = True
 ) -> HalfActivations:
     """Convert ``x [tokens, in]`` to float16 with a scale per token, after RMSNorm with ``norm`` (weight, eps) if given.
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Norm
 from minillm.kernels.compat import INTERPRETED, begin_part, end_part, num_multiprocessors, pdl_options
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit, bucket
@@ -215,7 +216,7 @@ def product(
     matrix: LowBit,
     bias: Tensor | None,
     out: Tensor,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
     *,
     gated: int = False,
     add: bool = False,
