@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITCallable
 
 from minillm.kernels.compat import INTERPRETED
 
@@ -79,6 +80,7 @@ class Variant:
         Raises any exception of Triton's compiler.
         """
         kernel = getattr(import_module(self.module), self.name).jit
+        _hash_in_order(kernel)
         signature, constants, attributes, options = self.arguments
         kernel.device_caches[0]  # sets the next two attributes
         kernel.compile(kernel.ASTSource(kernel, signature, constants, attributes), target=self.target, options=options)
@@ -198,8 +200,27 @@ def _is_cached(key: str) -> bool:
     return any(Path(get_cache_manager(key).cache_dir).glob("__grp__*.json"))
 
 
+_hashing = threading.RLock()
+
+
+def _hash_in_order(jit: Any) -> None:
+    """Let Triton hash the functions that a kernel calls before the kernel itself.
+
+    Triton 3.6 hashes a function with the global constants of only those called functions that have a hash already. So
+    without this order, a kernel would have other keys in Triton's cache in each process, and would compile again.
+    """
+    with _hashing:  # while a thread computes a hash, `jit.hash` has another value
+        if jit.hash is None:
+            for name in jit.fn.__code__.co_names:
+                called = jit.fn.__globals__.get(name)
+                if isinstance(called, JITCallable) and called is not jit:
+                    _hash_in_order(called)
+            jit.cache_key  # noqa: B018 (computes the hash)
+
+
 def _compile(jit: Any, compile_now: Callable[..., Any], *args: Any) -> Any:
     """Compile or load a variant, in the place of `JITFunction._do_compile`."""
+    _hash_in_order(jit)
     if active_mode is None or (_mode.found is None and not _mode.only_compiled):
         return compile_now(*args)
     token = active_mode.set(_FromCache())

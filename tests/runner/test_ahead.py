@@ -159,6 +159,17 @@ def test_a_step_does_not_wait_for_its_kernels() -> None:
     assert machine.compiled_at_launch == []
 
 
+def test_a_kernel_that_no_other_process_can_compile_is_compiled_by_its_launch() -> None:
+    machine = Machine(impossible={"never"})
+    ahead, work = idle(machine), machine.kernels("a", "never")
+    assert ahead.attempt(work, key="step") is None
+    assert not ahead.is_compiled(work, "other")
+    machine.finish()
+    assert ahead.is_compiled(work, "other")
+    assert ahead.attempt(work, key="step") == (["a", "never"],)
+    assert machine.compiled_at_launch == ["never"]
+
+
 def test_work_that_changes_state_is_never_interrupted() -> None:
     machine = Machine(compiled={"a"})
     work = machine.kernels("a", "b")

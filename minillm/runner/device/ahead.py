@@ -181,6 +181,8 @@ class Ahead:
     ) -> tuple[Result] | None:
         """Run ``work`` if all its kernels are compiled. Otherwise begin to compile them first of all, and return None.
 
+        Kernels that no other process can compile are compiled by their launch.
+
         The result of ``work`` is in a tuple of one. Work that lacks a kernel is interrupted, so it must be repeatable.
 
         Args:
@@ -194,8 +196,10 @@ class Ahead:
             with compiler.only_compiled():
                 return (work(),)
         except compiler.not_compiled:
-            self._lacking[key] = self._missing(kernels or work)
-            compiler.submit(self._lacking[key], urgent=True)
+            self._lacking[key] = missing = self._missing(kernels or work)
+            compiler.submit(missing, urgent=True)
+            if not compiler.is_pending(missing):  # no process can compile them
+                return (work(),)
         return None
 
     def run(
@@ -216,7 +220,7 @@ class Ahead:
         if key not in self._compiled and not self.compiler.is_pending(self._lacking.get(key, ())):
             self._lacking[key] = self._missing(kernels)
             self.compiler.submit(self._lacking[key], urgent=True)
-            if not self._lacking[key]:
+            if not self.compiler.is_pending(self._lacking[key]):  # or no process can compile it
                 self._compiled.add(key)
         return key in self._compiled
 

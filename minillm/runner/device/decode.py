@@ -39,13 +39,18 @@ class DecodeSteps:
         self._told_places: list[int] = []
 
     def compute(self, work: DecodeWork) -> None:
-        """Compute a step's tokens, and write their logits to the state's ``logits``."""
+        """Compute a step's tokens, and write their logits to the state's ``logits``.
+
+        Until the kernels that read shared blocks once are compiled, each sequence reads its own blocks.
+        """
         state = self._state
         size = state.begin(work)
         shared = self.shared(work, size)
-        blocks = state.width if shared is not None else state.blocks_for(size, work.longest)
-        key = (size, blocks, *((0, 0) if shared is None else shared.launch))
-        forward = partial(self.forward, size, blocks, shared)
+        if shared is not None:
+            key, forward = (size, state.width, *shared.launch), partial(self.forward, size, state.width, shared)
+        if shared is None or (state.forwards.lacks(key) and not self._ahead.is_compiled(forward, key)):
+            blocks = state.blocks_for(size, work.longest)
+            key, forward = (size, blocks, 0, 0), partial(self.forward, size, blocks, None)
         if not state.forwards.lacks(key):
             state.forwards.run(key, forward)
             return
