@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lib.engine import run
+from lib.kernels import ON_GPU
 from lib.models import hf_model, ours, write_tiny_model
 from lib.reasoning import WAYS, engine, ids_of, request
 from minillm import LLM, BeamSearchParams, SamplingParams
@@ -157,7 +158,8 @@ def test_forks_of_a_thought_compute_only_their_own_tokens(parts: tuple[Llama, To
     )
     assert outputs[-1] == replace(deepest, index=5)
     own = [len(each.token_ids) - depth for each, depth in zip(outputs[:-1], depths, strict=True)]
-    assert together == alone + sum(own) - 1  # the first answer begins with the logits of the prompt
+    more = together - (alone + sum(own) - 1)  # the first answer begins with the logits of the prompt
+    assert 0 <= more <= (len(depths) if ON_GPU else 0), "a GPU computes a token more before the CPU has seen the last"
     assert all(each.finish_reason == "stop" for each in outputs)
 
 

@@ -277,7 +277,7 @@ def test_prompts_next_to_shared_blocks_run_without_the_kernels_that_share_them(m
         if is_mixed:
             machine.launch("alone" if batch.shared is None else "shared")
         if machine._found is not None:
-            return torch.zeros(len(batch.token_ids), self.config.hidden_size)
+            return torch.zeros(len(batch.token_ids), self.config.hidden_size, device=self.device)
         shared.extend([batch.num_decodes] * (is_mixed and batch.shared is not None))
         return hidden(self, batch, kv_cache)
 
