@@ -35,11 +35,11 @@ class Sequence:
     index: int = 0  # of the completion within its group
     seed: int = 0
     num_computed: int = 0  # tokens with K and V in the cache, pending steps included
-    num_pending: int = 0  # tokens drawn, or being drawn, that the CPU has not seen yet
+    num_pending: int = 0  # tokens that the device draws and the CPU has not seen yet
     table: BlockTable | None = None  # None while it holds no block
-    text: OutputText | None = None  # of the output; None without a tokenizer, or if text is only made at the end
+    text: OutputText | None = None  # the output's text; None without a tokenizer, or if it is only made at the end
     matcher: Matcher | None = None  # the sequence's state in the request's grammar, if there is one
-    thought: Thought | None = None  # the sequence's reasoning, if the request limits that
+    thought: Thought | None = None  # the position in the reasoning, if the request limits the reasoning
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -48,7 +48,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, pending ones included."""
+        """Number of tokens, including pending tokens, which the device draws and the CPU has not seen yet."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -103,10 +103,10 @@ class SequenceGroup:
     allowed: NDArray[np.uint32] | None = None  # bit mask of the allowed tokens; None: all
     streamed: bool = False  # deltas need text at every step
     offline: bool = False  # see `minillm.engine.requests.Request`
-    owner: str | None = None  # likewise
+    owner: str | None = None  # see `minillm.engine.requests.Request`
     scores: PromptScores | None = None  # of the prompt, if the request wants any
     num_cached_tokens: int = 0
-    error: str | None = None  # why it ends early
+    error: str | None = None  # why the group ends early
     state: Any = None  # owned by the method
     device: Any = None  # owned by the device runner
 
@@ -142,7 +142,7 @@ class Chunk:
     count: int
     decodes: bool  # the chunk is only its sequence's last token
     row: int = -1  # the chunk's first row of the step's logits, if it includes its sequence's last token
-    optional: int = 0  # number of draft tokens after them; the scheduler lowers it to what budget and blocks allow
+    optional: int = 0  # draft tokens after the chunk's own tokens; the scheduler may lower the number
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
@@ -193,9 +193,10 @@ class Method(Protocol):
         """Fork the group's other sequences from ``leader``, which has just computed the prompt."""
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        """Begin to decide how each chunk's sequence continues. Its logits are row ``chunk.row`` of ``[n, vocab]``.
+        """Begin to decide how each chunk's sequence continues.
 
-        If this raises, it must leave all sequences unchanged: the engine calls it again without the failing group.
+        The logits of a chunk are row ``chunk.row`` of ``logits``, ``[n, vocab]``. If this method raises, it must leave
+        all sequences unchanged: the engine calls it again without the failing group.
         """
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
@@ -203,7 +204,7 @@ class Method(Protocol):
 
 
 class Flight(Protocol):
-    """The pending decisions of one method in one step."""
+    """The pending decisions of one decoding method in one step, such as the tokens that the device draws."""
 
     @property
     def may_run_ahead(self) -> bool:

@@ -1,4 +1,7 @@
-"""Find the best continuations of beams, for beam searches that the CPU advances. The device finds the best tokens."""
+"""Find the best continuations of beams, for beam searches that the CPU advances.
+
+The device finds each beam's best next tokens. The CPU then compares the beams.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +25,10 @@ Pairs = list[tuple[float, int]]  # (log-probability, token id) of one beam's bes
 
 @dataclass(frozen=True)
 class BeamStep:
-    """One request's beams at this step: a `Choice` for each of its searches (one per group of beams), in order."""
+    """One request's beams in one step: a `Choice` for each search.
+
+    In diverse beam search, each group of beams has a search of its own. Otherwise there is one search.
+    """
 
     group: SequenceGroup
     choices: list[Choice]
@@ -49,7 +55,8 @@ class BeamStep:
     def in_turn(self) -> bool:
         """Return whether the groups of beams must be processed one by one.
 
-        They must be if other penalties are applied after the diversity penalty, which depends on earlier groups.
+        This is so if a repetition penalty or a logits processor follows the diversity penalty: the diversity penalty of
+        a group depends on the tokens that earlier groups chose.
         """
         params = self.params
         follows = params.repetition_penalty != 1.0 or params.logits_processor is not None
@@ -58,12 +65,12 @@ class BeamStep:
 
 @torch.inference_mode()
 def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Candidate]]]:
-    """Return for each step, and each of its searches, the best continuations of the beams, best first.
+    """Return the best continuations of the beams, best first: a list for each step, and in it a list for each search.
 
     The device finds each beam's best next tokens. Only these are copied to the CPU, which compares beams.
 
     Args:
-        logits: ``[n, vocab]``. If a row holds NaN, the log-probabilities of all its candidates are NaN.
+        logits: ``[n, vocab]``. If a row contains NaN, the log-probabilities of all candidates from this row are NaN.
     """
     together = [step for step in steps if not step.in_turn]
     found = iter(_together(logits, together) if together else [])
@@ -81,7 +88,7 @@ def _together(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Can
     values, ids = (found.cpu() for found in _best_tokens(logits, owners, min(wanted, logits.shape[1])))
 
     result: list[list[list[Candidate]]] = [[] for _ in steps]
-    # Requests of the same shape share one top-k. Diverse beam search compares its groups one by one.
+    # Requests with the same width and number of candidates share one top-k. Diverse search compares groups one by one.
     shapes: dict[tuple[int, int], list[tuple[int, int, BeamSearch]]] = {}
     first = 0
     for number, step in enumerate(steps):
@@ -165,9 +172,9 @@ def _charged(
 
 
 def _in_turn(logits: Tensor, step: BeamStep) -> list[list[Candidate]]:
-    """Run `_diverse` for one group after another. Apply the diversity penalty first, then all other processing.
+    """Run `_diverse`, and find each group's best tokens only after the group before it has chosen.
 
-    Hugging Face transformers has the same order.
+    The diversity penalty is applied first, then all other processing, as in Hugging Face transformers.
     """
 
     def best(number: int, chosen: Counter[int]) -> list[Pairs]:

@@ -19,17 +19,20 @@ class Hypothesis:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    text: OutputText | None  # only with stop strings; otherwise text is made on request
+    text: OutputText | None  # None without stop strings: the tokens are then decoded only when the text is needed
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
 @dataclass
 class BeamState:
-    """The searches of one request, one for each group of beams. The running beams of each search are best first."""
+    """The beam searches of one request, one for each group of beams. ``beams`` lists each search's running beams.
+
+    The running beams of a search are sorted, best first.
+    """
 
     searches: list[BeamSearch[Hypothesis]]
-    beams: list[list[Sequence]] = field(default_factory=list)  # empty before the first step
+    beams: list[list[Sequence]] = field(default_factory=list)  # by search; empty before the first step
     search: DeviceSearch | None = None  # set if there is one search and the device can run its steps
     counted: BlockTable | None = None  # the first beam's table when its common blocks were last counted
 
@@ -40,9 +43,10 @@ class BeamState:
 
 @dataclass
 class Choice:
-    """One search at one step: its beams with their rows of logits, and the continuations found so far.
+    """One beam search in one step: the beams, each with its row of logits, and the continuations found so far.
 
-    A continuation is a `Candidate`: a beam and its next token. Its text and grammar matcher are computed once and kept.
+    A continuation is a `Candidate`: a beam and its next token. Texts and grammar matchers of continuations are computed
+    once and kept.
     """
 
     group: SequenceGroup

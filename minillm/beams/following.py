@@ -18,11 +18,11 @@ from minillm.sequence import Flight, SequenceGroup
 
 @dataclass(slots=True)
 class Followed:
-    """The beam searches of one step, some on the device and some on the CPU; see `minillm.sequence.Flight`.
+    """The pending decisions of one step's beam searches (a `minillm.sequence.Flight`). Some searches run on the CPU.
 
     Attributes:
-        follow: `minillm.beams.method.Beams.follow`.
-        found: the device's candidates of each search, as `Chosen.wait` returns them.
+        follow: the method `minillm.beams.method.Beams.follow`, which applies the device's choice for a group.
+        found: for each search on the device, the chosen continuations, as `Chosen.wait` returns them.
     """
 
     follow: Callable[[BeamStep, list[Candidate]], list[Delta]]

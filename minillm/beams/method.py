@@ -195,7 +195,10 @@ class Beams:
         group.sequences = [sequence for sequence, _, _ in grown]
 
     def _follow_rows(self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]) -> None:
-        """Replace beams that did not survive by forks, in the order in which `kernels.choose_beams` replaced rows."""
+        """Replace each beam that did not survive by a fork of a surviving beam.
+
+        The order is that in which `kernels.choose_beams` replaced the rows of its device state.
+        """
         [choice], [chosen], preemption = choices, survivors, self.requests.scheduler.preemption
         if len(chosen) < len(group.sequences):
             group.error = NO_TOKEN
@@ -294,7 +297,7 @@ def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
 
 
 def count_common_blocks(group: SequenceGroup, block_size: int) -> None:
-    """Count the first full blocks that all beams of a group share, for the device. Future forks share them as well."""
+    """Tell the device how many of the first full blocks all beams of a group share. Future forks share them as well."""
     first, state, count = group.sequences[0], group.state, group.device.num_common_blocks
     if first.table is None:  # preempted in this step
         return
@@ -330,7 +333,7 @@ def places(group: SequenceGroup) -> dict[int, int]:
 
 
 def _best_first(group: SequenceGroup) -> list[tuple[float, float, Hypothesis]]:
-    """Return (score, log-probability, beam) of all finished beams, best first, followed by the running beams.
+    """Return (score, log-probability, beam) of all finished beams, best first, and after them of all running beams.
 
     If the search is done and has finished beams, running beams are left out.
     """

@@ -15,7 +15,7 @@ Beam = TypeVar("Beam")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A continuation: beam number ``beam``, then ``token_id``. ``logprob`` is the log-probability of all its tokens."""
+    """A continuation of beam number ``beam`` by ``token_id``. ``logprob`` is the sum over its generated tokens."""
 
     logprob: float
     beam: int
@@ -33,7 +33,10 @@ class Finished(Generic[Beam]):
 
 @dataclass
 class BeamSearch(Generic[Beam]):
-    """The search of one group of beams of one request. Log-probabilities are float32 values, as Python floats."""
+    """The beam search of one request, or of one of its groups of beams.
+
+    Log-probabilities are rounded to float32 and kept as Python floats.
+    """
 
     width: int
     length_penalty: float
@@ -45,7 +48,7 @@ class BeamSearch(Generic[Beam]):
     done: bool = False
 
     def num_candidates(self, num_end_tokens: int) -> int:
-        """Return how many continuations to consider. At least ``width`` of them do not end with an end token."""
+        """Return how many continuations to consider: enough that at least ``width`` do not end with an end token."""
         return max(2, 1 + num_end_tokens) * self.width
 
     def advance(

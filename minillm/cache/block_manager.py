@@ -143,7 +143,10 @@ class BlockManager:
         table.blocks, table.num_tokens, table.writable, table.nodes = [], 0, 0, []
 
     def unref(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block, from last to first: later blocks are shared less and are evicted first."""
+        """Drop one reference to each block, from last to first.
+
+        Cached blocks that are released first are evicted first. Later blocks go first because fewer prompts share them.
+        """
         counts = self.ref_counts
         for block in reversed(blocks):
             counts[block] -= 1
@@ -153,7 +156,7 @@ class BlockManager:
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Add the full blocks of ``table`` to the prefix cache. Its first ``num_computed`` tokens have K and V."""
+        """Add the full blocks of ``table``'s first ``num_computed`` tokens, which have K and V, to the prefix cache."""
         size, nodes = self.block_size, table.nodes
         if not self.prefix_caching:
             return
@@ -166,7 +169,7 @@ class BlockManager:
         return block in self._cached
 
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
-        """Return the cached blocks that `allocate` would use for this prompt. Reference counts do not change."""
+        """Return the cached blocks that `allocate` would use for a prompt. Reference counts do not change."""
         if not self.prefix_caching:
             return CachedPrefix([], [], 0, 0)
         blocks, nodes = self.prefixes.match(token_ids, salt, len(token_ids) - 1)
@@ -277,7 +280,7 @@ class BlockManager:
             self._release(block)
 
     def _release(self, block: int) -> None:
-        """Keep a block cached if the prefix cache lists it, else free it. No table and no pending copy may use it."""
+        """Keep a block cached if the prefix cache lists it, else free it. No table or pending copy uses the block."""
         if block in self.prefixes:
             self._cached[block] = None
         else:

@@ -13,7 +13,10 @@ Node = int | str | None  # a block's number, or the salt before the first block 
 
 @dataclass(frozen=True)
 class PrefixEntry:
-    """The index entry of a block: its node, and its key (the node before it, its tokens)."""
+    """The index entry of a block: its number in the index (``node``), and its key.
+
+    The key is the node of the block before it (``before``; for a first block the salt) and the block's own tokens.
+    """
 
     node: int
     before: Node
@@ -25,7 +28,7 @@ class CachedPrefix:
     """The cached blocks at the beginning of a prompt, at the time of the lookup."""
 
     blocks: list[int]
-    nodes: list[Node]  # of these blocks
+    nodes: list[Node]  # the node of each of these blocks
     num_tokens: int  # full blocks only, and never the whole prompt: its last token's logits are needed
     num_held: int  # blocks that tables already hold: using them takes no free block
 
@@ -44,7 +47,7 @@ class PrefixCache:
         return block in self._entries
 
     def after(self, node: Node) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens of every indexed block that directly follows ``node``. Scans the whole index: slow."""
+        """Yield the tokens of every indexed block that directly follows ``node``. Slow: this scans the whole index."""
         return (tokens for before, tokens in self._blocks if before == node and type(before) is type(node))
 
     def entry(self, block: int) -> PrefixEntry | None:

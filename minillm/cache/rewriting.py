@@ -1,4 +1,8 @@
-"""Operations on a part of a block table: replace its first blocks (on-device beam search), free its last (drafts)."""
+"""Change a part of a block table.
+
+`fork_into` replaces a table's first blocks, for on-device beam search. `free_tail` frees a table's last blocks, for
+rejected draft tokens.
+"""
 
 from minillm.cache.block_manager import BlockManager, BlockTable
 from minillm.cache.events import CacheEvent
@@ -12,7 +16,7 @@ def fork_into(manager: BlockManager, table: BlockTable, parent: BlockTable, num_
     filled last block is not shared: the device has already copied its tokens into ``table``'s own block.
 
     Raises:
-        ValueError: one of the tables has fewer tokens.
+        ValueError: ``table`` or ``parent`` has fewer than ``num_tokens`` tokens.
     """
     if min(table.num_tokens, parent.num_tokens) < num_tokens:
         raise ValueError(f"fork of {num_tokens} tokens, of {parent.num_tokens}, into {table.num_tokens}")
@@ -31,7 +35,7 @@ def free_tail(manager: BlockManager, table: BlockTable, num_tokens: int) -> None
     """Free the slots of ``table`` after its first ``num_tokens`` tokens.
 
     Raises:
-        ValueError: ``table`` has fewer tokens.
+        ValueError: ``table`` has fewer than ``num_tokens`` tokens.
     """
     if not 0 <= num_tokens <= table.num_tokens:
         raise ValueError(f"freed from token {num_tokens} of a sequence of {table.num_tokens}")

@@ -29,15 +29,15 @@ class CacheStats:
     num_looked_up_tokens: int = 0
     # Filled in by the engine; 0 for a block manager alone.
     num_preemptions: int = 0
-    num_swapped_out: int = 0  # blocks, since the start
+    num_swapped_out: int = 0  # blocks copied to host memory since the start
     num_swapped_in: int = 0
     host_blocks_used: int = 0
     pinned_blocks: int = 0
     disk_limit: int = 0  # quota of the disk cache in bytes; 0: there is none, or it has turned itself off
-    disk_bytes: int = 0  # of all blocks on disk, of this model and of others
+    disk_bytes: int = 0  # bytes of all blocks on disk, including those of other models
     num_disk_saved: int = 0  # blocks written to disk, since the start
     num_disk_read: int = 0  # blocks read from disk, since the start
-    disk_read_seconds: float = 0.0  # the time that this took
+    disk_read_seconds: float = 0.0  # the time for reading these blocks
     peak_used_blocks: int = 0  # peak and mean are over the steps so far
     mean_used_blocks: float = 0.0
 

@@ -82,8 +82,8 @@ class SwapSpace:
         """Restore the tables of swapped-out sequences. The caller ensures that `blocks_needed` blocks are free.
 
         Returns:
-            The tables by sequence id, and (host block, device block) pairs. Copy these pairs before the step's copies
-            on write, which may read the restored blocks.
+            The tables by sequence id, and (host block, device block) pairs to copy. Copy them before the step's
+            copy-on-write copies, which may read the restored blocks.
         """
         size = cache.block_size
         restored: dict[int, tuple[SavedTable, BlockTable]] = {}
@@ -111,7 +111,10 @@ class SwapSpace:
         return {seq_id: table for seq_id, (_, table) in restored.items()}, [(h, d) for d, h in loads.items()]
 
     def fork_into(self, seq_id: int, parent_id: int, num_blocks: int) -> None:
-        """Let a saved sequence share another's first ``num_blocks`` host blocks; see `cache.rewriting.fork_into`."""
+        """Let a saved sequence share the first ``num_blocks`` host blocks of saved sequence ``parent_id``.
+
+        This is `cache.rewriting.fork_into` for sequences in host memory.
+        """
         blocks, shared = self.saved[seq_id].blocks, self.saved[parent_id].blocks[:num_blocks]
         for host in shared:
             self._ref_counts[host] += 1

@@ -27,8 +27,8 @@ class PromptRead:
 class DiskReads:
     """The reads of one engine. While a group's prompt is being read, the group waits, and later groups may overtake it.
 
-    After a read, its blocks belong to an idle sequence, from which the group's first sequence is forked. If running
-    groups need blocks before that, the idle sequence may be evicted like any other.
+    A read's blocks become an idle sequence, from which the group's first sequence is forked at admission. If running
+    groups need blocks before that, this idle sequence may be evicted like any other.
     """
 
     tier: DiskTier
@@ -36,8 +36,8 @@ class DiskReads:
     idle: IdleSequences
     new_seq_id: Callable[[], int]
     active: dict[SequenceGroup, PromptRead] = field(default_factory=dict)
-    _asked: set[SequenceGroup] = field(default_factory=set)  # groups that need no further look until admission
-    _loaded: dict[SequenceGroup, Sequence] = field(default_factory=dict)  # ended reads, until admission
+    _asked: set[SequenceGroup] = field(default_factory=set)  # groups that `begin` need not examine again
+    _loaded: dict[SequenceGroup, Sequence] = field(default_factory=dict)  # idle sequences from completed reads
 
     def begin(self, group: SequenceGroup, prompt: list[int], num_shared: int, cached: CachedPrefix) -> bool:
         """Begin to read the blocks that continue a prompt, if there are any. Return whether the group must wait.
@@ -70,13 +70,13 @@ class DiskReads:
         return True
 
     def _reads_more(self, other: SequenceGroup, group: SequenceGroup, prompt: list[int], known: int) -> bool:
-        """Return whether the read for ``other`` brings the next block of ``prompt`` after its ``known`` tokens."""
+        """Return whether the pending read for ``other`` has the block of ``prompt`` that starts at token ``known``."""
         ids = self.active[other].sequence.token_ids
         end = known + self.cache.block_size
         return other.salt == group.salt and ids[known:end] == prompt[known:end] and common_length(ids, prompt) >= end
 
     def collect(self) -> None:
-        """Make the blocks of ended reads available to their groups."""
+        """Make the blocks of completed reads available: each read's group gets an idle sequence as parent."""
         for group, each in list(self.active.items()):
             if self.tier.reader.is_done(each.read):
                 del self.active[group]
@@ -100,7 +100,7 @@ class DiskReads:
             self.idle.release(sequence)
 
     def release(self, groups: Collection[SequenceGroup]) -> None:
-        """Free the blocks that were read for these groups: they have been admitted or have ended."""
+        """Free the blocks that were read for these groups, which have been admitted or have ended."""
         for group in groups:
             self._asked.discard(group)
             if (each := self.active.pop(group, None)) is not None:

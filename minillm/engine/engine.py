@@ -26,14 +26,15 @@ from minillm.params import Params
 from minillm.runner.runner import Runner
 from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Stage
 
-_READ_SECONDS = 0.01  # to wait for a disk before looking for new requests and aborts
+_READ_SECONDS = 0.01  # maximum wait for a disk; then the engine looks for new requests and aborts
 
 
 @dataclass(slots=True)
 class Step:
-    """A launched step that is not concluded. Each of its flights holds one decoding method's pending decisions.
+    """A step that was launched, but is not applied to the sequences yet (`Engine.conclude` does this).
 
     Attributes:
+        flights: the pending decisions of each decoding method, such as the tokens that the device draws.
         undecided: the step's logits, and the chunks that have logits, until the decoding methods get them. Then None.
     """
 
@@ -162,7 +163,7 @@ class Engine:
             try:
                 self._under_way = self._launch(decide=step.may_run_ahead)
             except Exception as error:
-                failure = error  # of the next step; ``step`` is still to be concluded
+                failure = error  # the launch of the next step failed; ``step`` is still to be concluded
         try:
             deltas = self.conclude(step)
         except Exception as error:
@@ -213,7 +214,7 @@ class Engine:
         return step
 
     def _decide(self, step: Step) -> None:
-        """Give a step's logits to the decoding methods, unless they have them. Leave out sequences that have ended."""
+        """Give a step's logits to the decoding methods, once per step. Leave out sequences that have ended."""
         if step.undecided is not None:
             (logits, sampled), step.undecided = step.undecided, None
             running = [c for c in sampled if c.sequence.finish_reason is None and c.group.error is None]

@@ -22,8 +22,10 @@ class IdleSequences:
         self.idle[sequence.seq_id] = sequence
 
     def keep_ended(self, sequence: Sequence, new_seq_id: Callable[[], int]) -> None:
-        """Keep a sequence that has just ended, without its last token's K and V. (A step that was launched before the
-        CPU knew that this token is the last one may have computed them.)
+        """Keep a sequence that has just ended, without K and V of its last token.
+
+        K and V of that token may exist: the next step may have been launched before the CPU knew that the sequence had
+        ended. The sequence then gets a new id, because it becomes a shorter fork of itself.
         """
         table, last = sequence.own_table, len(sequence.token_ids) - 1
         if table.num_tokens > last and sequence.num_output_tokens:

@@ -64,7 +64,7 @@ class Requests:
     longest_plain_prompt: int | None = None  # K of longer prompts depends on their length (dynamic rope scaling)
     groups: dict[str, SequenceGroup] = field(default_factory=dict)
     finished: dict[str, SequenceGroup] = field(default_factory=dict)  # until their outputs are taken
-    owner: str | None = None  # of requests that name no owner
+    owner: str | None = None  # the owner of requests that name none
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:

@@ -72,7 +72,7 @@ class Samples:
         return self.draw(logits, chunks)
 
     def draw(self, logits: Tensor, chunks: list[Chunk]) -> Draws:
-        """Begin to draw the next token of each chunk's sequence. After a prompt, draw for all its group's sequences."""
+        """Begin to draw the next token of each chunk's sequence. After a prompt, all sequences of a group draw one."""
         draws = []
         for chunk in chunks:
             draws.append(chunk)
@@ -131,7 +131,7 @@ class Samples:
         return Delta(group.request_id, sequence.index, text, [token_id], reason, sequence.stop_reason)
 
     def _fork_reasoning(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Fork an answer that stops reasoning here, if the reasoning has as many tokens as the next reasoning depth."""
+        """Fork an answer that stops reasoning here, if the reasoning has reached the next of the requested depths."""
         assert isinstance(group.params, SamplingParams)
         depths, number, thought = group.params.reasoning_depths, len(group.sequences), sequence.thought
         if number > len(depths) or thought is None or thought.depth(sequence.token_ids) != depths[number - 1]:

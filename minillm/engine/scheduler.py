@@ -29,7 +29,7 @@ class Scheduler:
     max_num_batched_tokens: int
     admission: str = "predicted"  # or "optimistic"
     prefill_chunk: int | None = None  # maximum tokens of a step with both decodes and prompts; None: no such limit
-    offline_chunk: int | None = None  # the same if all decoding requests are offline
+    offline_chunk: int | None = None  # the limit instead of ``prefill_chunk`` if all decoding requests are offline
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
     failed: list[SequenceGroup] = field(default_factory=list)  # with an error, still to be ended
@@ -63,7 +63,10 @@ class Scheduler:
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
-        """Schedule running sequences that only lack their last token's K and V. Return the chunks of the others."""
+        """Schedule a decode for each running sequence in which only the last token lacks K and V.
+
+        Return the chunks of all other running sequences, which have more tokens to compute.
+        """
         decodes, preempted, behind = schedule.decodes, schedule.preempted, []
         for group in list(self.running):
             try:
@@ -120,7 +123,7 @@ class Scheduler:
         seats = self.num_free_seats if self.waiting else 0
         promised: int | None = None  # blocks that running groups still need; summed once, if a group may start
         size = self.cache.block_size
-        reading: list[SequenceGroup] = []  # prompts that are being read from disk; the others pass them
+        reading: list[SequenceGroup] = []  # groups with prompts that are being read from disk; other groups pass them
         active = () if self.disk_reads is None else self.disk_reads.active
         while self.waiting and not schedule.preempted and self.waiting[0].num_seqs <= seats:
             group = self.waiting[0]

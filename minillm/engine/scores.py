@@ -1,4 +1,4 @@
-"""Prompt scores, the log-probabilities of a prompt's tokens, and requests that want only these."""
+"""Prompt scores (the log-probabilities of a prompt's tokens), and the method of requests that want nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
 @dataclass(slots=True)
 class Scoring:
-    """The prompt scores that one step computes; see `minillm.sequence.Flight`."""
+    """The prompt scores that one step computes, as a `minillm.sequence.Flight`."""
 
     requests: Requests
     scored: Scored
@@ -84,7 +84,7 @@ class ScoreOnly:
 
 @dataclass(slots=True)
 class Ends:
-    """The prompt-only requests that end with one step; see `minillm.sequence.Flight`."""
+    """The prompt-only requests that end with one step, as a `minillm.sequence.Flight`. Nothing is drawn for them."""
 
     requests: Requests
     groups: list[SequenceGroup]
