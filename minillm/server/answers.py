@@ -61,7 +61,8 @@ class Frame:
     def chunk(self, choices: list[Json], usage: Usage | None = None, *, has_usage: bool = False) -> Json:
         """Return a chunk of a stream.
 
-        With ``has_usage``, all chunks have the field ``usage``. It is null in chunks without a ``usage``.
+        With ``has_usage``, every chunk has the field ``usage``, which is null if the argument ``usage`` is None.
+        Without it, only chunks with a ``usage`` have the field.
         """
         kind = f"{self.kind}.chunk" if self.kind.startswith("chat") else self.kind
         tail = {"usage": None if usage is None else usage.json()} if has_usage or usage is not None else {}
@@ -90,7 +91,7 @@ class Frame:
 
 
 def event(value: Json, name: str = "") -> bytes:
-    """Return a server-sent event with ``value`` as its data. ``name`` is the type of the event; empty: none."""
+    """Return a server-sent event with ``value`` as its data. ``name`` is its type, which may be empty."""
     head = f"event: {name}\ndata: ".encode() if name else b"data: "
     return head + msgspec.json.encode(value) + b"\n\n"
 

@@ -21,7 +21,7 @@ from minillm.text.safe import clean_line
 MAX_N = 64
 MAX_PROMPTS = 256  # maximum prompts of a request
 _MOST_SHOWN = 300  # maximum characters of an error message: a field name may be as long as the body
-MAX_ALLOWED = 1 << 18  # maximum different ids in allowed_token_ids; the largest vocabularies have this size
+MAX_ALLOWED = 1 << 18  # maximum number of ids in allowed_token_ids; the largest vocabularies have this size
 NO_LIMIT = -1  # value of ``max_tokens`` for an answer that only the context limits, as in llama.cpp
 _PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)} - {"grammar"}
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
@@ -89,7 +89,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     disable_fallback: bool = False  # has no effect: there is no fallback
 
     def forms(self) -> dict[str, dict[str, Any]]:
-        """Return a dictionary. For each field that is set, it maps the field's name to the parameter ``grammar``."""
+        """Return the engine's parameter ``grammar`` for each field that is set, by the name of the field."""
         kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
         values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}
         return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}

@@ -64,7 +64,7 @@ class EventProtocol(asyncio.Protocol):
     later.
 
     Attributes:
-        over: done when the pipe has ended.
+        over: a future that is done when the pipe has ended.
     """
 
     def __init__(self, take: Callable[[messages.AnyEvent], object]) -> None:
@@ -93,7 +93,7 @@ class EngineProcess:
     ready: asyncio.Future[Loaded] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answers: dict[str, Answer] = field(default_factory=dict)
     figures: messages.Figures | None = None
-    prepared: tuple[int, int] = (0, 0)  # shapes of steps that are prepared, and their total
+    prepared: tuple[int, int] = (0, 0)  # number of step shapes with prepared CUDA graphs and kernels, and their total
     listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # by session
     answered: dict[str, Callable[[str], object]] = field(default_factory=dict)  # by session; called when an answer ends
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,8 +113,9 @@ class EngineProcess:
         *,
         wait_warm: bool = False,
     ) -> EngineProcess:
-        """Start the process. ``ready`` is done once the model is loaded, and with ``wait_warm`` all is prepared.
+        """Start the process. The future ``ready`` is done once the model is loaded.
 
+        With ``wait_warm``, ``ready`` also waits until the kernels and CUDA graphs for steps of all shapes are prepared.
         The process writes to the stderr of this process. ``told`` is called with the progress of loading.
         """
         environment = child_environment()

@@ -247,7 +247,7 @@ class Generating:
             news.set()
 
     def _look_at(self, answers: list[Answer]) -> None:
-        """Free the seats of ended answers in the queue. If a prompt could not be started, raise the error."""
+        """Free the seats that ended answers have in the queue. If a prompt could not be started, raise its error."""
         for answer in answers:
             if answer.ended is not None and (place := self._places.pop(answer.request_id, None)) is not None:
                 self.queue.release(place)

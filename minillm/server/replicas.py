@@ -49,7 +49,10 @@ class Engine(Protocol):
 
     @property
     def prepared(self) -> tuple[int, int]:
-        """Return how many shapes of steps are prepared, and how many there are; (0, 0) if there are none."""
+        """Return the number of step shapes with prepared CUDA graphs and kernels, and the number of all step shapes.
+
+        Both are 0 if nothing needs to be prepared.
+        """
 
     @property
     def listeners(self) -> dict[str, Callable[[Any], object]]:
@@ -57,7 +60,7 @@ class Engine(Protocol):
 
     @property
     def answered(self) -> dict[str, Callable[[str], object]]:
-        """Return a callback for each session, by name. It is called with a request's id when the answer ends."""
+        """Return the sessions' callbacks by session name. Each is called with the request id of an ended answer."""
 
     def send(self, call: messages.SessionCall) -> None:
         """Send a call that has no result."""
@@ -146,12 +149,12 @@ class Replicas:
     ) -> Replicas:
         """Start ``count`` engines. The first one reports the progress of loading to ``told``.
 
-        ``wait_warm``: they are ready when they have prepared for all shapes of steps.
+        ``wait_warm``: an engine is ready only when its kernels and CUDA graphs for steps of all shapes are prepared.
         """
 
         async def begin(number: int) -> EngineProcess:
             command = (*place(number, count, options), *COMMAND) if count > 1 else COMMAND
-            tells = number == 0 and len(self.engines) == 0  # not when it is restarted
+            tells = number == 0 and len(self.engines) == 0  # a restarted engine reports no progress
             engine = await EngineProcess.start(
                 model, options, told if tells else lambda event: None, command, wait_warm=wait_warm
             )
@@ -241,7 +244,7 @@ class Replicas:
 
     @property
     def prepared(self) -> tuple[int, int]:
-        """Return how many shapes of steps all engines have prepared, and how many there are."""
+        """Return `Engine.prepared`, summed over all engines."""
         pairs = [each.prepared for each in self.engines if not each.ended.is_set()]
         return sum(done for done, _ in pairs), sum(total for _, total in pairs)
 

@@ -40,7 +40,7 @@ class ServerConfig:
         max_waiting: number of requests that may wait for the engine. Further requests are rejected with status 429.
         grace_seconds: when the server stops, running answers have this many seconds to end.
         replicas: number of engines, each with its own GPUs.
-        wait_warm: accept requests once the engines have prepared for all shapes of steps.
+        wait_warm: accept requests only once the kernels and CUDA graphs for steps of all shapes are prepared.
     """
 
     host: str = "127.0.0.1"
@@ -79,9 +79,9 @@ def allow_descriptors(count: int) -> None:
 
 
 class FewDescriptors:
-    """An exception handler for the event loop. At most once a minute it reports a lack of file descriptors in a line.
+    """An exception handler for the event loop, which reports a lack of file descriptors in one line.
 
-    asyncio would report the lack thousands of times a second, with tracebacks.
+    It does so at most once a minute. asyncio would report the lack thousands of times a second, with tracebacks.
     """
 
     _next = 0.0  # time at which the lack may be reported again

@@ -122,7 +122,7 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
 
 
 class _Preparation:
-    """Prepares the engine for later steps, and reports the progress."""
+    """Prepares CUDA graphs and kernels for later steps, and reports the progress."""
 
     def __init__(self, engine: Engine, send: Send) -> None:
         self._engine, self._send = engine, send
@@ -130,7 +130,7 @@ class _Preparation:
         self._told = (0, 0)
 
     def advance(self, *, before_ready: bool = False) -> bool:
-        """Prepare something for at most 0.1 s. Return False if nothing is left.
+        """Continue the preparation for at most 0.1 s. Return False if nothing is left to prepare.
 
         ``before_ready``: report the progress as part of loading.
         """

@@ -131,7 +131,7 @@ class OpenSession(Call):
 
     session: str
     tenant: str
-    reader: str | None = None  # the tenant with text that the client may see; None: the client may see all text
+    reader: str | None = None  # the client may see only this tenant's text; None: all text
     salt: str | None = None  # prefix cache salt of all prompts of the session
     watches: bool = False  # the client sends no commands, and gets only `CacheChanged` events
 

@@ -37,7 +37,7 @@ class CallDispatcher:
     def begin_templates(self) -> None:
         """Start the process for chat templates before the first conversation arrives, because that takes a while."""
         first = messages.Conversation([{"role": "user", "content": "hello"}])
-        # An error is reported by later conversations.
+        # If this fails, later conversations report the error.
         self._pool.submit("", partial(prompt_ids, self._driver, first, ""))
 
     def take_command(self, command: Any) -> None:

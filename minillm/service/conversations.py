@@ -114,7 +114,10 @@ class Conversations:
             answer.num_pinned_tokens = common_length(told, token_ids)
 
     def _owner(self, name: str) -> str:
-        """Return the owner of blocks on disk for an owner that the app names."""
+        """Return the owner of blocks on disk, given the app's ``name`` for the owner.
+
+        If the session has a salt, the salt makes the name unique.
+        """
         return f"{self.salt}\n{name}" if name and self.salt is not None else name
 
     def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:

@@ -49,7 +49,7 @@ class Load(Command):
 
     model: str
     options: dict[str, Any] = {}  # options of EngineConfig
-    wait_warm: bool = False  # prepare all shapes of steps before `Loaded` is sent
+    wait_warm: bool = False  # prepare kernels and CUDA graphs for steps of all shapes before `Loaded` is sent
 
 
 class Generate(Command):
@@ -76,7 +76,7 @@ class Abort(Command):
 
 
 class Keep(Command):
-    """Keep the blocks of one candidate (sample or beam) of an answer, number ``index``. Free those of all others."""
+    """Keep the blocks of candidate ``index`` (a sample or beam). Free the blocks of the answer's other candidates."""
 
     request_id: str
     index: int
@@ -87,11 +87,11 @@ class Drop(Command):
 
 
 class Forget(Command):
-    conversation: str  # as `Drop`, for all answers of this conversation
+    conversation: str  # do the same as `Drop` for all answers of this conversation
 
 
 class Erase(Command):
-    owner: str  # remove the blocks on disk that this owner has, except blocks of other owners
+    owner: str  # remove this owner's blocks on disk, except blocks that have other owners as well
 
 
 class Pin(Command):
@@ -119,7 +119,10 @@ class Notice(Event):
 
 
 class Preparing(Event):
-    """The engine prepares for steps in idle moments: the shapes of steps that are prepared, and their total."""
+    """In idle moments, the engine prepares kernels and CUDA graphs for steps of all shapes.
+
+    ``done`` of ``total`` shapes are prepared.
+    """
 
     done: Count
     total: Count
@@ -247,8 +250,8 @@ class ContextFull(Event):
 class TableView(Record):
     """One sequence's block table.
 
-    In a `CacheChanged`, the first ``keep`` blocks are those of the last report, and ``blocks`` are the blocks after
-    them.
+    In a `CacheChanged`, the table's first ``keep`` blocks are left out, because they are the same as in the last one.
+    ``blocks`` are all blocks after them.
     """
 
     seq_id: SeqId

@@ -32,7 +32,7 @@ class Prepared:
     token_ids: list[int]
     params: Params
     in_reasoning: bool  # the prompt ends inside the reasoning
-    continuation: list[int] | None = None  # for a fork: ids to use instead if the tokens before the fork end in text
+    continuation: list[int] | None = None  # used instead of ``token_ids`` if the tokens before the fork end in text
 
 
 def prepare(driver: Driver, call: Complete) -> Prepared:

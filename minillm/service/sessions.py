@@ -54,7 +54,7 @@ class Sessions:
         """Open a session, and send the full state of the pool to the app.
 
         Args:
-            reader: the tenant with text that the app may see; None: the app sees all text.
+            reader: the tenant; the app may see only this tenant's text; None: the app may see all text.
             watches: the client only watches the pool, so it gets no events except changes in the pool.
         """
         prefix = f"{name}/" if name else ""

@@ -22,16 +22,16 @@ _NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequen
 
 @dataclass
 class MessageForm:
-    """Formats an answer as the events of a stream, or as the content blocks that these events describe.
+    """Formats an answer as the events of a stream, or as the fields of one complete message.
 
-    It is a `minillm.server.generating.Form`. Its choices are events. The only choice of a complete response contains
-    the fields of the message.
+    It implements `minillm.server.generating.Form`. In a stream, each choice is an event. A complete response has one
+    choice, a dictionary with the message's content blocks and the reason for its end.
 
     Attributes:
         reader: creates a reader of the answer's text. Its argument is whether the answer begins inside the reasoning.
         signature: the signature of thinking blocks. Clients drop thinking blocks without a signature. This server never
             checks the signature.
-        omits_thoughts: thinking blocks have no text.
+        omits_thoughts: send thinking blocks without the text of the reasoning.
         stop: the fields of the message that say why the answer ended.
     """
 
@@ -146,7 +146,7 @@ def _encoded(events: list[Json]) -> bytes:
 
 
 def _joined(events: list[Json]) -> list[Json]:
-    """Return the content blocks that the events of a stream describe."""
+    """Combine the events of a stream into complete content blocks."""
     content: list[Json] = []
     for each in events:
         if "content_block" in each:
@@ -172,7 +172,7 @@ def _input(arguments: str) -> Any:
 def _usage(usage: Usage) -> Json:
     """Return the token usage in Anthropic's format.
 
-    The field ``input_tokens`` does not include cached tokens, because clients add both.
+    The field ``input_tokens`` does not include cached tokens, because clients add the number of cached tokens to it.
     """
     return {
         "input_tokens": usage.prompt - usage.cached,
@@ -186,7 +186,7 @@ def _usage(usage: Usage) -> Json:
 def message_error(error: Json, status: int = 0) -> Json:
     """Convert an error from OpenAI's format to Anthropic's.
 
-    Some statuses determine the type of the error. Otherwise the type follows from OpenAI's type.
+    The type of the error is determined by ``status`` if it is one of `_KINDS`, otherwise by OpenAI's type.
     """
     message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
     for ours, theirs in _NAMES.items():

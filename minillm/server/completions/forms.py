@@ -165,7 +165,7 @@ class TextForm:
 
 
 def with_ids(choice: Json, of: Text | Completion) -> Json:
-    """Return ``choice`` with the token ids of ``of``, if token ids were requested."""
+    """Return a copy of ``choice`` with the field ``token_ids``, taken from ``of``, if token ids were requested."""
     return {**choice, "token_ids": of.token_ids} if of.token_ids else choice
 
 

@@ -28,14 +28,14 @@ class Full(Exception):
 
 
 def num_seats(params: Mapping[str, Any]) -> Any:
-    """Return the number of seats that a request with these sampling parameters needs. The values are not checked."""
+    """Return the number of seats that a request needs, given its sampling parameters, which are not checked yet."""
     depths = params.get("reasoning_depths")
     return params.get("beam_width") or (1 + len(depths) if isinstance(depths, list) else params.get("n") or 1)
 
 
 @dataclass(eq=False)
 class Place:
-    """A request in the queue. Once ``turn`` is done, the request has ``count`` seats."""
+    """A request in the queue. Once the future ``turn`` is done, the request has ``count`` seats."""
 
     tenant: str
     count: int
@@ -53,8 +53,8 @@ class FairQueue:
     first, and of equal ones the oldest. The longer a request waits, the less these two rules matter, so every request
     is served. If there are too few seats for the next request, no other request overtakes it.
 
-    ``shared``: several tenants use the server. No tenant gets all seats or fills the whole queue, so that others
-    always find some space.
+    If ``shared``, several tenants use the server. Then no tenant gets all seats or fills the whole queue, so that other
+    tenants always find some space.
     """
 
     total: int

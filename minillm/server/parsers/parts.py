@@ -47,7 +47,7 @@ class Reader(Protocol):
     """
 
     def push(self, text: str) -> list[Part]:
-        """Add text. Return the parts that are now certain."""
+        """Add text. Return the parts that later text can no longer change."""
 
     def finish(self) -> list[Part]:
         """End the text. Return the remaining parts."""

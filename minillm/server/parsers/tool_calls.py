@@ -49,6 +49,9 @@ _BODIES = ("{", "<parameter=", _FUNCTION_CLOSE)  # text that may follow a functi
 class CallReader:
     """Finds the calls in an answer that may contain calls. All other text is content.
 
+    The *held text* is text that has arrived, but was not read yet. The *opening* of a call is its beginning before the
+    JSON, Python or XML to parse, such as ``<tool_call>``. If no valid call follows, the opening is content.
+
     Args:
         tools: maps the name of each tool that may be called to the schema of its parameters.
         most: maximum number of calls; later ones are dropped.
@@ -59,9 +62,9 @@ class CallReader:
         self._tools, self._most, self._formats = tools, most, formats
         self._tags = [each for each in (_TAG, _FUNCTION, _MISTRAL) if each in formats]
         self._stage = self._start
-        self._held = ""  # the held text: text that arrived but was not read yet
+        self._held = ""  # the held text
         self._blanks: list[str] = []  # white space after the held text; it is content only if more text follows
-        self._opening = ""  # the beginning of the current call, such as its tag, before the piece to parse
+        self._opening = ""  # the opening of the current call so far
         self._tag = ""  # the tag of the current call; empty: the call is at the beginning of the answer
         self._closers: list[str] = []  # texts that may follow the piece to parse
         self._name = ""  # the name of the tool, if the piece to parse contains only arguments
@@ -271,7 +274,10 @@ class CallReader:
         return [] if call is None else [call]
 
     def _closing(self, parts: list[Part], final: bool) -> bool:
-        """Continue after a call: read its closing text, and then another call in the same tag or the closing tag."""
+        """Read the text that closes a call, such as ``</tool_call>``. Then select the stage that reads the next text.
+
+        The next text may be another call in the same tag, a new call, or content.
+        """
         while True:
             rest = self._held.lstrip(_BETWEEN)
             if len(self._held) - len(rest) > _MOST_BLANKS:
@@ -302,11 +308,11 @@ class CallReader:
         return rest[:1] in ("{", "[") if self._closers else self._tag == _TAG and rest.startswith(("{", "[", _FUNCTION))
 
     def _open(self, count: int) -> None:
-        """Move the first ``count`` characters of the held text to the end of the opening."""
+        """Move the first ``count`` characters of the held text to the end of the call's opening."""
         self._opening, self._held = self._opening + self._held[:count], self._held[count:]
 
     def _give_up(self, parts: list[Part]) -> None:
-        """Treat the opening as content, because no valid call follows it. Then search the held text for calls."""
+        """Treat the opening as content, because no valid call follows it. The next stage searches the held text."""
         self._say(parts, self._opening)
         self._opening, self._stage = "", self._text
 

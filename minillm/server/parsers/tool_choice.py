@@ -153,7 +153,8 @@ def _answer(form: CallForm, most: int) -> list[str]:
 def _schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a tool's arguments.
 
-    It forbids properties that the tool does not list, unless the tool's keywords may allow them.
+    The schema forbids properties that the tool does not list, unless the tool has a keyword that may allow them, such
+    as ``patternProperties`` or ``anyOf``.
     """
     schema = {"type": "object", **parameters}
     if not {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys():

@@ -39,7 +39,7 @@ def place_of(name: str) -> tuple[str, int]:
 
 @dataclass(eq=False)
 class ResponseWriter:
-    """Writes the output of one response. It is a `minillm.server.generating.Form`, and its choices are events.
+    """Writes the output of one response. It implements `minillm.server.generating.Form`: its choices are events.
 
     An item is open while its text or arguments arrive.
 
@@ -163,9 +163,9 @@ class ResponseWriter:
         self._item, self._pieces, self._tokens = None, [], []
 
     def _tokens_of(self, text: str) -> list[Token]:
-        """Return the tokens of the answer that contain ``text`` or a part of it.
+        """Return the tokens that contain ``text`` or a part of it. ``text`` is the next piece of the answer.
 
-        Remove these tokens, and all tokens before them, from the tokens that belong to no item yet.
+        Remove these tokens, and all tokens before them, from `_new_tokens`.
         """
         ends = list(accumulate(len(token.raw) for token in self._new_tokens))
         data, said = b"".join(token.raw for token in self._new_tokens), text.encode()
