@@ -30,7 +30,8 @@ class Settings:
         engine: options of EngineConfig.
         sampling, beams: parameters of SamplingParams and BeamSearchParams that differ from the defaults. If
             ``max_reasoning_tokens`` is set, ``max_tokens`` limits only the answer after the reasoning.
-        depths: numbers of reasoning tokens in ascending order. For each, one candidate answers after so much reasoning.
+        depths: numbers of reasoning tokens in ascending order. For each number, one candidate answers after reasoning
+            of this length.
             If empty, there is one answer, or ``n`` answers.
     """
 

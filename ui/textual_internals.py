@@ -145,8 +145,8 @@ class Growing:
 class BearsRemovals:
     """Mixin for a screen: a click on a removed widget selects no text.
 
-    A removed widget stays visible until the next layout. On a click on it, Textual would look for the region of its
-    parent, and fail, because a removed widget has no parent.
+    A removed widget stays visible until the next layout. If the user clicked it, Textual would look for the region of
+    the widget's parent, and fail, because a removed widget has no parent.
     """
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
@@ -232,7 +232,7 @@ class SteadyScrollView(ScrollView):
     """A scroll view that redraws its scrollbar only if the scrollbar changed, instead of at each layout."""
 
     def has_scrollbar_for(self, num_lines: int) -> bool:
-        """Return whether the scrollbar's visibility is right for ``num_lines`` lines: shown only if they need it."""
+        """Return whether the scrollbar is shown if ``num_lines`` lines need it, and hidden if they fit the view."""
         return self.show_vertical_scrollbar == (num_lines > self.size.height)
 
     def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
@@ -256,7 +256,7 @@ class HearsOfGrowth:
     """Mixin for a Markdown block that is told when Textual has made it grow: `has_become` is called."""
 
     def has_become(self, block: MarkdownBlock) -> None:
-        """React to a change: the block now shows ``block``. A subclass implements this."""
+        """React to growth: this block now shows the text of ``block``. A subclass implements this."""
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
@@ -361,9 +361,9 @@ class TerminalDriver(LinuxDriver):
     """
 
     def _sigcont_application(self, *args: object) -> None:
-        """Handle SIGCONT: start application mode, after ending it if nothing has yet.
+        """Handle SIGCONT: start application mode again. First end it, unless SIGTSTP has ended it already.
 
-        Without that end, a second thread would read the terminal. The first would wait for a key when the app ends.
+        Otherwise two threads would read the terminal. When the app ends, the first thread would wait for a key.
         """
         if self._auto_restart and not self._must_signal_resume:  # only the handler of SIGTSTP sets the latter
             self.suspend_application_mode()

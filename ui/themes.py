@@ -116,7 +116,8 @@ def _colors_of(theme: Theme) -> dict[str, Color]:
 def in_gray_grounds(theme: Theme) -> Theme:
     """Return the theme with different grays for its three backgrounds, for a terminal with 256 colors.
 
-    The most similar of the 256 colors would be black for all dark backgrounds, and yellow for light ones.
+    The terminal itself would choose the most similar of the 256 colors: black for all dark backgrounds, and yellow for
+    light ones.
     """
     colors = _colors_of(theme)
     before, found = -1 if theme.dark else len(_GRAYS), dict[str, str]()
@@ -159,9 +160,9 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
         return readable(color, on, goal, least, kinds).hex
 
     def telling(color: Color) -> str:
-        """Return a readable variant of a color that distinguishes sequences.
+        """Return a readable variant of a color that tells sequences apart.
 
-        These colors never appear on a panel, so they need less blending, and differ more from each other.
+        Such colors never appear on a panel. So they need less blending, and differ more from each other.
         """
         if kinds != {"256"} or color.hsl.s <= _GRAY:
             return text(color, on=grounds[:2])

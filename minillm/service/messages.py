@@ -250,8 +250,8 @@ class ContextFull(Event):
 class TableView(Record):
     """One sequence's block table.
 
-    In a `CacheChanged`, the table's first ``keep`` blocks are left out, because they are the same as in the last one.
-    ``blocks`` are all blocks after them.
+    In a `CacheChanged`, ``blocks`` lacks the first ``keep`` blocks of the table, which have not changed since the last
+    report.
     """
 
     seq_id: SeqId

@@ -1,4 +1,4 @@
-"""An answer in progress: the requests to the engine for it, and the effects of the engine's events on it."""
+"""Generate an answer: send requests for it to the engine, and apply the engine's events to the answer."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _ROOM = 256  # if the context has fewer tokens left for an answer, the oldest tu
 
 
 class Ending(NamedTuple):
-    """The end of an answer. ``reason`` is one of `Answer.finish_reason`. If it is "lost", ``error`` says why."""
+    """The end of an answer. ``reason`` becomes its `Answer.finish_reason`. If it is "lost", ``error`` says why."""
 
     reason: str
     error: str = ""
@@ -38,11 +38,11 @@ class AnswerRun:
     transcript: Transcript
     send: Callable[[messages.Command], None]
     max_model_len: int
-    owner: str = ""  # of the blocks on disk; empty: none are kept there
+    owner: str = ""  # name of the conversation's blocks on disk; empty: keep none on disk
     is_stopping: bool = False
     _superseded: str = ""  # for a continuation: the request that generated the text so far
     _num_before: int = 0  # for a continuation: the number of tokens in the text so far
-    _to_accept: tuple[int, str] | None = None  # index and text of the candidate to accept once all have stopped
+    _to_accept: tuple[int, str] | None = None  # index and text of the candidate to accept when the answer has ended
     _first_token_at: float = 0.0
 
     def __post_init__(self) -> None:

@@ -131,7 +131,8 @@ def num_common(texts: Sequence[str]) -> int:
 def candidate_facts(candidate: Candidate, width: int) -> str:
     """Return ``score -0.54 · 23 tokens · log p -12.3``: as many of these items as fit ``width`` cells.
 
-    Tokens that were computed for another candidate are counted separately: ``23 tokens · ✓ · 512 shared``.
+    ``✓`` stands for the finish reason "stop", any other finish reason is written out. Tokens that were computed for
+    another candidate are counted separately: ``23 tokens · ✓ · 512 shared``.
     """
     words = [] if candidate.score is None else [f"score {candidate.score:.3f}"]
     words.append(plural(candidate.num_tokens - candidate.num_shared, "token"))

@@ -69,7 +69,7 @@ class Answer:
 
     @property
     def num_known_tokens(self) -> int:
-        """Return the number of tokens that are computed: during prefill, of the prompt; later, of the whole context."""
+        """Return the number of computed tokens: those of the prompt so far, and after prefill also the answer's."""
         return self.num_read_tokens if self.time_to_first_token is None else self.num_context_tokens
 
     @property
@@ -154,7 +154,10 @@ class Conversation:
 
     @property
     def is_worth_saving(self) -> bool:
-        """Return whether to save the conversation: it has a question, and if it is a trial, the user continued it."""
+        """Return whether to save the conversation.
+
+        It must have a question. If `is_trial`, the user must also have continued after the first answer.
+        """
         asked = self.first[0].question if self.first else ""
         return bool(self.first) and (
             not self.is_trial or any(turn.children or turn.question != asked for turn in self.first)
@@ -196,9 +199,9 @@ class Conversation:
         return self.first if turn.parent is None else turn.parent.children
 
     def switch(self, turn: Turn, step: int) -> Turn:
-        """Show the branch after (``step`` 1) or before (-1) that of ``turn``, down to the branch's latest turn.
+        """Show the branch that is next to ``turn``: the following one (``step`` 1) or the previous one (-1).
 
-        Return the branch's first turn.
+        The visible path continues to the latest turn of this branch. Return the branch's first turn.
         """
         siblings = self.siblings(turn)
         chosen = siblings[(siblings.index(turn) + step) % len(siblings)]

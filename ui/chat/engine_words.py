@@ -54,7 +54,9 @@ def status_of(
 ) -> Status:
     """Return the content of the status bar.
 
-    ``run`` is the answer in progress; ``sums_up``: a summary is in progress.
+    Args:
+        run: the answer in progress.
+        sums_up: a summary is in progress.
     """
     answer = conversation.leaf.answer if conversation.leaf is not None else Answer("")
     return Status(

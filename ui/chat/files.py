@@ -147,8 +147,8 @@ def with_files(question: str, folder: Path) -> str:
     file is not added again.
 
     Raises:
-        UsageError: a file is too large, is not text, or cannot be read. The same if there is no such file, and the
-            mention cannot be anything else.
+        UsageError: a file is too large, is not text, or cannot be read. It is also raised if a mention looks like a
+            file's name or path, but there is no such file.
     """
     if "\n" not in question:
         question = _DROPPED.sub(lambda found: dropped_files(found[0]).strip() or found[0], question)
@@ -167,7 +167,10 @@ def holds_file(question: str) -> bool:
 
 
 def folded_files(question: str) -> tuple[str, dict[str, str]]:
-    """Replace each file's text in a question by a mark. Return the new question, and a dictionary mark -> text."""
+    """Replace each file's text in a question by a mark such as ``[a.txt: 2 KiB, 40 lines]``.
+
+    Return the new question, and a dictionary mark -> text.
+    """
     names, marks = _names_in(question), dict[str, str]()
 
     def folded(found: re.Match[str]) -> str:

@@ -38,7 +38,7 @@ def keep_as_written(parser: MarkdownIt) -> None:
 
 
 def _inline(state: StateInline, silent: bool) -> bool:
-    """Match a formula, a backslash, or signs inside a name or number, and keep it as written."""
+    """Match a formula, a backslash, or the ``_`` and ``*`` of ``__init__`` and ``2*x*4``, to keep them as written."""
     text, at = state.src, state.pos
     patterns = {"\\": (_FORMULA, _ESCAPED), "$": (_FORMULA,), "_": (_NAME,), "*": (_TIMES,)}.get(text[at], ())
     found = next(filter(None, (pattern.match(text, at, state.posMax) for pattern in patterns)), None)

@@ -1,6 +1,7 @@
 """The text area for questions. Enter sends the text.
 
-A long paste is stored separately, and only a mark is shown for it, because laying out its text would take seconds.
+A long paste is stored separately, because laying out its text would take seconds. The prompt shows only a mark for it:
+``[pasted text 1: 5,000 characters, 90 lines]``.
 """
 
 import re
@@ -86,7 +87,7 @@ class PromptInput(SteadyTextArea):
 
     @property
     def draft(self) -> str:
-        """Return the full text, or "" if the same text was sent before."""
+        """Return the unsent text: `full_text`, or "" if the prompt is blank or shows a text that was sent before."""
         text = self.full_text
         return "" if not text.strip() or text in map(clean, self._history) else text
 
@@ -195,7 +196,7 @@ class PromptInput(SteadyTextArea):
         return mark
 
     def edit(self, edit: Edit) -> EditResult:
-        """Edit the text. An edit that would change only a part of a mark removes the whole mark or leaves it alone."""
+        """Edit the text, but no part of a mark. A deletion removes the whole mark, an insertion goes after it."""
         start, end = edit.top, edit.bottom
         for first, last in self._marks({start[0], end[0]}):
             if start == end and first < start < last:

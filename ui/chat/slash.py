@@ -104,7 +104,7 @@ class CommandTable(dict[str, SlashCommand]):
         return self._begun(text[1:])
 
     def _begun(self, name: str) -> list[SlashCommand]:
-        """Return the commands with a name that begins with ``name``. If there are none, search their other names."""
+        """Return the commands with a name that begins with ``name``. Other names count only if there are none."""
         name = name.lower()
         found = [command for command in self.values() if command.name.startswith(name)]
         return found or [each for each in self.values() if any(other.startswith(name) for other in each.also)]

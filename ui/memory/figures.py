@@ -86,7 +86,7 @@ def _gauge(use: MemoryUse, width: int) -> list[Parts]:
 
 
 def _wrapped(parts: Parts, width: int) -> list[Parts]:
-    """Break the words of `_gauge` into lines of at most ``width`` cells. A mark, name and figure stay together."""
+    """Break the words of `_gauge` into lines of at most ``width`` cells. Each figure stays with its mark and name."""
     lines: list[Parts] = [[]]
     groups = [parts[:1], *(parts[i : i + 3] for i in range(1, len(parts), 3))]
     for group in groups:
@@ -173,7 +173,7 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
 
 
 def _disk(pool: Pool) -> list[Parts]:
-    """Return lines about the disk cache: its size, the blocks read from it, and how fast. None without one."""
+    """Return lines about the disk cache: its size, the blocks read from it, and the rate. Without one, return []."""
     counts = pool.counts
     if not counts.disk_limit:
         return []

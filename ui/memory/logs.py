@@ -41,11 +41,11 @@ _WORDS = {
     "load": ("{number} read from disk: {where}", "{number}"),
 }  # kind of event -> its text in a wide log, and in a narrow log
 _MOST_LINES = 10_000
-_SPARE = 1_000  # old lines are only removed when there are this many above the limit, all at once
+_SPARE = 1_000  # if the log exceeds the limit by this number of lines, all lines above the limit are removed
 _MOST_SPANS = 3
 _ROOMY = 70  # minimum width in cells for the long wording
 _MOST_NAMES = 20_000
-_NEAR = 16  # the allocation for draft tokens that are now dropped is searched in this number of previous events
+_NEAR = 16  # number of previous events to search for the allocation of draft tokens that are dropped
 STEP_HEADING = "  step prefill decode     ms "
 _WINDOW = 5.0  # rates are averages over the engine steps of this many seconds
 _COMPARED = 60  # the longest of this many last steps has a bar of full length

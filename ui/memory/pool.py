@@ -78,7 +78,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Left:
-    """A table that no longer exists: its last state, the texts of blocks that it freed, and the time of the report."""
+    """A table that has just been removed, with the texts of blocks that it freed, and the time of the report."""
 
     table: TableView
     words: list[str]
@@ -87,7 +87,7 @@ class Left:
 
 @dataclass
 class Past:
-    """A table that no longer exists: the blocks at its beginning that still contain its tokens, and its length."""
+    """The rest of a removed table: its first blocks, as far as they still contain its tokens, and its length."""
 
     blocks: list[int]
     num_tokens: int

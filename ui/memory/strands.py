@@ -34,7 +34,7 @@ from minillm.ui.memory.tree import (
 )
 from minillm.ui.numbers import bar, count, plural
 
-# How many seconds a copy on write is highlighted, the name of an ended sequence is shown, and its words are shown.
+# Seconds for which a copy on write is highlighted, and for which an ended sequence's name and words are shown.
 _TORN, _LEFT, _WORDS = 3.0, 5.0, 2.5
 _WHOLE = 1.0  # seconds before the words of an ended sequence begin to dissolve
 _LATE = 4.0  # an event that was reported more seconds ago is not shown as new; drawing may be 3 s late

@@ -22,11 +22,11 @@ HEADING = "  logical  physical   filled    ×"
 
 
 class BlockTableView(LineView):
-    """Shows the block table of the current answer, or all block tables (``headers``), a line per block.
+    """Shows the block table of the current answer, or with ``headers`` all block tables, a line per block.
 
-    A bracket on the left joins blocks that are adjacent in the pool. In the view of all tables, each table has a
-    heading, and the line of a shared block lists the other sequences that share it. If the current answer has no table,
-    the first lines of that view say how much of the answer is cached.
+    A bracket on the left joins blocks that are adjacent in the pool. With ``headers``, each table has a heading, and
+    the line of a shared block lists the other sequences that share it. If the current answer has no table, the first
+    lines then say how much of the answer is cached.
     """
 
     COMPONENT_CLASSES = {"run", "index", "block", "owned", "shared", "swapped", "header", "cursor"}  # noqa: RUF012
