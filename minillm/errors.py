@@ -63,7 +63,7 @@ def memory_errors() -> Iterator[None]:
 
 
 def as_known(error: Exception) -> MinillmError:
-    """Return an exception that ended a request as a MinillmError with a message of one line.
+    """Convert an exception that ended a request to a MinillmError with a one-line message.
 
     For a bug, the message has the exception's type, text and source line.
     """

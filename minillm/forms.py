@@ -6,7 +6,7 @@ from typing import Literal
 # are bits in groups of 32 weights; with k, the formats are llama.cpp's K-quants; fp8 has a scale for each row.
 FORMS = {
     "q4_0": ("4", "4"), "q8_0": ("8", "8"), "q6_k": ("6k", "6k"), "q4_k_m": ("4k", "6k"), "q5_k_m": ("5k", "6k"),
-    "fp8": ("fp8", "fp8"),  # layers alone
+    "fp8": ("fp8", "fp8"),  # of the layers only
 }  # fmt: skip
 
 # The storage of matrices in memory. stored: quantized matrices as in the file. expanded: all in the engine's dtype. On

@@ -145,8 +145,8 @@ class LLM:
 
         Args:
             take: called with the number of sequences that could start. Returns any number of (key, function that
-                returns prompt and parameters) pairs. No pairs end the input; None means that no prompt is ready yet. It
-                may block if all earlier prompts are done.
+                returns prompt and parameters) pairs. An empty result ends the input. None means that no prompt is ready
+                yet. `take` may block if all earlier prompts are done.
             refuse: returns the output of a rejected prompt.
         """
 

@@ -38,7 +38,7 @@ class CompletionOutput:
     cumulative_logprob: float | None
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended the completion
     score: float | None = None  # for beams: log-probability / length ** length_penalty
     reasoning_tokens: int = 0  # tokens between the tags around the model's reasoning, forced tokens excluded
 
@@ -53,7 +53,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_disk_tokens: int = 0  # prompt tokens with K and V from disk
-    disk_seconds: float = 0.0  # the time that this took
+    disk_seconds: float = 0.0  # the time for reading them
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -14,7 +14,7 @@ class PromptScores:
     tokens: list[PromptTokenLogprobs | None]  # one for each token of the prompt
 
     def positions(self, first: int, end: int) -> range:
-        """Return the positions in ``first … end - 1`` that need logits, in order to score the token after each."""
+        """Return which of the positions ``first … end - 1`` need logits: those right before a token to score."""
         return range(max(first, self.next - 1), min(end, len(self.tokens) - 1))
 
     def shareable(self, token_ids: list[int]) -> list[int]:

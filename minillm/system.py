@@ -122,9 +122,9 @@ def child_environment() -> dict[str, str]:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Start a thread that kills this process's group when this process gets another parent than ``parent``.
+    """Start a thread that kills this process's group when the process ``parent`` has ended.
 
-    ``parent`` is a process id, by default that of the present parent.
+    ``parent`` is the process id of this process's parent; None: look it up now. The thread checks twice a second.
     """
     parent = parent or os.getppid()
 
@@ -137,7 +137,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def exit_status(code: int) -> str:
-    """Describe how a process ended, such as " with exit code 1" or " of signal 9"."""
+    """Return how a process ended, as the end of a message: such as " with exit code 1" or " of signal 9"."""
     return f" of signal {-code}" if code < 0 else f" with exit code {code}"
 
 
@@ -173,13 +173,14 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def no_interrupt_lost() -> Iterator[None]:
-    """Let ctrl-c end the block even where Python would lose it. Also works as a decorator.
+    """Let ctrl-c end the block even where Python would lose the KeyboardInterrupt. Also works as a decorator.
 
     Python loses a KeyboardInterrupt in two cases, which are common during imports:
 
-    - It is raised in a destructor or a weak reference callback. Python ignores exceptions there: SIGINT is sent again.
-    - It is raised while Python builds an ImportError. Then a TypeError takes its place (CPython's
-      ``PyErr_SetImportError`` without a message, in 3.11 to 3.13 at least), which is turned back.
+    - It is raised in a destructor or a weak reference callback, where Python ignores exceptions. SIGINT is then sent
+      again.
+    - It is raised while Python builds an ImportError. A TypeError then takes its place, at least in Python 3.11 to 3.13
+      (``PyErr_SetImportError`` without a message). This TypeError is converted back.
     """
     report = sys.unraisablehook
 
@@ -204,12 +205,14 @@ def no_interrupt_lost() -> Iterator[None]:
 
 @contextmanager
 def compact_heap() -> Iterator[Callable[[], object]]:
-    """Make glibc return freed memory to the system during the block. Yield a function that returns it at once.
+    """Make glibc return the memory of large freed allocations to the system inside the ``with``.
 
-    Otherwise glibc's heap keeps the gaps between live allocations: 130 to 180 MB when a model of 135 million weights is
-    packed. Allocations below a megabyte still come from the heap. Fresh memory from the system would have to be zeroed
-    page by page, which takes longer than computing on it. After the block, the thresholds for returning memory have the
-    maximum values to which glibc would raise them by itself (`man mallopt`). Without glibc, nothing changes.
+    Yield a function that also returns free memory of the heap, at once. Without this context manager, glibc's heap
+    keeps the gaps between live allocations: 130 to 180 MB when a model of 135 million weights is packed.
+
+    Allocations below 1 MB still come from the heap. The system would have to zero fresh memory for them page by page,
+    which takes longer than computing on it. After the ``with``, glibc keeps freed memory again, up to the maximum
+    thresholds that it would reach by itself (`man mallopt`). Without glibc, nothing changes.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):

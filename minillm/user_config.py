@@ -2,7 +2,7 @@
 
 model = "smollm2-360m"
 system = "You are brief."    # the chat's system prompt
-theme = "light"              # or "dark", or one of Textual's, as "nord"
+theme = "light"              # or "dark", or a theme of Textual, such as "nord"
 bell = false                 # no bell and no window title when a long answer ends
 
 [sampling]                   # the names are those of the flags of `minillm generate`
@@ -79,7 +79,7 @@ class UserConfig:
         return flag or os.environ.get("MINILLM_MODEL") or self.model or default_model()
 
     def request_values(self, given: Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return a request's parameters: those of a beam search if ``beam_width`` is among them, else of sampling.
+        """Return the parameters of a request: of a beam search if ``beam_width`` is among them, else of sampling.
 
         Args:
             given: the caller's parameters. If one of them exists only for sampling or only for beam search, it decides

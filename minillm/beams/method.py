@@ -96,7 +96,7 @@ class Beams:
         return Searches(self, logits, list(rows.items()))
 
     def _is_for_device(self, group: SequenceGroup) -> bool:
-        """Return whether the device runs the next step of a group's search. The caller knows that all beams decode."""
+        """Return whether the device runs the next step of a group's search. All beams must be decoding."""
         found = group.state.search
         if found is None or group.device is not None:
             return found is not None
@@ -133,7 +133,10 @@ class Beams:
         return self._advance(step, candidates, logprobs, self._replace_beams)
 
     def follow(self, step: BeamStep, candidates: list[Candidate]) -> list[Delta]:
-        """Apply the device's choice for a group's only search to the CPU's sequences. The device has already forked."""
+        """Apply the device's choice for a group's only search to the CPU's sequences.
+
+        The device has already forked the block tables of its own beams.
+        """
         return self._advance(step, [candidates], {}, self._follow_rows)
 
     def _advance(

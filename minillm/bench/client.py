@@ -101,12 +101,12 @@ class Endpoint:
 
 @dataclass
 class Answer:
-    """An answer, from the time when its request is sent until it is complete. Times are those of `time.perf_counter`.
+    """The server's answer to one request, filled in as it arrives. Times are those of `time.perf_counter`.
 
     Attributes:
         sent: the time when the request was sent.
         times: for each event with a token, the time when it arrived.
-        num_tokens: the number of generated tokens, or the number of such events if the server does not report it.
+        num_tokens: the number of generated tokens; if the server does not report it, the number of events with a token.
         problem: a description of an error, or empty.
     """
 
@@ -126,7 +126,7 @@ class Answer:
 
     @property
     def per_token(self) -> float:
-        """Mean seconds per token after the first; 0 if there is none."""
+        """Mean seconds per token after the first token; 0 if the answer has only one token."""
         return (self.times[-1] - self.times[0]) / max(1, self.num_tokens - 1)
 
     @property
@@ -136,7 +136,7 @@ class Answer:
 
 
 class _Protocol(asyncio.Protocol):
-    """Sends a request, and records the time when each event of its answer arrives."""
+    """An asyncio protocol for one connection: sends a request, and records when each event of the answer arrives."""
 
     def __init__(self, answer: Answer, message: bytes) -> None:
         self._answer, self._message = answer, message

@@ -37,7 +37,7 @@ _WARM_UP, _STEPS = 60, 150  # in the first steps, the grammars' lexers build the
 class _Drawn:
     """Simulate sampling on a GPU: pick a random token for each sequence, among the tokens that its mask allows.
 
-    The time to pick them is not measured.
+    The time for picking tokens is not measured.
     """
 
     may_run_ahead, may_compute_ahead = False, True

@@ -57,7 +57,7 @@ class Options(ModelOptions):
 class HostPart:
     """The mean CPU time of one part of a step, such as the scheduler, for each kind of run. Fields are in seconds.
 
-    The runs of `FormsResult` are not timed by part. These figures are from one more run of each kind.
+    The runs that `FormsResult` reports are not timed by part. So each kind of run is repeated once for these figures.
     """
 
     part: str = shown("CPU time per step, ms", width=32)
@@ -150,8 +150,8 @@ def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
 def random_vocabulary(size: int, end_ids: Collection[int] = ()) -> Vocabulary:
     """Return a vocabulary of ``size`` tokens with random texts.
 
-    Every printable ASCII character is a token. The other tokens are words of 2 to 8 random letters, and a few of random
-    punctuation. Half of them begin with a space. Tokens in ``end_ids`` have no text.
+    Every printable ASCII character is a token. Most other tokens are words of 2 to 8 random letters, and a few are
+    random punctuation. Half of these other tokens begin with a space. Tokens in ``end_ids`` have no text.
     """
     rng = random.Random(0)
     letters, signs = "abcdefghijklmnopqrstuvwxyz", ' ,.:;"{}[]()0123456789'

@@ -44,7 +44,7 @@ class HostResult:
 
 
 class _Runner:
-    """A stand-in for the runner that needs no device. It is also the result of `draw`, with made-up tokens."""
+    """A stand-in for the runner that needs no device. It is also the result of its own `draw`, with random tokens."""
 
     may_run_ahead = may_compute_ahead = False
     tokens: list[int]  # the next step's tokens, chosen before the step is timed
@@ -85,7 +85,7 @@ def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> En
 def _scheduled(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
     """Schedule a step and mark it as computed.
 
-    Returns: the CPU time of both in seconds; the schedule; those of its chunks that need logits.
+    Returns: the CPU time of both in seconds; the schedule; the schedule's chunks that need logits.
     """
     began = time.perf_counter()
     schedule = engine.scheduler.schedule()

@@ -152,7 +152,7 @@ def _message(request: Request, salt: str) -> bytes:
 
 
 class _Stream:
-    """Parse the bytes of a streamed HTTP answer, as far as the measurement needs.
+    """Parses the bytes of a streamed HTTP answer, only as far as the measurement requires.
 
     Attributes:
         first_time: the value of `time.perf_counter` when the first token arrived; 0 before.

@@ -134,7 +134,7 @@ class MatvecResult:
 
 
 def tiles(options: MatvecOptions) -> Iterator[MatvecResult]:
-    """Measure all sensible tile sizes for the five matmuls of a model. With tensor parallelism: of one rank's shard.
+    """Measure all sensible tile sizes for the five matmuls of a model, or of one rank's shard with tensor parallelism.
 
     Raises UsageError without a GPU, or if the matrix-vector kernel does not support this number of tokens.
     """

@@ -52,8 +52,8 @@ class LatencyResult:
     batch_size: int = shown("sequences", "d")
     time_to_first_token: float = shown("first ms", ".0f", 1e3)
     time_per_output_token: float = shown("ms/token", ".2f", 1e3)
-    decode_rate: float = shown("decode tok/s", ".1f")  # tokens after the first, over the time after the first
-    overall_rate: float = shown("all tok/s", ".1f")  # all tokens over all time
+    decode_rate: float = shown("decode tok/s", ".1f")  # tokens after the first token, per second after the first token
+    overall_rate: float = shown("all tok/s", ".1f")  # all tokens, per second of the whole run
     floor_rate: float = shown("floor tok/s", ".1f")
     fraction_of_floor: float = shown("of floor", ".0%")
     idle_share: float | None = shown("GPU idle", ".1%", default=None)  # share of time between decode steps

@@ -15,7 +15,7 @@ _MOST_TOKENS = 1024  # from here on, every weight keeps its last kernel
 
 @dataclass(frozen=True)
 class MatmulsResult:
-    """The kernels that compute one weight's matmul, for each range of the number of tokens."""
+    """The kernels that compute one weight's matmul. The kernel depends on the number of tokens in a step."""
 
     op: str = shown("op")
     features: int = shown("features", "d")
@@ -39,7 +39,7 @@ def _kernel(weight: LinearWeight, x: Tensor, tokens: int) -> str:
 
 
 def _listed(ranges: list[tuple[str, list[int]]]) -> str:
-    """Return a text such as ``1-2 matvec, 3-16 tensor cores, 17- cuBLAS``: ranges of numbers of tokens with kernels."""
+    """Return the kernel for each range of token counts, as in ``1-2 matvec, 3-16 tensor cores, 17- cuBLAS``."""
     return ", ".join(
         f"{tokens[0]}-{'' if tokens[-1] == _MOST_TOKENS else tokens[-1]} {kernel}" for kernel, tokens in ranges
     )

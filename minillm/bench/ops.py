@@ -82,9 +82,9 @@ def _double(pages: Pages) -> Pages:
 
 
 def _copies(moved: int, *shape: int) -> list[Tensor]:
-    """Return random tensors of ``shape``: the inputs of successive launches. A launch moves ``moved`` bytes.
+    """Return random tensors of ``shape``, which successive launches use in turn. A launch moves ``moved`` bytes.
 
-    There are enough tensors that none is still in the L2 cache when its turn comes again.
+    Together the tensors are larger than the L2 cache, so none is still cached when its turn comes again.
     """
     return [random(*shape) for _ in range(copies_for_cold_l2(moved))]
 

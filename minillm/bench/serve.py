@@ -102,7 +102,7 @@ class _Load:
         return [await asyncio.gather(*(one(*each, at) for each, at in zip(requests, due, strict=True)))]
 
     async def _conversations(self) -> list[list[Answer]]:
-        """Run all conversations concurrently. Each sends its next turn when the last one is answered.
+        """Run all conversations concurrently. Each sends its next turn when the previous turn is answered.
 
         Return a list of answers for each turn.
         """

@@ -131,10 +131,11 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class SpeculationResult:
-    """The result for one kind of text and one method (``kind``: "lookup" or "model").
+    """The result for one kind of text (``name``) and one method of speculation (``kind``: "lookup" or "model").
 
-    ``plain`` and ``guessing``: median seconds per token after the first, without and with speculation. Draft tokens
-    are counted over all runs. ``same``: speculation did not change the generated tokens.
+    ``plain`` and ``guessing`` are the median seconds per token after the first, without and with speculation. In all
+    runs together, ``num_guessed`` draft tokens were proposed and ``num_right`` of these were accepted. ``same``:
+    speculation did not change the generated tokens.
     """
 
     name: str = shown("")

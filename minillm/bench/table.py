@@ -81,7 +81,8 @@ class Subject:
 def weights(shape: str | None, model: str | None) -> dict[str, str]:
     """Convert the options ``--shape`` and ``--model`` to keyword arguments of `LLM`.
 
-    Without both, the arguments are for random weights of the smallest shape. Raises UsageError if both are given.
+    Without either option, the arguments are for random weights of the smallest shape. Raises UsageError if both options
+    are given.
     """
     if shape and model:
         raise UsageError("give either --shape (random weights) or --model (real ones), not both")
@@ -120,7 +121,7 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class ModelOptions(NoOptions):
-    """The options that all workloads with a model share. ``--shape`` takes the place of ``--model``."""
+    """The options that all workloads with a model share. With ``--shape``, random weights replace a ``--model``."""
 
     shape: str | None = shape(
         None,
@@ -136,12 +137,12 @@ class ScaleOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class ServerOptions(ScaleOptions):
-    """The options of workloads that measure a server. They load no model in this process."""
+    """The options of workloads that measure a server, and therefore load no model in this process."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """The title and the format of one field or property of a result, when it is printed."""
+    """The title and the number format with which one field or property of a result is printed."""
 
     title: str
     spec: str = ""  # format of the number; if empty, the figure is text, aligned to the left in a table

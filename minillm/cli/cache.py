@@ -17,7 +17,7 @@ from minillm.text.safe import clean_line
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the action that the command line names."""
+    """Carry out the action that the command line names, such as ``trim``. Return the exit code."""
     action, root = arguments.action, files.blocks_dir()
     limit = parse_bytes("cache trim", arguments.size)
     if (limit is None) == (action == "trim"):

@@ -239,9 +239,10 @@ def _show(tables: list[list[FitRow]], machine: Machine) -> None:
 
 
 def _faster(rows: list[FitRow]) -> list[FitRow]:
-    """Return a list with the largest variant that needs an option and generates at reading speed.
+    """Return a list with one row to suggest, or an empty list.
 
-    The list is empty if there is no such variant, or if the best row reaches reading speed itself.
+    If the best row is slower than reading speed, an option such as ``--weights`` may help. The suggested row is the
+    largest variant that reaches reading speed with an option.
     """
     best = next((row.tokens_per_second for row in rows if row.best), None)
     if best is None or best >= READING_SPEED:

@@ -136,9 +136,9 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
 
 
 def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Merge the model's own defaults with ``ours``. The model's values win.
+    """Merge the model's own defaults with ``ours``, the defaults of minillm. The model's values win.
 
-    If the model sets any of temperature, top_p, top_k and min_p, the sampling parameters in ``ours`` are left out.
+    If the model sets any of temperature, top_p, top_k and min_p, temperature and top_p in ``ours`` are left out.
     """
     if {"temperature", "top_p", "top_k", "min_p"} & set(of_model):
         ours = {name: value for name, value in ours.items() if name not in CALM_SAMPLING}

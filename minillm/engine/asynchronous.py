@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 async def in_threads(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
-    """Yield the items of a blocking generator, which runs in worker threads and is closed together with this one."""
+    """Yield the items of a blocking generator, which runs in worker threads. Closing this generator closes that one."""
     lock = threading.Lock()  # the thread of a cancelled task must end before the generator is closed
 
     def locked(step: Callable[[], Item | None]) -> Item | None:

@@ -86,7 +86,10 @@ class Budget:
 
     @property
     def chooses_weights(self) -> bool:
-        """Return whether the model's size and the free memory decide if low-bit matrices are dequantized on a CPU."""
+        """Return whether the engine decides, from model size and free memory, if it dequantizes low-bit matrices.
+
+        It does so on a CPU if the option ``weights`` is "auto".
+        """
         return self.config.weights == "auto" and not self.on_gpu and not CPU_KEEPS_LOW_BIT
 
     @property

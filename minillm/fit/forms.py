@@ -142,10 +142,10 @@ def quantized(model: Sized) -> list[Sized]:
 
 
 def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
-    """Return the model with the first ``--weights`` option that saves memory on a CPU, as a list of one.
+    """Return the model with an option ``--weights`` that saves memory on a CPU, as a list with one element.
 
-    "stored" keeps low-bit weights as stored. "int8" holds all weights in 8 bits. The list is empty on a GPU, and if
-    neither option saves memory.
+    The option is "stored" (low-bit weights stay as stored) if this saves memory, otherwise "int8" (all weights in 8
+    bits). The list is empty on a GPU, and if neither option saves memory.
     """
     if budget.on_gpu:
         return []
@@ -158,8 +158,9 @@ def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = No
     """Return the models that fit, best first.
 
     The order has three groups:
-    - models with memory for a conversation that reach `READING_SPEED`, sorted by the size of their files, and for equal
-      files by their memory. Without a ``bandwidth`` (bytes per second), every model counts as fast enough.
+    - models that reach `READING_SPEED` and have memory for a conversation, sorted by the size of their files. Models
+      with equal files are sorted by their memory. Without a ``bandwidth`` (bytes per second), every model counts as fast
+      enough.
     - slower models with memory for a conversation, sorted by speed.
     - models without memory for a conversation, sorted by the length of their context.
     """

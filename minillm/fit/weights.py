@@ -152,9 +152,10 @@ def _while_packed(tensor: StoredTensor) -> float:
 
 
 def _products(tensor: StoredTensor, layout: Layout) -> tuple[float, float]:
-    """Return the bytes of a matrix in its layouts for low-bit matmuls, and the bytes of it that a token reads.
+    """Return the bytes of a matrix in its layouts for low-bit matmuls, and the bytes that a token reads of these.
 
-    The matrix has an 8-bit layout, which stores a twelfth of the columns twice, or a 4-bit layout, or both.
+    The matrix is stored in an 8-bit layout, in a 4-bit layout, or in both. The 8-bit layout stores a twelfth of the
+    columns twice. A token reads only the 4-bit layout if there is one.
     """
     read, (rows, columns) = tensor.count * 13 / 12, tensor.shape
     in_8 = _in_blocks(rows, columns + -(-columns // 12) + 2, _BLOCK_OF_LEVELS) + _LEVEL_BYTES_OF_A_ROW * rows

@@ -24,7 +24,10 @@ _CHEAP_SECONDS = 0.05  # slower grammars are compiled only once
 
 @dataclass
 class _Kept:
-    """Matchers of one grammar at the beginning of a text, each compiled separately. Requests get copies of them."""
+    """The kept matchers of one grammar, at the beginning of a text. Requests get copies of these matchers.
+
+    Each matcher was compiled separately, because copies of one matcher cannot compute masks in parallel.
+    """
 
     matchers: list[Matcher]
     seconds: float  # duration of the longest compilation

@@ -54,8 +54,8 @@ class Matcher:
     def is_complete(self, end_ids: Collection[int]) -> bool:
         """Return whether the text is complete and nothing can follow, so that generation can stop without an end token.
 
-        ``end_ids`` are the request's end tokens. If the request has end tokens, the model may generate one of them.
-        Then only the library decides whether nothing can follow, and no mask is computed.
+        ``end_ids`` are the request's end tokens. If there are any, the result may be False although nothing can follow:
+        the model then generates an end token, so no mask is computed to find out.
         """
         return self.may_stop and (self.state.is_stopped() or (not end_ids and self.is_exhausted))
 

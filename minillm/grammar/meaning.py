@@ -162,8 +162,8 @@ class Meaning:
     def parts(self, schema: Schema, depth: int = 0) -> Iterator[dict[str, Any]]:
         """Split ``schema`` into schemas. A value is valid under ``schema`` if it satisfies each yielded schema.
 
-        They are ``schema`` itself, the schemas in its allOf, and the schema that its reference names, recursively. The
-        caller must ignore allOf and references in a yielded schema, because these schemas are yielded separately.
+        The yielded schemas are ``schema`` itself, the schemas in its allOf, and the schema that its reference names,
+        recursively. So the caller must ignore allOf and references in a yielded schema.
         """
         self.visit()
         if depth > 20:

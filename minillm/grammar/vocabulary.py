@@ -120,7 +120,10 @@ class Vocabulary:
 
 
 def _slices() -> list[str]:
-    """Return nested groups of tokens (see `_RUNS`), each as a regular expression of the tokens' texts."""
+    """Return groups of tokens that the library can allow at once (see `_RUNS`). Each group contains the one before it.
+
+    A group is given as a regular expression that matches the texts of its tokens.
+    """
     space, *_, character = library().LLTokenizer.json_slices()
     character = character.removesuffix("+")
     return [space, *(f"{character}{{1,{most}}}" for most in _RUNS), f"{character}+"]

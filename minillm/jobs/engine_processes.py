@@ -102,7 +102,7 @@ class EngineProcesses(Engines):
     @staticmethod
     def _write(process: subprocess.Popen[bytes], *values: Mapping[str, Any]) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died, which `receive` tells
+        with contextlib.suppress(BrokenPipeError):  # the process has died; `receive` will report it
             process.stdin.write(b"".join(json_line(value).encode() + b"\n" for value in values))
             process.stdin.flush()
 

@@ -77,7 +77,7 @@ class PartFiles:
         path = self._output.with_name(f"{self._output.name}.part0")
         try:
             self._stream = _open_locked(path)
-            self._lines()  # raises if it belongs to another job
+            self._lines()  # raises if a part file belongs to another job
             known = _read(path)
         except BlockingIOError:
             raise MinillmError(f"another run is writing {self._output}: wait for its end, or stop it") from None

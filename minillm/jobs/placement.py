@@ -19,7 +19,7 @@ def place(number: int, count: int, options: Mapping[str, Any]) -> Iterator[str]:
     if ":" in device:
         raise UsageError(f"device {device!r}: each replica uses a GPU of its own; give 'cuda'")
     yield "env"
-    for name in _TORCHRUN:  # an engine is no rank of a torchrun launch
+    for name in _TORCHRUN:  # torchrun's variables would make each engine a rank of one model
         yield from ("-u", name)
     if "OMP_NUM_THREADS" not in os.environ:
         yield f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // count)}"

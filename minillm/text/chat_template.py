@@ -118,7 +118,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """Check messages in OpenAI's format, and return them in one normal form.
 
     A returned message has ``role``, ``content`` as text, and optionally ``name``. An assistant message may also have
-    ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``, a tool message ``tool_call_id``.
+    ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``. A tool message may also have
+    ``tool_call_id``.
 
     A given ``content`` may also be None, which means empty text, or a list of text parts, which are joined by newlines.
     ``thinking`` and ``reasoning`` are other names of ``reasoning_content``.

@@ -97,7 +97,7 @@ def encoder_of(document: Mapping[str, Any]) -> Sandbox:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Raises ValueError for a repeated key.
 
-    The library might use another one of the key's values than the value that was checked.
+    With a repeated key, the value that minillm checks could differ from the value that the library uses.
     """
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -141,8 +141,8 @@ def _growth(step: Mapping[str, Any]) -> float:
 def _template(path: Path, config: Mapping[str, Any]) -> str | None:
     """Return the chat template, or None if there is none.
 
-    It is the text of the file ``path``. If the file is missing or empty, it is the value of the config's key
-    ``chat_template``. This value is a text, or a list of named templates that contains one named "default".
+    The template is the text of the file ``path``. If this file is missing or empty, the template comes from the
+    config's key ``chat_template``: a text, or a list of named templates, of which the one named "default" is used.
     """
     try:
         if is_there(path) and (text := read_bytes(path).decode("utf-8", errors="replace")):

@@ -46,7 +46,7 @@ class Pieces:
         """
         first = {token.content: number for number, token in added.items() if not token.normalized and token.content}
         strips = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
-        depends = '"prepend_scheme": "first"' in json.dumps(steps)  # a space before the first piece alone
+        depends = '"prepend_scheme": "first"' in json.dumps(steps)  # only the first piece gets a space
         return None if strips or depends or not first else cls(first, encode)
 
     def ids(self, text: str, owner: str | None = None) -> list[int]:

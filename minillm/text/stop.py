@@ -82,9 +82,9 @@ class OutputText:
         return shown
 
     def _find(self, stop: str) -> tuple[int, int, str] | None:
-        """Find the first match of ``stop`` that ends after the immune characters of the held text.
+        """Find the first match of ``stop`` in the held text. It must end after the text of the ``min_tokens`` tokens.
 
-        Return the sort key of the match, (end, -length, ``stop``), or None.
+        Return a sort key of the match, (end, -length, ``stop``), or None. The smallest key is the match that counts.
         """
         at = self._held.find(stop, max(0, self._immune + 1 - len(stop)))
         return None if at < 0 else (at + len(stop), -len(stop), stop)

@@ -88,9 +88,10 @@ class TokenBytes:
 
 
 def _bytes() -> dict[int, int]:
-    """Return the inverse of GPT-2's map from bytes to printable characters (Radford et al. 2019), by code point.
+    """Return a table for `str.translate` that inverts GPT-2's map from bytes to printable characters.
 
-    Code points below 256 that stand for no byte are mapped to a code point that Latin-1 cannot encode.
+    Each code point is mapped to the byte for which it stands (Radford et al. 2019). Code points below 256 that stand
+    for no byte are mapped to a code point that Latin-1 cannot encode, so encoding a wrong entry fails.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
