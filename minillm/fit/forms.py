@@ -159,8 +159,8 @@ def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = No
 
     The order has three groups:
     - models that reach `READING_SPEED` and have memory for a conversation, sorted by the size of their files. Models
-      with equal files are sorted by their memory. Without a ``bandwidth`` (bytes per second), every model counts as fast
-      enough.
+      with equal files are sorted by their memory. Without a ``bandwidth`` (bytes per second), every model counts as
+      fast enough.
     - slower models with memory for a conversation, sorted by speed.
     - models without memory for a conversation, sorted by the length of their context.
     """
