@@ -49,7 +49,10 @@ Result = TypeVar("Result")
 
 
 def _op(contract: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return an op that calls the GPU's or the CPU's function of the same name, depending on its first tensor."""
+    """Return an op with the name of ``contract``.
+
+    It calls the GPU's or the CPU's function of that name, depending on the device of its first tensor.
+    """
     on_cpu = getattr(cpu, contract.__name__)
     on_gpu = getattr(gpu, contract.__name__) if torch.cuda.is_available() else on_cpu
 
@@ -82,8 +85,9 @@ fork_rows = _op(decode_state.fork_rows)
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:
-    """Compute the inputs that all layers of a step share on a CPU: see `cpu.plan_step`. Return None on a GPU, which
-    needs no plan.
+    """On a CPU, compute the inputs that all layers of a step share: see `cpu.plan_step`.
+
+    On a GPU, return None, because GPU kernels need no plan.
     """
     return None if decodes.k.is_cuda else cpu.plan_step(places, decodes, num_heads)
 
@@ -205,8 +209,8 @@ class LinearWeight:
         """Choose the fixed scale with which `attend_add` stores attention's result, the input of this weight, in
         float16.
 
-        ``qkv`` is the low-bit projection that RMSNorm with ``norm_weight`` precedes. It has as many rows of q as this
-        weight has columns; the other rows are half k, half v.
+        ``qkv`` is the low-bit projection to q, k and v, applied after RMSNorm with ``norm_weight``. Its first rows are
+        those of q, as many as this weight has columns. The other rows are half k, half v.
         """
         if self.parts and qkv.parts and all(part.layout != FP8 for part in (*self.parts, *qkv.parts)):
             num_values = (qkv.out_features - self.in_features) // 2
@@ -235,8 +239,8 @@ class LinearWeight:
     ) -> Tensor:
         """Return ``x [tokens, in] @ weight.T + bias``, after RMSNorm with ``norm`` (weight, eps) if given.
 
-        ``gated``: the weight is gate and up, and the result is ``silu(gate) * up``, or as `gate` says. It is written to
-        ``out`` if given, or added to it if ``add``.
+        ``gated``: the weight is gate and up, and the result is ``silu(gate) * up`` (``gelu(gate) * up`` if `gate` is
+        `GELU`). If ``out`` is given, the result is written to it, or added to it if ``add``.
         """
         return self._matmul(x.shape[0]).compute(x, self, out, norm, gated and self.gate, add)
 
@@ -303,7 +307,7 @@ def _matmuls_of(weight: Tensor) -> list[Matmul]:
 
 
 def _is_by_parts(x: Tensor, weight: LinearWeight) -> bool:
-    """Return whether a matmul of as many tokens as ``x`` has reads the low-bit matrices, and not their 16-bit copy."""
+    """Return whether a matmul with ``x [tokens, in]`` reads the low-bit matrices, and not their 16-bit copy."""
     return x.shape[0] <= weight.max_low_bit_tokens
 
 
@@ -362,7 +366,10 @@ def mlp(
     down: LinearWeight,
     residual: Tensor | None,
 ) -> Tensor:
-    """Compute `norm_gated_linear`, then `linear_add`, or `linear` without a residual: see `reference.mlp`."""
+    """Compute `norm_gated_linear`, then the matmul with ``down``: see `reference.mlp`.
+
+    Add the result to ``residual`` in place. Without a residual, return the result as a new tensor.
+    """
     scale, norm = gate_up.gated_scale, None if norm_weight is None else (norm_weight, eps)
     if scale is not None and _is_handed_over(x, gate_up, down):
         out = x.new_empty(x.shape[0], down.out_features) if residual is None else residual
@@ -381,7 +388,7 @@ def _is_handed_over(x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> boo
 
 
 class Ops(NamedTuple):
-    """The model's ops that sum over more than one token's row: matmuls and attention.
+    """The model's ops in which the order of summation may depend on the batch: matmuls and attention.
 
     There are two sets. `FASTEST` chooses the order of summation by the number of tokens. So the last digits of a
     token's result depend on the rest of the batch. `minillm.kernels.deterministic.OPS` is batch-invariant: it always

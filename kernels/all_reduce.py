@@ -5,9 +5,9 @@ number has the data as well. 8-byte stores are never torn, so there is no fence 
 protocol (Hu et al. 2025, "Demystifying NCCL") without the ring. In a ring, hops and flags dominate the cost of a decode
 step's small sums.
 
-In one shot, every rank receives all words of all other ranks. In two shots, it receives the words of its own slice, an
-N-th of the whole, and sends the slice's sum to the others. That is a second hop, but only 2 / N of the bytes. One shot
-is therefore used for the smallest sums and for two ranks.
+In one shot, every rank receives all words of all other ranks. In two shots, it receives the words of its own slice (1 /
+N of the whole, with N ranks), and sends the slice's sum to the others. That is a second hop, but only 2 / N of the
+bytes. One shot is therefore used for the smallest sums and for two ranks.
 
 Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes. For each word, a rank sends 8 (N - 1)
 bytes over NVLink in one shot, 16 (N - 1) / N in two. It reads as many bytes from its inbox, and moves 8 for x.
@@ -51,7 +51,7 @@ class Exchange:
 
     @property
     def capacity(self) -> int:
-        """Maximum words of 4 bytes in one sum; in two shots, in one slice."""
+        """Maximum number of 4-byte words in one sum. With two shots, in one rank's slice of a sum."""
         return self.sums.shape[0] * WORDS
 
     @property
@@ -133,7 +133,8 @@ def _summed(
 ):  # fmt: skip
     """Add this rank's words and those of the other ranks as they arrive, in the order of ranks.
 
-    Returns: the sums of the words' low elements and of their high elements, ``[WORDS]`` float32.
+    Returns two tensors ``[WORDS]`` float32: the sums of the words' low 16-bit elements, and those of their high
+    elements. A float32 word is a single element, so the second tensor is zero.
     """
     low = tl.zeros([WORDS], tl.float32)
     high = tl.zeros([WORDS], tl.float32)

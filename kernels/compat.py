@@ -41,7 +41,8 @@ def finished(sums):
 def plain_operand(numbers):
     """Return ``numbers`` as a matmul operand, and keep Triton from changing the order of summation.
 
-    If Triton sees that an operand was loaded in 8 bits, ``mma`` takes its columns in another order than ``wgmma``.
+    If Triton sees that an operand was loaded in 8 bits, it orders the operand's columns for ``mma`` differently than
+    for ``wgmma``.
     """
     if INTERPRETED or numbers.dtype == tl.float32:  # computed without tensor cores
         return numbers
@@ -136,8 +137,8 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
 def widen(weights):
     """Return ``weights`` in float32. uint8 weights are the bits of FP8 numbers: see `readable`.
 
-    An FP8 number's sign, exponent and mantissa, placed in a float16 with one more exponent bit, are that number times
-    2^-8.
+    The sign, exponent and mantissa of an FP8 number are copied to a float16. A float16 has one more exponent bit and
+    another exponent bias, so the copy is the number times 2^-8. Multiplying by 256 corrects this.
     """
     if weights.dtype == tl.uint8:
         bits = weights.to(tl.uint16)

@@ -200,7 +200,7 @@ def int8_to_bf16x4(word):
 
 @triton.jit
 def _approximately(x, FUNCTION: tl.constexpr):
-    """Apply an approximate float32 instruction to x, which treats subnormal numbers as 0."""
+    """Apply an approximate float32 instruction to x. The instruction treats subnormal numbers as 0."""
     return tl.inline_asm_elementwise(
         FUNCTION + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )

@@ -116,8 +116,8 @@ def _from_json(value: Any) -> Any:
 class Kernel:
     """A Triton or Gluon function that Python launches: ``kernel[grid](*arguments, **options)``.
 
-    Multiplications and additions are contracted, unless the option ``enable_fp_fusion`` says otherwise. (Triton 3.9
-    warns if a launch does not say it, and 3.10 does not contract then.)
+    Multiplications and additions are contracted to FMAs, unless the option ``enable_fp_fusion`` is False. (The option
+    is always passed, because Triton 3.9 warns without it, and Triton 3.10 does not contract without it.)
     """
 
     def __init__(self, jit: Any) -> None:
@@ -166,7 +166,7 @@ def missing_variants(work: Callable[[], object]) -> list[Variant]:
 
 
 def finds_variants() -> bool:
-    """Return whether `missing_variants` runs this thread's work, so that nothing is launched."""
+    """Return whether this thread runs inside `missing_variants`, where kernels are not launched."""
     return _mode.found is not None
 
 
@@ -185,7 +185,7 @@ class _NotCachedError(Exception):
 
 
 class _FromCache:
-    """Load variants that are in the cache, and compile nothing, in the place of Triton's `AsyncCompileMode`."""
+    """A replacement for Triton's `AsyncCompileMode` that loads variants from the cache and compiles nothing."""
 
     def submit(self, key: str, load: Callable[[], Any], finish: Callable[[Any], object], *_rest: object) -> Any:
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -204,10 +204,11 @@ _hashing = threading.RLock()
 
 
 def _hash_in_order(jit: Any) -> None:
-    """Let Triton hash the functions that a kernel calls before the kernel itself.
+    """Compute the hashes of the functions that a kernel calls, then the hash of the kernel itself.
 
-    Triton 3.6 hashes a function with the global constants of only those called functions that have a hash already. So
-    without this order, a kernel would have other keys in Triton's cache in each process, and would compile again.
+    In Triton 3.6, the hash of a function depends on the global constants of a called function only if that called
+    function already has a hash. Without this order, a kernel could have another key in Triton's cache in each process,
+    and would be compiled again.
     """
     with _hashing:  # while a thread computes a hash, `jit.hash` has another value
         if jit.hash is None:
@@ -219,7 +220,7 @@ def _hash_in_order(jit: Any) -> None:
 
 
 def _compile(jit: Any, compile_now: Callable[..., Any], *args: Any) -> Any:
-    """Compile or load a variant, in the place of `JITFunction._do_compile`."""
+    """Compile or load a variant. This function replaces `JITFunction._do_compile`."""
     _hash_in_order(jit)
     if active_mode is None or (_mode.found is None and not _mode.only_compiled):
         return compile_now(*args)
@@ -238,7 +239,7 @@ def _compile(jit: Any, compile_now: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Absent:
-    """The driver of a GPU that a compiling process does not have."""
+    """A replacement for a GPU's driver, in a compiling process that does not have the GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

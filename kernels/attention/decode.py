@@ -214,8 +214,9 @@ def _merge_splits_kernel(
 ):  # fmt: skip
     """Merge the partial results of one head of a sequence, weighted by their share of the softmax.
 
-    Grid: (sequences, heads). If ``growth_ptr`` is given, the output is the input of a low-bit matmul. It is multiplied
-    by the growth, and written in the layout by eights of `HalfActivations.x`, with ``num_turns`` turns of 128 columns.
+    Grid: (sequences, heads). If ``growth_ptr`` is given, the output becomes the input of a low-bit matmul. It is then
+    multiplied by the growth (see `FixedScale`), and stored in the order of `HalfActivations.x`, by eights of tokens. In
+    that order, a token has ``num_turns`` runs of 128 columns.
     """
     wait_for_inputs(PDL)
     seq = tl.program_id(0).to(tl.int64)
@@ -317,7 +318,7 @@ def _attend_parts(q: Tensor, pages: Pages, softmax_scale: float, num_splits: int
 
 
 def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Tensor | None = None) -> int:
-    """Launch the attention kernel that supports ``pages``. Return the value of `_Parts.tile`.
+    """Launch the attention kernel that supports ``pages``. Return its number of tokens per tile (`_Parts.tile`).
 
     Without ``lse``, final results are written to ``out``. With ``lse``, contexts are split, and ``out`` and ``lse`` are
     `_Parts.numbers` and `_Parts.lse`.
@@ -382,8 +383,9 @@ def _tiling(q: Tensor, pages: Pages) -> tuple[int, int, int]:
 def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:
     """Return (tokens per tile, pipeline stages, warps). ``element_size`` is the bytes of a query element.
 
-    In 8 bits a token has half the bytes, so a tile gets twice the tokens. On an H200, 64 x 4,096 tokens of 32/8 heads x
-    128 take 258 us; with tiles of 64 tokens they take 320 to 344, because V is read from shared memory byte by byte.
+    In 8 bits a token has half the bytes, so a tile gets twice the tokens. On an H200, 64 contexts of 4,096 tokens (32
+    query heads and 8 kv heads of 128) take 258 us. With tiles of 64 tokens they take 320 to 344, because V is read from
+    shared memory byte by byte.
     """
     if in_8_bits and element_size == 2:
         return (128 if dim_tile <= 128 else 32), 3, 4

@@ -346,8 +346,9 @@ def _constants(group: int, head_dim: int, block_size: int, num_seqs: int, window
 
 
 def _seqs_tile(num_seqs: int) -> int:
-    """Return the constant SEQS_TILE: 1, or a power of two from 256 on. Few values are possible, because compiling the
-    kernel for each of them takes seconds.
+    """Return SEQS_TILE, the number of chunks among which `_find_chunk` searches: 1, or a power of two from 256 on.
+
+    Few values are possible, because compiling the kernel for each of them takes seconds.
     """
     return 1 if num_seqs == 1 else max(256, triton.next_power_of_2(num_seqs))
 
@@ -368,7 +369,11 @@ def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _is_there(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether this Triton compiles the kernel. Return False under `only_compiled` if nobody knows yet."""
+    """Return whether this Triton compiles the kernel.
+
+    If that is not known yet, `only_compiled` forbids finding out, so return False. Inside `missing_variants`, return
+    True.
+    """
     try:
         return _compiles(device, dtype, head_dim)
     except NotCompiledError:

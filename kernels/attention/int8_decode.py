@@ -180,8 +180,8 @@ def attend_lanes(
         begin: the first token to read, a multiple of 8. Tokens before ``start`` are masked.
 
     Returns:
-        For every four heads: the maxima, and the sum of softmax weights over each lane's tokens. Then, for all heads,
-            four by four, the lane's outputs, not yet divided by that sum.
+        For every four heads: the maxima, and the sum of softmax weights over each lane's tokens. Then, for one group of
+            four heads after another, the lane's outputs, not yet divided by that sum.
     """
     LANES: tl.constexpr = WARPS * 32
     TILES: tl.constexpr = len(loaded)
@@ -398,8 +398,8 @@ def attend_group(
 def takes(q: Tensor, pages: Pages) -> bool:
     """Return whether these kernels support this cache, these queries and this GPU.
 
-    The cache is in 8 bits, queries have 16 bits, heads of 64 or 128 and even strides, a kv head has at most 8 query
-    heads, and the GPU has int8 tensor cores (8.0).
+    The requirements are: an 8-bit cache, 16-bit queries with even strides, heads of 64 or 128, at most 8 query heads
+    per kv head, and a GPU with int8 tensor cores (compute capability 8.0).
     """
     head_dim, group = q.shape[2], q.shape[1] // pages.k.shape[2]
     fits = pages.k_scales is not None and q.element_size() == 2 and head_dim in (64, 128) and group <= 8

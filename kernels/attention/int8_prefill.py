@@ -72,7 +72,8 @@ def stage(pages: Pages, cu_seqlens: Tensor, dtype: torch.dtype, capacity: int) -
     """Dequantize contexts of an 8-bit cache to a scratch buffer, as many as fit into ``capacity`` tokens.
 
     Return K and V, each ``[capacity, kv_heads, head_dim]`` of ``dtype``, one context after another. ``cu_seqlens`` is
-    as in `reference.prefill_attention`; tokens outside all queries' windows may be left out.
+    as in `reference.prefill_attention`; with a sliding window, the results for tokens that no query attends to may be
+    uninitialized.
     """
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape

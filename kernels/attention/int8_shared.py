@@ -111,7 +111,7 @@ def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.c
     """Multiply the outputs of `attend_rows` by their ``factors [ROWS]``, and store the rows where ``is_row [ROWS]``.
 
     ``out`` is ``[HEAD_DIM, ROWS]``, with the dimensions in the order of `_v_tile`. Row i is stored at ``ptr + at[i] *
-    HEAD_DIM``; ``at [ROWS]`` is int64. A lane stores the adjacent dimensions that it has of each of its rows.
+    HEAD_DIM``; ``at [ROWS]`` is int64. For each of its rows, a lane stores the adjacent dimensions that it holds.
     """
     LANES: tl.constexpr = WARPS * 32
     PARTS: tl.constexpr = HEAD_DIM // 32
@@ -136,11 +136,10 @@ def _ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _in_blocks(ptr, ids, position, STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return each lane's address in the tile that begins at token ``position``, in the blocks ``ids``.
+    """Return the address that each lane reads in the tile from token ``position`` on. ``ids`` are the lanes' block ids.
 
-    ``ptr`` is the lane's address if its block had id 0 and the tile began with the block. STRIDE and BLOCK_STRIDE are
-    the distances from token to token and from block to block. If a block holds several tiles, the tile's offset in the
-    block is added.
+    ``ptr`` is each lane's address for a tile at the start of block 0. STRIDE and BLOCK_STRIDE are the distances from
+    token to token and from block to block. If a block holds several tiles, the tile's offset in the block is added.
     """
     at = ptr + ids.to(tl.int64) * BLOCK_STRIDE
     if BLOCK_SIZE > TOKENS:
@@ -382,7 +381,8 @@ def attend_rows(
 def takes(q: Tensor, pages: Pages) -> bool:
     """Return whether `attend_rows` supports this cache, these queries and this GPU.
 
-    The cache is in 8 bits, queries have 16 bits and heads of 64 or 128, and the GPU has bfloat16 (8.0).
+    The requirements are: an 8-bit cache, 16-bit queries, heads of 64 or 128, and a GPU with bfloat16 (compute
+    capability 8.0).
     """
     of_16_bits = q.element_size() == 2 and q.shape[2] in (64, 128)
     return pages.k_scales is not None and of_16_bits and has_int8_mma(q.device)

@@ -79,7 +79,11 @@ def _fold(
 
 @triton.jit
 def _weigh(maximum, part_maximum):
-    """Return the new maximum after joining a segment, and the factors that rescale the earlier sums and its sums."""
+    """Return the new maximum after joining a segment, and two factors.
+
+    The first factor rescales the sums and outputs of the earlier segments. The second rescales those of the joined
+    segment.
+    """
     new_maximum = tl.maximum(maximum, part_maximum)
     safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     return new_maximum, tl.exp2(maximum - safe), tl.exp2(part_maximum - safe)
@@ -125,7 +129,7 @@ def _begins_segment(token, TILE: tl.constexpr):
 
 @triton.jit
 def _segments_of(context, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first visible segment of a context, the segment after the last, and the first visible token."""
+    """Return a context's first visible segment, the segment after its last one, and its first visible token."""
     seen_begin = 0
     if WINDOW is not None:
         seen_begin = tl.maximum(context - WINDOW, 0)

@@ -218,8 +218,8 @@ class WorkList:
         return self.at_a_time, self.tail_splits
 
     def fill(self, plan: Plan) -> WorkList:
-        """Copy ``plan`` to the device in one transfer, without waiting for it. Return this work list with the plan's
-        `launch`.
+        """Copy ``plan`` to the device in one transfer, without waiting for it. Return this work list with the `launch`
+        of the plan.
 
         The plan may have at most as many sequences as the work list's capacity.
         """
@@ -299,8 +299,8 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
 def _common_blocks(tables: Sequence[Sequence[int]], members: list[int], begin: int, end: int) -> int:
     """Return the first index at which the members' block tables differ, from ``begin`` to at most ``end``.
 
-    All blocks are compared: if two sequences computed the same tokens at the same time, equal blocks may follow
-    different ones.
+    Every block is compared, because equal blocks may follow blocks that differ. This happens if two sequences computed
+    the same tokens at the same time.
     """
     lead = tables[members[0]]
     run = lead[begin:end]

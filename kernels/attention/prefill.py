@@ -7,8 +7,8 @@ queries * visible tokens * heads * head_dim FLOPs. Bytes: q and out once, the vi
 Grid: (heads, tiles of queries over all chunks). The number of tiles depends only on shapes (at most ``tokens / ROWS +
 chunks``); each program finds its chunk by counting. Late tiles, which attend to most tokens, start first, in all heads.
 Tile: ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works. Tokens visible to
-all queries of a tile need no mask. Only the last tile or two compare positions, and with a sliding window the first
-visible ones.
+all queries of a tile need no mask. Only the last tile or two compare positions, and, with a sliding window, the first
+visible tiles.
 """
 
 import torch

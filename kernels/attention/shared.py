@@ -18,8 +18,8 @@ for tails. Or, in 8 bits, some multiprocessors have two, and the others process 
 
 Grids: (programs), (kv heads, sequences, splits) and (sequences, heads). They depend on the number of sequences and on
 `WorkList.launch`, which the host knows. The rest of the plan is on the device, so sharing may change from step to step
-under one CUDA graph. Tiles: 64 rows (the minimum of Hopper's tensor cores) times 16 kB of K, 16 rows times 16 tokens or
-8 kB, and up to 8 heads.
+under one CUDA graph. Tiles: in the first phase 64 rows (the minimum of Hopper's tensor cores) x 16 kB of K; in the
+second 16 rows x 16 tokens or 8 kB of K; in the merge up to 8 heads.
 
 Bytes: each node's blocks once for every 64 rows (from the L2 except for the first time), each tail once, and 8 x
 head_dim for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.

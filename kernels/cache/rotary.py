@@ -47,7 +47,7 @@ def _rotate(first, second, cos, sin):
 def _rotate_and_norm(
     first, second, cos, sin, weight_ptr, pairs, is_pair, HALF: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr
 ):
-    """Rotate heads. Unless ``EPS`` is None, normalize them before that, or after it if ``AFTER``: see `_norm`."""
+    """Rotate heads. If ``EPS`` is given, also normalize them (`_norm`): after rotation if ``AFTER``, else before."""
     if EPS is not None and not AFTER:
         first, second = _norm(first, second, weight_ptr, pairs, is_pair, HALF, EPS)
     turned_first, turned_second = _rotate(first, second, cos, sin)

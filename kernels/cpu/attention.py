@@ -75,9 +75,9 @@ def _turn(places: Places) -> tuple[Tensor, Tensor]:
 
 
 def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
-    """Choose by the lengths of the contexts whether to attend to all sequences at once or to one at a time.
+    """Decide from the context lengths whether to attend to all sequences at once or to one at a time.
 
-    Return the inputs of the chosen way.
+    Return the inputs of the chosen method: a `Together`, or a `Span` for each sequence.
     """
     _, _, num_kv_heads, head_dim = pages.k.shape
     lengths = pages.lens.tolist()
@@ -335,8 +335,10 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
 
 
 def _visible(count: int, length: int, window: int | None) -> Tensor | None:
-    """Return the mask ``[count, length]`` for queries of the last ``count`` of ``length`` tokens; None if it is plain
-    causal.
+    """Return the mask ``[count, length]`` of tokens that the last ``count`` of a sequence's ``length`` tokens attend
+    to.
+
+    Return None if plain causal attention computes the same: every token is a query, and no window hides any token.
     """
     if count == length and (window is None or window >= length):
         return None

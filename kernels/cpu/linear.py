@@ -72,11 +72,13 @@ def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
 def float16_scales(weight: Tensor) -> Tensor | None:
     """Return powers of two ``[out]`` by which to multiply the rows of ``weight [out, in]`` to store them in float16.
 
-    After division by the scale, no stored number differs from the weight by more than 2^-23 of the Euclidean norm of
-    its row, nor of its column. Such a change is lost in the rounding of float32 sums. This holds even if a row is small
-    and its result is multiplied later, or a column is small because its input is large. bfloat16 has fewer digits than
-    float16. Only bfloat16 numbers below 2^-14 may lose digits, at most 2^-25. Nearly all rows therefore have scale 1.
-    Return None if no scale achieves this: the weights have more digits, or are infinite or NaN.
+    A stored number, divided by its row's scale, differs from the weight by at most 2^-23 of the Euclidean norm of the
+    row, and also of the column. The rounding of float32 sums hides such a difference. This holds even if a row is small
+    and its result is multiplied later, or if a column is small because its input is large.
+
+    Nearly all rows have scale 1. bfloat16 has fewer digits than float16, so only bfloat16 numbers below 2^-14 may lose
+    digits, at most 2^-25. Return None if no scale is accurate enough: the weights have more digits, or are infinite or
+    NaN.
     """
     scales, columns = torch.ones(len(weight)), None
     at_once = max(1, _CHECKED_AT_ONCE // weight.shape[1])  # keeps the copies in the cache

@@ -1,7 +1,7 @@
 """Linear layers on a CPU with weights in 8 bits, multiplied by FBGEMM, or in 4 bits, multiplied by torch.
 
     weight[n, k] = scale[n] * level[n, k]              levels of 8 bits, a scale for each row
-    x[k] = peak / 63 * (high[k] + low[k] / 126)        both of 7 bits: 14 bits of a row's largest number, `peak`
+    x[k] = peak / 63 * (high[k] + low[k] / 126)        high, low: 7 bits each; peak: the row's largest number
 
 FBGEMM's integer matmul is exact. The high and low parts of one row of activations are multiplied as two rows. Two rows
 take little longer than one, because the weights must be read in any case. (The parts have 7 bits, because without VNNI
@@ -209,9 +209,9 @@ def _takes_4_bits(parts: tuple[LowBit, ...]) -> bool:
 def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear | None:
     """Pack 4-bit matrices, stacked by rows, for torch's 4-bit matmul. Return None if torch cannot multiply them.
 
-    Activations are rounded to bfloat16. With their scales, weights take 5 bits each. A matmul of one row is bound by
-    these bytes. With more rows each multiplication takes longer than in 8 bits, but there is only one op; many rows
-    take 1.2 to 3 times as long.
+    Activations are rounded to bfloat16. Weights take 5 bits each, including their scales. The time of a matmul of one
+    row is the time to read these bytes. With more rows, each multiplication takes longer than in 8 bits, although the
+    whole matmul is one op: many rows take 1.2 to 3 times as long.
     """
     if not _takes_4_bits(parts):
         return None

@@ -1,4 +1,4 @@
-"""The sampler on a CPU: it sorts the thousand most probable tokens first, and all only if these do not suffice."""
+"""The sampler on a CPU. It sorts only the thousand most probable tokens, and all tokens only if a draw needs more."""
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ``count`` largest logits of each row and their ids, lower id first among equals.
 
-    If several logits equal the last one, any of them may be returned.
+    If several logits equal the smallest returned one, it is arbitrary which of their ids are returned.
     """
     values, ids = logits.topk(count)
     ids, by_id = ids.sort(-1)

@@ -6,7 +6,7 @@ the last one.
 - ``begin_decode`` gathers n slots into the inputs of the model and the sampler, and advances each slot's position by
   one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.
 - ``penalize`` applies repetition, frequency and presence penalties from tables of counts. Grid: (n, pieces of the
-  vocabulary). Bytes: logits and counts read, float32 logits written: 4 + 4 + the logits' own per token.
+  vocabulary). Bytes per token: its logit and its count (4) are read, a float32 logit is written.
 - ``end_decode`` stores the drawn tokens, which the next step computes. Grid: (1).
 
 Slot -1 is padding: its KV slot is -1, its context empty, and nothing is written for it.

@@ -76,13 +76,13 @@ def choose_beams(
     """Advance beam searches by one step. Write the surviving beams to their slots, with the token to compute next.
 
     A search considers the best ``KEEP`` continuations of all its beams. Among equals, those of the better beam come
-    first. Of these, the best that do not end survive, as many as the search has beams. A beam's best continuation stays
-    in its slot. The others take the slots of beams without a continuation, in the order of slots.
+    first. The best considered continuations without an end token survive, as many as the search has beams. A beam's
+    best survivor stays in its slot. The others take the slots of beams without a continuation, in the order of slots.
 
     Args:
         words: the device state; running beams have ``LOGPROB`` and ``RANK`` set.
         rows: ``[n]`` int32, slots of the beams, adjacent for each search; -1 is padding.
-        searches: ``[searches, SearchField.WORDS]`` int32; a search with nothing to choose has only padding.
+        searches: ``[searches, SearchField.WORDS]`` int32; a search is skipped if its ``rows`` are padding.
         values: ``[n, count]`` float32, log-probabilities of the most probable tokens of each beam, best first. NaN
             sorts first.
         ids: ``[n, count]`` int64, these tokens.
@@ -130,8 +130,9 @@ def choose_beams(
 def fork_rows(words: Tensor, rows: Tensor, parents: Tensor, block_size: int) -> Tensor:
     """Copy the ids of full blocks to each slot that continues another slot's beam.
 
-    The next block of that slot stays its own: the other slot's partly filled block must be copied into it. If any slot
-    continues a beam, so does the beam's own slot; its block table is therefore never overwritten.
+    A beam's last, partly filled block is not shared. Its content must be copied to the block that the slot has at this
+    position of its own table. If any slot continues a beam, so does the beam's own slot; its block table is therefore
+    never overwritten.
 
     Args:
         rows: ``[n]`` int32 slots, each once; -1 is padding. Slots that continue one beam have the same position of the

@@ -177,7 +177,7 @@ def _two_parts_kernel(
 
 
 class Tile(NamedTuple):
-    """The tile sizes of a matmul. `few` and `more` select the kernel."""
+    """The tile sizes of a matmul. `few` and `more` select one of the three kernels."""
 
     few: bool  # whether to use `_few_kernel`
     tokens: int
@@ -243,7 +243,10 @@ def product(
 
 
 def is_fast(weight: Tensor) -> bool:
-    """Return whether `product` of up to `MOST_FEW` tokens is faster than the library: with large 16-bit weights."""
+    """Return whether `product` of up to `MOST_FEW` tokens is faster than the library's matmul.
+
+    That is so for large 16-bit weights on data center GPUs.
+    """
     is_large = weight.element_size() == 2 and min(weight.shape) >= _LARGE
     return is_large and has_large_shared_memory(weight.device)
 

@@ -87,8 +87,8 @@ def load_weights(weight_ptr, rows, columns, num_rows, num_columns):
 def _product(weights, x, TOKENS: tl.constexpr):
     """Multiply a tile of weights ``[rows, columns]`` by activations.
 
-    For one token, x is ``[columns]`` and the result ``[rows]``. For a few, x is ``[tokens, 1, columns]`` and the result
-    ``[tokens, rows]``. (The general path costs a single token more instructions.)
+    For one token, x is ``[columns]`` and the result ``[rows]``. For several tokens, x is ``[tokens, 1, columns]`` and
+    the result ``[tokens, rows]``. (The general path costs a single token more instructions.)
     """
     weights = widen(weights)
     if TOKENS == 1:

@@ -3,8 +3,8 @@
     out = silu(gate) * up,   gate, up = the halves of each row      (Shazeer 2020)
     out = gelu(gate) * up,   with GELU's tanh approximation: gate * sigmoid(1.596 * (gate + 0.0447 * gate^3))
 
-Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops move 5. Memory-bound. Grid: (rows, tiles
-of a row). Tile: 2,048 columns of gate and up, 16 bytes per thread and load.
+Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops move 5 * rows * size.
+Memory-bound. Grid: (rows, tiles of a row). Tile: 2,048 columns of gate and up, 16 bytes per thread and load.
 """
 
 import triton

@@ -4,8 +4,9 @@
     residual += y                                                   (if there is a residual)
 
 A row is read once, held in registers as float32, reduced and written. Bytes: 2 * rows * hidden elements; torch's
-separate ops move 8. Memory-bound. Grid: (rows). Tile: the whole row, padded to a power of two; the padding reads
-nothing. The order of casts is Llama's: normalize in float32, round to the input's dtype, then multiply by the weight.
+separate ops move 8 * rows * hidden. Memory-bound. Grid: (rows). Tile: the whole row, padded to a power of two; the
+padding reads nothing. The order of casts is Llama's: normalize in float32, round to the input's dtype, then multiply by
+the weight.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Set logits of forbidden tokens to -inf, by a mask of one bit per token. NaN stays, so that the sampler finds it.
 
-Grid: (n, pieces of the vocabulary). Bytes: logits read and written, and a bit for each in a row with a mask.
+Grid: (n, pieces of the vocabulary). Bytes: logits are read and written; in a row with a mask, one more bit per logit is
+read.
 """
 
 import triton

@@ -81,7 +81,7 @@ def name_of(x: Tensor, parts: tuple[LowBit, ...]) -> str:
 
 
 def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
-    """Return whether a gated matmul of as many tokens as ``x`` has can write the input layout of the next matmul: see
+    """Return whether the gated matmul of ``x [tokens, in]`` can write the next matmul's input layout: see
     `gated_halves`.
 
     ``parts`` are the gated matrix, ``following`` is the matrix of the next matmul.
@@ -90,7 +90,7 @@ def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ..
 
 
 def reads_halves(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    """Return whether a matmul of as many tokens reads `HalfActivations`, with the columns of ``x`` in order."""
+    """Return whether a matmul with ``x [tokens, in]`` reads `HalfActivations`, with the columns of ``x`` in order."""
     return parts[0].order is None and _is_for_matmul(x, parts)  # all parts have an order, or none
 
 
@@ -227,10 +227,10 @@ def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
 
 
 def most_tokens_beside_a_copy(parts: tuple[LowBit, ...], copy: Tensor) -> int:
-    """Return the maximum number of tokens that low-bit matrices multiply if there is a 16-bit copy: 64 for 4 bits.
+    """Return the most tokens for which low-bit kernels are used although there is a 16-bit copy: 64 for 4 bits.
 
     The result is 0 for a small weight: its matmuls take as long as their launches, so reading fewer bytes saves
-    nothing. On one H200, the 135m in Q4_1 decodes 2,070 tokens a second, in bfloat16 2,450.
+    nothing. On one H200, the 135m in Q4_1 decodes 2,070 tokens a second, and in bfloat16 2,450.
     """
     columns = copy.shape[-1]
     largest = 5_000_000 if columns <= 1536 else 2_500_000

@@ -41,8 +41,9 @@ SPAN = 2048  # columns: one turn of 128 for each of 16 warps. The input is padde
 class HalfActivations(NamedTuple):
     """Activations ``[tokens, in]`` in float16, in the order in which low-bit matmuls read them, with a scale per token.
 
-    The input is padded to turns of 128 columns, and the number of turns to a multiple of 16 (SPAN). This module reads
-    ``x`` by eights of tokens, `many_tokens` reads it by tokens.
+    A warp reads the input in turns of 128 columns. The columns are padded with zeros to a multiple of 16 turns (SPAN).
+    There are two orders: this module reads ``x`` by eights, which are groups of eight tokens; `many_tokens` reads it by
+    tokens.
     """
 
     # by eights: [eights of tokens, turns, 4 words, 8 tokens, 4 groups, 8 columns]
@@ -64,8 +65,8 @@ class FixedScale(NamedTuple):
 def by_eights(tokens, token, columns, column, num_turns):
     """Return the offset of an element in `HalfActivations.x`, stored by eights.
 
-    ``tokens`` is the number of a group of eight tokens, and ``token`` the number of the element's token in it. In the
-    same way, ``columns`` and ``column`` give the element's column.
+    ``tokens`` is the index of a group of eight tokens, and ``token`` the index of the element's token in that group. In
+    the same way, ``columns`` and ``column`` give the element's column.
     """
     turn, group, word = columns // 16, columns % 16 // 4, columns % 4
     return (tokens * num_turns + turn) * 1024 + word * 256 + token * 32 + group * 8 + column
@@ -385,9 +386,9 @@ def _has_wide_mma(device: torch.device) -> bool:
 
 
 def tile_for(tokens: int, features: int, columns: int) -> Tile:
-    """Return the built-in tile.
+    """Return the built-in tile, measured on an H200.
 
-    Fewer rows get more warps, so that every multiprocessor has work; measured on an H200.
+    Programs for matrices with fewer rows have more warps, so that every multiprocessor has work.
     """
     tiles = min(8, triton.next_power_of_2(triton.cdiv(tokens, 8)))
     if INTERPRETED.value:

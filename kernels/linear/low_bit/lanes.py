@@ -22,10 +22,12 @@ _SIGNS = tl.constexpr(-0x7F7F7F80)  # the sign bits of four bytes
 def codes(layout: Layout) -> tuple[str, str, str, str]:
     """Return the PTX that dequantizes a group of 32 weights: one string for each of its four nibble words.
 
-    Each string computes a word's eight weights, ``(level - zero) * scale + offset``, in float16. It composes a number
-    from exponent bits followed by the level: 1,024 + level, or 64 + level if the level is 4 bits higher. Subtracting is
-    exact. Operands: $0 to $3 are the results, pairs of adjacent weights. $4 is the word. $5 is the next word with 8
-    bits, else that of the higher plane. $6 is the scale and $7 the offset, each twice.
+    Each string computes a word's eight weights, ``(level - zero) * scale + offset``, in float16. The bits of a level
+    are placed below fixed exponent bits. This gives the number 1,024 + level, or 64 + level if the level is 4 bits
+    higher. Subtracting the constant part is exact.
+
+    Operands: $0 to $3 are the results, pairs of adjacent weights. $4 is the word. $5 is the next word if levels have 8
+    bits, else the word of the higher plane. $6 is the scale and $7 the offset, each twice.
     """
 
     def twice(value: float) -> str:

@@ -10,8 +10,8 @@ layout     levels; scales                                                       
 ``plain``  one scale per group, one zero for all                                     Q4_0, Q5_0, Q8_0, IQ4_NL, int8
 ``zeros``  a scale and a zero per group                                              AWQ, GPTQ
 ``offset`` a scale and an offset per group                                           Q4_1, Q5_1
-``super``  256 weights share a scale and an offset; 8 groups multiply them by 6 bits  Q4_K, Q5_K
-``bytes``  256 weights share a scale; groups of 16 or 32 multiply it by 8 bits       Q6_K, IQ4_XS
+``super``  256 weights share a scale and an offset; 8 groups have 6-bit factors      Q4_K, Q5_K
+``bytes``  256 weights share a scale; groups of 16 or 32 have 8-bit factors          Q6_K, IQ4_XS
 ``float``  levels of float8_e4m3fn; one scale per row                                FP8
 =========  ========================================================================  =====================
 
@@ -139,7 +139,7 @@ def _have_one_order(first: LowBit, second: LowBit) -> bool:
 
 
 def rows_of(matrices: tuple[LowBit, ...], rows: slice) -> list[LowBit]:
-    """Return the given rows of ``matrices`` stacked by rows, as one matrix for each that has some of them."""
+    """Return the given rows of ``matrices`` stacked by rows: a slice of each matrix that has any of these rows."""
     found, start = [], 0
     for each in matrices:
         first, end = max(0, rows.start - start), min(each.shape[0], rows.stop - start)

@@ -34,7 +34,10 @@ _UNFIT = (OutOfResources, PTXASError, torch.OutOfMemoryError)  # the tile is too
 
 @dataclass(frozen=True)
 class Product:
-    """A kind of matmul. All matrices of a model with this layout, shape and place use the same tiles."""
+    """A kind of matmul: a layout, a shape, and the operation that the matmul is fused with (`Place`).
+
+    All matrices of one kind in a model use the same tiles.
+    """
 
     layout: Layout
     shape: tuple[int, int]
