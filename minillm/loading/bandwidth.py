@@ -119,7 +119,7 @@ def _name(device: torch.device) -> str:
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Return `threads.clocks`. If the system does not count the cores' busy time, that time is 0."""
+    """Return `threads.clocks`. If the system does not count the cores' busy seconds, they are 0."""
     from minillm.loading.threads import clocks  # not at the top: it imports torch
 
     try:

@@ -61,7 +61,7 @@ def load_weights(
 ) -> tuple[Llama, Budget]:
     """Load the model, or this rank's part of it. Return the model, and the memory budget as it was before loading.
 
-    ``draft``: a draft model for which memory is left.
+    ``draft``: a draft model; its memory is reserved.
 
     Raises UsageError if the device does not support an option, and CapacityError if the model does not fit.
     """
@@ -334,7 +334,7 @@ def compile_ahead(
 ) -> list[Any]:
     """Compile and load the kernels of a first request in parallel. One by one, they take most of a first start.
 
-    ``compiler`` goes on with kernels that other requests may need. Return their variants.
+    In the background, ``compiler`` goes on with kernels that other requests may need. Return these kernels' variants.
     """
     more: list[Any] = []
     runner = DeviceRunner(
@@ -360,7 +360,10 @@ def compile_ahead(
 
 
 def _missing(compiler: Compiler, work: Callable[[], object]) -> Sequence[Any]:
-    """Return the variants that ``work`` needs and that are not compiled; none if it fails, which a launch reports."""
+    """Return the variants that ``work`` needs and that are not compiled.
+
+    If ``work`` fails, return none, and ignore the error: it occurs again when the kernels are launched.
+    """
     try:
         return compiler.missing(work)
     except Exception:

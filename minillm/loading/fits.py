@@ -22,7 +22,7 @@ from minillm.weights.stored import StoredTensor
 def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], shard: Shard, budget: Budget) -> None:
     """Raise CapacityError if a rank's part of a model does not fit into ``budget``.
 
-    In addition to the weights, one step and a short context need memory.
+    The budget must suffice for the weights, one step, and a short context.
     """
     whole, local = dict(parameter_shapes(model)), dict(parameter_shapes(shard.local(model)))
 

@@ -33,8 +33,8 @@ class KernelCompiler:
 
     Args:
         on_message: called once if the processes fail.
-        num_processes: the number of variants that are compiled at a time. After `relax` it is half as many, except for
-            urgent ones.
+        num_processes: the number of variants that are compiled at a time. After `relax`, variants that are not urgent
+            use only half of the processes.
     """
 
     not_compiled: type[Exception] = NotCompiledError
@@ -56,7 +56,7 @@ class KernelCompiler:
         return launch.missing_variants(work)
 
     def only_compiled(self) -> AbstractContextManager[None]:
-        """Inside the ``with``, raise `not_compiled` instead of compiling a kernel: see `launch.only_compiled`."""
+        """Return a context in which launches raise `not_compiled` instead of compiling: see `launch.only_compiled`."""
         return launch.only_compiled()
 
     @property
@@ -148,8 +148,8 @@ class KernelCompiler:
     def _send(self) -> None:
         """Send queued variants to the compiling processes, but only as many as are compiled at a time.
 
-        Half of the processes are kept for urgent variants, which are first in the queue, after `relax`.
-        Nothing is sent before the process is ready to read, because a full pipe would block this thread.
+        Urgent variants are first in the queue. After `relax`, half of the processes are kept for them. Nothing is sent
+        before the process is ready to read, because a full pipe would block this thread.
         """
         while self._queue and self._process is not None and self._reads:
             hurries = not self._is_relaxed or self._queue[0] in self._urgent

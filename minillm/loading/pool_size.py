@@ -42,7 +42,8 @@ def activation_bytes(model: Llama, num_tokens: int, num_logits: int, longest: in
 
     Args:
         num_logits: the number of tokens that need logits.
-        longest: the length of the longest sequence in tokens. For an 8-bit cache, as many tokens are dequantized.
+        longest: the length of the longest sequence in tokens. With an 8-bit cache, the step dequantizes this many
+            tokens.
     """
     device = model.device
     before = torch.cuda.memory_allocated(device)

@@ -28,7 +28,8 @@ _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 class FreeCores(StepObserver):
     """Sets torch's number of threads before steps, and while weights are loaded.
 
-    The number never exceeds torch's number of threads at construction. If other code sets the number, it stays.
+    The number never exceeds torch's number of threads at construction. A number that other code has set is left
+    unchanged.
 
     Args:
         read: returns the seconds for which this process's cores were busy since the machine started. By default, they
@@ -61,7 +62,7 @@ class FreeCores(StepObserver):
     def look(self) -> None:
         """Set torch's number of threads to the number of cores that other programs have left free.
 
-        Their use of cores is measured since the previous call.
+        The measurement covers the time since the clocks were last read.
         """
         before, self._seen = self._seen, clocks(self._read)
         seconds, busy, own = (now - then for now, then in zip(self._seen, before, strict=True))
@@ -73,9 +74,9 @@ class FreeCores(StepObserver):
 
 
 def clocks(read: Callable[[], float] | None = None) -> Clocks:
-    """Read the clocks now. From two readings, `FreeCores` computes which cores were free in between.
+    """Return the present time, the cores' busy time, and this process's CPU time, each in seconds.
 
-    ``read``: see `FreeCores`.
+    From two results, `FreeCores` computes how many cores were free in between. ``read``: see `FreeCores`.
     """
     return time.monotonic(), (read or _busy_seconds)(), time.process_time()
 

@@ -105,7 +105,7 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Maximum length of a sequence in tokens: the trained context, multiplied if rope scaling is dynamic."""
+        """Maximum tokens in a sequence: the trained context, or with dynamic rope scaling a multiple of it."""
         stretch = self.rope.factor if self.rope.type == "dynamic" else 1.0
         return int(self.max_position_embeddings * max(1.0, stretch))
 
@@ -223,7 +223,7 @@ def ignored_settings(generation: Mapping[str, Any]) -> list[str]:
 
 
 def _generation_defaults(values: Values) -> dict[str, Any]:
-    """Return the sampling parameters that a generation_config.json sets, under its own keys.
+    """Return the sampling parameters in a generation_config.json, under the same keys as there.
 
     Raises WeightsError if a value is invalid.
     """

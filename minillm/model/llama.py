@@ -80,7 +80,7 @@ class CompiledLayers(Protocol):
 
 
 class Attention(NamedTuple):
-    """A kind of attention. In a step, all layers of one kind use the same rotary angles, slots and plan."""
+    """A kind of attention: rotary table and window. All layers of a kind share a step's angles, slots and plan."""
 
     rotary: RotaryTable | None  # None: q and k are not rotated
     window: int | None  # see `Pages.window`

@@ -45,8 +45,8 @@ class TensorSource(Protocol):
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and the shape of every parameter of a model. A tied output head is not listed.
 
-    All architectures use Llama's names here, and GLM-4's names for norms after attention and MLP. To these names,
-    `minillm.model.llama_tensors` converts a checkpoint's.
+    The names are those of Llama for all architectures, and those of GLM-4 for norms after attention and MLP.
+    `minillm.model.llama_tensors` converts the names in a checkpoint to these.
     """
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim

@@ -12,12 +12,11 @@ _BLOCK = 16
 
 
 def settle(model: Llama, max_positions: int) -> None:
-    """Compute 64 fixed random tokens. From its input, each matrix chooses the columns that it stores more finely, and
-    packs itself: see `kernels.cpu.packed_int8`.
+    """Compute 64 fixed random tokens, so that each 8-bit matrix packs itself: see `kernels.cpu.packed_int8`.
 
-    The large columns of the input are chosen. Random tokens show them nearly as well as text does: the KL divergence
-    from exact weights is 1.5e-3. It is 1.4e-3 if the measured text itself chooses the columns, and 5.1e-3 without finer
-    columns.
+    Each matrix uses more bits for the columns in which its input is large. Random tokens show these columns nearly as
+    well as text does: the KL divergence from exact weights is 1.5e-3. It is 1.4e-3 if the measured text itself chooses
+    the columns, and 5.1e-3 if no column gets more bits.
     """
     count = min(_NUM_TOKENS, max_positions)
     generator = torch.Generator().manual_seed(0)

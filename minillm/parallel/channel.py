@@ -190,7 +190,7 @@ def _exit_status(process: subprocess.Popen | None) -> str:
 class Follower:
     """Another rank's side of its connection to rank 0. If rank 0 ends, this process ends.
 
-    If rank 0 dies, ``directory`` (with the ranks' shared store) is removed. Empty: nothing to remove.
+    ``directory`` contains the ranks' shared store, and is removed if rank 0 dies; "" means no directory.
     """
 
     def __init__(self, connection: socket.socket, directory: str = "") -> None:

@@ -111,7 +111,7 @@ class Ranks:
     def close(self) -> None:
         """Leave the group before Python ends, since its threads must not outlive Python.
 
-        The caller has discarded all CUDA graphs that contain the group's collectives.
+        The caller must have discarded all CUDA graphs that contain the group's collectives.
         """
         if self.device.type == "cuda":
             # Unlike NCCL's orderly shutdown, this does not wait for other ranks. The thread limits the time in case it

@@ -176,7 +176,10 @@ def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
 
 
 def connect(address: Mapping[str, str | int], rank: int) -> Follower:
-    """Connect to rank 0. ``address`` has its port, secret, and optionally a directory to remove if rank 0 dies."""
+    """Connect to rank 0. ``address`` has rank 0's port and secret.
+
+    It may also name a directory, which is removed if rank 0 dies.
+    """
     connection = socket.create_connection((LOCAL, int(address["port"])), timeout=30)
     connection.settimeout(None)
     channel.set_up(connection)

@@ -38,14 +38,14 @@ class BlockRead(Generic[Key]):
 
 
 class BlockReader(Generic[Key]):
-    """Reads blocks into ``pool``.
+    """Reads blocks from outside of the pool, such as from disk, into ``pool``.
 
     Args:
-        read: reads the block with a key into buffers; returns whether the block is there and whole.
-        rates: `rates` of an earlier process.
+        read: reads the block with the given key into buffers. Returns whether the block exists and is undamaged.
+        rates: the attribute `rates` of an earlier process.
 
     Attributes:
-        rates: measured rates of reading and computing; 0: unknown.
+        rates: measured rates of computing prompts (tokens per second) and of reading (bytes per second); 0: unknown.
     """
 
     def __init__(self, pool: PoolBlocks, read: Callable[[Key, Buffers], bool], rates: Mapping[str, object]) -> None:
@@ -80,7 +80,7 @@ class BlockReader(Generic[Key]):
             self._advance(read)
 
     def is_done(self, read: BlockRead[Key]) -> bool:
-        """Move the blocks that have been read to the pool. Return whether the read has ended."""
+        """Put blocks into the pool once they have been read. Return whether the whole read has ended."""
         if read in self._prepared:
             return False
         self._advance(read)
@@ -118,7 +118,7 @@ class BlockReader(Generic[Key]):
             read.pieces.append((incoming, self._threads.submit(self._read_piece, read, incoming, wanted)))
 
     def _read_piece(self, read: BlockRead[Key], incoming: Incoming, wanted: Sequence[Key]) -> int:
-        """Read blocks, in a thread. Return how many of the first ones are whole."""
+        """Read blocks in a thread, up to the first missing or damaged one. Return how many blocks were read."""
         count = 0
         for key, buffers in zip(wanted, incoming.buffers, strict=True):
             if not self._read(key, buffers):

@@ -23,7 +23,10 @@ _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
 
 @dataclass
 class Incoming:
-    """Host memory to read blocks into, before `PoolBlocks.put`. On a CPU, ``buffers`` are the pool's own memory."""
+    """Host memory into which blocks are read; `PoolBlocks.put` then copies them to the pool.
+
+    On a CPU, ``buffers`` are the pool's own memory, and nothing is copied.
+    """
 
     blocks: list[int]
     buffers: list[Buffers]  # of each block
@@ -91,7 +94,7 @@ class PoolBlocks:
         return Incoming(blocks, buffers, staging)
 
     def put(self, incoming: Incoming) -> None:
-        """Copy blocks that have been read to the pool. Work that is launched later sees the new content."""
+        """Copy the blocks from ``incoming`` to the pool. Work that is launched later sees the new content."""
         for tensor, host in zip(self._tensors, incoming.staging, strict=False):
             staging = host.to(tensor.device, non_blocking=True)
             kernels.scatter_blocks(tensor, torch.tensor(incoming.blocks, device=tensor.device), staging)

@@ -120,7 +120,7 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
 
 
 def _listed(sibling: Any) -> HubFile:
-    """Return a file from the hub's list of files. Raises ValueError if its size is invalid."""
+    """Convert an entry of the hub's file list. Raises ValueError if its size is invalid."""
     if type(sibling.size) is not int or not 0 <= sibling.size < 1 << 50:
         raise ValueError(f"a size of {sibling.size}")
     return HubFile(sibling.rfilename, sibling.size, sibling.lfs.sha256 if sibling.lfs else None, sibling.blob_id)

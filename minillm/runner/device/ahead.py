@@ -48,7 +48,7 @@ class Compiler(Protocol):
 
 
 class NeverRaisedError(Exception):
-    """Stand for the exception of `NoCompiler`, which raises none."""
+    """The exception `NoCompiler.not_compiled`. It is never raised."""
 
 
 class NoCompiler:
@@ -124,7 +124,7 @@ class Ahead:
     def advance(self, shapes: Callable[[], Iterable[Shape]]) -> bool:
         """Prepare one shape. Return False if all are prepared. A call takes at most as long as recording one graph.
 
-        ``shapes``: returns all shapes, the most urgent first. (If this object kept it, it would keep the runner.)
+        ``shapes``: returns all shapes, the most urgent first. (A stored function would keep the runner alive.)
         """
         if self._new is None:
             self._new = list(shapes()) if self.prepares else []
@@ -225,7 +225,10 @@ class Ahead:
         return key in self._compiled
 
     def _missing(self, kernels: Callable[[], object]) -> Sequence[Any]:
-        """Return the variants that are not compiled. None if that cannot be found out: they compile when launched."""
+        """Return the variants that are not compiled.
+
+        If they cannot be determined, warn and return none: kernels then compile at their first launch.
+        """
         try:
             return self.compiler.missing(kernels)
         except Exception as error:

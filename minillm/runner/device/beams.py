@@ -120,7 +120,7 @@ class DeviceBeams:
         self._choices = groups, chosen
 
     def take_choices(self) -> tuple[list[SequenceGroup], Chosen] | None:
-        """Return the groups with a search in the last step, and their choices, once. None if no group had a search."""
+        """Return and forget the groups with a search in the last step, and their choices. None if there are none."""
         choices, self._choices = self._choices, None
         return choices
 

@@ -69,7 +69,10 @@ class DecodeSteps:
             self._by_others(larger, size, forward)
 
     def _by_others(self, larger: tuple[int, ...] | None, size: int, forward: Callable[[], None]) -> None:
-        """Compute a step without its own kernels: by a graph or by the kernels of more sequences."""
+        """Compute a step with a graph or with kernels for more sequences, because its own kernels are not compiled.
+
+        If neither exists, wait until its own kernels are compiled.
+        """
         most, width = self._state.capacity, self._state.width
         if larger is not None:
             self._replay(larger, size)
@@ -82,7 +85,7 @@ class DecodeSteps:
             self._ahead.run_once(forward, forward)
 
     def _replay(self, key: tuple[int, ...], size: int) -> None:
-        """Compute ``size`` sequences by a recorded graph for more of them."""
+        """Compute ``size`` sequences with graph ``key``, which was recorded for more sequences."""
         self._pad(size, key[0])
         self._state.forwards.run(key, lambda: None)
 
@@ -138,7 +141,7 @@ class DecodeSteps:
                 yield Shape(forward, partial(state.forwards.record, (size, blocks, 0, 0), forward))
 
     def first_shapes(self) -> Iterator[Shape]:
-        """Yield the shape of the most sequences, which can replace all others, and all kinds of draws."""
+        """Yield the shape with the most sequences, to which any step can be padded, and all kinds of draws."""
         most = self._state.capacity
         yield Shape(partial(self.forward, most, self._state.width, None))
         for size in (1, most):
@@ -161,7 +164,7 @@ class DecodeSteps:
                 yield Shape(forward, partial(self._record_shared, key, forward))
 
     def work_lists(self, size: int) -> Iterator[WorkList]:
-        """Yield work lists with every launch that plans for ``size`` sequences may have. None without sharing."""
+        """Yield a work list for each possible `WorkList.launch` of ``size`` sequences. Yield none without sharing."""
         shape, longest = self._state.shape, self._state.width * self._state.block_size
         ways = {at_a_time for at_a_time, _ in shape.ways(size)} if self._state.shares else ()
         splits = {shape.tail_splits(size, tokens) for tokens in (0, longest)}
@@ -169,7 +172,7 @@ class DecodeSteps:
             yield replace(self._work_list.first(size), at_a_time=at_a_time, tail_splits=tail_splits)
 
     def _record_shared(self, key: tuple[int, ...], forward: Callable[[], None]) -> None:
-        """Record a forward pass with an empty plan: the last plan may be for more sequences."""
+        """Record a forward pass with an empty plan, because the last plan may be for more sequences."""
         words = self._work_list.words
         kept = words.clone()
         words.zero_()

@@ -1,4 +1,4 @@
-"""Most probable tokens, for requests with ``logprobs``: how many of them a CUDA graph finds for every row."""
+"""Decide how many most probable tokens a CUDA graph lists for every row, for requests with ``logprobs``."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,8 @@ def wants_logprobs(draws: Sequence[Chunk]) -> bool:
 def num_listed(draws: Sequence[Chunk], vocab: int) -> int:
     """Return the number of most probable tokens that a graph should find for each row.
 
-    A request for more than `MANY` is ignored here, because the sampler sorts the logits for it. Return 0 if no other
-    request wants any, or if one wants more than a graph can find.
+    Requests for more than `MANY` tokens are ignored here, because the sampler sorts the logits for them. Return 0 if no
+    other request wants any tokens, or if one of them wants more than a graph can find.
     """
     most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= MANY), default=0)
     return next((min(count, vocab) for count in LISTED if count >= most), 0) if most else 0

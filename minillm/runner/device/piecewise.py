@@ -67,7 +67,10 @@ class PiecewiseForward:
             yield Shape(partial(self._compute, size), partial(self._record, size))
 
     def _recorded_size(self, size: int) -> int:
-        """Return ``size`` or a little more, whatever has graphs now. Return 0 if they are not to be recorded now."""
+        """Return a padded size with recorded graphs: ``size``, recorded now if that is allowed, or a larger one.
+
+        Return 0 if no such size has graphs.
+        """
         if not self._graphs.lacks(_key(size, -1)):
             return size
         larger = range(size + _UNIT, min(2 * size, MOST_TOKENS) + 1, _UNIT)

@@ -112,7 +112,7 @@ class Rows:
         return list(changes), list(changes.values())
 
     def rows_for(self, chunks: list[Chunk], decodes: list[Chunk]) -> list[Row]:
-        """Return the rows of sequences that are about to sample. Rows of beams among ``decodes`` are not reused."""
+        """Return a row for each sequence that is about to sample. Beams among ``decodes`` keep their rows."""
         current = {chunk.sequence.seq_id for chunk in chunks}
         current |= {chunk.sequence.seq_id for chunk in decodes if chunk.group.device}
         return [self._held.get(chunk.sequence.seq_id) or self._take(chunk, current) for chunk in chunks]

@@ -205,7 +205,7 @@ class DeviceRunner(Runner):
         yield from self.beams.shapes(self.state.logits)
 
     def first_shapes(self) -> Iterator[Shape]:
-        """Yield the shapes that requests may have right after the start, of any number."""
+        """Yield the shapes of steps that any number of requests may need right after the start."""
         yield from self.decode.first_shapes()
         row = torch.zeros(2, self.state.vocab, device=self.state.device)
         words, counts, rows = self.state.words, self.state.counts, self.state.rows[:2]
@@ -217,7 +217,10 @@ class DeviceRunner(Runner):
             yield Shape(partial(self._mixed, size, [_REHEARSED], None))
 
     def _mixtures(self) -> Iterator[tuple[int, list[int], WorkList | None]]:
-        """Yield numbers of decoding sequences, lengths of prompts, and how the sequences read shared blocks."""
+        """Yield steps with prompts as (number of decoding sequences, prompt lengths, work list or None).
+
+        The work list says how the decoding sequences read shared blocks; None: each sequence reads its own.
+        """
         for size in self._mixed_sizes():
             for shared in (None, *self.decode.work_lists(size)):
                 yield size, [_LONG], shared
