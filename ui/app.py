@@ -65,7 +65,7 @@ class ChatApp(EngineApp):
             question: a question to ask first.
             keeper: stores changed settings for the next start.
             engine_command: the program to run as the engine process.
-            server: address of the server that this program connects to; empty for an engine on this machine.
+            server: address of the server that ``engine_command`` connects to; empty for an engine on this machine.
         """
         super().__init__(settings, engine_command, driver_class, keeper, server)
         if settings.keymap:

@@ -248,7 +248,7 @@ class KeyBar(Widget):
     def _keys(self) -> list[tuple[str, Content]]:
         """Return the keys that fit, in order, each with its label.
 
-        The keys that open the menu, the help and the list of commands have priority, as well as the key that quits.
+        If not all keys fit, the keys for the menu, the help, the list of commands and quitting have priority.
         """
         found: list[tuple[str, Content, bool]] = [("slash", self._label("/", "Commands"), True)]
         for _, binding, enabled, _ in self.screen.active_bindings.values():

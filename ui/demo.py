@@ -210,7 +210,7 @@ class DemoApp(ChatApp):
         return leaf.answer
 
     def has_ended(self, name: str) -> bool:
-        """Return whether the request ``name`` of `generate` has its complete answer."""
+        """Return whether the answer to the request ``name`` is complete. `generate` has sent the request."""
         return any(table.state == "idle" for table in self.pool.tables_of(name))
 
     async def until(self, condition: Callable[[], object]) -> bool:

@@ -1,8 +1,8 @@
 """Draw text that changes often, and limit how often parts of the screen are drawn.
 
-If the model computes on the same cores, drawing slows the model down. On two cores, both threads of a matmul wait for
-the thread that shares its core with drawing. So each drawing is followed by a pause, which limits drawing to a fraction
-of a core.
+If the model computes on the same cores, drawing slows the model down. On two cores, a matmul runs in two threads. One
+of them shares its core with drawing, and the other waits for it. So each drawing is followed by a pause, which limits
+drawing to a fraction of a core.
 """
 
 import asyncio

@@ -31,8 +31,7 @@ class Settings:
         sampling, beams: parameters of SamplingParams and BeamSearchParams that differ from the defaults. If
             ``max_reasoning_tokens`` is set, ``max_tokens`` limits only the answer after the reasoning.
         depths: numbers of reasoning tokens in ascending order. For each number, one candidate answers after reasoning
-            of this length.
-            If empty, there is one answer, or ``n`` answers.
+            of this length. If ``depths`` is empty, there is one answer, or ``n`` answers.
     """
 
     model: str
@@ -153,7 +152,10 @@ class ParamField:
 
 
 def _fields(cls: type, *names: str) -> tuple[ParamField, ...]:
-    """Return the dialog's lines for some parameters of a dataclass. A line's hint is the first sentence of the help."""
+    """Return the sampling dialog's lines for the parameters ``names`` of the dataclass ``cls``.
+
+    A line's hint is the first sentence of the parameter's help.
+    """
     known = {
         name: ParamField(name, each.parse, each.help.split(" (")[0].split(". ")[0], default is None)
         for name, default, each in declared(cls)

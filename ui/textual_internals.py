@@ -232,7 +232,7 @@ class SteadyScrollView(ScrollView):
     """A scroll view that redraws its scrollbar only if the scrollbar changed, instead of at each layout."""
 
     def has_scrollbar_for(self, num_lines: int) -> bool:
-        """Return whether the scrollbar is shown if ``num_lines`` lines need it, and hidden if they fit the view."""
+        """Return whether the scrollbar is right for ``num_lines`` lines: hidden if all lines fit, otherwise shown."""
         return self.show_vertical_scrollbar == (num_lines > self.size.height)
 
     def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
@@ -270,7 +270,7 @@ async def update_block(block: MarkdownBlock, later: MarkdownBlock) -> None:
 
 
 def parts_of(block: MarkdownBlock) -> list[MarkdownBlock]:
-    """Return the blocks inside a block that is not composed yet."""
+    """Return the inner blocks of ``block``, which Textual has not composed yet."""
     return block._blocks
 
 
@@ -289,8 +289,8 @@ class Options(OptionList):
 class SteadyTextArea(TextArea):
     """A text area that never contains terminal control characters, however the text gets into it.
 
-    It also avoids an error in Textual: if undo removes lines and with them the scrollbar, Textual looks up the cursor
-    before it moves the cursor.
+    It also avoids an error in Textual. If undo removes lines, and the scrollbar disappears with them, Textual looks up
+    the cursor while the cursor is still in a removed line.
     """
 
     def _set_document(self, text: str, language: str | None) -> None:

@@ -41,7 +41,7 @@ class Inbox:
         self._take: Callable[[Message | None], None] = self._waiting.put
 
     def put(self, call: Message | None) -> None:
-        """Add a call. After `pass_on`, pass the call on at once, in this thread."""
+        """Add a call. Once `pass_on` was called, this method passes the call on at once, in the caller's thread."""
         with self._lock:
             self._take(call)
 

@@ -148,7 +148,8 @@ class CloseSession(Call):
 class Token(Record):
     """A token with its log-probability, and the most probable tokens at its position.
 
-    ``top`` contains (text, bytes, log-probability) of each of these. A prompt's first token has no log-probability.
+    ``top`` contains (text, bytes, log-probability) of each of the most probable tokens. A prompt's first token has no
+    log-probability.
     """
 
     token_id: int

@@ -19,7 +19,7 @@ _ROOM = 256  # if the context has fewer tokens left for an answer, the oldest tu
 
 
 class Ending(NamedTuple):
-    """The end of an answer. ``reason`` becomes its `Answer.finish_reason`. If it is "lost", ``error`` says why."""
+    """The end of an answer. ``reason`` becomes `Answer.finish_reason`. If it is "lost", ``error`` says why."""
 
     reason: str
     error: str = ""

@@ -1,4 +1,4 @@
-"""The slash commands. Changes of the conversation are made by `ChatPane`; other actions by `EngineApp`."""
+"""The slash commands. They change the conversation through `ChatPane`, and do everything else through `EngineApp`."""
 
 import os
 import re

@@ -69,7 +69,10 @@ class Answer:
 
     @property
     def num_known_tokens(self) -> int:
-        """Return the number of computed tokens: those of the prompt so far, and after prefill also the answer's."""
+        """Return the number of computed tokens of the context.
+
+        During prefill, these are the first tokens of the prompt. Afterwards, they are all tokens of prompt and answer.
+        """
         return self.num_read_tokens if self.time_to_first_token is None else self.num_context_tokens
 
     @property

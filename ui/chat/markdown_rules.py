@@ -31,7 +31,7 @@ _INDENTATION = 4
 
 
 def keep_as_written(parser: MarkdownIt) -> None:
-    """Add these rules to a parser."""
+    """Add the rules of this module to a parser."""
     parser.inline.ruler.before("escape", "as_written", _inline)
     for name, rule in (("formula", _formula), ("unfenced_code", _unfenced_code)):
         parser.block.ruler.before("fence", name, rule, {"alt": ["paragraph", "reference", "blockquote", "list"]})

@@ -182,9 +182,9 @@ class PromptInput(SteadyTextArea):
         self.move_cursor(self.document.end)
 
     def _stand_in(self, text: str) -> str:
-        """Return ``text`` with a mark in place of each file's text.
+        """Return ``text`` with a mark such as ``[a.txt: 2 KiB, 40 lines]`` in place of each file's text.
 
-        If the result is still too long, return a single mark for the whole text.
+        If the result is still too long, return a single mark that stands for all of it.
         """
         text, files = folded_files(text)
         self._held.update(files)
@@ -196,7 +196,7 @@ class PromptInput(SteadyTextArea):
         return mark
 
     def edit(self, edit: Edit) -> EditResult:
-        """Edit the text, but no part of a mark. A deletion removes the whole mark, an insertion goes after it."""
+        """Edit the text. Deleting a part of a mark deletes the whole mark. Inserting inside a mark inserts after it."""
         start, end = edit.top, edit.bottom
         for first, last in self._marks({start[0], end[0]}):
             if start == end and first < start < last:

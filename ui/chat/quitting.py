@@ -40,7 +40,7 @@ class QuitKey:
 
 
 async def offer_draft(pane: ChatPane) -> None:
-    """Let ↑ bring back the text that was not sent before the last chat ended."""
+    """Let ↑ bring back the text that was left unsent at the end of the last chat."""
     if draft := pane.store.take_draft():
         pane.prompt.remember(draft)
         await pane.transcript.add_note("press ↑ to bring back your unsent text")

@@ -53,7 +53,7 @@ def _answer_data(answer: Answer) -> dict[str, Any]:
 
 
 def from_data(data: Any) -> Conversation:
-    """Convert JSON data to a conversation. The data come from `to_data` of this or an earlier version.
+    """Convert JSON data to a conversation. The data comes from `to_data` of this or an earlier version.
 
     An answer that was still open gets the finish reason "lost".
 

@@ -98,13 +98,13 @@ class CommandTable(dict[str, SlashCommand]):
         raise UsageError(f"there is no /{name}{meant} Put a space first to send it as a question")
 
     def completions(self, text: str) -> list[SlashCommand]:
-        """Return the commands that a half-typed line may become. There are none once an argument has begun."""
+        """Return the commands that a half-typed line may become; none if the line already has an argument."""
         if not text.startswith("/") or " " in text or "\n" in text:
             return []
         return self._begun(text[1:])
 
     def _begun(self, name: str) -> list[SlashCommand]:
-        """Return the commands with a name that begins with ``name``. Other names count only if there are none."""
+        """Return the commands with a name that begins with ``name``. Without any, search their other names (`also`)."""
         name = name.lower()
         found = [command for command in self.values() if command.name.startswith(name)]
         return found or [each for each in self.values() if any(other.startswith(name) for other in each.also)]

@@ -220,7 +220,7 @@ def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _column(pool: Pool, figures: PoolFigures, height: int, top: int) -> Sequence[int]:
-    """Return the kind of block that each of ``height`` cells of a chart's column shows, from bottom to top.
+    """Return the kinds of blocks that the ``height`` cells of a chart's column show, from bottom to top.
 
     The whole column stands for ``top`` blocks. If any blocks are in use, at least one cell shows it.
     """

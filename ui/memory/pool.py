@@ -168,7 +168,7 @@ class Pool:
     def _shorten_past(self, lost: set[int], *, incomplete: bool) -> None:
         """Cut off past tables at their first block in ``lost``: the blocks that have lost their tokens.
 
-        If ``incomplete``, further unknown blocks may have lost them, so remove all past tables.
+        If ``incomplete``, unknown other blocks may also have lost their tokens, so remove all past tables.
         """
         if incomplete:
             self.past.clear()

@@ -73,7 +73,7 @@ class Looks:
         return [table for table in self.pool.tables.values() if table.state != "swapped"]
 
     def follow_host(self) -> None:
-        """Update `host`: the table that uses each block in host memory."""
+        """Update `host`, which maps each used block in host memory to its table."""
         swapped = [table for table in self.pool.tables.values() if table.state == "swapped"]
         room = range(self.pool.num_host_blocks)
         self.host = {block: table for table in swapped for block in table.blocks if block in room}
@@ -165,7 +165,7 @@ class Grid:
     def block_at(self, x: int, row: int) -> tuple[int, bool] | None:
         """Return the number of the block at a cell, and whether it is in host memory. Return None for a gap.
 
-        After the last block, the number is that of a block that does not exist.
+        For a cell after the last block, the number is too large: no block has it.
         """
         group, cell = divmod(x - self.label_width, _GROUP + 1)
         column = group * _GROUP + cell

@@ -172,7 +172,7 @@ class Strands(LineView):
     def _follow_branch(self) -> None:
         """Scroll to the strands of a new current answer, only once, so that the user can scroll elsewhere.
 
-        If the strands do not fit, show their beginning: from the shared root on, or else from the last fork on.
+        The screen begins with the root of their tree if all of them then fit. Otherwise it begins with their last fork.
         """
         if (current := self.memory.current) == self._shown:
             return

@@ -163,7 +163,7 @@ class BlockTableView(LineView):
         return parts
 
     def _listed(self, table: TableView, others: Sequence[TableView]) -> str:
-        """Return the names of the tables ``others`` as a text, tables of the same request as ``table`` first.
+        """Return the names of the tables ``others`` as a text. Tables of the same request as ``table`` are first.
 
         Of each request, only the first table is named, followed by the number of its other tables: ``turn 2 +3``.
         """

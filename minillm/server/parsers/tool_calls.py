@@ -170,7 +170,7 @@ class CallReader:
         return ""
 
     def _bracket_kind(self) -> str | None:
-        """Return what `_kind` returns if the held text begins with a bracket: "json", "python", "" or None."""
+        """Return the result of `_kind` for a held text that begins with a bracket: "json", "python", "" or None."""
         held, is_tagged = self._held, bool(self._tag)
         fenced = bool(self._closers)
         unknown = False

@@ -176,7 +176,7 @@ class ResponseWriter:
         return found
 
     def _part(self, text: str) -> Json:
-        """Return the content of the open item, with ``text``, as a content part of the API."""
+        """Return ``text``, the text of the open item, as a content part in the format of the API."""
         assert self._item is not None
         if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}

@@ -144,7 +144,7 @@ class NoBody(msgspec.Struct, forbid_unknown_fields=True):
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """If the ``with`` block raises BadField, change the field's name from its name in chat requests to this API's."""
+    """If the ``with`` block raises BadField, replace the chat request's name of the field by this API's name."""
     try:
         yield
     except BadField as error:

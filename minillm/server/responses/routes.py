@@ -158,9 +158,10 @@ def _stored(service: Service, tenant: str, name: str, field: str = "", code: str
 
 
 def _items(service: Service, tenant: str) -> Callable[[str], Json | None]:
-    """Return a function that looks up an output item of a stored response by the item's id; None if it is unknown.
+    """Return a function that returns an output item of a stored response, given the item's id.
 
-    The function raises BadField once the items that it has returned have more than `_MOST_REFERENCED` bytes in total.
+    The function returns None for an unknown id. It raises BadField once the items that it has returned have more than
+    `_MOST_REFERENCED` bytes in total.
     """
     num_bytes = 0
 
