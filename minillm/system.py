@@ -98,7 +98,7 @@ def processor_features() -> str:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Return the system's description of its last processor; empty if the system has no description."""
+    """Return the fields of /proc/cpuinfo for the last processor, by name; empty if the file does not exist."""
     path = Path("/proc/cpuinfo")
     return _fields(path) if path.exists() else {}
 

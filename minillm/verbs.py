@@ -25,7 +25,7 @@ SomeParams = Params | Sequence[Params] | None
 
 
 class Host(Protocol):
-    """The part of the LLM class that these functions use."""
+    """The part of the LLM class that the functions of this module use."""
 
     name: str
     _driver: Driver

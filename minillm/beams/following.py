@@ -18,7 +18,9 @@ from minillm.sequence import Flight, SequenceGroup
 
 @dataclass(slots=True)
 class Followed:
-    """The pending decisions of one step's beam searches (a `minillm.sequence.Flight`). Some searches run on the CPU.
+    """The pending decisions of one step's beam searches, as a `minillm.sequence.Flight`.
+
+    At least one search runs on the device. Searches of other groups may run on the CPU in the same step (``hosted``).
 
     Attributes:
         follow: the method `minillm.beams.method.Beams.follow`, which applies the device's choice for a group.

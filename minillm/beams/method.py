@@ -200,7 +200,7 @@ class Beams:
     def _follow_rows(self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]) -> None:
         """Replace each beam that did not survive by a fork of a surviving beam.
 
-        The order is that in which `kernels.choose_beams` replaced the rows of its device state.
+        `kernels.choose_beams` has replaced the beams in the device state in the same order.
         """
         [choice], [chosen], preemption = choices, survivors, self.requests.scheduler.preemption
         if len(chosen) < len(group.sequences):
@@ -280,7 +280,7 @@ class Searches:
     def _logprobs(self, step: BeamStep, candidates: list[list[Candidate]]) -> dict[tuple[int, int], TokenLogprobs]:
         """Return the model's own log-probabilities of all continuations, by (row of logits, token).
 
-        Empty if the request does not want them.
+        The result is empty if the request does not want log-probabilities.
         """
         count = step.group.params.logprobs
         if count is None:
@@ -321,8 +321,8 @@ def grammar_error(step: BeamStep) -> str | None:
 def places(group: SequenceGroup) -> dict[int, int]:
     """Return the rank of each running beam among the answers so far, by seq_id. The best answer has rank 0.
 
-    Finished beams take ranks as well. Beams beyond the number of requested answers rank after all others. Empty if the
-    search is done.
+    Finished beams take ranks as well. Beams beyond the number of requested answers rank after all others. The result is
+    empty if the search is done.
     """
     state: BeamState = group.state
     running = [beam for beams in state.beams for beam in beams]

@@ -15,7 +15,7 @@ Beam = TypeVar("Beam")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A continuation of beam number ``beam`` by ``token_id``. ``logprob`` is the sum over its generated tokens."""
+    """A continuation of beam number ``beam`` by ``token_id``. ``logprob`` includes all generated tokens of the beam."""
 
     logprob: float
     beam: int

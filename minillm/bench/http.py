@@ -141,7 +141,7 @@ def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) ->
 
 
 def _message(request: Request, salt: str) -> bytes:
-    """Return the bytes of an HTTP request for a streamed answer. ``salt`` is its field `cache_salt`."""
+    """Return the bytes of an HTTP request for a streamed answer. ``salt`` becomes the request's `cache_salt`."""
     prompt, params = request
     assert isinstance(params, SamplingParams)
     body = {"prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}

@@ -63,7 +63,7 @@ class LatencyResult:
 def measure(subject: Subject, options: Options) -> list[LatencyResult]:
     """Measure the model on random prompts. If a peer is given, measure it on the same prompts in alternating runs.
 
-    With `Options.busy`, measure again while that many other processes keep a core busy each.
+    With `Options.busy`, measure again while that many other processes each keep a core busy.
     """
     llm, model = subject.llm, subject.llm.engine.runner.model
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +92,7 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Keep ``count`` cores busy inside the ``with``, with a process for each. If this process dies, they end."""
+    """Keep ``count`` cores busy inside the ``with``, each with a child process. The children end with this process."""
     command = [sys.executable, "-I", "-S", "-c", _LOOP, str(os.getpid())]
     processes: list[subprocess.Popen[bytes]] = []
     try:

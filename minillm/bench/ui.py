@@ -58,7 +58,7 @@ _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": 6000, "ignore_eos": True
 
 @dataclass(frozen=True)
 class UiFigures:
-    """The results of the workload. Times are in seconds; `slowdown` and the shares are fractions."""
+    """The results of the workload ``ui``. Times are in seconds. `slowdown` and the shares are fractions."""
 
     first_paint: float = shown("ms to the first paint", ".0f", 1e3)
     key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
@@ -178,7 +178,7 @@ async def _opening() -> tuple[float, float]:
 
 
 async def _drawing() -> float:
-    """Return the fraction of a core that the app uses to draw a pool that changes `FRAMES` times a second."""
+    """Return the fraction of a core that the app uses to draw a block pool, which changes `FRAMES` times a second."""
     sequences = 64  # together, their blocks fill the pool
     async with _app({"num_blocks": 64}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]

@@ -47,7 +47,10 @@ class PrefixCache:
         return block in self._entries
 
     def after(self, node: Node) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens of every indexed block that directly follows ``node``. Slow: this scans the whole index."""
+        """Yield the tokens of every indexed block that directly follows the block with number ``node`` (or a salt).
+
+        Slow: this scans the whole index.
+        """
         return (tokens for before, tokens in self._blocks if before == node and type(before) is type(node))
 
     def entry(self, block: int) -> PrefixEntry | None:
@@ -58,7 +61,7 @@ class PrefixCache:
         return PrefixEntry(node, before, token_ids)
 
     def nodes(self) -> set[Node]:
-        """Return the nodes of all indexed blocks."""
+        """Return the nodes (numbers in the index) of all indexed blocks."""
         return {node for node, _ in self._entries.values()}
 
     def match(self, token_ids: Sequence[int], salt: str | None, limit: int) -> tuple[list[int], list[Node]]:

@@ -93,7 +93,7 @@ def load(model: str, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
 def remote_engine(url: str) -> tuple[str, ...]:
     """Return the command line of a process that connects to the engine of the server at ``url``.
 
-    The app runs this process in place of its own engine's. Raises UsageError if ``url`` is invalid.
+    The app runs this process instead of a process with an engine of its own. Raises UsageError if ``url`` is invalid.
     """
     from minillm.server.sessions.remote import Address
 

@@ -84,7 +84,7 @@ def _options(actions: Iterable[argparse.Action]) -> Iterator[Entry]:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of an option's help text, followed by its default."""
+    """Return the first sentence of an option's help text, followed by the option's default."""
     default = re.search(r" \(default: [^()]*\)$", text)
     first = re.split(r"\. (?=[A-Za-z])", text.removesuffix(default[0] if default else ""))[0]
     return first + (default[0] if default else "")

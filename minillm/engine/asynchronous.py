@@ -10,7 +10,10 @@ Item = TypeVar("Item")
 
 
 async def in_threads(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
-    """Yield the items of a blocking generator, which runs in worker threads. Closing this generator closes that one."""
+    """Yield the items of a blocking generator, which runs in worker threads.
+
+    Closing the asynchronous generator also closes the blocking one.
+    """
     lock = threading.Lock()  # the thread of a cancelled task must end before the generator is closed
 
     def locked(step: Callable[[], Item | None]) -> Item | None:

@@ -153,7 +153,7 @@ class Samples:
 
 @dataclass(slots=True)
 class Draws:
-    """The tokens that one step draws for sampled requests; see `minillm.sequence.Flight`."""
+    """The tokens that one step draws for sampled requests, as a `minillm.sequence.Flight`."""
 
     samples: Samples
     chunks: list[Chunk]  # one for each drawn token

@@ -168,7 +168,7 @@ class Scheduler:
         self.preemption.free(sequence)
 
     def remove(self, groups: Collection[SequenceGroup]) -> None:
-        """Remove groups from the queues and free their blocks, except those of idle sequences."""
+        """Remove groups from the queues and free their blocks, except the blocks of idle sequences."""
         for group in groups:
             for sequence in group.sequences:
                 if sequence.seq_id not in self.idle.idle:

@@ -94,7 +94,7 @@ class Budget:
 
     @property
     def most_dequantized(self) -> int:
-        """Maximum bytes of a model's weights that the engine dequantizes if `chooses_weights`."""
+        """Maximum bytes that dequantized weights may take: if `chooses_weights`, larger models stay low-bit."""
         return int((self.available - self.draft_bytes) * CPU_DEQUANTIZED_SHARE)
 
     def with_weights(self, weights: str) -> Budget:
@@ -110,7 +110,7 @@ class Budget:
         return "int4" if packs and weights == "stored" else "expanded"
 
     def keeps_copy(self, weights: Weights, shape: Shape) -> bool:
-        """Return whether the engine keeps a 16-bit copy of low-bit weights next to them, on a GPU.
+        """Return whether the engine, on a GPU, keeps a 16-bit copy of low-bit weights in addition to these weights.
 
         The option ``weights`` asks for a copy with "both". With "auto" a copy is kept if there is enough memory. In
         deterministic mode no copy is kept, because the free memory must not decide which kernel computes a result.

@@ -166,7 +166,7 @@ def _products(tensor: StoredTensor, layout: Layout) -> tuple[float, float]:
 
 
 def _in_blocks(rows: int, columns: int, block: tuple[int, int]) -> int:
-    """Return the number of elements of a matrix that FBGEMM pads to whole blocks."""
+    """Return the number of elements of a matrix after FBGEMM has padded it to whole blocks."""
     return -(-rows // block[0]) * block[0] * -(-columns // block[1]) * block[1]
 
 

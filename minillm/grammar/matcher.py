@@ -21,7 +21,7 @@ _NOTHING_ALLOWED = (
 
 @dataclass
 class Family:
-    """The state that a matcher and all its copies share. In the library they share one lexer and its size limits."""
+    """The state that a matcher and all its copies share. In llguidance, the copies share one lexer with size limits."""
 
     has_failed: bool = False  # the shared lexer may have failed, so a new matcher must be compiled
 

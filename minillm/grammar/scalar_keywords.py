@@ -79,7 +79,7 @@ def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
 
 
 def _inner(bound: float, *, up: bool) -> float:
-    """Return the bound nearest to ``bound`` that llguidance represents exactly and that allows no further numbers.
+    """Return the bound nearest to ``bound`` that llguidance represents exactly, allowing no number beyond ``bound``.
 
     ``up``: ``bound`` is a minimum, so the result may be larger. Otherwise it is a maximum, and the result may be
     smaller.

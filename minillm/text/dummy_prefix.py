@@ -37,7 +37,7 @@ def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
 def _removable(step: Step) -> list[Step]:
     """Return the steps that replace ``step`` if it adds a prefix. Otherwise return an empty list.
 
-    The returned steps add the prefix as well, but remove it again before a mark.
+    The returned steps add the prefix as well, but remove it again from a text that begins with the mark.
     """
     kind = step["type"]
     if kind == "Prepend":

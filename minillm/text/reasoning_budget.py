@@ -29,7 +29,7 @@ class ReasoningTags:
 
     Attributes:
         opening: the id of the opening tag; None if the tag is not one token.
-        closing, closed: the ids of `CLOSING` and of `CLOSED`.
+        closing, closed: the token ids of the texts `CLOSING` and `CLOSED`.
         spelled: the bytes of both tags by id, if each tag is one token. The tokenizer has no bytes for special tokens.
     """
 

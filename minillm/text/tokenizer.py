@@ -358,7 +358,7 @@ def _state(step: Any) -> dict[str, Any] | None:
 
 
 def _with_state(step: Any, state: Any) -> Any:
-    """Fill ``step``, an empty sequence, with ``state``, a step as in tokenizer.json. Return ``step``."""
+    """Load ``state``, the JSON object of a step, into ``step``, an empty Sequence of the library. Return ``step``."""
     step.__setstate__(json.dumps(state).encode())
     return step
 
