@@ -158,7 +158,7 @@ class LoadingBar(Widget):
 
 
 def progress_line(loading: Progress, rate: float, width: int) -> str:
-    """Return the line that shows ``loading``. ``rate`` is in units per second, 0 if unknown."""
+    """Return the line that shows ``loading``. ``rate`` is in ``loading.unit`` per second, 0 if unknown."""
     in_bytes, total = loading.unit == "bytes", loading.total
     shown, unit = (size, "") if in_bytes else (count, f" {clean_line(loading.unit, 20)}")
     words = [clean_line(loading.label, 60)]

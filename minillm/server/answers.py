@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Usage:
-    """The numbers of tokens of one request, summed over its prompts."""
+    """The token usage of one request, summed over its prompts."""
 
     prompt: int = 0
     completion: int = 0
@@ -43,9 +43,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Frame:
-    """Encodes the response to one request, or its chunks, in OpenAI's format.
+    """Encodes the response to one request in OpenAI's format, complete or in chunks.
 
-    It implements `minillm.server.generating.Framing`. All chunks of a response contain the fields of this class.
+    It implements `minillm.server.generating.Framing`. Every chunk of a response contains the fields of this class.
     """
 
     ping: ClassVar[bytes] = b": alive\n\n"

@@ -119,7 +119,7 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: dict[str, str] | None = None  # labels that the client sets; they have no effect
     safety_identifier: str | None = None  # a label that the client sets; has no effect
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # has no effect
-    # our own
+    # fields of our own, which are not in OpenAI's API
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -144,7 +144,7 @@ class _Generation(CommonFields):
     n: int | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None  # must not be true, because nothing is stored
-    # our own
+    # fields of our own, which are not in OpenAI's API
     beam_width: int | None = None
     use_beam_search: bool | None = None  # use beam search with ``n`` or ``best_of`` beams
     length_penalty: float | None = None

@@ -129,7 +129,7 @@ def reading(answer: Answer) -> str:
 def summary(answer: Answer) -> str:
     """Return a line about an answer: its length, its speed, cached tokens, and why it ended.
 
-    Before the first token, return `reading`.
+    Before the first token, return the text of `reading` instead.
     """
     if answer.time_to_first_token is None and answer.finish_reason is None:
         return reading(answer)

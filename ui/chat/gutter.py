@@ -9,7 +9,7 @@ from minillm.ui.drawing import Drawn
 from minillm.ui.memory.pool import NUM_COLORS, BlockState, Pool
 from minillm.ui.textual_internals import Growing
 
-# The characters of a block's line: of most rows, and of the first row. Shapes differ, for use without color.
+# For each kind of block, its character in most rows, and in its first row. Shapes differ, for use without color.
 _SHARED, _OWN, _FILLING = ("┃", "┣"), ("│", "├"), ("╎", "├")
 _LOOKS = {BlockState.SHARED: _SHARED, BlockState.PINNED: _SHARED, BlockState.CACHED: _SHARED, BlockState.OWNED: _OWN}
 

@@ -19,7 +19,8 @@ _FORMULA = re.compile(
 )
 _ESCAPED = re.compile(r"\\[^*_`#~<>.|+\-&\n]")  # a backslash before a character without a meaning in Markdown
 _NAME = re.compile(r"__[a-z0-9]+(?:_[a-z0-9]+)*__(?!\w)")  # __init__
-_TIMES = re.compile(r"(?<=[A-Za-z0-9_])\*{1,2}(?=[A-Za-z0-9_])")  # 2*x*4; but Chinese has no space before emphasis
+# 2*x*4. Only ASCII characters count, because Chinese text has no space before emphasis.
+_TIMES = re.compile(r"(?<=[A-Za-z0-9_])\*{1,2}(?=[A-Za-z0-9_])")
 _CLOSED_BY = {"\\[": "\\]", "$$": "$$", "\\b": "\\end{"}  # opening -> closing of a formula of several lines
 _CODE = re.compile(
     r"(?:(?:async|def|class|for|while|if|elif|with|match|case|function|func|fn|public|private|protected|static|struct|impl"

@@ -146,7 +146,7 @@ class Strands(LineView):
         return copy is not None and self._is_new(("copy", block), copy.moment, _TORN)
 
     def _lost(self, width: int) -> list[tuple[str, str]]:
-        """Return lines about the current answer if it has no table, or about those of its beams that have none."""
+        """Return lines about the current answer if it has no block table, or about its beams without a table."""
         lines = [(line, "name") for line in self.memory.lost_lines(width)]
         held = {table.index for table in self.memory.current_tables}
         owner, num_beams = self.memory.current, self.memory.num_beams if held else 0

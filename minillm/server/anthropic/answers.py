@@ -17,7 +17,7 @@ from minillm.text.safe import parse_strict_json
 
 # Types of errors by status.
 _KINDS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error"}
-_NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequences"}  # our names of fields -> theirs
+_NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequences"}  # our field names -> Anthropic's
 
 
 @dataclass

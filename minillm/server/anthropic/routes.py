@@ -96,7 +96,7 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
     speed: str | None = None
     user_profile_id: str | None = None
-    # our own
+    # fields of our own, which are not in Anthropic's API
     seed: int | None = None
     cache_salt: str | None = None
     priority: int = 0

@@ -101,7 +101,7 @@ def _call(name: str, function: str) -> Json:
 
 
 def _reason(reason: str | None, has_called: bool) -> str | None:
-    """Return the finish reason in OpenAI's format. An answer that called tools and ended by itself has "tool_calls"."""
+    """Return the finish reason in OpenAI's format: "tool_calls" if the answer called tools and ended by itself."""
     return "tool_calls" if has_called and reason == "stop" else reason
 
 
