@@ -1,8 +1,8 @@
 """Draw text that changes often, and limit how often parts of the screen are drawn.
 
-If the model computes on the same cores, drawing slows the model down. On two cores, a matmul runs in two threads. One
-of them shares its core with drawing, and the other waits for it. So each drawing is followed by a pause, which limits
-drawing to a fraction of a core.
+If the model computes on the app's CPU cores, drawing slows the model down. On two cores, a matmul runs in two threads.
+One of them shares its core with drawing, and the other waits for it. So each drawing is followed by a pause, which
+limits drawing to a fraction of a core.
 """
 
 import asyncio
@@ -85,12 +85,12 @@ def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Cont
 class Drawing:
     """Draws a part of the screen when it changes, but not too often.
 
-    If the model computes on the same cores, drawing takes at most ``share`` of one core, but happens at least once in
-    ``longest`` seconds.
+    If the model computes on the app's CPU cores, drawing takes at most ``share`` of one core, but happens at least once
+    in ``longest`` seconds.
     """
 
     def __init__(self, widget: Widget, draw: Callable[[], Awaitable[None]], *, share: float, longest: float) -> None:
-        self.beside_model = False  # whether the model computes on the same cores: see `pace`
+        self.beside_model = False  # whether the model computes on the app's CPU cores: see `pace`
         self._widget, self._draw = widget, draw
         self._share, self._longest = share, longest
         self._interval = _SHORTEST
@@ -103,7 +103,10 @@ class Drawing:
         return self._interval if self.beside_model else _SHORTEST
 
     def pace(self, beside_model: bool) -> None:
-        """Set whether the model computes on the same cores. The time of a requested drawing changes accordingly."""
+        """Set whether the model computes on the app's CPU cores, which limits how often drawing happens.
+
+        The time of a requested drawing changes accordingly.
+        """
         if beside_model == self.beside_model:
             return
         self.beside_model = beside_model

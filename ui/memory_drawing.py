@@ -33,7 +33,7 @@ class MemoryDrawing:
     def take(self, event: CacheChanged | Stepped | MemoryUse) -> None:
         """Request a drawing of an event. The first copy on write of each answer is drawn at once.
 
-        Other events wait for the usual interval, which may be seconds if the model runs on the same cores.
+        Other events wait for the usual interval, which may be seconds if the model computes on the app's CPU cores.
         """
         self.drawing.soon()
         if isinstance(event, CacheChanged):

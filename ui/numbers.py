@@ -48,7 +48,7 @@ def sparkline(values: Sequence[float], width: int, most: float) -> str:
 def spans(numbers: Sequence[int], most: int = 1_000) -> str:
     """Return the numbers as runs in their order: ``3–7, 12``.
 
-    If there are more than ``most`` runs, the others are replaced by ``…``.
+    If there are more than ``most`` runs, ``…`` stands for the rest.
     """
     parts = [span(first, length) for _, first, length in islice(contiguous_runs(numbers), most + 1)]
     return ", ".join([*parts[:most], "…"] if len(parts) > most else parts)

@@ -104,7 +104,7 @@ class Reporter:
     def end_step(self, answers: Iterable[Answer]) -> None:
         """Record an engine step. Then send text, beams and the progress of prompts.
 
-        Each of these is sent only if its interval has passed.
+        Each kind of report is sent only if the interval since the last one has passed.
         """
         if (step := self._engine.figures.last_step) is not None and step is not self._last_step:
             self._steps.append(step)
@@ -164,7 +164,7 @@ class Reporter:
         self.send(messages.BeamsChanged(answer.command.request_id, beams))
 
     def end_beams(self, answer: Answer, output: RequestOutput) -> None:
-        """Send the beams of a finished beam search. Then send that each of these completions has ended."""
+        """Send the beams of a finished beam search, then a `Finished` event for each beam."""
         self._send_beams(answer, output)
         for each in output.outputs:
             self._send_end(answer, each.index, each.finish_reason or "abort", len(each.token_ids))

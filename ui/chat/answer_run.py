@@ -176,7 +176,7 @@ class AnswerRun:
     def _make_room(self, event: messages.ContextFull) -> Ending | None:
         """Ask again without the oldest turns, because the context is full.
 
-        Return an ending only if this is not possible: the last question alone does not fit, or the answer is a
+        Return an ending only if asking again is impossible: the last question alone does not fit, or the answer is a
         continuation.
         """
         if self._superseded:

@@ -108,7 +108,7 @@ def text_of(candidate: Candidate, inside: bool = False) -> str:
 def _same_as(candidates: Sequence[Candidate], texts: Sequence[str], index: int) -> int | None:
     """Return the index of the first candidate with the same text as candidate ``index``.
 
-    Return None if there is no earlier one, or if one of the two has not ended.
+    Return None if there is no such candidate before ``index``, or if one of the two has not ended.
     """
     first = texts.index(texts[index])
     ended = all(candidates[each].finish_reason is not None for each in (first, index))

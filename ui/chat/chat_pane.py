@@ -30,7 +30,7 @@ from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, Engine
 from minillm.ui.memory.pool import Pool
 
 _SAVE_INTERVAL = 2.0  # seconds between saves while an answer grows
-_LINES_AHEAD = 6  # lines that a growing paragraph reserves if the model computes on the same cores
+_LINES_AHEAD = 6  # lines that a growing paragraph reserves if the model computes on the app's CPU cores
 LONG_ANSWER = 10.0  # the end of an answer rings the bell if it took more than this many seconds
 
 
@@ -47,7 +47,7 @@ class ChatPane(Vertical):
     search = getters.query_one(SearchBar)
 
     beside_model: var[bool] = var(False)
-    """True while the model computes an answer on the same cores."""
+    """True while the model computes an answer on the app's CPU cores."""
 
     editing: var[Turn | None] = var(None)
     """The turn with the question that is being edited in the prompt."""
@@ -285,7 +285,7 @@ class ChatPane(Vertical):
             await self.accept(leaf, 0)
 
     def refresh_status(self) -> None:
-        """Update the status bar. If the model computes on the same cores, make drawing and reports less frequent."""
+        """Update the status bar. If the model computes on the app's CPU cores, draw and report less often."""
         loaded = self.engine.loaded
         leaf = self.leaf = self.conversation.leaf
         on_cpu = loaded is not None and loaded.device == "cpu"

@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def num_context_tokens(self) -> int:
-        """Return the number of tokens of the prompt plus those of the answer, or of the longest candidate."""
+        """Return the number of tokens in the context: the prompt, and the answer or its longest candidate."""
         longest = max((candidate.num_tokens for candidate in self.candidates), default=self.num_output_tokens)
         return self.num_prompt_tokens + longest
 
@@ -100,7 +100,7 @@ class Turn:
 
 
 class Fork(NamedTuple):
-    """The beginning of another version of an answer: its first tokens, then an alternative to the next one."""
+    """The beginning of a new version of an answer: the answer's first tokens, then an alternative to its next token."""
 
     tokens: list[TokenChoice]  # the first tokens of the answer, then the chosen alternative
 

@@ -20,7 +20,7 @@ class EngineOptions:
         self._ready, self._system, self._seconds = ready, "", 0.0
 
     def pin(self, system: str) -> None:
-        """Pin the blocks of a system prompt instead of those of the previous one."""
+        """Pin the blocks of a system prompt, and unpin the blocks of the previous system prompt."""
         if self._ready and system != self._system:
             self._system = system
             self._send(Pin(system))

@@ -182,7 +182,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 self._heights[known[view]] = bottom - top
 
     def _follow(self) -> None:
-        """Schedule a change of the mounted items if the screen has come near the first or the last of them."""
+        """Schedule a change of the mounted items if the screen has come near the first or the last mounted item."""
         top, screen = self.scroll_offset.y, self.size.height
         spare = int(window.SPARE * screen)
         near_top = self.shown.start > 0 and top - spare < self._above.virtual_region.bottom

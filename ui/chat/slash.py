@@ -73,7 +73,7 @@ class CommandTable(dict[str, SlashCommand]):
         return add
 
     def bindings(self, *scopes: Scope) -> list[Binding]:
-        """Return the key bindings of the commands with one of these scopes."""
+        """Return the key bindings of all commands with a scope in ``scopes``."""
         return [binding for command in self.values() if command.scope in scopes for binding in command.bindings()]
 
     def parse(self, text: str) -> tuple[SlashCommand, str]:

@@ -1,4 +1,4 @@
-"""The scrolling list of the conversation's turns and the app's notes. Only those near the screen have widgets."""
+"""The scrolling list of the conversation's turns and the app's notes. Only items near the screen have widgets."""
 
 from __future__ import annotations
 

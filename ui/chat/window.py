@@ -1,4 +1,4 @@
-"""Choose the mounted items of a long list: the visible items, and those on some screens above and below.
+"""Choose the mounted items of a long list: the visible items, and the items of a few screens above and below.
 
 A widget takes a thousand times the memory of its text, and more widgets make every layout slower. So a conversation of
 any length has widgets only for a few screens, and blank space in place of all other items. The functions take the

@@ -206,9 +206,9 @@ class Pool:
         return [*touched, *table.blocks[min(change.keep, same // self.block_size) :]]
 
     def _let_go(self, table: TableView | None, keep: int = 0) -> list[int]:
-        """Stop counting a table as a user of its blocks, from block number ``keep`` on. Return these blocks.
+        """Release a table's blocks after the first ``keep``: the table no longer counts as their user.
 
-        Other tables may still use them.
+        Return the released blocks. Other tables may still use them.
         """
         if table is None or table.state == "swapped":
             return []

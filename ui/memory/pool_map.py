@@ -176,7 +176,7 @@ class Grid:
 
 
 class PoolMap(LineView):
-    """Shows rows of blocks, each after the number of its first block. If host memory is in use, its rows are last.
+    """Shows rows of blocks, each after the number of its first block. Blocks in host memory have the last rows.
 
     A free block is a dot. A full block shows a letter for its state, or the number of sequences that share it. A partly
     filled block is a bar. If the map is colored by sequence, a block shows the letter of its sequence.

@@ -62,7 +62,7 @@ class Fading:
 
 
 def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
-    """Combine ended tables that should be shown as one: those of the same sequence, and all beams of a search.
+    """Combine ended tables that are shown as one: all tables of a sequence, and the tables of all beams of a search.
 
     Beams are combined because they come and go quickly. ``searches`` returns whether an owner is a beam search.
     """
@@ -129,8 +129,8 @@ class Strands(LineView):
     def _age(self, what: tuple[str, int], heard: float) -> float:
         """Return the seconds since a temporary line was first drawn.
 
-        ``heard`` is the time when the line's event was reported. If the model computes on the same cores, the line may
-        first be drawn seconds later. It is then shown as long as any other.
+        ``heard`` is the time when the line's event was reported. If the model computes on the app's CPU cores, the line
+        may first be drawn seconds later. It is then shown as long as any other line.
         """
         now = monotonic()
         return now - self._since.setdefault(what, now if now - heard < _LATE else heard)

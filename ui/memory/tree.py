@@ -44,8 +44,8 @@ class TreeLine:
 def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
     """Return the trees of all tables that have blocks, in the order of their first tables.
 
-    Each swapped table is a tree with a single leaf, because its ids are those of host blocks and have no relation to
-    device blocks.
+    Each swapped table is a tree with a single leaf. Its block ids are ids of host blocks, so they have no relation to
+    the ids of device blocks.
     """
     order = {table.seq_id: number for number, table in enumerate(tables)}
     # After sorting, a node's tables are adjacent. Blocks that the first and the last of them share are shared by all.
@@ -136,7 +136,7 @@ def num_drawn(line: TreeLine) -> int:
 
 
 def few(places: list[int], most: int) -> list[int]:
-    """Return ``places``. If there are too many, return only ``most`` of them, with `FOLD` in place of the others."""
+    """Return ``places``, shortened to ``most`` numbers if there are too many. `FOLD` stands for the missing ones."""
     if not most or len(places) <= most + 1:
         return places if most else []
     first = max(1, most // 3)
@@ -144,7 +144,7 @@ def few(places: list[int], most: int) -> list[int]:
 
 
 def root_and_fork(lines: Sequence[StrandLine], row: int) -> tuple[int, int]:
-    """Return two line numbers for line ``row``: of its tree's root, and of the node where its strand has forked off."""
+    """Return the numbers of two lines at or above line ``row``: its tree's root, and its strand's last fork."""
     rails = len(lines[row].tree.rails)
     fork = row
     while fork and (lines[fork].place != HEAD or (rails and len(lines[fork].tree.rails) >= rails)):

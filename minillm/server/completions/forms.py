@@ -84,7 +84,7 @@ def _message(parts: list[Part]) -> Json:
 
 
 def _delta(part: Part) -> Json:
-    """Return what ``part`` adds to a message, in the format of a stream's chunk."""
+    """Return the fields that ``part`` adds to a message, in the format of a stream's chunk."""
     match part:
         case TextPart(text):
             return {"content": text}
