@@ -107,7 +107,7 @@ def two_digits(a, b):
 
 @triton.jit
 def bytes_at(a, b, c, d, place):
-    """Pack the bytes at ``place``, 0 or 1, of four words in one word."""
+    """Take the byte with index ``place`` (0 or 1) of each of four words. Pack these bytes into one word."""
     if INTERPRETED:
         shift = place * 8
         return (

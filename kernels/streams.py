@@ -16,7 +16,10 @@ import torch
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which all CUDA graphs of a device are captured. cuBLAS also keeps 32 MiB per stream."""
+    """Return the one stream on which all CUDA graphs of a device are captured.
+
+    A second stream would also take memory: cuBLAS keeps 32 MiB per stream.
+    """
     return torch.cuda.Stream(device)
 
 

@@ -99,7 +99,7 @@ def _produce(
     q_s, k_s, v_s, q_full, k_full, v_full, k_empty, v_empty,
     TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the queries to shared memory, then K and V of each tile once both consumers have released its stage."""
+    """Copy the queries to shared memory. Then copy K and V of each tile, as soon as both consumers release a stage."""
     mbarrier.expect(q_full, 2 * 64 * HEAD_DIM * 2)
     _copy(q_desc, [q_row, q_column], q_full, q_s.index(0))
     _copy(q_desc, [q_row + 64, q_column], q_full, q_s.index(1))

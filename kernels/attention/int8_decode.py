@@ -56,9 +56,9 @@ def _columns(words, LANES: tl.constexpr, COUNT: tl.constexpr):
 def load_queries(
     q_ptr, head_stride, TILE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
-    """Load the queries of tile TILE's four heads as stored: HEAD_DIM / 4 values per lane, in tensors of four words.
+    """Load the queries of four heads (tile number TILE) without converting them.
 
-    `digits` converts the result.
+    Each lane gets HEAD_DIM / 4 values, in tensors of four words. `digits` converts them.
     """
     lanes = tl.arange(0, WARPS * 32)
     head = TILE * HEADS + lanes % 32 // 8  # column r is a digit of head r / 2

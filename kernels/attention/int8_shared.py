@@ -53,7 +53,8 @@ _LEAST = tl.constexpr(1e-30)  # minimum of V's scales, so that scales of zeros h
 def _k_tile(loaded, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
     """Convert a loaded tile of K to ``[TOKENS, HEAD_DIM]`` in 16 bits (DTYPE).
 
-    Dimensions are in the same order as in `_in_order_of_k`. bfloat16 values are multiplied by `BFLOAT_UNIT`.
+    The dimensions are permuted; `_in_order_of_k` permutes the queries in the same way. bfloat16 values are multiplied
+    by `BFLOAT_UNIT`.
     """
     pairs = ()
     for chunk in tl.static_range(HEAD_DIM // 64):
@@ -101,7 +102,7 @@ def _parts(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _by_lanes(rows, ROWS: tl.constexpr):
-    """Give each lane the elements of ``rows [ROWS]`` for the rows that the lane stores: ``[lanes, 1, ROWS / 4]``."""
+    """Return in each lane the elements of ``rows [ROWS]`` for the rows that it stores: ``[lanes, 1, ROWS / 4]``."""
     rows = tl.broadcast_to(tl.reshape(rows, [1, ROWS // 8, 4, 2]), [WARPS * 8, ROWS // 8, 4, 2])
     return tl.reshape(tl.permute(rows, (0, 2, 1, 3)), [WARPS * 32, 1, ROWS // 4])
 
@@ -179,7 +180,7 @@ def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _load_v(v_ptr, ids, position, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Load the values of V that each lane needs: its adjacent dimensions of each of its tokens, packed in an int32.
+    """Load V for each lane: for each of the lane's tokens, the lane's adjacent dimensions, packed in an int32.
 
     Values after the end are arbitrary.
     """

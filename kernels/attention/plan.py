@@ -218,10 +218,10 @@ class WorkList:
         return self.at_a_time, self.tail_splits
 
     def fill(self, plan: Plan) -> WorkList:
-        """Copy ``plan`` to the device in one transfer, without waiting for it. Return this work list with the `launch`
-        of the plan.
+        """Copy ``plan`` to the device in one transfer, without waiting for it.
 
-        The plan may have at most as many sequences as the work list's capacity.
+        Return a work list with the same memory and the plan's `launch`. The plan may have at most as many sequences as
+        the work list's capacity.
         """
         room = [0] * (self.capacity - len(plan.order))
         words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts[:2] + plan.items

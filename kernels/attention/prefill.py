@@ -197,9 +197,9 @@ def _prefill_attention_kernel(
 def prefill_attention(
     q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float, *, capacity: int | None = None
 ) -> Tensor:
-    """Compute `reference.prefill_attention`. Requirements and ValueError are as in
-    `attention.decode.paged_attention`.
+    """Compute `reference.prefill_attention`.
 
+    The requirements are those of `attention.decode.paged_attention`, and so is the ValueError if they are not met.
     ``capacity`` is the maximum number of 8-bit context tokens to dequantize first, by default `capacity_for`.
     """
     num_tokens, num_heads, head_dim = q.shape

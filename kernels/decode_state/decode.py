@@ -144,7 +144,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 
 
 def penalize(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write the logits, changed by the penalties in their slots, to ``out``: see `reference.penalize`."""
+    """Apply the penalties in the slots to the logits. Write the results to ``out``: see `reference.penalize`."""
     n, vocab = logits.shape
     _penalize_kernel[(n, triton.cdiv(vocab, _PIECE))](
         out, logits, words, counts, rows, words.stride(0), logits.stride(0), vocab,

@@ -35,7 +35,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 
 
 def penalize(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write ``logits`` with each slot's repetition penalty, then its frequency and presence penalties, to float32
+    """Apply each slot's repetition, frequency and presence penalty, in this order. Write the results to float32
     ``out``.
 
     ``words`` is the device state, ``rows`` the slots: see `begin_decode`. ``counts`` are ``[num_rows, vocab]`` int32:

@@ -79,7 +79,7 @@ def describe(
 def _without_weights(name: str, on_progress: OnProgress, on_message: OnMessage) -> tuple[ModelConfig, Tokenizer | None]:
     """Return the configuration of a model that gets random weights, and its tokenizer or None.
 
-    ``name`` is a name in `SHAPES`, or any name of a model. Of a directory, only config.json is required.
+    ``name`` is in `SHAPES`, or names a model as elsewhere. If it is a directory, it needs only a config.json.
     """
     if name in SHAPES:
         return SHAPES[name], None

@@ -102,7 +102,7 @@ class LlamaTensors:
     def _order(self, name: str, rows: slice | None) -> Tensor | None:
         """Return the order in which to take stored rows of q, k or their norms, or None to keep their order.
 
-        ``rows`` must be whole heads. Indices count from the first of them.
+        ``rows`` must be whole heads. Indices count from the first of these rows.
         """
         order, dim = self._head_order, self.config.head_dim
         if order is None or not name.split(".")[-2].startswith(("q_", "k_")):

@@ -95,7 +95,7 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
 
 
 def grammar_now(sequence: Sequence) -> Matcher | None:
-    """Return the grammar matcher for a sequence's next token. None without a grammar, or while it is reasoning."""
+    """Return the grammar matcher for a sequence's next token. None without a grammar, or during its reasoning."""
     thought, matcher = sequence.thought, sequence.matcher
     return None if matcher is None or (thought is not None and thought.is_inside(sequence.token_ids)) else matcher
 

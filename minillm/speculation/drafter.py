@@ -160,7 +160,7 @@ def drafter_of(runner: Runner) -> Drafter | None:
 
 
 def price(draft: Llama, model: Llama) -> float:
-    """Return the time of a token of the draft model, as a fraction of the time of a token of the target model.
+    """Return the draft model's time per token, as a fraction of the target model's time per token.
 
     On a CPU the fraction is measured. On a GPU it is estimated from the bytes per token and the number of layers. A
     measurement there would vary between starts. The number of draft tokens, the rounding of matmuls and the outputs

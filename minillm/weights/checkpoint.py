@@ -141,7 +141,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     """A directory of safetensors with quantized matrices.
 
     A quantized matrix consists of several stored tensors, such as ``q_proj.qweight`` and ``q_proj.scales``. Their
-    shapes determine its format. It is read under the name of the unquantized matrix, ``q_proj.weight``.
+    shapes determine its format. The matrix is read under its unquantized name, ``q_proj.weight``.
     """
 
     def __init__(self, directory: Path, quantization: Quantization) -> None:

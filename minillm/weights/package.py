@@ -87,7 +87,7 @@ def _fetch(source: PackageSource, work: Path, on_progress: OnProgress) -> Path:
 
 
 def _pip_wheel(package: str) -> str:
-    """Return the wheel of pip that comes with Python, or an empty string if pip is installed.
+    """Return the path of the pip wheel that comes with Python, or "" if pip is installed.
 
     Environments of uv have no pip. Raises DownloadError if Python has no wheel of pip either.
     """

@@ -172,9 +172,9 @@ def columns_of(
 def _placed(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[int, LowBit, Tensor | None, Tensor]]:
-    """Yield the number of each part's launch, followed by the tuple of `columns_of`. Numbers begin at 1.
+    """Yield each part's launch number, then the results of `columns_of`.
 
-    A single part has number 0.
+    The numbers begin at 1. A single part has number 0.
     """
     for number, each in enumerate(columns_of(parts, bias, out), 1):
         yield number if len(parts) > 1 else 0, *each

@@ -111,8 +111,8 @@ def halve_activations(
 ) -> HalfActivations:
     """Convert ``x [tokens, in]`` to float16 with a scale per token, after RMSNorm with ``norm`` (weight, eps) if given.
 
-    If ``order [in]`` of a matrix is given, columns are put into this order. NaN and infinity stay. Rows for padding
-    tokens, up to a multiple of eight or a tile of `many_tokens`, are arbitrary.
+    If the column order of a matrix, ``order [in]``, is given, columns are put into this order. NaN and infinity stay.
+    Rows for padding tokens, up to a multiple of eight or a tile of `many_tokens`, are arbitrary.
     """
     tokens, columns = x.shape
     turns = _turns(columns)

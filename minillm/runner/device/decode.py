@@ -90,7 +90,7 @@ class DecodeSteps:
         self._state.forwards.run(key, lambda: None)
 
     def _pad(self, size: int, to: int) -> None:
-        """Let a step of ``to`` sequences compute only the first ``size``."""
+        """Turn rows ``size`` to ``to`` (exclusive) into padding, for kernels that compute ``to`` sequences."""
         self._state.rows[size:to].fill_(-1)
 
     def shared(self, work: DecodeWork, size: int) -> WorkList | None:

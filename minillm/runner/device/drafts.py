@@ -97,6 +97,9 @@ class DraftSteps:
 
 
 def _sampling(chunk: Chunk) -> dict[int, int]:
-    """Return a chunk's sampling parameters as words of its tokens' rows (`Field` -> word); empty without any."""
+    """Return a chunk's sampling parameters as words of its tokens' rows: a dictionary `Field` -> word.
+
+    It is empty if the request does not sample.
+    """
     params = chunk.group.params
     return sampling_words(params, chunk.sequence) if isinstance(params, SamplingParams) else {}

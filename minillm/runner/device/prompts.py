@@ -2,8 +2,8 @@
 
 A model of 30 layers needs some 300 launches, which take 6 to 20 ms of CPU time. A small model computes a prompt of a
 few hundred tokens in less than 2 ms. There is a graph for each padded number of tokens and of sequences. Graphs of
-single prompts are recorded while the engine is idle. Padding tokens belong to no
-sequence, and their K and V are not written. Padding sequences have no tokens.
+single prompts are recorded while the engine is idle. Padding tokens belong to no sequence, and their K and V are not
+written. Padding sequences have no tokens.
 """
 
 from collections.abc import Iterator

@@ -227,7 +227,8 @@ class Rows:
         return [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
 
     def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
-        """Return how many first blocks of each sequence the device cannot change, and the sum of this over all beams.
+        """Return how many first blocks of each sequence the device cannot change, and the sum of these numbers over all
+        beams.
 
         Return None instead of the list if there are no beams: the device changes no other sequence's blocks.
         """

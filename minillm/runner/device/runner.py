@@ -232,7 +232,7 @@ class DeviceRunner(Runner):
         return [size for size in self.decode.sizes() if size < self.state.capacity]
 
     def _mixed(self, num_decodes: int, lengths: list[int], shared: WorkList | None) -> None:
-        """Launch the kernels of a step of sequences that decode, and of prompts. Their inputs are zeros."""
+        """Launch the kernels of a step of ``num_decodes`` sequences and prompts of ``lengths``, all with zeros."""
         prefill = self.batch([self._chunk(length) for length in lengths], 0)
         self.model.forward(self.mixed.padding(num_decodes, prefill, shared), self.kv_cache)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class DecodeWork:
-    """The work to compute one token of each decoding sequence from its row of device state (see `rows`)."""
+    """The work to compute one token of each decoding sequence, from its row of device state (see `device.rows`)."""
 
     num_seqs: int
     longest: int  # tokens of the longest sequence, this step's token included
