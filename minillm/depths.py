@@ -39,9 +39,10 @@ def depths(
 ) -> list[DepthAnswer]:
     """Answer a prompt after each of several numbers of reasoning tokens, in order.
 
-    The reasoning runs once, to the deepest depth. At each depth a fork ends it, as ``max_reasoning_tokens`` would, and
-    answers while the reasoning continues. All answers share the reasoning's blocks. Each answer is the same as from a
-    separate request with ``max_reasoning_tokens=depth`` and the same ``seed``.
+    The reasoning runs once, to the deepest depth. At each depth, a fork of the sequence ends the reasoning there, as
+    ``max_reasoning_tokens`` would, and answers. Meanwhile the reasoning continues. All answers share the reasoning's
+    blocks. Each answer is the same as that of a separate request with ``max_reasoning_tokens=depth`` and the same
+    ``seed``.
 
     Args:
         prompt: see `minillm.llm.LLM.generate`; or a conversation, as for `minillm.llm.LLM.chat`.

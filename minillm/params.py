@@ -233,8 +233,8 @@ class BeamSearchParams(_Params):
     """Hold the parameters of beam search, with the semantics of Hugging Face ``generate``.
 
     Penalties and biases change the log-probabilities of each beam, based on its own history; ``cumulative_logprob`` is
-    the sum of the changed log-probabilities. A ``beam_width`` of 1 is a search with one beam, not greedy decoding:
-    after an end token it continues with the second-best token.
+    the sum of the changed log-probabilities. A ``beam_width`` of 1 is a search with one beam, not greedy decoding: if
+    the best next token is an end token, the search continues with the second-best one.
 
     Raises:
         UsageError: a value of the wrong type or out of range.

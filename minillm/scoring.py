@@ -79,9 +79,9 @@ def perplexity(llm: Host, text: Prompt, *, stride: int | None = None) -> float:
     """Return ``exp`` of the mean negative log-probability of all tokens of a text but the first.
 
     A text longer than the context is scored in windows of ``max_model_len`` tokens, each ``stride`` tokens after the
-    previous one. Every token is scored once, in the first window that contains it. So, except in the first window, at
-    least ``max_model_len - stride`` tokens precede it. A smaller stride takes more windows and gives a lower, more
-    accurate result. Special tokens at the start of the text are only in the first window.
+    previous one. Every token is scored once, in the first window that contains it. So, except in the first window,
+    every scored token has at least ``max_model_len - stride`` tokens before it. A smaller stride takes more windows and
+    gives a lower, more accurate result. Special tokens at the start of the text are only in the first window.
 
     Args:
         text: text or token ids, of any length.

@@ -97,11 +97,11 @@ _FIRST, _LENGTH = 5000, 200  # first token id and length of a text of consecutiv
 
 
 def _counted(kept: int, lost: int) -> tuple[int, ...]:
-    """Return a text of ascending token ids: ``kept`` ids in a row, then ``lost`` ids are left out, and so on.
+    """Return a text of ascending token ids with gaps: ``kept`` ids in a row, then ``lost`` missing ids, and so on.
 
-    One foreign token replaces the ids that are left out, as in 5000 … 5011, a foreign token, 5015 … 5026, and so on.
-    A model that counts (`let_count`) repeats the text with the missing ids in place of the foreign tokens. The text's
-    last token makes the model start at the first id.
+    In each gap, one foreign token replaces the missing ids: 5000 … 5011, a foreign token, 5015 … 5026, and so on. A
+    model that counts (`let_count`) repeats the text with the missing ids instead. So drafts copied from the text are
+    rejected at each gap. The text's last token makes the model start at the first id.
     """
     text: list[int] = []
     for first in range(_FIRST, _FIRST + _LENGTH, kept + lost):

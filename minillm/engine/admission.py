@@ -62,7 +62,8 @@ def blocks_promised(group: SequenceGroup, block_size: int) -> int:
 def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: BlockManager, num_pinned: int) -> bool:
     """Return whether the predicted peak of the running groups and ``group`` fits into the pool.
 
-    The prediction assumes maximum lengths, which are rare. So it is skipped while half of the pool is free.
+    The prediction assumes that all sequences reach their maximum lengths, which is rare. So it is skipped, and the
+    result is True, while more than half of the pool is free.
     """
     if not running or 2 * cache.num_free > cache.num_blocks:
         return True

@@ -86,9 +86,9 @@ class Driver:
 
         Args:
             take: called with the number of sequences that could start. Returns (key, function that creates the request)
-                pairs; no pairs if there will be no more requests; None if there are none at the moment. It is called
-                when no request is queued, and when all earlier requests of this call are done. Only in the second case
-                may it block.
+                pairs. An empty result ends the input. None means that there is no request at the moment. `take` is
+                called when no request is queued, and when all earlier requests of this call are done. Only in the
+                second case may `take` block.
             refuse: returns the output of a rejected request. Without it, the exception is raised.
             added: called with the group of each accepted request.
         """

@@ -1,4 +1,7 @@
-"""The engine: requests in, tokens out, one step at a time: schedule -> run -> launch -> (wait) -> conclude.
+"""The engine turns requests into tokens, one step at a time.
+
+A step is scheduled, and the runner starts its forward pass. Each decoding method then launches its decisions, such as
+drawing tokens. To conclude the step, the CPU waits for these decisions and applies them to the sequences.
 
 If drawn tokens stay on the device, the next step is launched before the CPU waits for this step's tokens. The scheduler
 counts a pending token (`Sequence.num_pending`) like any other. If the sequence turns out to have ended, the next step's

@@ -32,7 +32,8 @@ class Request:
         hold: keep the completions' blocks when they end: the sequences become idle and can be parents.
         salt: only requests with the same salt share blocks in the prefix cache.
         streamed: `Driver.run` also yields the request's deltas.
-        offline: nobody reads the answer token by token. Steps that decode only such requests may compute more prompt.
+        offline: nobody reads the answer token by token. Steps that decode only such requests may compute more prompt
+            tokens.
         request_id: if empty, the driver generates one.
         owner: a name, such as that of a conversation, under which blocks on disk can be erased again. Empty: write no
             block of the request to disk, and read none.
