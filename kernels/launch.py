@@ -34,7 +34,7 @@ except ImportError:
 
 
 class NotCompiledError(Exception):
-    """A kernel's variant is not compiled, and `only_compiled` forbids compiling it."""
+    """A kernel's variant is not compiled, and `only_compiled` forbids compiling it. The argument is the `Variant`."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,10 @@ def _compile(jit: Any, compile_now: Callable[..., Any], *args: Any) -> Any:
         _, signature, _, constants, options, attributes, *_ = args
         target = jit.device_caches[driver.active.get_current_device()][2]
         arguments = (signature, constants, attributes, dict(options.__dict__))
+        variant = Variant(error.args[0], jit.__module__, jit.__name__, target, arguments)
         if _mode.found is not None:
-            _mode.found.append(Variant(error.args[0], jit.__module__, jit.__name__, target, arguments))
-        raise NotCompiledError(jit.__name__) from None
+            _mode.found.append(variant)
+        raise NotCompiledError(variant) from None
     finally:
         active_mode.reset(token)
 

@@ -41,7 +41,7 @@ class Machine:
     pending: list[str] = field(default_factory=list)
     launched: list[str] = field(default_factory=list)
     compiled_at_launch: list[str] = field(default_factory=list)
-    waits: int = 0
+    pending_at_waits: list[list[str]] = field(default_factory=list)
     num_processes: int = 1
     rests: int = 0
     not_compiled: type[Exception] = NotCompiledError
@@ -109,8 +109,10 @@ class Machine:
         self.pending = new + others if urgent else others + new
 
     def wait(self, variants: Iterable[str] | None = None, seconds: float | None = None) -> bool:
-        self.waits += 1
-        self.finish(1 if seconds else 100)
+        self.pending_at_waits.append(list(self.pending))
+        wanted = set(self.pending if variants is None else variants)
+        self.pending.sort(key=lambda name: name not in wanted)
+        self.finish(1 if seconds else len(wanted))
         return not self.pending
 
     def relax(self) -> None:
@@ -134,8 +136,8 @@ def test_without_idle_moments_all_kernels_of_a_step_compile_in_parallel() -> Non
     machine = Machine(compiled={"a"})
     ahead = Ahead(machine)
     assert ahead.run(machine.kernels("a", "b", "c"), key="step") == ["a", "b", "c"]
-    assert machine.waits == 1
-    assert machine.launched == ["a", "a", "b", "c"]
+    assert machine.pending_at_waits == [["b", "c"], ["c"]]
+    assert machine.launched[-3:] == ["a", "b", "c"]
     assert machine.compiled_at_launch == []
     assert not ahead.record(machine.kernels("d"), machine.kernels("d"), "graph")
     machine.finish()
@@ -155,7 +157,7 @@ def test_a_step_does_not_wait_for_its_kernels() -> None:
     assert machine.launched == [], "it is not tried while kernels are pending"
     machine.finish(1)
     assert ahead.attempt(work, key="step") == (["a", "b"],)
-    assert machine.waits == 0
+    assert machine.pending_at_waits == []
     assert machine.compiled_at_launch == []
 
 
@@ -168,6 +170,22 @@ def test_a_kernel_that_no_other_process_can_compile_is_compiled_by_its_launch() 
     assert ahead.is_compiled(work, "other")
     assert ahead.attempt(work, key="step") == (["a", "never"],)
     assert machine.compiled_at_launch == ["never"]
+
+
+def test_a_step_does_not_wait_for_a_kernel_that_another_one_can_replace() -> None:
+    machine = Machine()
+
+    def work() -> None:
+        try:
+            machine.launch("fast")
+        except NotCompiledError:
+            machine.launch("general")
+        machine.launch("last")
+
+    Ahead(machine).run(work, key="step")
+    assert machine.pending == ["fast"]
+    assert machine.launched[-2:] == ["general", "last"]
+    assert machine.compiled_at_launch == []
 
 
 def test_work_that_changes_state_is_never_interrupted() -> None:

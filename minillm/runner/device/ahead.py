@@ -21,7 +21,7 @@ _WAIT = 0.01  # seconds: a request that arrives meanwhile waits as long
 class Compiler(Protocol):
     """Compiles variants of kernels in other processes: see `minillm.loading.kernel_compiler.KernelCompiler`."""
 
-    not_compiled: type[Exception]  # raised under `only_compiled`
+    not_compiled: type[Exception]  # raised under `only_compiled`; its argument is the variant
     num_processes: int  # variants that are compiled at a time
 
     @property
@@ -205,12 +205,23 @@ class Ahead:
     def run(
         self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
     ) -> Result:
-        """Run ``work``. If kernels are missing, first compile them in parallel. See `attempt` for the arguments."""
-        done = self.attempt(work, kernels, key)
-        if done is not None:
-            return done[0]
-        self.compiler.wait(self._lacking.pop(key))
-        return work()
+        """Run ``work``. If kernels are missing, compile them in parallel. See `attempt` for the arguments.
+
+        It does not wait for kernels that ``work`` can replace by others, such as Hopper's kernel for long prompts.
+        """
+        done, awaited = self.attempt(work, kernels, key), None
+        while done is None:
+            try:
+                with self.compiler.only_compiled():
+                    done = (work(),)
+            except self.compiler.not_compiled as error:
+                (variant,) = error.args
+                if variant == awaited:  # no process can compile it
+                    return work()
+                awaited = variant
+                self.compiler.submit([variant], urgent=True)
+                self.compiler.wait([variant])
+        return done[0]
 
     def is_compiled(self, kernels: Callable[[], object], key: Hashable) -> bool:
         """Return whether everything that ``kernels`` launches is compiled. If not, begin to compile it, first of all.
