@@ -318,8 +318,7 @@ def takes(q: Tensor, pages: Pages) -> bool:
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """Compute `reference.prefill_attention`. Call it only if `takes` accepts the arguments; others may give wrong
-    results.
+    """Compute `reference.prefill_attention` for arguments that `takes` accepts. Others may give wrong results.
 
     Raises ValueError for a wrong shape or layout.
     """

@@ -7,7 +7,7 @@ from minillm.kernels.arguments import DecodeInputs, Field, SearchField
 
 
 def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
-    """Fill ``inputs`` with the inputs of a decode step from the device state, and advance its positions by one.
+    """Fill ``inputs`` for a decode step from the device state. Advance the position in each of the slots by one.
 
     Args:
         words: ``[num_rows, Field.TABLE + width]`` int32, the device state: one row per slot.
@@ -53,7 +53,7 @@ def penalized(logits: Tensor, generated: Tensor, repetition: float, frequency: f
     """Return the logits of tokens that have occurred, after repetition, frequency and presence penalty.
 
     ``generated`` counts how often each token was generated: 0 for tokens of the prompt alone. The repetition penalty
-    applies to all of the tokens, the others to generated tokens.
+    applies to all of these tokens, frequency and presence penalty only to generated ones.
     """
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - torch.where(generated > 0, frequency * generated + presence, 0.0)

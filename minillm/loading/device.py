@@ -7,7 +7,7 @@ from minillm.errors import UsageError
 
 
 def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
-    """Return the device that ``config`` selects. If it names no GPU number, use the GPU number ``local_rank``.
+    """Return the device that ``config`` selects. If ``config`` names no GPU number, use ``local_rank``.
 
     Raises:
         UsageError: the requested GPU does not exist.

@@ -36,7 +36,7 @@ class RoundedTensors:
         return self.source.tensor(name, rows, columns)
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """Return the slice of a matrix. If it is stored low-bit, it is returned as it is, else it is quantized.
+        """Return a slice of a matrix: as it is stored if the matrix is low-bit, else quantized.
 
         Return None if the tensor stays unquantized. This includes matrices with rows of a length that is not a multiple
         of 32, for int8 and int4.

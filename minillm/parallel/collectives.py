@@ -109,7 +109,7 @@ class Ranks:
             self._group.abort()
 
     def close(self) -> None:
-        """Leave the group before Python ends, since its threads must not outlive Python.
+        """Leave the group before Python ends, since the group's threads must not outlive Python.
 
         The caller must have discarded all CUDA graphs that contain the group's collectives.
         """

@@ -114,7 +114,7 @@ class Drafter(StepObserver):
         self.runner.give_up([draft.sequence for draft in drafts])
 
     def _sequence(self, sequence: Sequence) -> Sequence:
-        """Return a copy of a sequence for the draft model. Its number of computed tokens is that of the draft model."""
+        """Return a copy of a sequence for the draft model, with the number of tokens that this model has computed."""
         ids, vocab_size = list(sequence.token_ids), self.runner.model.config.vocab_size
         if vocab_size < self._vocab_size:  # ids outside the draft model's vocabulary are replaced
             ids = [token_id if token_id < vocab_size else 0 for token_id in ids]

@@ -62,7 +62,7 @@ class Drafts:
         return True
 
     def learn(self, chunk: DraftChunk, num_accepted: int) -> None:
-        """Adapt the number of draft tokens to propose. The last step accepted the first ``num_accepted`` of them."""
+        """Adapt the number of draft tokens to propose. The last step accepted ``num_accepted`` of the chunk's."""
         self.pace(chunk.sequence).judge(len(chunk.draft), num_accepted)
 
     def _new_pace(self) -> Pace:

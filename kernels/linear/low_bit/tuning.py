@@ -152,7 +152,7 @@ def fastest(
     clock: Clock = graph_microseconds,
     on_count: OnCount = lambda done, total: None,
 ) -> Iterator[Timed]:
-    """Time all candidates. Yield the fastest one of each kind of matmul and number of tokens, as soon as it is known.
+    """Time all candidates. Yield the fastest one for each kind of matmul and number of tokens, as soon as it is known.
 
     ``on_count`` is called with the number of timed candidates and their total.
     """

@@ -120,7 +120,7 @@ class DeviceBeams:
         self._choices = groups, chosen
 
     def take_choices(self) -> tuple[list[SequenceGroup], Chosen] | None:
-        """Return and forget the groups with a search in the last step, and their choices. None if there are none."""
+        """Return the groups with a search in the last step and their choices; forget both. None without a search."""
         choices, self._choices = self._choices, None
         return choices
 

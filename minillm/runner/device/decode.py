@@ -192,7 +192,7 @@ class DecodeSteps:
     # --- recorded in graphs -------------------------------------------------------------------------------------------
 
     def forward(self, size: int, blocks: int, shared: WorkList | None) -> None:
-        """Compute the tokens of the first ``size`` rows, and advance their positions. It cannot be repeated.
+        """Compute the tokens of the first ``size`` rows. This advances their positions, so a call cannot be repeated.
 
         ``blocks``: width of the block tables.
         """

@@ -43,7 +43,7 @@ class Graphs:
         return result
 
     def record(self, key: Hashable, work: Callable[[], object]) -> None:
-        """Record ``work`` unless it is recorded or graphs are disabled. It runs on padding only."""
+        """Record ``work``, which runs on padding only. Do nothing if ``key`` is recorded or graphs are disabled."""
         if self.lacks(key):
             self._recorded[key] = self._capture(work)
 
