@@ -159,14 +159,15 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          BLOCK_FILES + "test_a_key_covers_all_tokens_before_the_block"),
     ],
     "minillm/blockstore/files.py": [
-        ("checksum-not-compared", "read_into", "actual == checksum", "True",
+        ("checksum-not-compared", "read_into", "header != _header(digest or bytes(header[_KEY]), buffers)",
+         "digest not in (None, header[_KEY])",
          BLOCK_FILES + "test_a_flipped_bit_or_a_cut_is_a_miss"),
-        ("key-in-the-file-not-compared", "read_into", "key != digest", "False",
+        ("key-in-the-file-not-compared", "read_into", "digest or bytes(header[_KEY])", "bytes(header[_KEY])",
          BLOCK_FILES + "test_a_foreign_file_is_a_miss"),
         ("head-removed-before-its-tail", "eviction_order", "(moment, -block.index, block)",
          "(moment, block.index, block)",
          BLOCK_FILES + "test_the_least_recently_used_goes_first_and_a_tail_before_its_head"),
-        ("clock-that-goes-back-counts", "BlockStore._now", "max(time.time_ns(), self._newest + 1)", "time.time_ns()",
+        ("clock-that-goes-back-counts", "BlockStore.touch", "max(time.time_ns(), self._newest + 1)", "time.time_ns()",
          BLOCK_FILES + "test_a_clock_that_goes_back_does_no_harm"),
         ("blocks-of-others-erased", "erase", ".difference(*map(_names_in, others))", "",
          BLOCK_FILES + "test_an_owners_blocks_are_erased_and_shared_ones_stay"),
@@ -186,7 +187,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/engine/disk_reads.py": [
         ("blocks-of-a-read-kept-for-ever", "DiskReads.release", "self.idle.release(sequence)", "pass",
          "tests/engine/test_disk_cache.py::test_a_damaged_block_ends_the_part_that_is_read"),
-        ("damaged-block-taken", "DiskReads._finish", "min(whole, found.num_tokens)", "found.num_tokens",
+        ("damaged-block-taken", "DiskReads._finish", "min(whole, len(sequence.token_ids))", "len(sequence.token_ids)",
          "tests/engine/test_disk_cache.py::test_a_damaged_block_ends_the_part_that_is_read"),
     ],
     "minillm/cache/prefix_cache.py": [

@@ -10,10 +10,10 @@ import hashlib
 import json
 import os
 import re
-import stat
 import struct
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,13 +23,16 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from minillm.blockstore.keys import BlockKey
+from minillm.errors import WeightsError
 from minillm.system import cache_dir, expanded
+from minillm.text.reading import read_json
 
 _MAGIC = b"minillmB"
 _HEADER = struct.Struct("<8s32sQI")  # magic, key, bytes of K and V, CRC-32 of them
+_KEY = slice(8, 40)  # in the header
 HEADER_BYTES = 64  # the header, its own CRC-32 and zeros
 _NAME = re.compile(r"([0-9a-f]{6})-([0-9a-f]{16})-([0-9a-f]{32})")
-_TEMPORARY = re.compile(r"\.(\d{1,10})-.*")
+_TEMPORARY = re.compile(r"\.(\d{1,9})-.*")  # of the process with this id
 _HOME, _OWNER, ABOUT = re.compile(r"[0-9a-f]{32}"), "owner-", "about.json"
 _MOST_BUFFERS = 1000  # of one system call; the limit of Linux is 1,024
 _SPARED = 0.95  # of the quota that stays when blocks are removed, so that not every write removes some
@@ -66,15 +69,14 @@ class BlockStore:
     """
 
     def __init__(self, root: Path, identity: bytes, about: Mapping[str, Any], limit: int) -> None:
-        self.root, self.limit = root, limit
+        self.root, self.identity, self.limit = root, identity, limit
         self.home = root / identity.hex()[:32]
-        self._about = dict(about)
+        self.about = read_about(self.home) | dict(about)  # the saved facts, also those of earlier processes
         self.total = 0  # bytes below root as far as known
         self._unseen = 0  # bytes written since the last look
         self._newest = 0  # time of the most recent use, in ns
+        self._owners: dict[str, set[str]] = {}  # owner -> names of its blocks
         self._make()
-        if not os.access(self.home, os.W_OK | os.X_OK):
-            raise PermissionError(13, os.strerror(13), str(self.home))
 
     def path(self, key: BlockKey) -> str:
         return f"{self.home}/{key.name}"
@@ -85,158 +87,110 @@ class BlockStore:
     def write(self, key: BlockKey, buffers: Sequence[memoryview]) -> list[str]:
         """Write a block; ``buffers`` hold its bytes in order. Return the names of blocks removed to keep the quota.
 
-        Raises:
-            OSError: the disk is full, read-only or broken.
+        Raises OSError if the disk is full, read-only or broken.
         """
-        if self.has(key):  # of another process, or of an earlier one
-            self.touch(key)
-            return []
-        size, checksum = sum(map(len, buffers)), 0
-        for buffer in buffers:
-            checksum = zlib.crc32(buffer, checksum)
-        header = _header(key.digest, size, checksum)
-        temporary = f"{self.home}/.{os.getpid()}-{key.name}"
-        try:
-            self._write(temporary, [memoryview(header), *buffers])
-        except FileNotFoundError:  # `minillm cache clear` or `minillm rm` has removed the directory
-            self._make()
-            self._write(temporary, [memoryview(header), *buffers])
-        os.rename(temporary, self.path(key))
-        self._unseen += size
-        self.total += size
-        if self.total > self.limit or self._unseen > max(self.limit // 16, 1 << 24):
-            return self.trim()
-        return []
+        if not self.has(key):  # otherwise another process has written it, or an earlier one
+            size = self._write(key.name, [_header(key.digest, buffers), *buffers])
+            self.total, self._unseen = self.total + size, self._unseen + size
+        self.touch(key)
+        unsure = self._unseen > max(self.limit // 16, 1 << 24)  # other processes write to the same quota
+        return self.trim() if unsure or self.total > self.limit else []
 
     def read(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
         """Read a block into ``buffers``. Return False, and remove the file, if it does not hold this block."""
-        path = self.path(key)
-        try:
-            whole = read_into(path, key.digest, buffers)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            whole = False
-        if not whole:
-            with suppress(OSError):
-                os.unlink(path)
-        return whole
+        return read_into(self.path(key), key.digest, buffers)
 
     def touch(self, key: BlockKey) -> None:
         """Record that a block, and so the blocks before it, were used now."""
+        self._newest = max(time.time_ns(), self._newest + 1)  # after all earlier uses, even if the clock was set back
         with suppress(OSError):
-            os.utime(self.path(key), ns=(moment := self._now(), moment))
+            os.utime(self.path(key), ns=(self._newest, self._newest))
 
     def trim(self) -> list[str]:
         """Remove blocks until the quota is kept. Return their names."""
         left, removed = trim(self.root, self.limit)
-        self.total, self._unseen = sum(block.num_bytes for block in left), 0
-        self._newest = max(self._newest, max((block.used for block in left), default=0))
+        self.total, self._unseen = bytes_of(left), 0
+        self._newest = max([self._newest, *(block.used for block in left)])
         return [os.path.basename(block.path) for block in removed]
-
-    def about(self) -> dict[str, Any]:
-        """Return the saved facts."""
-        return read_about(self.home)
 
     def save_about(self, facts: Mapping[str, Any]) -> None:
         """Add ``facts`` to the saved ones. Raises OSError if the disk is full or read-only."""
-        self._about |= facts
-        temporary = self.home / f".{os.getpid()}-{ABOUT}"
-        with suppress(FileNotFoundError):
-            self._write(str(temporary), [memoryview(json.dumps(self._about, indent=1).encode())])
-            temporary.rename(self.home / ABOUT)
-
-    # --- owners -------------------------------------------------------------------------------------------------------
+        self.about |= facts
+        self._write(ABOUT, [json.dumps(self.about, indent=1).encode()])
 
     def names_of(self, owner: str) -> set[str]:
         """Return the names of the blocks of an owner, such as a conversation."""
-        return _names_in(self.home / owner_file(owner))
+        if owner not in self._owners:
+            self._owners[owner] = _names_in(self.home / owner_file(owner))
+        return self._owners[owner]
 
     def add_names(self, owner: str, names: Sequence[str]) -> None:
         """Record blocks as used by an owner. Call this before the blocks are written. Raises OSError."""
-        if not os.path.isdir(self.home):
-            self._make()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        number = os.open(self.home / owner_file(owner), flags, 0o600)
-        try:
-            os.write(number, "".join(f"{name}\n" for name in names).encode())
-        finally:
-            os.close(number)
+        known = self.names_of(owner)
+        if new := [name for name in names if name not in known]:
+            known.update(new)
+            if not self.home.is_dir():
+                self._make()
+            with open(self.home / owner_file(owner), "ab", 0, opener=_opener) as file:
+                file.write("".join(f"{name}\n" for name in new).encode())  # one system call: processes do not mix
 
     def _make(self) -> None:
+        """Make the directories: at the start, and after `minillm cache clear` or `minillm rm` has removed them."""
         for directory in (self.root, self.home):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (found := directory.stat()).st_uid == os.getuid() and stat.S_IMODE(found.st_mode) & 0o077:
+            if (found := directory.stat()).st_uid == os.getuid() and found.st_mode & 0o077:
                 directory.chmod(0o700)
-        if not (self.home / ABOUT).exists():
-            self.save_about({})
+        self.save_about({})
 
-    def _write(self, path: str, buffers: list[memoryview]) -> None:
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    def _write(self, name: str, buffers: Sequence[bytes | memoryview]) -> int:
+        """Write a file under a temporary name, and rename it. Return its size in bytes."""
+        if not self.home.is_dir():
+            self._make()
+        temporary = self.home / f".{os.getpid()}-{name}"
         try:
-            for start in range(0, len(buffers), _MOST_BUFFERS):
-                part = buffers[start : start + _MOST_BUFFERS]
-                while part:
-                    part = _after(part, os.writev(number, part))
-            os.utime(number, ns=(moment := self._now(), moment))
+            with open(temporary, "wb", opener=_opener) as file:
+                file.writelines(buffers)
+            temporary.rename(self.home / name)
         except OSError:
             with suppress(OSError):
-                os.unlink(path)
+                temporary.unlink()
             raise
-        finally:
-            os.close(number)
-
-    def _now(self) -> int:
-        """Return the time for a use: later than all earlier uses, even if the clock was set back."""
-        self._newest = max(time.time_ns(), self._newest + 1)
-        return self._newest
+        return sum(map(len, buffers))
 
 
-def _header(digest: bytes, size: int, checksum: int) -> bytes:
-    header = _HEADER.pack(_MAGIC, digest, size, checksum)
+def _opener(path: str, flags: int) -> int:
+    """Open a file that only the user may read, never through a link, and without waiting for a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def _header(digest: bytes, buffers: Sequence[memoryview]) -> bytes:
+    """Return the header of the block that has this key and these bytes."""
+    checksum = 0
+    for buffer in buffers:
+        checksum = zlib.crc32(buffer, checksum)
+    header = _HEADER.pack(_MAGIC, digest, sum(map(len, buffers)), checksum)
     return (header + struct.pack("<I", zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
 
 
-def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """Return the buffers without their first ``done`` bytes."""
-    while buffers and done >= len(buffers[0]):
-        done -= len(buffers.pop(0))
-    if done:
-        buffers[0] = buffers[0][done:]
-    return buffers
-
-
 def read_into(path: str, digest: bytes | None, buffers: Sequence[memoryview]) -> bool:
-    """Read a block's file into ``buffers``. Return whether the file is complete, with the right checksum.
+    """Read a block's file into ``buffers``. Return False, and remove the file, if it is damaged or of another size.
 
     ``digest``: the key that the file must have; None: any key.
     """
-    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    header = bytearray(HEADER_BYTES)
+    wanted = [memoryview(header), *buffers]
     try:
-        found, size = os.fstat(number), sum(map(len, buffers))
-        if not stat.S_ISREG(found.st_mode) or found.st_size != HEADER_BYTES + size:
-            return False
-        header = bytearray(HEADER_BYTES)
-        if os.preadv(number, [header], 0) != HEADER_BYTES:
-            return False
-        _, key, length, checksum = _HEADER.unpack_from(header)
-        if header != _header(key, length, checksum) or length != size:
-            return False
-        if digest is not None and key != digest:
-            return False
-        at = HEADER_BYTES
-        for start in range(0, len(buffers), _MOST_BUFFERS):
-            part = list(buffers[start : start + _MOST_BUFFERS])
-            while part:
-                if not (done := os.preadv(number, part, at)):
-                    return False
-                part, at = _after(part, done), at + done
-    finally:
-        os.close(number)
-    actual = 0
-    for buffer in buffers:
-        actual = zlib.crc32(buffer, actual)
-    return actual == checksum
+        with open(path, "rb", 0, opener=_opener) as file:
+            whole = os.fstat(file.fileno()).st_size == sum(map(len, wanted))
+            for start in range(0, len(wanted) if whole else 0, _MOST_BUFFERS):
+                os.readv(file.fileno(), wanted[start : start + _MOST_BUFFERS])
+    except OSError:
+        whole = False
+    if not whole or header != _header(digest or bytes(header[_KEY]), buffers):
+        with suppress(OSError):
+            os.unlink(path)
+        return False
+    return True
 
 
 # --- all identities ---------------------------------------------------------------------------------------------------
@@ -266,25 +220,25 @@ def listed_in(home: Path) -> Iterator[BlockFile]:
                     os.unlink(entry.path)
 
 
+def bytes_of(blocks: Iterable[BlockFile]) -> int:
+    return sum(block.num_bytes for block in blocks)
+
+
 def trim(root: Path, limit: int) -> tuple[list[BlockFile], list[BlockFile]]:
     """Remove blocks if all of them have more than ``limit`` bytes. Return the blocks that stay and the removed ones.
 
     Removes none while another process removes some. Raises OSError.
     """
-    blocks, removed = list(listed(root)), []
-    if sum(block.num_bytes for block in blocks) > limit:
+    blocks = eviction_order(listed(root))
+    total, count = bytes_of(blocks), 0
+    if total > limit:
         with suppress(Timeout), FileLock(root / ".lock", timeout=0, mode=0o600):
-            blocks = list(listed(root))  # another process may just have removed some
-            total = sum(block.num_bytes for block in blocks)
-            for block in eviction_order(blocks) if total > limit else ():
-                if total <= limit * _SPARED:
-                    break
-                with suppress(OSError):
-                    os.unlink(block.path)
-                total -= block.num_bytes
-                removed.append(block)
-    gone = {block.path for block in removed}
-    return [block for block in blocks if block.path not in gone], removed
+            while total > limit * _SPARED:
+                with suppress(OSError):  # another process may just have removed it
+                    os.unlink(blocks[count].path)
+                total -= blocks[count].num_bytes
+                count += 1
+    return blocks[count:], blocks[:count]
 
 
 def eviction_order(blocks: Iterable[BlockFile]) -> list[BlockFile]:
@@ -292,13 +246,12 @@ def eviction_order(blocks: Iterable[BlockFile]) -> list[BlockFile]:
 
     A use of a block is a use of all blocks before it.
     """
-    used: dict[tuple[str, str], int] = {}  # by directory and prefix of the hash: last use, of later blocks too
+    used: defaultdict[tuple[str, str], int] = defaultdict(int)  # by directory and hash: last use of the blocks after it
     last: list[tuple[int, int, BlockFile]] = []
     for block in sorted(blocks, key=lambda block: -block.index):
         home = os.path.dirname(block.path)
-        moment = max(block.used, used.get((home, block.digest[:16]), 0))
-        parent = (home, block.parent)
-        used[parent] = max(moment, used.get(parent, 0))
+        moment = max(block.used, used[home, block.digest[:16]])
+        used[home, block.parent] = max(moment, used[home, block.parent])
         last.append((moment, -block.index, block))
     return [block for _, _, block in sorted(last, key=lambda each: each[:2])]
 
@@ -314,14 +267,11 @@ def erase(root: Path, owner: str) -> int:
     Raises OSError.
     """
     count = 0
-    for home in homes(root):
-        file = home / owner_file(owner)
-        if not file.exists():
-            continue
-        others = (path for path in home.glob(f"{_OWNER}*") if path.name != file.name)
+    for file in root.glob(f"*/{owner_file(owner)}"):
+        others = (path for path in file.parent.glob(f"{_OWNER}*") if path != file)
         for name in _names_in(file).difference(*map(_names_in, others)):
             with suppress(FileNotFoundError):
-                os.unlink(home / name)
+                os.unlink(file.with_name(name))
                 count += 1
         file.unlink(missing_ok=True)
     return count
@@ -329,24 +279,20 @@ def erase(root: Path, owner: str) -> int:
 
 def read_about(home: Path) -> dict[str, Any]:
     """Return the facts about an identity; empty if they are missing or damaged."""
-    with suppress(OSError, ValueError):
-        facts = json.loads((home / ABOUT).read_bytes()[: 1 << 16])
-        return facts if isinstance(facts, dict) else {}
+    with suppress(WeightsError):
+        return read_json(home / ABOUT)
     return {}
 
 
 def _names_in(path: Path) -> set[str]:
     with suppress(OSError):
-        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-        return {line for line in lines if _NAME.fullmatch(line)}
+        return set(filter(_NAME.fullmatch, path.read_text(encoding="ascii", errors="replace").splitlines()))
     return set()
 
 
 def _runs(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True

@@ -35,9 +35,9 @@ def key_after(parent: bytes, index: int, token_ids: Sequence[int]) -> BlockKey:
     return BlockKey(index, parent, hashlib.sha256(parent + array("I", token_ids).tobytes()).digest())
 
 
-def keys_after(parent: bytes, token_ids: Sequence[int], size: int) -> Iterator[BlockKey]:
-    """Yield the keys of a sequence's full blocks of ``size`` tokens. ``parent``: the hash before the first one."""
-    for index in range(len(token_ids) // size):
+def keys_after(parent: bytes, token_ids: Sequence[int], size: int, first: int = 0) -> Iterator[BlockKey]:
+    """Yield the keys of a sequence's full blocks of ``size`` tokens. ``parent``: the hash before block ``first``."""
+    for index in range(first, len(token_ids) // size):
         key = key_after(parent, index, token_ids[index * size : (index + 1) * size])
         yield key
         parent = key.digest

@@ -2,10 +2,8 @@
 
 import argparse
 import json
-import os
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("`minillm cache trim SIZE` needs a size, such as 5GB; other actions have none")
     if action == "list":
         return _list(root, as_json=arguments.json)
-    before = sum(block.num_bytes for block in files.listed(root))
+    before = files.bytes_of(files.listed(root))
     if action == "verify":
         blocks = list(files.listed(root))
         damaged = sum(not is_whole(block) for block in blocks)
@@ -35,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     assert limit is not None
     files.trim(root, limit)
-    print(f"{size(before - sum(block.num_bytes for block in files.listed(root)))} are free again")
+    print(f"{size(before - files.bytes_of(files.listed(root)))} are free again")
     return 0
 
 
@@ -44,7 +42,7 @@ def remove_blocks(root: Path, model: str | None = None) -> int:
     freed = 0
     for home in files.homes(root):
         if model is None or files.read_about(home).get("model") == model:
-            freed += sum(block.num_bytes for block in files.listed_in(home))
+            freed += files.bytes_of(files.listed_in(home))
             shutil.rmtree(home)
     return freed
 
@@ -52,14 +50,7 @@ def remove_blocks(root: Path, model: str | None = None) -> int:
 def is_whole(block: files.BlockFile) -> bool:
     """Read a listed block, and return whether its checksum is right. If not, remove the block."""
     buffer = bytearray(max(0, block.num_bytes - files.HEADER_BYTES))
-    try:
-        whole = files.read_into(block.path, None, [memoryview(buffer)])
-    except OSError:
-        whole = False
-    if not whole:
-        with suppress(OSError):
-            os.unlink(block.path)
-    return whole
+    return files.read_into(block.path, None, [memoryview(buffer)])
 
 
 def _list(root: Path, *, as_json: bool) -> int:
@@ -68,7 +59,7 @@ def _list(root: Path, *, as_json: bool) -> int:
         blocks, about = list(files.listed_in(home)), files.read_about(home)
         used = max((block.used for block in blocks), default=0) / 1e9
         facts = {name: about.get(name) for name in ("model", "dtype", "device", "block_size")}
-        num_bytes = sum(block.num_bytes for block in blocks)
+        num_bytes = files.bytes_of(blocks)
         rows.append({**facts, "blocks": len(blocks), "bytes": num_bytes, "used": used, "path": str(home)})
     rows.sort(key=lambda row: -row["used"])
     if as_json:

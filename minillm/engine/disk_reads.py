@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from minillm.blockstore.keys import BlockKey
-from minillm.blockstore.tier import DiskTier, Found
+from minillm.blockstore.tier import DiskTier
 from minillm.cache import BlockManager, CacheEvent, free_tail
 from minillm.cache.prefix_cache import CachedPrefix
 from minillm.cache.runs import common_length
@@ -19,7 +19,6 @@ class PromptRead:
 
     sequence: Sequence
     read: BlockRead[BlockKey]
-    found: Found
     num_known: int  # tokens that were in memory
 
 
@@ -57,16 +56,17 @@ class DiskReads:
         found = self.tier.find(prompt, group.salt, known)
         if found is None:
             return False
-        sequence = Sequence(self.new_seq_id(), prompt[: found.num_tokens], found.num_tokens)
-        first = found.keys[0].index
+        keys, end = found
+        sequence = Sequence(self.new_seq_id(), prompt[:end], end)
+        first = keys[0].index
         if num_shared >= cached.num_tokens and num_shared and group.parent is not None:
             sequence.table = self.cache.fork(group.parent.own_table, sequence.seq_id, first * size)
         else:
             sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt, cached)
             self.cache.count_hit(-cached.num_tokens, -len(prompt))  # counted when the group is admitted
-        self.cache.append(sequence.table, found.num_tokens - first * size)
-        read = self.tier.reader.prepare(found.keys, sequence.blocks[first:])
-        self.active[group] = PromptRead(sequence, read, found, known)
+        self.cache.append(sequence.table, end - first * size)
+        read = self.tier.reader.prepare(keys, sequence.blocks[first:])
+        self.active[group] = PromptRead(sequence, read, known)
         return True
 
     def _reads_more(self, other: SequenceGroup, group: SequenceGroup, prompt: list[int], known: int) -> bool:
@@ -83,9 +83,9 @@ class DiskReads:
                 self._finish(group, each)
 
     def _finish(self, group: SequenceGroup, each: PromptRead) -> None:
-        sequence, found, count = each.sequence, each.found, self.tier.finish_read(each.read)
-        table, whole = sequence.own_table, (found.keys[0].index + count) * self.cache.block_size
-        end = min(whole, found.num_tokens)  # the last block may be partly filled
+        sequence, count = each.sequence, self.tier.finish_read(each.read)
+        table, whole = sequence.own_table, (each.read.keys[0].index + count) * self.cache.block_size
+        end = min(whole, len(sequence.token_ids))  # the last block may be partly filled
         free_tail(self.cache, table, end)
         del sequence.token_ids[end:]
         sequence.num_prompt_tokens = sequence.num_computed = end

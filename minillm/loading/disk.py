@@ -51,7 +51,7 @@ def disk_tier(
     except OSError as error:
         on_message(f"the disk cache is off: {root}: {error.strerror or error}")
         return None
-    return DiskTier(store, identity, cache, pool, on_message, runner.observers)
+    return DiskTier(store, cache, pool, on_message, runner.observers)
 
 
 def _chat_limit() -> int:

@@ -112,6 +112,25 @@ def test_a_full_disk_turns_the_tier_off_with_one_line(tmp_path: Path, monkeypatc
     assert model.tier.find(list(range(10, 18)), None, 0) is None
 
 
+def test_a_disk_that_fails_while_blocks_wait_turns_the_tier_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = DiskModel(num_blocks=8, block_size=2, prefix_caching=True, directory=tmp_path)
+    model.tier._most_queued = 1
+
+    def broken(*_: object) -> list[str]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(model.tier.store, "write", broken)
+    seq = model.allocate([])
+    model.append(seq, 0, list(range(10, 21)))
+    model.run_step()
+    assert model.tier._unsaved
+    model.tier._writer.submit(int).result()
+    assert not model.tier.prepare_ahead()
+    assert model.messages == [f"the disk cache is off: {tmp_path}: Input/output error"]
+
+
 def test_blocks_wait_in_the_pool_while_the_queue_is_full(tmp_path: Path) -> None:
     model = DiskModel(num_blocks=8, block_size=2, prefix_caching=True, directory=tmp_path)
     model.tier._most_queued = 0

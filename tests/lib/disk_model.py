@@ -82,7 +82,7 @@ class DiskModel(PoolModel):
     def _open(self) -> None:
         store = BlockStore(self.directory, IDENTITY, {}, self.limit)
         pool: Any = FakePool(self)
-        self.tier = DiskTier(store, IDENTITY, self.manager, pool, self.messages.append)
+        self.tier = DiskTier(store, self.manager, pool, self.messages.append)
         self.idle = IdleSequences(self.manager)
         self.reads = DiskReads(self.tier, self.manager, self.idle, self._ids.__next__)
 

@@ -101,7 +101,7 @@ def engine_for(
     if disk is not None:
         identity = hashlib.sha256(f"{block_size} {model.dtype} {model.kv_in_8_bits}".encode()).digest()
         pool = PoolBlocks(runner.kv_cache.tensors, block_size)
-        tier = DiskTier(BlockStore(disk, identity, {}, 1 << 30), identity, cache, pool, pytest.fail, runner.observers)
+        tier = DiskTier(BlockStore(disk, identity, {}, 1 << 30), cache, pool, pytest.fail, runner.observers)
         tier.reader.rates = dict.fromkeys(tier.reader.rates, 0.0)  # unknown: read whatever is on disk
         tier.reader.measure = lambda step: None  # type: ignore[method-assign]
         runner.observers.append(tier)
