@@ -98,7 +98,7 @@ class Shape:
 
 @dataclass
 class Ahead:
-    """Prepares shapes while no sequence runs (`advance`), and decides how steps of other shapes run.
+    """Prepares shapes while no sequence runs (`advance`), and decides how steps of unprepared shapes run.
 
     Args:
         compiler: compiles missing kernels.
@@ -162,8 +162,8 @@ class Ahead:
     def may_record(self, key: Hashable, after: int = 1) -> bool:
         """Return whether to record a graph while requests run.
 
-        Record it only if it has been wanted ``after`` times, and if `_PAUSE` steps have run since the last recording.
-        A program without idle moments always records.
+        Record a graph only if it has been wanted ``after`` times, and if `_PAUSE` steps have run since the last
+        recording. Without idle moments, always record.
         """
         if not self.must_not_wait:
             return True
@@ -179,9 +179,9 @@ class Ahead:
     def attempt(
         self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
     ) -> tuple[Result] | None:
-        """Run ``work`` if all its kernels are compiled. Otherwise begin to compile them first of all, and return None.
+        """Run ``work`` if all its kernels are compiled. Otherwise begin to compile them before others, and return None.
 
-        Kernels that no other process can compile are compiled by their launch.
+        If no other process can compile the kernels, run ``work``: each kernel compiles at its launch.
 
         The result of ``work`` is in a tuple of one. Work that lacks a kernel is interrupted, so it must be repeatable.
 
@@ -207,7 +207,7 @@ class Ahead:
     ) -> Result:
         """Run ``work``. If kernels are missing, compile them in parallel. See `attempt` for the arguments.
 
-        It does not wait for kernels that ``work`` can replace by others, such as Hopper's kernel for long prompts.
+        Do not wait for kernels that ``work`` can replace by others, such as Hopper's kernel for long prompts.
         """
         done, awaited = self.attempt(work, kernels, key), None
         while done is None:
@@ -224,9 +224,9 @@ class Ahead:
         return done[0]
 
     def is_compiled(self, kernels: Callable[[], object], key: Hashable) -> bool:
-        """Return whether everything that ``kernels`` launches is compiled. If not, begin to compile it, first of all.
+        """Return whether all kernels in ``kernels`` are compiled. If not, begin to compile them before others.
 
-        ``key`` identifies the work.
+        ``kernels`` launches them, and ``key`` identifies the work.
         """
         if key not in self._compiled and not self.compiler.is_pending(self._lacking.get(key, ())):
             self._lacking[key] = self._missing(kernels)
@@ -254,9 +254,9 @@ class Ahead:
         return work()
 
     def record(self, work: Callable[[], object], kernels: Callable[[], object], key: Hashable, after: int = 1) -> bool:
-        """Run ``work``, which records a graph, if it is time for that and all kernels are compiled.
+        """Run ``work``, which records a graph, if `may_record` allows it and all kernels are compiled.
 
-        Return whether it was run. ``after``: see `may_record`.
+        Return whether ``work`` was run. ``after``: see `may_record`.
         """
         return self.may_record(key, after) and self.attempt(work, kernels, key) is not None
 
