@@ -13,9 +13,9 @@ Bytes: the weight, once for each TOKENS tokens, and the tokens. FLOPs: 2 x token
 - ``_many_kernel``, grid (multiprocessors): tiles are loaded by the TMA. A program computes one tile after another,
   eight rows of tiles at a time, so that shared data stays in the L2.
 - ``_two_parts_kernel``, grid (multiprocessors): the same for 65 to 96 or 129 to 192 tokens, with the weight as the
-  tensor cores' first operand, so that tokens are columns of the result. A tile has two parts, each with a power of two
-  of tokens. With tiles of 128 or 256 tokens, a third of the work would be wasted, or the multiprocessors would need
-  another turn.
+  tensor cores' first operand, so that tokens are columns of the result. A tile has two parts, and the number of tokens
+  in each part is a power of two. With tiles of 128 or 256 tokens, a third of the work would be wasted, or the
+  multiprocessors would need another turn.
 """
 
 from typing import NamedTuple

@@ -181,8 +181,8 @@ def product(
     """Compute ``x @ weight.T + bias``, after RMSNorm with ``norm`` (weight, eps) if given.
 
     ``gated``: the weight is gate and up, stacked by rows, and the result is ``silu(gate) * up``. Write the result to
-    ``out [tokens, out]``, or add it if ``add``. x has at most `MOST_TOKENS` tokens. All tensors are contiguous. Raises
-    ValueError otherwise.
+    ``out [tokens, out]``, or add it if ``add``. Raises ValueError for a wrong shape or dtype, for more than
+    `MOST_TOKENS` tokens, and if a tensor is not contiguous.
     """
     out = _target(x, weight, out, 2 if gated else 1)
     return launch(out, x, weight, bias, norm, gated=gated, add=add) if x.shape[0] else out

@@ -38,8 +38,8 @@ class RoundedTensors:
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
         """Return a slice of a matrix: as it is stored if the matrix is low-bit, else quantized.
 
-        Return None if the tensor stays unquantized. This includes matrices with rows of a length that is not a multiple
-        of 32, for int8 and int4.
+        Return None if the tensor stays unquantized. With int8 and int4, this includes matrices with a row length that
+        is not a multiple of 32.
         """
         stored = self.source.low_bit(name, device, rows, columns)
         if stored is not None or not name.endswith(("_proj.weight", "lm_head.weight")):

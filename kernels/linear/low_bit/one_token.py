@@ -68,13 +68,16 @@ _LARGEST = tl.constexpr(127 * 256 + 127)  # two signed bytes
 
 @triton.jit
 def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.constexpr):
-    """Quantize one token to integers. Also return its sum of squares, which RMSNorm needs.
+    """Quantize one token to integers.
 
-    A value is ``scale * (256 * coarse + fine)``; coarse and fine are signed bytes, four in a word. The order is that of
-    the matrix's levels (see `low_bit.layouts`). The first four values and the last four values of each eight are in
-    separate tensors. Returns, as one tuple: four tensors of words ``[1, groups, 4]``, which are the first and last
-    coarse bytes and the first and last fine bytes; three tensors ``[1, groups]`` float32, which are the scale and the
-    sums of the values in each half of the group.
+    A value is ``scale * (256 * coarse + fine)``; coarse and fine are signed bytes, four in a word. Values are in the
+    order of the matrix's levels (see `low_bit.layouts`). Of every eight values, the first four and the last four are in
+    separate tensors.
+
+    Returns:
+        A tuple for `_tile_product`: words ``[1, groups, 4]`` of the first coarse, last coarse, first fine and last fine
+            bytes; then ``[1, groups]`` float32: the scale, and the sum of the values in each half of the group.
+        The sum of the token's squares, which RMSNorm needs; 0 without a norm.
     """
     columns = (groups * 32)[:, None, None] + (tl.arange(0, 4) * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
     mask = (groups < num_groups)[:, None, None]

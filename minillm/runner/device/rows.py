@@ -227,10 +227,9 @@ class Rows:
         return [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
 
     def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
-        """Return how many first blocks of each sequence the device cannot change, and the sum of these numbers over all
-        beams.
+        """Return how many first blocks of each sequence the device cannot change, and the total over all beams.
 
-        Return None instead of the list if there are no beams: the device changes no other sequence's blocks.
+        The list is None if there are no beams: the device changes no other sequence's blocks.
         """
         common = sum(chunk.group.device.num_common_blocks for chunk in chunks if chunk.group.device)
         if not any(chunk.group.device for chunk in chunks):
