@@ -5,6 +5,7 @@ An answer becomes a list of output items: reasoning, messages and function calls
 
 from __future__ import annotations
 
+import codecs
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -167,12 +168,17 @@ class ResponseWriter:
 
         Remove these tokens, and all tokens before them, from `_new_tokens`.
         """
-        ends = list(accumulate(len(token.raw) for token in self._new_tokens))
-        data, said = b"".join(token.raw for token in self._new_tokens), text.encode()
-        first = max(0, data.find(said))
-        last = first + len(said) if said in data else len(data)  # a character may have begun in an earlier token
-        taken = bisect_left(ends, last) + 1
-        found, self._new_tokens = self._new_tokens[bisect_right(ends, first) : taken], self._new_tokens[taken:]
+        decoder, pieces, is_open = codecs.getincrementaldecoder("utf-8")("replace"), list[str](), list[bool]()
+        for token in self._new_tokens:
+            pieces.append(decoder.decode(token.raw))
+            is_open.append(bool(decoder.getstate()[0]))  # the token ends inside of a character
+        ends, whole = list(accumulate(map(len, pieces))), "".join(pieces)
+        begin = max(0, whole.find(text))
+        end = begin + len(text) if text in whole else len(whole)  # a character may have begun in an earlier token
+        first, taken = bisect_right(ends, begin), bisect_left(ends, end) + 1
+        while first and is_open[first - 1]:
+            first -= 1
+        found, self._new_tokens = self._new_tokens[first:taken], self._new_tokens[taken:]
         return found
 
     def _part(self, text: str) -> Json:

@@ -91,7 +91,7 @@ async def delete_response(service: Service, request: Request) -> Response:
     """Delete a stored response."""
     name = request.path_params["name"]
     if not service.responses.delete(request.state.tenant, name):
-        raise Missing(404, f"there is no response {shown(name)}")
+        raise Missing(404, f"Response with id {shown(name)} not found")
     return json_response({"id": name, "object": "response", "deleted": True})
 
 
@@ -153,7 +153,9 @@ def _stored(service: Service, tenant: str, name: str, field: str = "", code: str
     """Return a stored response. Raises Missing if the tenant has none with this id."""
     found = service.responses.get(tenant, name)
     if found is None:
-        raise Missing(404, f"there is no response {shown(name)}; it has expired, or was never stored", field, code)
+        raise Missing(
+            404, f"Response with id {shown(name)} not found: it has expired, or was never stored", field, code
+        )
     return found
 
 

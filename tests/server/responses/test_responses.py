@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,12 +17,15 @@ import pytest
 from pydantic import BaseModel
 
 from lib.server import Server, served
+from minillm.server import engine_process
 from minillm.server.bodies import BadField
 from minillm.server.parsers.parts import PlainReader
+from minillm.server.parsers.thoughts import ThoughtReader
 from minillm.server.responses import routes as response_routes
 from minillm.server.responses.answers import ResponseFrame, ResponseWriter, item_id, place_of
 from minillm.server.responses.bodies import messages_of
 from minillm.server.responses.store import ResponseStore, Stored
+from minillm.service.call_messages import Text, Token
 
 SCHEMA = {"type": "object", "properties": {"town": {"enum": ["Bern", "Rome"]}}, "required": ["town"]}
 TOOLS: Any = [{"type": "function", "name": "weather", "description": "Of a town", "parameters": SCHEMA}]
@@ -317,6 +322,25 @@ def test_a_stream_that_fails_ends_with_the_error() -> None:
         assert name == "event: response.failed"
         assert last["response"]["error"] == {"code": expected, "message": "It broke"}
         assert last["response"]["status"] == "failed"
+
+
+@pytest.mark.parametrize("num_texts", [1, 2, 12])
+def test_logprobs_are_of_the_message_also_after_bytes_that_are_no_text(num_texts: int) -> None:
+    """Tokens can end inside of a character, and their bytes can be invalid UTF-8."""
+    thought = [b"<think>", b"H", b"\xff", b"m\xe3", b"</think>"]
+    message = [b"\n\xe3\x81", b"\x82", b"A\xf0", b"\x9f\x8e", b"\x89", b"B", b"."]
+    tokens = [Token(number, "", raw, -1.0) for number, raw in enumerate(thought + message)]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    writer = ResponseWriter({"id": "resp_1"}, lambda opened: ThoughtReader(PlainReader(), opened=opened), True)
+    writer.first(0, 0, engine_process.Answer("1", news=asyncio.Event()))
+    step = len(tokens) // num_texts
+    for start in range(0, len(tokens), step):
+        new = tokens[start : start + step]
+        text = "".join(decoder.decode(token.raw) for token in new)
+        writer.pieces(0, Text("1", 0, text, len(new), new, "stop" if start + step == len(tokens) else None))
+    said = writer.output[-1]["content"][0]
+    assert said["text"] == "あA🎉B."
+    assert [bytes(each["bytes"]) for each in said["logprobs"]] == message
 
 
 def test_references_cannot_make_a_short_body_long(monkeypatch: pytest.MonkeyPatch) -> None:
