@@ -142,9 +142,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """Return the HTTP methods that the request's path supports."""
+    """Return the HTTP methods of the first route that matches the request's path, and of routes with the same path."""
     found = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return {method for route in found for method in route.methods or ()}
+    return {method for route in found if route.path == found[0].path for method in route.methods or ()}
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
@@ -267,4 +267,4 @@ async def _cache(service: Service, request: Request) -> Response:
 
 
 async def _openapi(service: Service, request: Request) -> Response:
-    return json_response(document())
+    return json_response(document(has_keys=service.has_keys))

@@ -105,6 +105,19 @@ def test_the_document_names_the_fields_that_a_body_needs() -> None:
     assert schemas["DetokenizeBody"]["required"] == ["tokens"]
 
 
+def test_a_null_is_an_absent_field_in_the_document_and_for_the_server(server: Server) -> None:
+    whole = document()
+    schema = {"$ref": "#/components/schemas/CompletionBody", "components": whole["components"]}
+    valid = jsonschema.Draft202012Validator(schema).is_valid
+    for body, accepted in (
+        ({"prompt": "Hi", "max_tokens": 1, "keep": None, "a field of others": None}, True),
+        ({"prompt": "Hi", "max_tokens": 1, "a field of others": 0}, False),
+        ({"prompt": None}, False),
+    ):
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert (valid(body), answer.status_code == 200) == (accepted, accepted), answer.text
+
+
 ROUTES = [(method, path) for path, methods in document()["paths"].items() for method in methods]
 BODIES: dict[str, dict[str, Any]] = {
     **VALID,
@@ -173,7 +186,13 @@ def test_values_of_any_depth_get_an_answer(server: Server, path: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "methods"),
-    [("/v1/prefixes", "GET, HEAD, POST"), ("/v1/completions", "POST"), ("/v1/models/x", "GET, HEAD")],
+    [
+        ("/v1/prefixes", "GET, HEAD, POST"),
+        ("/v1/completions", "POST"),
+        ("/v1/models/x", "GET, HEAD"),
+        ("/v1/responses/input_tokens", "POST"),
+        ("/v1/responses/x", "DELETE, GET, HEAD"),
+    ],
 )
 def test_a_wrong_method_is_told_the_right_ones(server: Server, path: str, methods: str) -> None:
     answer = httpx.request("PATCH", server.url + path, json={})

@@ -159,6 +159,18 @@ def test_the_openapi_document_says_what_each_route_takes() -> None:
                 )
 
 
+def test_the_openapi_document_says_where_a_key_is_needed() -> None:
+    found = document(has_keys=True)["paths"]
+    needs = {
+        path: {name for each in operations.values() for key in each["security"] for name in key}
+        for path, operations in found.items()
+    }
+    assert needs["/health"] == needs["/version"] == set()
+    assert needs["/v1/messages"] == {"key", "x-api-key"}
+    assert needs["/v1/responses"] == needs["/v1/models"] == {"key"}
+    assert not any("security" in each for operations in document()["paths"].values() for each in operations.values())
+
+
 def test_histograms_have_buckets_from_milliseconds_to_minutes() -> None:
     metrics = Metrics(FairQueue(1, 1), list)
     metrics.first_token.observe(0.007)

@@ -25,7 +25,7 @@ from minillm.server.anthropic.answers import error_at, is_messages
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.sending import send_json
 
-_OPEN = ("/health", "/version")
+OPEN_PATHS = ("/health", "/version")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _SINGLE = ("host", "authorization", "x-api-key", "content-type", "origin", "content-length", "transfer-encoding")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
@@ -171,7 +171,7 @@ class Access:
             return 403, "unknown Host header: use one of this server's names, or allow more by --allowed-host"
         if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
             return 501, "transfer-encoding must be chunked; send the body without other encodings"
-        if scope["path"] in _OPEN or scope["method"] == "OPTIONS" or tenant is not None:
+        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS" or tenant is not None:
             return None
         return 401, "this server requires an API key: send Authorization: Bearer KEY"
 

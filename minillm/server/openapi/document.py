@@ -9,6 +9,7 @@ import minillm
 from minillm.server import bodies
 from minillm.server.anthropic.answers import is_messages
 from minillm.server.anthropic.routes import MessagesBody
+from minillm.server.http.access import OPEN_PATHS
 from minillm.server.openapi import answers as openapi_answers
 from minillm.server.responses import bodies as response_bodies
 
@@ -44,16 +45,23 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
     bodies.TokenizeBody: ("prompt", "messages"),
     bodies.PrefixBody: ("prompt", "messages"),
 }
+_NULL = {"type": "null"}
 
 
 @cache
-def document() -> dict[str, Any]:
-    """Return the OpenAPI document as a dictionary that is encoded as JSON."""
+def document(*, has_keys: bool = False) -> dict[str, Any]:
+    """Return the OpenAPI document as a dictionary that is encoded as JSON.
+
+    With ``has_keys``, all routes require an API key, except the ones that are always open.
+    """
     kinds = list(dict.fromkeys(kind for *_, kind in _ROUTES if kind is not None))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     of_kind = dict(zip(kinds, schemas, strict=True))
+    for kind in kinds:
+        _allow_nulls(components[kind.__name__])
     for needing, names in _NEEDED.items():
-        components[needing.__name__]["anyOf"] = [{"required": [name]} for name in names]
+        given = [{"required": [name], "properties": {name: {"not": _NULL}}} for name in names]
+        components[needing.__name__]["anyOf"] = given
     paths: dict[str, dict[str, Any]] = {}
     for method, path, summary, kind in _ROUTES:
         answers = {kind: {"schema": schema} for kind, schema in openapi_answers.ANSWERS[method, path].items()}
@@ -63,6 +71,9 @@ def document() -> dict[str, Any]:
             "200": {"description": "an answer", "content": answers},
             **{str(code): {"description": "an error", "content": error} for code in _ERRORS},
         }}  # fmt: skip
+        if has_keys:
+            headers = ("key", "x-api-key") if is_messages(path) else ("key",)
+            entry["security"] = [] if path in OPEN_PATHS else [{header: []} for header in headers]
         if kind is not None:
             entry["requestBody"] = {"required": True, "content": {"application/json": {"schema": of_kind[kind]}}}
         if "{name}" in path:
@@ -80,3 +91,12 @@ def document() -> dict[str, Any]:
             },
         },
     }
+
+
+def _allow_nulls(schema: dict[str, Any]) -> None:
+    """Allow null for each field of a body that is not required, and for unknown fields: it counts as absent."""
+    properties = schema["properties"]
+    for name in properties.keys() - schema["required"]:
+        if _NULL not in properties[name].get("anyOf", ()):
+            properties[name] = {"anyOf": [properties[name], _NULL]}
+    schema["additionalProperties"] = _NULL
