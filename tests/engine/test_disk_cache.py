@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +25,7 @@ from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams
 from minillm.runner.block_reads import BlockReader
+from minillm.system import child_environment
 
 PROMPT = [3 + (7 * i) % 90 for i in range(41)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
@@ -240,3 +243,12 @@ def test_an_llm_finds_the_blocks_of_an_earlier_one(tiny_model: Path, tmp_path: P
 def test_a_wrong_disk_cache_is_reported(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         LLM("smollm2-135m", **options)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_thousand_kills_lose_no_block_and_no_token(tmp_path: Path) -> None:
+    """The program has no threads, so that it can fork engines."""
+    command = [sys.executable, "-m", "lib.engine_kills", str(tmp_path), "1000", "1"]
+    environment = {**child_environment(), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, check=True)

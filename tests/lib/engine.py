@@ -71,11 +71,13 @@ def engine_for(
     speculate: str = "off",
     draft: Llama | None = None,
     disk: Path | None = None,
+    disk_limit: int = 1 << 30,
 ) -> Engine:
     """Return a new engine. ``on_device`` keeps the state of decoding sequences on the device (by default: on a GPU).
 
     On the device, blocks that sequences share are always read once, unless ``sharing`` says otherwise. A
-    ``draft`` model guesses. ``disk``: the directory of a disk cache, see `tier_of`.
+    ``draft`` model guesses. ``disk``: the directory of a disk cache with a quota of
+    ``disk_limit`` bytes, see `tier_of`.
     """
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     scheduler = Scheduler(Preemption(cache, SwapSpace(host_blocks)), max_num_seqs, max_num_batched_tokens, admission)
@@ -99,14 +101,19 @@ def engine_for(
     plain = model.config.max_position_embeddings if dynamic else None
     requests = Requests(scheduler, tokenizer, model.config.vocab_size, max_model_len, eos, plain)
     if disk is not None:
-        identity = hashlib.sha256(f"{block_size} {model.dtype} {model.kv_in_8_bits}".encode()).digest()
+        store = BlockStore(disk, identity_of(model, block_size), {}, disk_limit)
         pool = PoolBlocks(runner.kv_cache.tensors, block_size)
-        tier = DiskTier(BlockStore(disk, identity, {}, 1 << 30), cache, pool, pytest.fail, runner.observers)
+        tier = DiskTier(store, cache, pool, pytest.fail, runner.observers)
         tier.reader.rates = dict.fromkeys(tier.reader.rates, 0.0)  # unknown: read whatever is on disk
         tier.reader.measure = lambda step: None  # type: ignore[method-assign]
         runner.observers.append(tier)
         scheduler.disk_reads = DiskReads(tier, cache, scheduler.idle, requests.new_seq_id)
     return Engine(runner, requests, methods_for(requests, runner, seed, speculate))
+
+
+def identity_of(model: Llama, block_size: int) -> bytes:
+    """Return the identity of the blocks on disk, see `minillm.blockstore.keys.root`."""
+    return hashlib.sha256(f"{block_size} {model.dtype} {model.kv_in_8_bits}".encode()).digest()
 
 
 def tier_of(engine: Engine) -> DiskTier:
