@@ -69,11 +69,10 @@ def _chat_limit() -> int:
 def with_chat_cache(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``options`` of EngineConfig for a chat, with the size of a disk cache added.
 
-    The size is not added if ``options`` set it or exclude a disk cache, or on a GPU, where it has not been tested.
+    The size is not added if ``options`` set it or exclude a disk cache.
     """
     config = EngineConfig(**options)
     excluded = "disk_cache" in options or config.tensor_parallel_size > 1 or not config.enable_prefix_caching
-    excluded |= torch.cuda.is_available() and config.device != "cpu"
     return {**({} if excluded else {"disk_cache": _chat_limit()}), **options}
 
 
