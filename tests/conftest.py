@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import ssl
+import sys
 import tempfile
 import zlib
 from collections import defaultdict
@@ -115,6 +116,21 @@ def _styles_are_parsed_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _scripted_engine_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """If tests of the chat run, start a process that forks for each scripted engine."""
+    ui = sys.modules.get("lib.ui")
+    if ui is None:
+        yield
+        return
+    from lib.programs import warm
+
+    path = tmp_path_factory.mktemp("scripted") / "engine"
+    with warm.program(path, is_scripted=True):
+        ui.FAKE[:] = [str(path)]
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
     """Read the certificates once. httpx reads them for each client, which is slow, and no test uses TLS."""
     with pytest.MonkeyPatch.context() as patch:
@@ -145,13 +161,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
-    """Return a command that runs an engine process for a chat app, without the seconds that importing torch takes."""
+def minillm_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """Return a command that runs ``minillm``, without the seconds that importing torch takes. It passes SIGINT on."""
     from lib.programs import warm
 
     path = tmp_path_factory.mktemp("warm") / "python"
     with warm.program(path):
-        yield str(path), "-m", "minillm.service"
+        yield (str(path),)
+
+
+@pytest.fixture(scope="session")
+def engine_command(minillm_command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command that runs an engine process for a chat app, as quickly."""
+    return *minillm_command, "-m", "minillm.service"
 
 
 @pytest.fixture(scope="session")

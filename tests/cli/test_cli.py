@@ -15,7 +15,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from minillm.bench import form_steps, host
 from minillm.cli.main import main
 from minillm.text.safe import clean
 
+AS_USERS = (sys.executable, "-m", "minillm")
 
-def process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+
+def process(*arguments: str, stdin: str = "", command: Sequence[str] = AS_USERS) -> subprocess.CompletedProcess[str]:
     """Run `minillm` as users start it. It imports torch first, which takes longer than most commands tested here."""
     result = subprocess.run(
-        [sys.executable, "-m", "minillm", *arguments],
+        [*command, *arguments],
         input=stdin.encode(),
         capture_output=True,
         check=False,
@@ -87,7 +89,9 @@ def test_one_prompt_writes_its_text_and_nothing_else(generate: Any, small: list[
     assert result.stdout == generate(*fixed).stdout, "a hint on stderr leaves it alone"
 
 
-def test_prompts_from_a_file_standard_input_and_lines(generate: Any, small: list[str], tmp_path: Path) -> None:
+def test_prompts_from_a_file_standard_input_and_lines(
+    generate: Any, small: list[str], minillm_command: tuple[str, ...], tmp_path: Path
+) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("first line\nsecond line\n\nthird\n")
     fixed = ("--temperature", "0", "--max-tokens", "3", "--json")
@@ -95,9 +99,8 @@ def test_prompts_from_a_file_standard_input_and_lines(generate: Any, small: list
     assert [entry["prompt"] for entry in whole] == ["first line\nsecond line\n\nthird"]
     lines = [json.loads(line) for line in generate("-f", str(path), "--lines", *fixed).stdout.splitlines()]
     assert [entry["prompt"] for entry in lines] == ["first line", "second line", "third"]
-    piped = [
-        json.loads(line) for line in process("generate", *fixed, *small, stdin="from a pipe\n").stdout.splitlines()
-    ]
+    answered = process("generate", *fixed, *small, stdin="from a pipe\n", command=minillm_command)
+    piped = [json.loads(line) for line in answered.stdout.splitlines()]
     assert [entry["prompt"] for entry in piped] == ["from a pipe"]
     several = generate("one", "two", "--max-tokens", "2", "--n", "2", "--seed", "1").stdout
     assert [line for line in several.splitlines() if line.startswith("---")] == [
@@ -139,13 +142,16 @@ def test_jsonl_requests_have_their_own_parameters_and_come_back_in_order(generat
 ODD = "a\u2028b\x85c\x1ed \x9b31m \u202e"
 
 
-def test_odd_characters_of_requests_come_back_as_they_were(generate: Any, small: list[str], tmp_path: Path) -> None:
+def test_odd_characters_of_requests_come_back_as_they_were(
+    generate: Any, small: list[str], minillm_command: tuple[str, ...], tmp_path: Path
+) -> None:
     """A line end within a text and a lone surrogate do not end the run. Terminal controls are not printed."""
     requests = [{"prompt": ODD, "max_tokens": 1}, {"prompt": "\ud83d!", "max_tokens": 1, "id": "\udfff"}]
     path, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps(requests[0], ensure_ascii=False), json.dumps(requests[1])]
     path.write_bytes("\r\n".join(lines).encode())
-    shown = process("generate", "-f", str(path), "--json", "--temperature", "0", *small)
+    options = ("-f", str(path), "--json", "--temperature", "0")
+    shown = process("generate", *options, *small, command=minillm_command)
     kept = generate("-f", str(path), "--output", str(output), "--temperature", "0")
     assert shown.returncode == kept.returncode == 0, shown.stderr + kept.stderr
     for text in (shown.stdout, output.read_text()):
@@ -337,16 +343,14 @@ def test_a_reader_that_goes_away_is_no_error(tiny_model: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_ctrl_c_keeps_finished_results(tiny_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_finished_results(minillm_command: tuple[str, ...], tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     requests = [{"prompt": "a", "max_tokens": 2, "ignore_eos": True}]
     requests += [{"prompt": "b", "max_tokens": 480, "ignore_eos": True}] * 60
     path.write_text("\n".join(map(json.dumps, requests)))
     process = subprocess.Popen(
         [
-            sys.executable,
-            "-m",
-            "minillm",
+            *minillm_command,
             "generate",
             "-f",
             str(path),
@@ -435,12 +439,12 @@ def run(arguments):
     assert done.returncode == 130
 
 
-def run_on_terminal(*arguments: str) -> tuple[int, str]:
+def run_on_terminal(command: tuple[str, ...], *arguments: str) -> tuple[int, str]:
     """Run with stdin, stdout and stderr on a terminal. Returns the exit code and the output."""
     pid, master = pty.fork()
     if pid == 0:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        os.execv(sys.executable, [sys.executable, "-m", "minillm", *arguments])
+        os.execv(command[0], [*command, *arguments])
     output = b""
     while True:
         try:
@@ -466,7 +470,9 @@ def test_the_tour_asks_for_a_terminal_in_its_own_name(
     )
 
 
-def test_a_terminal_gets_progress_and_a_pipe_does_not(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_terminal_gets_progress_and_a_pipe_does_not(
+    minillm_command: tuple[str, ...], tiny_model: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "p.txt"
     path.write_text("a\nb\nc\n")
     options = [
@@ -482,14 +488,14 @@ def test_a_terminal_gets_progress_and_a_pipe_does_not(tiny_model: Path, tmp_path
         "200",
         "--ignore-eos",
     ]
-    code, shown = run_on_terminal(*options)
+    code, shown = run_on_terminal(minillm_command, *options)
     assert code == 0
     assert "loading weights" in shown
     assert "tok/s" in shown
     assert "/3 [" in shown
-    code, quiet = run_on_terminal(*options, "--quiet")
+    code, quiet = run_on_terminal(minillm_command, *options, "--quiet")
     assert "tok/s" not in quiet
-    code, asked = run_on_terminal("generate")
+    code, asked = run_on_terminal(minillm_command, "generate")
     assert code == 2
     assert "no prompt" in asked
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from minillm.ui.chat.transcript import Note
 from minillm.ui.chat_screen import ChatScreen
 from minillm.ui.settings import Settings
 
-FAKE = (sys.executable, str(Path(__file__).parent / "programs" / "fake_engine.py"))
+FAKE: list[str] = []  # the command of the scripted engine, set when the tests begin
 
 
 @asynccontextmanager

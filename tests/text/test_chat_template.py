@@ -279,7 +279,7 @@ def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("own_garbage")
-def test_the_renderer_ends_with_its_owner() -> None:
+def test_the_renderer_ends_with_its_owner(own_garbage: None) -> None:
     template = ChatTemplate("ok", {})
     template.render(say("a"))
     process = template._sandbox.process

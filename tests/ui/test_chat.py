@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
+from lib.terminal import PROGRAMS
 from lib.ui import ask, chat, notes, say, screen, seen, until
 from minillm.service.client import EngineProcess
 from minillm.service.messages import Finished, TextDelta
@@ -116,7 +118,7 @@ async def test_hostile_text_meets_no_markup_and_no_control_character() -> None:
 
 
 async def test_a_crash_of_the_engine_is_said_and_the_conversation_goes_on() -> None:
-    async with chat() as pilot:
+    async with chat(engine_command=(sys.executable, str(PROGRAMS / "fake_engine.py"))) as pilot:
         await ask(pilot, "echo one")
         await say(pilot, "crash")
         await until(pilot, lambda: "exit code 3" in "".join(notes(pilot)))

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,18 +20,27 @@ from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.plain import PlainChat
 from minillm.ui.settings import Settings
 
+Plain = Callable[..., subprocess.Popen[bytes]]
 
-def plain(model: Path | str, directory: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "minillm.cli.main", "chat", "--model", str(model), "--device", "cpu", *options]
+
+def started(command: Sequence[str], model: Path | str, directory: Path, *options: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "MINILLM_DATA": str(directory), "MINILLM_CONFIG": str(directory)}
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [*command, "chat", "--model", str(model), "--device", "cpu", *options],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
     )  # fmt: skip
+
+
+@pytest.fixture
+def plain(minillm_command: tuple[str, ...]) -> Plain:
+    """Return a function that starts a chat: of a model, with its files in a directory."""
+    return partial(started, minillm_command)
 
 
 @pytest.mark.weights
 def test_questions_from_a_pipe_are_answered(tmp_path: Path) -> None:
-    process = plain("smollm2-135m", tmp_path, "--temperature", "0", "--max-tokens", "24")
+    command = (sys.executable, "-m", "minillm.cli.main")
+    process = started(command, "smollm2-135m", tmp_path, "--temperature", "0", "--max-tokens", "24")
     out, errors = process.communicate(b"What is the capital of France?\n\n/set temperature x\n/new\n", 120)
     assert process.returncode == 0
     assert b"Paris" in out
@@ -38,7 +49,7 @@ def test_questions_from_a_pipe_are_answered(tmp_path: Path) -> None:
     assert len(SessionStore(tmp_path / "conversations").list()) == 1
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_chat(of_long_answers: Path, tmp_path: Path) -> None:
+def test_ctrl_c_stops_an_answer_and_not_the_chat(plain: Plain, of_long_answers: Path, tmp_path: Path) -> None:
     process = plain(of_long_answers, tmp_path, "--plain", "--max-tokens", "16000", "--temperature", "0", "--ignore-eos")
     assert process.stdin is not None
     assert process.stdout is not None
@@ -52,7 +63,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(of_long_answers: Path, tmp_path
     assert b"stopped" in errors
 
 
-def test_a_question_of_the_command_line_is_asked_first(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_question_of_the_command_line_is_asked_first(plain: Plain, tiny_model: Path, tmp_path: Path) -> None:
     process = plain(tiny_model, tmp_path, "the first", "--plain", "--max-tokens", "3")
     _, errors = process.communicate(b"the second\n", 60)
     assert process.returncode == 0, errors
@@ -60,7 +71,7 @@ def test_a_question_of_the_command_line_is_asked_first(tiny_model: Path, tmp_pat
     assert [turn.question for turn in store.load(store.latest()).turns] == ["the first", "the second"]
 
 
-def test_piped_text_belongs_to_the_question_of_the_command_line(tiny_model: Path, tmp_path: Path) -> None:
+def test_piped_text_belongs_to_the_question_of_the_command_line(plain: Plain, tiny_model: Path, tmp_path: Path) -> None:
     store, earlier = SessionStore(tmp_path / "conversations"), Conversation()
     earlier.ask("earlier").finish_reason = "stop"
     store.save(earlier)
@@ -144,18 +155,10 @@ def test_commands_and_the_end_of_the_context(tiny_model: Path, tmp_path: Path) -
     assert "\x1b" not in dialogue.output.getvalue()
 
 
-def test_control_c_just_after_an_answer_ends_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "minillm.cli.main",
-        "chat",
-        "--plain",
-        "--model",
-        str(tiny_model),
-        "--device",
-        "cpu",
-    ]
+def test_control_c_just_after_an_answer_ends_nothing(
+    minillm_command: tuple[str, ...], tiny_model: Path, tmp_path: Path
+) -> None:
+    command = [*minillm_command, "chat", "--plain", "--model", str(tiny_model), "--device", "cpu"]
     with session([*command, "--max-tokens", "3"], environment={"MINILLM_DATA": str(tmp_path)}) as running:
         running.wait_for("> ", 60)
         running.type("\x03")
@@ -172,8 +175,10 @@ def test_control_c_just_after_an_answer_ends_nothing(tiny_model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("typed", ["\x04", "second\n\x04", "second\n\n\x04\x11"])
-def test_an_end_of_input_during_an_answer_ends_the_chat(of_long_answers: Path, tmp_path: Path, typed: str) -> None:
-    command = [sys.executable, "-m", "minillm.cli.main", "chat", "--model", str(of_long_answers), "--device", "cpu"]
+def test_an_end_of_input_during_an_answer_ends_the_chat(
+    minillm_command: tuple[str, ...], of_long_answers: Path, tmp_path: Path, typed: str
+) -> None:
+    command = [*minillm_command, "chat", "--model", str(of_long_answers), "--device", "cpu"]
     options = ["--plain", "--max-tokens", "200", "--temperature", "0", "--ignore-eos"]
     with session([*command, *options], environment={"MINILLM_DATA": str(tmp_path), "TERM": "dumb"}) as running:
         running.wait_for("> ", 60)
@@ -188,7 +193,7 @@ def test_an_end_of_input_during_an_answer_ends_the_chat(of_long_answers: Path, t
     assert questions == ["first", "second"] if "second" in typed else ["first"]
 
 
-def test_an_end_that_is_not_saved_is_an_exit_code(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_end_that_is_not_saved_is_an_exit_code(plain: Plain, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "conversations").write_text("a file in the directory's place")
     process = plain(tiny_model, tmp_path, "--plain", "--max-tokens", "3")
     _, errors = process.communicate(b"hello\n", 60)
