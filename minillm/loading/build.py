@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from minillm.config import EngineConfig
-from minillm.errors import UsageError
+from minillm.errors import CapacityError, UsageError
 from minillm.fit.budget import GRAPH_BYTES, Budget
 from minillm.fit.forms import Sized, shape_of
 from minillm.fit.weights import Weights
@@ -63,9 +63,13 @@ def load_weights(
 
     ``draft``: a draft model; its memory is reserved.
 
-    Raises UsageError if the device does not support an option, and CapacityError if the model does not fit.
+    Raises UsageError if the device does not support an option, and CapacityError if the model does not fit or its context
+    is shorter than ``max_model_len``.
     """
     dtype, model_config = choose_dtype(config, device), description.config
+    longest, limit = config.max_model_len or model_config.max_position_embeddings, model_config.longest_context
+    if longest > limit:
+        raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device
     if config.weights == "int8" and (device.type != "cpu" or dtype != torch.float32):
@@ -88,7 +92,6 @@ def load_weights(
     if budget.chooses_weights:
         whole = Sized(description.name, description.tensors, shape_of(model_config), 0)
         budget = _choose_weights(whole, budget, ranks, on_message)
-    longest = config.max_model_len or model_config.max_position_embeddings
     return _load(description, config, budget, device, longest, ranks, on_progress), budget
 
 

@@ -95,9 +95,7 @@ def size_pool(
     Raises:
         CapacityError: not one block fits, or the requested pool does not.
     """
-    longest, limit = config.max_model_len or model.max_position_embeddings, model.longest_context
-    if longest > limit:
-        raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
+    longest = config.max_model_len or model.max_position_embeddings
     per_token = model.kv_bytes_per_token(element_size) + beside
     block_bytes = per_token * config.block_size
     if device.type == "cpu":
