@@ -63,8 +63,8 @@ def load_weights(
 
     ``draft``: a draft model; its memory is reserved.
 
-    Raises UsageError if the device does not support an option. Raises CapacityError if the model does not fit, or if its
-    context is shorter than ``max_model_len``.
+    Raises UsageError if the device does not support an option. Raises CapacityError if the model does not fit, or if
+    its context is shorter than ``max_model_len``.
     """
     dtype, model_config = choose_dtype(config, device), description.config
     longest, limit = config.max_model_len or model_config.max_position_embeddings, model_config.longest_context
