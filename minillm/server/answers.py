@@ -80,10 +80,10 @@ class Frame:
         last = event(self.chunk([], usage)) if has_usage else b""
         return last + b"data: [DONE]\n\n"
 
-    def error(self, error: Json) -> Json:
+    def error(self, error: Json, status: int) -> Json:
         return error
 
-    def failed(self, error: Json) -> bytes:
+    def failed(self, error: Json, status: int) -> bytes:
         return event(error)
 
     def _head(self, kind: str) -> Json:

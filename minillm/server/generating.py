@@ -51,11 +51,14 @@ class Framing(Protocol):
     def closing(self, usage: Usage, *, has_usage: bool) -> bytes:
         """Return the last events of a stream that has succeeded."""
 
-    def error(self, error: Json) -> Json:
-        """Convert an error from OpenAI's format to this protocol's format."""
+    def error(self, error: Json, status: int) -> Json:
+        """Convert an error with an HTTP status from OpenAI's format to this protocol's format."""
 
-    def failed(self, error: Json) -> bytes:
-        """Return the last event of a stream that has failed. ``error`` is in OpenAI's format."""
+    def failed(self, error: Json, status: int) -> bytes:
+        """Return the last event of a stream that has failed. ``error`` is in OpenAI's format.
+
+        ``status`` is the HTTP status that the response would have, if its head were not sent already.
+        """
 
 
 class Form(Protocol):
@@ -211,9 +214,9 @@ class Generating:
             self._keeping.cancel()
         frame = self.asked.frame
         if self._started:  # the headers are sent: report the error as an event and end the stream
-            await send(body_message(frame.failed(failed.json()), more=False))
+            await send(body_message(frame.failed(failed.json(), failed.status), more=False))
         else:
-            await send_json(send, failed.status, frame.error(failed.json()), failed.headers)
+            await send_json(send, failed.status, frame.error(failed.json(), failed.status), failed.headers)
 
     async def _answer(self, send: Send, began: float) -> None:
         news = asyncio.Event()

@@ -131,11 +131,11 @@ class MessageFrame:
         last = {"type": "message_delta", "delta": self.form.stop, "usage": _usage(usage)}
         return _encoded([last, {"type": "message_stop"}])
 
-    def error(self, error: Json) -> Json:
-        return message_error(error)
+    def error(self, error: Json, status: int) -> Json:
+        return message_error(error, status)
 
-    def failed(self, error: Json) -> bytes:
-        return _encoded([message_error(error)])
+    def failed(self, error: Json, status: int) -> bytes:
+        return _encoded([message_error(error, status)])
 
     def _message(self, usage: Json, **fields: Any) -> Json:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, **fields, "usage": usage}
@@ -183,7 +183,7 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-def message_error(error: Json, status: int = 0) -> Json:
+def message_error(error: Json, status: int) -> Json:
     """Convert an error from OpenAI's format to Anthropic's.
 
     The type of the error is determined by ``status`` if it is one of `_KINDS`, otherwise by OpenAI's type.

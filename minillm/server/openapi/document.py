@@ -75,7 +75,8 @@ def document(*, has_keys: bool = False) -> dict[str, Any]:
             headers = ("key", "x-api-key") if is_messages(path) else ("key",)
             entry["security"] = [] if path in OPEN_PATHS else [{header: []} for header in headers]
         if kind is not None:
-            entry["requestBody"] = {"required": True, "content": {"application/json": {"schema": of_kind[kind]}}}
+            content = {"application/json": {"schema": of_kind[kind]}}
+            entry["requestBody"] = {"required": kind is not response_bodies.NoBody, "content": content}
         if "{name}" in path:
             entry["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
         paths.setdefault(path, {})[method] = entry

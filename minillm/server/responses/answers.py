@@ -249,10 +249,10 @@ class ResponseFrame:
         kind = "completed" if found["status"] == "completed" else "incomplete"
         return self._encoded([*events, {"type": f"response.{kind}", "response": found}])
 
-    def error(self, error: Json) -> Json:
+    def error(self, error: Json, status: int) -> Json:
         return error
 
-    def failed(self, error: Json) -> bytes:
+    def failed(self, error: Json, status: int) -> bytes:
         code, message = error["error"]["code"] or "server_error", error["error"]["message"]
         found = self.writer.response("failed", error={"code": code, "message": message})
         return self._encoded([{"type": "response.failed", "response": found}])

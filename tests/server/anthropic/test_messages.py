@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from lib.server import Server, served
 from lib.tokens import THINKING
-from minillm.server.anthropic.answers import MessageFrame, message_error
+from minillm.server.anthropic.answers import MessageForm, MessageFrame, message_error
+from minillm.server.parsers.parts import PlainReader
 
 USER: Any = [{"role": "user", "content": "Weather?"}]
 SCHEMA: dict[str, Any] = {
@@ -388,8 +389,12 @@ def test_both_headers_have_the_key_and_one_is_enough(server: Server) -> None:
 def test_what_is_not_seen_above_has_the_format_as_well() -> None:
     assert MessageFrame.ping == b'event: ping\ndata: {"type":"ping"}\n\n'
     openai = {"error": {"message": "it broke", "type": "server_error", "param": None, "code": None}}
-    for status, kind in ((0, "api_error"), (500, "api_error"), (503, "overloaded_error")):
-        assert message_error(openai, status) == {"type": "error", "error": {"type": kind, "message": "it broke"}}
+    frame = MessageFrame("msg_1", "tiny", MessageForm(lambda opened: PlainReader(), "signature"))
+    for status, kind in ((500, "api_error"), (501, "api_error"), (503, "overloaded_error")):
+        expected = {"type": "error", "error": {"type": kind, "message": "it broke"}}
+        assert message_error(openai, status) == frame.error(openai, status) == expected
+        event, data = frame.failed(openai, status).decode().split("\n", 1)
+        assert (event, json.loads(data.removeprefix("data: "))) == ("event: error", expected)
 
 
 @pytest.fixture(scope="module")

@@ -317,7 +317,7 @@ def test_a_response_ends_with_its_client(client: openai.OpenAI, server: Server) 
 def test_a_stream_that_fails_ends_with_the_error() -> None:
     frame = ResponseFrame(ResponseWriter({"id": "resp_1"}, lambda opened: PlainReader()))
     for code, expected in ((None, "server_error"), ("rate_limit_exceeded", "rate_limit_exceeded")):
-        name, data = frame.failed({"error": {"message": "It broke", "code": code}}).decode().split("\n", 1)
+        name, data = frame.failed({"error": {"message": "It broke", "code": code}}, 500).decode().split("\n", 1)
         last = json.loads(data.removeprefix("data: "))
         assert name == "event: response.failed"
         assert last["response"]["error"] == {"code": expected, "message": "It broke"}
