@@ -28,14 +28,9 @@ def item_id(kind: str, response_id: str, number: int) -> str:
     return f"{_PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{number}"
 
 
-def place_of(name: str) -> tuple[str, int]:
-    """Return the response's id and the item's number, given an item's id from `item_id`.
-
-    The number is -1 if ``name`` is not an item's id.
-    """
-    _, _, rest = name.partition("_")
-    key, _, number = rest.rpartition("_")
-    return f"resp_{key}", int(number) if number.isdecimal() and len(number) < 5 else -1
+def response_of(name: str) -> str:
+    """Return the id of the response that has an item with the id ``name``, if ``name`` comes from `item_id`."""
+    return "resp_" + name.partition("_")[2].rpartition("_")[0]
 
 
 @dataclass(eq=False)

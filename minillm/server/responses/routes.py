@@ -5,20 +5,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minillm.checks import shown
 from minillm.errors import UsageError
 from minillm.server.bodies import BadField, ChatBody, read_body
 from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens, generating
-from minillm.server.generating import Generating
-from minillm.server.responses.answers import ResponseFrame, ResponseWriter, place_of
+from minillm.server.responses.answers import ResponseFrame, ResponseWriter, response_of
 from minillm.server.responses.bodies import Json, NoBody, ResponseBody, messages_of, own_names
 from minillm.server.responses.store import Stored
 from minillm.server.service import Missing, Service, json_response
@@ -32,30 +30,11 @@ _RETURNED = (
 _MOST_REFERENCED = 16 << 20  # maximum size in bytes of the items that a request refers to
 
 
-@dataclass(frozen=True)
-class Responding:
-    """An ASGI response that generates a response of this API. Other requests can read and cancel it while it runs.
+async def respond(service: Service, request: Request) -> ASGIApp:
+    """Generate a response. With ``previous_response_id``, it continues the conversation of that response.
 
-    Attributes:
-        running: all running responses of the service, by tenant and id. This response is added while it runs.
-        key: the tenant and the id of this response.
+    Other requests can read and cancel the response while it runs.
     """
-
-    generating: Generating
-    writer: ResponseWriter
-    running: dict[tuple[str, str], ResponseWriter]
-    key: tuple[str, str]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.running[self.key] = self.writer
-        try:
-            await self.generating(scope, receive, send)
-        finally:
-            del self.running[self.key]
-
-
-async def respond(service: Service, request: Request) -> Responding:
-    """Generate a response. With ``previous_response_id``, it continues the conversation of that response."""
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
     name = f"resp_{secrets.token_hex(24)}"
     chat, made, conversation, key = _turn(service, tenant, name, body)
@@ -69,7 +48,15 @@ async def respond(service: Service, request: Request) -> Responding:
     writer = ResponseWriter(head, made.reader, body.has_logprobs, keep)
     field = made.grammar_field or ("text.format" if chat.response_format is not None else "")
     response = generating(service, chat, tenant, [made.call], ResponseFrame(writer), writer, grammar_field=field)
-    return Responding(response, writer, service.running, (tenant, name))
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        service.running[tenant, name] = writer
+        try:
+            await response(scope, receive, send)
+        finally:
+            del service.running[tenant, name]
+
+    return run
 
 
 async def count_input_tokens(service: Service, request: Request) -> Response:
@@ -169,15 +156,14 @@ def _items(service: Service, tenant: str) -> Callable[[str], Json | None]:
 
     def item(name: str) -> Json | None:
         nonlocal num_bytes
-        response, number = place_of(name)
-        found = service.responses.get(tenant, response)
-        if found is None or not 0 <= number < len(found.items):
+        found = service.responses.get(tenant, response_of(name))
+        if found is None or name not in found.items:
             return None
-        num_bytes += len(found.items[number])
+        num_bytes += len(found.items[name])
         if num_bytes > _MOST_REFERENCED:  # a short body may refer to a long item many times
             raise BadField(f"input: item references stand for more than {_MOST_REFERENCED:,} bytes", "input")
-        value: Json = msgspec.json.decode(found.items[number])
-        return value if value["id"] == name else None
+        value: Json = msgspec.json.decode(found.items[name])
+        return value
 
     return item
 

@@ -23,7 +23,7 @@ class Stored:
 
     Attributes:
         response: the response as JSON.
-        items: the response's output items, each as JSON.
+        items: the response's output items by id, each as JSON.
         messages: all messages of the conversation, up to and including the answer, as JSON. Instructions are not
             included.
         key: everything else that the prompt depends on, as JSON: instructions, tools and template variables.
@@ -31,7 +31,7 @@ class Stored:
     """
 
     response: bytes
-    items: list[bytes]
+    items: dict[str, bytes]
     messages: bytes
     key: bytes
     token_ids: array[int]
@@ -41,13 +41,13 @@ class Stored:
     def of(cls, response: Any, messages: Sequence[Any], key: bytes, token_ids: Sequence[int]) -> Stored:
         """Encode a finished response and its conversation."""
         encode = msgspec.json.encode
-        items = [encode(item) for item in response["output"]]
+        items = {item["id"]: encode(item) for item in response["output"]}
         return cls(encode(response), items, encode(messages), key, array("I", token_ids))
 
     @property
     def size(self) -> int:
         """Return the size of the entry in bytes."""
-        parts = (self.response, *self.items, self.messages, self.key)
+        parts = (self.response, *self.items.values(), self.messages, self.key)
         return sum(map(len, parts)) + self.token_ids.itemsize * len(self.token_ids)
 
 
