@@ -236,7 +236,8 @@ async def create_message(service: Service, request: Request) -> Generating:
     omits = body.thinking is not None and body.thinking.display == "omitted"
     form = MessageForm(made.reader, name, omits)
     frame, tenant = MessageFrame(name, service.names[0], form), request.state.tenant
-    return generating(service, chat, tenant, [made.call], frame, form, grammar_field=made.grammar_field)
+    field = made.grammar_field or ("output_config.format" if chat.response_format is not None else "")
+    return generating(service, chat, tenant, [made.call], frame, form, grammar_field=field)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

@@ -310,6 +310,10 @@ def test_fields_of_anthropics_own_service_are_taken(server: Server, more: dict[s
         ({"container": "c"}, "container"),
         ({"thinking": {"type": "enabled"}}, "thinking: budget_tokens is missing"),
         ({"thinking": {"type": "enabled", "budget_tokens": -9}}, "thinking.budget_tokens must be from 0"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "output_config.format: the JSON schema has",
+        ),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": "many"}, "max_tokens"),
