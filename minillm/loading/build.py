@@ -147,7 +147,8 @@ def _load(
             weights=held,
             on_progress=report,
         )
-        in_memory = Weights(model.weight_bytes, model.weight_bytes, copied=model.copied_bytes)
+        copied = sum(linear.copied_bytes(model.dtype) for linear in model.linears)
+        in_memory = Weights(model.weight_bytes, model.weight_bytes, copied=copied)
         keeps_copy = budget.keeps_copy(in_memory, shape_of(description.config))
         if keeps_copy if ranks is None else ranks.least(keeps_copy):
             for linear in model.linears:

@@ -161,34 +161,17 @@ class Llama:
         return [*(linear for each in self.layers for linear in each.linears), self.head]
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes that 16-bit copies of all low-bit matrices would take: see `LinearWeight.keep_copy`."""
-        return sum(linear.copied_bytes(self.dtype) for linear in self.linears)
-
-    @property
     def kv_element_size(self) -> int:
         """Bytes per element of K and V in the pool: the argument of `ModelConfig.kv_bytes_per_token`."""
         return 1 if self.kv_in_8_bits else self.dtype.itemsize
-
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Return an uninitialized KV cache pool of ``num_blocks`` blocks of ``block_size`` tokens.
-
-        On a CPU, the operating system allocates memory on first use, so unused blocks of a large pool take none.
-        """
-        c = self.local
-        shape = (c.num_layers, 2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
-        # Huge pages are off. With them, the first token of each block would clear 2 MB per layer.
-        if not self.kv_in_8_bits:
-            return KVCache(torch.empty(shape, dtype=self.dtype, device=self.device))
-        scales = torch.empty(*shape[:3], c.num_kv_heads, block_size, dtype=torch.float32, device=self.device)
-        return KVCache(torch.empty(shape, dtype=torch.int8, device=self.device), scales)
 
     def forward(self, batch: Batch, kv_cache: KVCache, out: Tensor | None = None) -> Tensor:
         """Write the tokens' K and V, and return logits ``[num_logits, vocab]`` in the model's dtype.
 
         If ``out`` is given, the logits are written to it.
         """
-        return self.logits(self.hidden(batch, kv_cache), batch.logit_rows, out)
+        hidden, rows = self.hidden(batch, kv_cache), batch.logit_rows
+        return self.logits(hidden if rows is None else hidden[rows], out)
 
     def hidden(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Write the tokens' K and V, and return the last layer's output ``[num_tokens, hidden]``."""
@@ -202,12 +185,12 @@ class Llama:
             x = self._add_mlp(x, layer)
         return x
 
-    def logits(self, hidden: Tensor, rows: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Return logits ``[num_logits, vocab]`` for the rows of ``hidden [num_tokens, hidden]`` with indices ``rows``.
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits ``[n, vocab]`` of ``x [n, hidden]``: the final norm, then the output head.
 
-        If ``rows`` is None, all rows are used. If ``out`` is given, the result is written to it.
+        If ``out`` is given, the result is written to it.
         """
-        return self._logits(hidden if rows is None else hidden[rows], out)
+        return self.ops.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings ``[num_tokens, hidden]`` of ``token_ids [num_tokens]``."""
@@ -217,19 +200,15 @@ class Llama:
     def project(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         """Return q, k and v ``[num_tokens, (heads + 2 kv) * head_dim]`` of a layer, from its input ``x``.
 
-        If ``out`` is given, the result is written to it.
+        The input is normalized first if the layer has that norm. If ``out`` is given, the result is written to it.
         """
-        return self._norm_linear(x, layer.input_norm, layer.qkv, out)
+        if layer.input_norm is None:
+            return self.ops.linear(x, layer.qkv, out)
+        return self.ops.norm_linear(x, layer.input_norm, self.config.rms_norm_eps, layer.qkv, out)
 
     def finish(self, attended: Tensor, layer: Layer, x: Tensor) -> Tensor:
         """Return a layer's output from its input ``x`` and the result of `attend`, in place if possible."""
         return self._add_mlp(self._add_output(attended, layer, x), layer)
-
-    def _norm_linear(self, x: Tensor, norm: Tensor | None, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
-        """Return the projection of the normalized ``x``, or of ``x`` itself without a ``norm``."""
-        if norm is None:
-            return self.ops.linear(x, weight, out)
-        return self.ops.norm_linear(x, norm, self.config.rms_norm_eps, weight, out)
 
     def _add_output(self, attended: Tensor, layer: Layer, x: Tensor) -> Tensor:
         """Return ``x + o(attended)``, or ``x + norm(o(attended))`` if the layer has that norm, in place if possible."""
@@ -259,10 +238,6 @@ class Llama:
         """Return the MLP of the normalized ``x``, plus ``residual`` if there is one."""
         eps = self.config.rms_norm_eps
         return self.ops.mlp(x, layer.post_attention_norm, eps, layer.gate_up, layer.down, residual)
-
-    def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """Return the logits ``[n, vocab]`` of ``x [n, hidden]``: the final norm, then the output head."""
-        return self.ops.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
     def steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
         """Return for each kind of attention: the rotary angles and slots of a step, and its attention plan or None.

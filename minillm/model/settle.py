@@ -5,6 +5,7 @@ On a CPU, pack weights by means of an example input. On a GPU, choose scales for
 
 import torch
 
+from minillm.model.kv_cache import new_kv_cache
 from minillm.model.llama import Batch, Llama
 
 _NUM_TOKENS = 64
@@ -32,7 +33,7 @@ def settle(model: Llama, max_positions: int) -> None:
         rope_lengths=[count] * count if model.rotary.dynamic else None,
     )
     with torch.inference_mode():
-        model.forward(batch, model.new_kv_cache(blocks, _BLOCK))
+        model.forward(batch, new_kv_cache(model, blocks, _BLOCK))
 
 
 def bound_results(model: Llama) -> None:

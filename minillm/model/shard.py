@@ -181,9 +181,9 @@ class ShardedLlama(Llama):
             return super()._add_mlp(x, layer)
         return self.ranks.all_reduce(self._mlp(x, layer, x if self.ranks.rank == 0 else None))
 
-    def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return all logits ``[num_logits, vocab]`` on rank 0. On other ranks, return only those of their own shard."""
-        part = super()._logits(x, None)
+        part = super().logits(x)
         vocab, width = self.config.vocab_size, part.shape[1]
         parts = self.ranks.all_gather(part) if len(part) else part.new_empty(self.ranks.size, 0, width)
         if self.ranks.rank:

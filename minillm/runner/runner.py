@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from minillm.model.kv_cache import new_kv_cache
 from minillm.model.llama import Batch, Llama
 from minillm.runner.host_pool import HostPool
 from minillm.runner.observers import StepObserver
@@ -23,7 +24,7 @@ class Runner:
 
     def __init__(self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.model, self.block_size = model, block_size
-        self.kv_cache = model.new_kv_cache(num_blocks, block_size)
+        self.kv_cache = new_kv_cache(model, num_blocks, block_size)
         self.forward = ScoringForward(model, partial(model.hidden, kv_cache=self.kv_cache))
         self.host_pool = HostPool(self.kv_cache, num_host_blocks)
         self.observers: list[StepObserver] = []

@@ -59,7 +59,7 @@ class ScoringForward:
         hidden = self._hidden(batch)
         if any(chunk.targets for chunk in chunks):
             self._scored = score(self._model, hidden, chunks, first)
-        return self._model.logits(hidden, batch.logit_rows, out)
+        return self._model.logits(hidden if batch.logit_rows is None else hidden[batch.logit_rows], out)
 
     def take(self) -> Scored | None:
         """Return the last step's scores and forget them. None if no chunk had targets."""
@@ -100,7 +100,7 @@ def score(model: Llama, hidden: Tensor, chunks: list[ChunkWork], first: int) -> 
     ranks, device = ranks_of(model), model.device
     pieces = []
     for start in range(0, len(rows), size):
-        logits = model.logits(hidden, torch.tensor(rows[start : start + size], device=device))
+        logits = model.logits(hidden[torch.tensor(rows[start : start + size], device=device)])
         if ranks is None or ranks.rank == 0:
             pieces.append(_score_rows(logits.float(), torch.tensor(targets[start : start + size], device=device), most))
     if not pieces:

@@ -17,6 +17,7 @@ from itertools import takewhile
 
 import torch
 
+from minillm.model.kv_cache import new_kv_cache
 from minillm.model.llama import Batch, Llama
 from minillm.params import SamplingParams
 from minillm.runner.observers import StepObserver
@@ -184,7 +185,7 @@ def _seconds_of_a_token(model: Llama) -> float:
     table, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     lengths = [1] if model.rotary.dynamic else None
     batch = Batch(zeros, zeros, zeros, table, length, 1, length[:0], rope_lengths=lengths)
-    cache, times = model.new_kv_cache(1, 16).zero_(), []
+    cache, times = new_kv_cache(model, 1, 16).zero_(), []
     for _ in range(_RUNS):
         began = time.perf_counter()
         model.forward(batch, cache)

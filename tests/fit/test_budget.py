@@ -117,8 +117,8 @@ def test_the_step_that_is_measured_unpacks_as_much_as_any(monkeypatch: pytest.Mo
 
     model = SimpleNamespace(
         device=torch.device("cpu"), rotary=SimpleNamespace(dynamic=False), forward=forward,
-        new_kv_cache=lambda *sizes: torch.zeros(1),
     )  # fmt: skip
+    monkeypatch.setattr("minillm.loading.pool_size.new_kv_cache", lambda *_: torch.zeros(1))
     activation_bytes(cast("Llama", model), 1000, 4, 20_000)
     (step,) = steps
     measured = unpacked(len(step.token_ids), step.block_tables, step.context_lens)

@@ -23,6 +23,7 @@ from minillm.engine.scheduler import Scheduler
 from minillm.kernels import Costs
 from minillm.kernels.attention.plan import FREE
 from minillm.loading.engine import methods_for
+from minillm.model.kv_cache import new_kv_cache
 from minillm.model.llama import Batch, Llama
 from minillm.outputs import RequestOutput
 from minillm.runner.device.runner import DeviceRunner
@@ -124,7 +125,7 @@ def tier_of(engine: Engine) -> DiskTier:
 def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], block_size: int = 4) -> Tensor:
     """Return the logits of every position, ``[tokens, vocab]``, computed in ``chunks`` over a shuffled pool of NaN."""
     num_blocks = 2 * (-(-len(token_ids) // block_size))
-    kv_cache = model.new_kv_cache(num_blocks, block_size)
+    kv_cache = new_kv_cache(model, num_blocks, block_size)
     for tensor in kv_cache.tensors:
         tensor.fill_(99 if tensor.dtype == torch.int8 else float("nan"))
     device = model.device

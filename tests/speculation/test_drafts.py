@@ -13,6 +13,7 @@ from lib.engine import engine_for, run
 from lib.models import hf_model, noisy, ours
 from lib.speculation import facts, guesses_of
 from minillm.engine.engine import Engine
+from minillm.model.kv_cache import new_kv_cache
 from minillm.model.llama import Batch, Llama
 from minillm.outputs import RequestOutput
 from minillm.params import SamplingParams
@@ -66,7 +67,7 @@ def drafter_of(engine: Engine) -> Drafter:
 def kv_of(model: Llama, token_ids: list[int]) -> Tensor:
     """K and V of tokens, computed alone: ``[layers, 2, tokens, heads, head_dim]``."""
     n = len(token_ids)
-    cache = model.new_kv_cache(1, 1 << (n - 1).bit_length())
+    cache = new_kv_cache(model, 1, 1 << (n - 1).bit_length())
     numbers = torch.arange(n, device=model.device)
     batch = Batch(
         torch.tensor(token_ids, device=model.device), numbers, numbers,

@@ -166,7 +166,7 @@ class DecodeSteps:
     def work_lists(self, size: int) -> Iterator[WorkList]:
         """Yield a work list for each possible `WorkList.launch` of ``size`` sequences. Yield none without sharing."""
         shape, longest = self._state.shape, self._state.width * self._state.block_size
-        ways = {at_a_time for at_a_time, _ in shape.ways(size)} if self._state.shares else ()
+        ways = {at_a_time for at_a_time, _ in shape.ways(size)} if self._state.books.may_share else ()
         splits = {shape.tail_splits(size, tokens) for tokens in (0, longest)}
         for at_a_time, tail_splits in sorted((way, split) for way in ways for split in splits):
             yield replace(self._work_list.first(size), at_a_time=at_a_time, tail_splits=tail_splits)

@@ -67,6 +67,11 @@ class Rows:
         self._count, self._width, self._block_size, self._sharing = count, width, block_size, sharing
         self.forget()
 
+    @property
+    def may_share(self) -> bool:
+        """Return whether blocks that sequences share may be read once, where that is faster."""
+        return self._sharing is not None
+
     def forget(self) -> None:
         """Free every row, because the state of the device is unknown after a failure."""
         self._held: dict[int, Row] = {}  # rows in use, by seq_id

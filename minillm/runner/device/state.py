@@ -96,7 +96,6 @@ class DeviceState:
         self.tokens = TokenRows(padded_size(MOST_TOKENS), self.width, self.device, pinned=graphs)
         self.forwards = Graphs(self.rows, self.tokens.rows, enabled=graphs)
         self.draws = Graphs(self.rows, self.tokens.rows, enabled=graphs)
-        self.shares = sharing is not None  # blocks that sequences share are read once, where that is faster
         plans = None if sharing is None else Sharing(self.shape, sharing)
         self.books = Rows(max_num_seqs, self.words.shape[1], block_size, plans)
 
