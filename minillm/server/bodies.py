@@ -89,7 +89,10 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     disable_fallback: bool = False  # has no effect: there is no fallback
 
     def forms(self) -> dict[str, dict[str, Any]]:
-        """Return the engine's parameter ``grammar`` for each field that is set, by the name of the field."""
+        """Return the engine's parameter ``grammar`` for each field that is set.
+
+        A key of the dictionary is the field's name for error messages. A value is the parameter.
+        """
         kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
         values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}
         return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}

@@ -116,7 +116,7 @@ class EngineProcess:
         """Start the process. The future ``ready`` is done once the model is loaded.
 
         With ``wait_warm``, ``ready`` also waits until the kernels and CUDA graphs for steps of all shapes are prepared.
-        The process writes to the stderr of this process. ``told`` is called with the progress of loading.
+        The new process writes errors to this process's stderr. ``told`` is called with the progress of loading.
         """
         environment = child_environment()
         environment.pop(_KEY_VARIABLE, None)  # the engine needs no key

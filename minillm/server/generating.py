@@ -96,7 +96,7 @@ class Asked:
 
     @property
     def num_sequences(self) -> int:
-        """Return the number of sequences that the request runs at a time if memory allows."""
+        """Return the number of sequences that the request runs at the same time, if memory allows."""
         return sum(num_seats(call.params) for call in self.calls)
 
 
@@ -178,7 +178,10 @@ class Generating:
         return noted
 
     async def _keep_alive(self, send: Send) -> None:
-        """Wait a moment, then send the head of a stream. Then send a ping whenever nothing was sent for a while."""
+        """Wait a moment, then send the status and headers of a stream.
+
+        After that, send a ping whenever nothing was sent for a while.
+        """
         await asyncio.sleep(_HEAD_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MOST_HEAD_SECONDS - _HEAD_SECONDS):
@@ -335,15 +338,16 @@ class Generating:
         await send(body_message(before + frame.closing(self.usage, has_usage=asked.has_usage), more=False))
 
     async def _send_start(self, send: Send) -> None:
-        """Send the head and the opening events of a stream, unless they were sent before."""
+        """Send the status, the headers and the opening events of a stream, unless they were sent before."""
         if before := await self._start(send):
             await send(body_message(before, more=True))
 
     async def _start(self, send: Send, engine_seconds: float = 0.0) -> bytes:
-        """Send the head of a stream, unless it was sent before. Return bytes to send before the next events.
+        """Send the status and headers of a stream, unless they were sent before.
 
-        These bytes are the opening events, if they were not returned before. If the head was sent before
-        ``engine_seconds`` was known, the bytes end with an SSE comment that states the time.
+        Return bytes to send before the next events. These are the opening events, if they were not returned before. If
+        the headers were sent before ``engine_seconds`` was known, the bytes end with an SSE comment that states this
+        time.
 
         Args:
             engine_seconds: the engine's time to the first token, for the header ``server-timing``; 0 if unknown.

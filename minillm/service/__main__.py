@@ -175,7 +175,7 @@ def _lines(stream: BinaryIO) -> Iterator[Message]:
 
 
 def _frames(stream: BinaryIO) -> Iterator[Message]:
-    """Yield the calls of the HTTP process. Each is four bytes with a length, followed by MessagePack."""
+    """Yield the calls of the HTTP process. Each call is sent as four bytes with its length, followed by MessagePack."""
     while len(head := stream.read(4)) == 4:
         yield call_messages.decode_call(stream.read(int.from_bytes(head, "little")))
 

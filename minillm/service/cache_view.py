@@ -136,7 +136,7 @@ class CacheView:
         return changes, [seq_id for seq_id in before if seq_id not in now]
 
     def _cached_changes(self) -> tuple[list[int], list[int]]:
-        """Return the blocks that became cached, and the blocks that are no longer cached."""
+        """Return the blocks that became cached since the last call, and the blocks that are no longer cached."""
         cache = self.engine.cache
         cached = {block for block in self._touched if cache.is_cached(block)}
         more, fewer = cached - self._cached, (self._touched - cached) & self._cached

@@ -191,8 +191,8 @@ class Completion(Record):
 class Began(ServerEvent):
     """The engine has accepted a request.
 
-    This event is sent if the request is streamed, wants token ids, or begins inside the reasoning. If the request has
-    ``echo``, it is sent again before the first text, with the text and tokens of the prompt.
+    This event is sent if the request is streamed or wants token ids, or if its answer begins inside the reasoning. If
+    the request has ``echo``, the event is sent again before the first text, with the text and tokens of the prompt.
     """
 
     request_id: str

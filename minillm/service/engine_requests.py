@@ -60,7 +60,7 @@ class EngineRequests:
 
     Attributes:
         send: sends an event to the HTTP process.
-        others: returns, for a reader, the owners of the sequences of chat sessions, by seq_id.
+        others: called with a reader, or with None. Returns the owner of each sequence of a chat session, by seq_id.
     """
 
     driver: Driver
@@ -228,7 +228,10 @@ class EngineRequests:
         return strange, outputs
 
     def _begin(self, live: Live) -> None:
-        """Send `Began` with the text and tokens of the prompt, unless it was sent before or is not needed."""
+        """Send `Began` with the text and tokens of the prompt.
+
+        Do nothing if the event was sent before, or if the client does not need it.
+        """
         if live.has_begun:
             return
         live.has_begun = True

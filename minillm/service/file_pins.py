@@ -45,7 +45,7 @@ class FilePins:
         self.pinned[conversation] = pinned
 
     def let_go(self, conversation: str) -> None:
-        """Unpin a conversation's beginning, if there is one."""
+        """Unpin the blocks of a conversation's beginning, if they are pinned: see `FilePins`."""
         if (pinned := self.pinned.pop(conversation, None)) is not None:
             held.unpin(self.driver, pinned)
 

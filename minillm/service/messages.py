@@ -41,7 +41,10 @@ class Event(Message):
 
 
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A part of a message. It is sent as a list of values, because field names would take most of the bytes."""
+    """A part of a message. It is sent as a list of the fields' values.
+
+    The names of the fields are not sent, because they would take most of the bytes.
+    """
 
 
 class Load(Command):
@@ -294,9 +297,10 @@ class LogEntry(Record):
 
 
 class CacheChanged(Event):
-    """The changes in the pool since the last `CacheChanged`. The first one lists all blocks that are not free.
+    """The changes in the block pool since the last `CacheChanged`.
 
-    A block's state follows from the tables that contain it. A block in no table is free or cached.
+    The first `CacheChanged` lists all blocks that are not free. A block's state follows from the tables that contain
+    the block. A block in no table is free or cached.
     """
 
     tables: list[TableView] = []  # new and changed tables

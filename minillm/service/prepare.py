@@ -111,7 +111,7 @@ def prompt_ids(
 ) -> list[int]:
     """Return the token ids of a tenant's prompt.
 
-    ``special``: a text gets the special tokens that begin a text, such as BOS.
+    ``special``: if the prompt is text, add the special tokens that begin a text, such as BOS.
     """
     if isinstance(prompt, Conversation):
         if known := prompt.known_ids:

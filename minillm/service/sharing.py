@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 def leaves_some(own: int, count: int, free: int, times: int = 1) -> bool:
     """Return whether a tenant that has ``own`` items may take ``count`` more of the ``free`` items.
 
-    Afterwards the tenant must have at most ``times`` as many items as are still free. So other tenants always find some
-    free items (dynamic thresholds, Choudhury and Hahne 1998). A tenant that has no items may take any number.
+    After that, the tenant must have at most ``times`` times the number of items that are still free. So other tenants
+    always find some free items (dynamic thresholds, Choudhury and Hahne 1998). A tenant that has no items may take any
+    number.
     """
     return not own or own + count <= times * (free - count)
 

@@ -213,7 +213,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(choice: ToolChoice) -> str | dict[str, Any]:
-    """Convert a choice of tools to OpenAI's format. Raises BadField."""
+    """Convert the field ``tool_choice`` to OpenAI's format. Raises BadField."""
     if choice.type != "tool":
         return "required" if choice.type == "any" else choice.type
     if not choice.name:

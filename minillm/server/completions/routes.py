@@ -27,7 +27,8 @@ class ChatCall:
 
     Attributes:
         reader: creates a reader for an answer's text. Its argument is whether the answer begins inside the reasoning.
-        grammar_field: the request's field that led to a grammar for tool calls, for error messages; empty if none did.
+        grammar_field: the name of the field that made a grammar for tool calls necessary, for error messages; empty if
+            no grammar for tool calls is needed.
     """
 
     call: messages.Complete

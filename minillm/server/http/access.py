@@ -67,9 +67,9 @@ def _digest(key: str) -> bytes:
 
 
 class BodyMemory:
-    """Limits the memory for bodies that arrive in several pieces to ``most`` bytes per tenant.
+    """Limits the memory for request bodies that arrive in several pieces, to ``most`` bytes per tenant.
 
-    If a tenant's memory is in use, further bodies of this tenant wait.
+    While a tenant has no memory left, further bodies of this tenant wait.
     """
 
     def __init__(self, most: int = _MOST_OF_BODIES) -> None:
@@ -93,7 +93,7 @@ class BodyMemory:
             self._admit(tenant)
 
     def _admit(self, tenant: str) -> None:
-        """Admit the oldest waiting bodies of ``tenant``, as long as they fit."""
+        """Admit the oldest waiting bodies of ``tenant``, as long as they fit into the tenant's memory."""
         waiting = self._waiting.get(tenant, deque())
         while waiting and (waiting[0][1].done() or self._used[tenant] + waiting[0][0] <= self._most):
             size, turn = waiting.popleft()
@@ -211,7 +211,7 @@ class Access:
         )
 
     def _counted(self, scope: Scope, origin: str, send: Send) -> Send:
-        """Wrap ``send`` to count the response, and to add the CORS headers if ``origin`` may read it."""
+        """Wrap ``send`` to count the response, and to add the CORS headers if ``origin`` may read the response."""
         allowed = [
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-expose-headers", b"retry-after, server-timing"),

@@ -28,14 +28,17 @@ class Full(Exception):
 
 
 def num_seats(params: Mapping[str, Any]) -> Any:
-    """Return the number of seats that a request needs, given its sampling parameters, which are not checked yet."""
+    """Return the number of seats that a request needs: one for each of its sequences.
+
+    ``params`` are the request's sampling parameters, which are not checked yet.
+    """
     depths = params.get("reasoning_depths")
     return params.get("beam_width") or (1 + len(depths) if isinstance(depths, list) else params.get("n") or 1)
 
 
 @dataclass(eq=False)
 class Place:
-    """A request in the queue. Once the future ``turn`` is done, the request has ``count`` seats."""
+    """A request in the queue. When the request gets its ``count`` seats, the future ``turn`` is done."""
 
     tenant: str
     count: int
@@ -49,12 +52,15 @@ class Place:
 class FairQueue:
     """Hands out ``total`` seats to requests. At most ``most_waiting`` requests wait.
 
-    The tenant with the fewest seats is served next. Of this tenant's requests, the one with the lowest ``priority`` is
-    first, and of equal ones the oldest. The longer a request waits, the less these two rules matter, so every request
-    is served. If there are too few seats for the next request, no other request overtakes it.
+    A seat is the right to run one sequence in the engine.
 
-    If ``shared``, several tenants use the server. Then no tenant gets all seats or fills the whole queue, so that other
-    tenants always find some space.
+    The tenant with the fewest seats is served next. Of this tenant's requests, the one with the lowest ``priority`` is
+    first. Among requests of equal priority, the oldest is first. The longer a request waits, the less the number of
+    seats and the priority matter, so every request is served. If too few seats are free for the next request, no other
+    request overtakes it.
+
+    If ``shared``, several tenants use the server. Then no tenant gets all seats or fills the whole queue, so other
+    tenants always find some free seats and some space in the queue.
     """
 
     total: int
@@ -78,7 +84,10 @@ class FairQueue:
 
     @asynccontextmanager
     async def take(self, tenant: str, count: int, priority: int = 0) -> AsyncIterator[None]:
-        """Wait for ``count`` seats. Free them when the context closes. Raises Full if the queue has no space."""
+        """Wait for ``count`` seats, one per sequence. Free them when the context closes.
+
+        Raises Full if the queue has no space.
+        """
         self.check_space(tenant)
         place = await self.wait(tenant, count, priority)
         try:
@@ -87,7 +96,10 @@ class FairQueue:
             self.release(place)
 
     async def wait(self, tenant: str, count: int, priority: int = 0) -> Place:
-        """Wait for ``count`` seats, however long the queue is. The caller must free them with `release`."""
+        """Wait for ``count`` seats, one per sequence, however long the queue is. Return the place in the queue.
+
+        The caller must free the seats with `release`.
+        """
         turn = asyncio.get_running_loop().create_future()
         place = Place(tenant, min(count, self.total), priority, time.monotonic(), turn)
         self.waiting.append(place)
@@ -120,7 +132,7 @@ class FairQueue:
         return max(1, min(60, round(self._mean_seconds * len(self.waiting) / max(1, self.total))))
 
     def _call(self) -> None:
-        """Give seats to the next requests until the next one does not fit."""
+        """Give seats to waiting requests, in order, until the next request needs more seats than are free."""
         while self.waiting:
             now = time.monotonic()
             able = [each for each in self.waiting if self._leaves_some(each)] if self.shared else self.waiting

@@ -29,7 +29,7 @@ _BEGIN = b"HTTP/1.1 "  # start of every response
 
 
 class JoiningTransport:
-    """A transport that sends the head of a response together with the data that immediately follows it.
+    """A transport that sends a response's status and headers together with the data that immediately follows them.
 
     Args:
         end: closes the connection once everything is written; default: ``transport.close``.
@@ -54,9 +54,9 @@ class JoiningTransport:
             self._transport.write(head + data)
 
     def begin(self) -> None:
-        """Send the first bytes of the next response, to test the connection.
+        """Send the first bytes of the next response, to test whether the client has closed the whole connection.
 
-        If the client has closed the whole connection, its operating system replies with a reset.
+        If so, the client's operating system replies with a reset.
         """
         self._has_begun = True
         self._transport.write(_BEGIN)

@@ -52,7 +52,7 @@ _NULL = {"type": "null"}
 def document(*, has_keys: bool = False) -> dict[str, Any]:
     """Return the OpenAPI document as a dictionary that is encoded as JSON.
 
-    With ``has_keys``, all routes require an API key, except the ones that are always open.
+    With ``has_keys``, all routes require an API key, except for the routes that are always open.
     """
     kinds = list(dict.fromkeys(kind for *_, kind in _ROUTES if kind is not None))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -95,7 +95,10 @@ def document(*, has_keys: bool = False) -> dict[str, Any]:
 
 
 def _allow_nulls(schema: dict[str, Any]) -> None:
-    """Allow null for each field of a body that is not required, and for unknown fields: it counts as absent."""
+    """Allow null for each optional field of a body, and for unknown fields.
+
+    The server treats a field that is null as absent.
+    """
     properties = schema["properties"]
     for name in properties.keys() - schema["required"]:
         if _NULL not in properties[name].get("anyOf", ()):

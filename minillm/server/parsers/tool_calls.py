@@ -95,7 +95,10 @@ class CallReader:
     # Each stage reads a part of the held text. It returns whether the next stage can continue with the rest.
 
     def _start(self, parts: list[Part], final: bool) -> bool:
-        """Begin to read an answer, or continue after a call. Check whether a call comes next."""
+        """Begin to read an answer, or continue after a call. Return False if more text is needed.
+
+        The next stage checks whether a call comes next.
+        """
         rest = self._held.lstrip()
         self._say(parts, self._held[: len(self._held) - len(rest)])
         self._held, self._tag, self._opening, self._closers = rest, "", "", []
@@ -127,7 +130,7 @@ class CallReader:
     def _item(self, parts: list[Part], final: bool) -> bool:
         """Find the kind of call that begins here, and select the stage that reads such a call.
 
-        If no call begins here, the text is content.
+        If no call begins here, the text is content. Return False if more text is needed to decide.
         """
         self._open(len(self._held) - len(self._held.lstrip()))
         kind = self._kind()
@@ -152,7 +155,7 @@ class CallReader:
     def _kind(self) -> str | None:
         """Return the kind of call that begins with the held text.
 
-        An empty text means that no call begins here. None means that more text is needed to decide.
+        The result "" means that no call begins here. None means that more text is needed to decide.
         """
         held, formats = self._held, self._formats
         if not held:
@@ -190,7 +193,10 @@ class CallReader:
         return None if unknown else ""
 
     def _function(self, parts: list[Part], final: bool) -> bool:
-        """Read a tool's name after ``<function=``, and check whether JSON or parameters follow it."""
+        """Read a tool's name after ``<function=``, and check whether JSON or parameters follow the name.
+
+        Return False if more text is needed to decide.
+        """
         head = _FUNCTION_HEAD.match(self._held)
         body = "" if head is None else self._held[head.end() :]
         if head is None:
@@ -213,7 +219,7 @@ class CallReader:
         return True
 
     def _named(self, parts: list[Part], final: bool) -> bool:
-        """Check whether arguments follow a tool's name, in Mistral's format."""
+        """Check whether arguments follow a tool's name, in Mistral's format. Return False if more text is needed."""
         if found := _TO_ARGUMENTS.match(self._held):
             self._open(found.end())
             self._begin(self._arguments)
@@ -241,9 +247,10 @@ class CallReader:
         return self._piece(parts, end + len(_FUNCTION_CLOSE) if end >= 0 else None, final)
 
     def _piece(self, parts: list[Part], end: int | None, final: bool) -> bool:
-        """Parse the held text up to ``end``, and add its calls to ``parts``.
+        """Parse the held text up to ``end``, and add the calls in it to ``parts``.
 
-        If ``end`` is None, the end has not arrived yet. If the text contains no valid call, it becomes content.
+        If ``end`` is None, the end has not arrived yet: return False, unless the answer is ``final``. If there is no
+        valid call, the text becomes content.
         """
         if end is None and not final:
             return False
@@ -276,7 +283,7 @@ class CallReader:
     def _closing(self, parts: list[Part], final: bool) -> bool:
         """Read the text that closes a call, such as ``</tool_call>``. Then select the stage that reads the next text.
 
-        The next text may be another call in the same tag, a new call, or content.
+        The next text may be another call in the same tag, a new call, or content. Return False if more text is needed.
         """
         while True:
             rest = self._held.lstrip(_BETWEEN)
@@ -308,11 +315,14 @@ class CallReader:
         return rest[:1] in ("{", "[") if self._closers else self._tag == _TAG and rest.startswith(("{", "[", _FUNCTION))
 
     def _open(self, count: int) -> None:
-        """Move the first ``count`` characters of the held text to the end of the call's opening."""
+        """Move the first ``count`` characters of the held text to the end of the call's opening.
+
+        The opening is the text of a call before its JSON, Python or XML, such as ``<tool_call>``.
+        """
         self._opening, self._held = self._opening + self._held[:count], self._held[count:]
 
     def _give_up(self, parts: list[Part]) -> None:
-        """Treat the opening as content, because no valid call follows it. The next stage searches the held text."""
+        """Treat the call's opening as content, because no valid call follows. The next stage searches the held text."""
         self._say(parts, self._opening)
         self._opening, self._stage = "", self._text
 

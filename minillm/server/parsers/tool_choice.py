@@ -95,9 +95,10 @@ class ToolChoice:
     has_schema: bool = False
 
     def reader(self, form: CallForm, formats: Collection[str]) -> Reader:
-        """Return a reader for the answer of a model that may write calls in ``formats``.
+        """Return a reader that finds the calls in an answer.
 
         If the answer follows `grammar`, the reader finds only calls in the format ``form``, which the grammar uses.
+        Otherwise it finds calls in all ``formats``, the formats in which the model may write calls.
         """
         if self.required:
             return ForcedReader()

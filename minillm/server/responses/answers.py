@@ -208,7 +208,7 @@ class ResponseWriter:
         }
 
     def finished(self, usage: Usage) -> Json:
-        """Return the finished response. If token ids were requested, pass it to ``keep``."""
+        """Return the finished response. If token ids were requested, also call ``keep``, which stores the response."""
         status = "cancelled" if self.is_cancelled else "completed" if self._reason == "stop" else "incomplete"
         found = self.response(status, usage)
         began = None if self.answer is None else self.answer.began

@@ -144,7 +144,11 @@ class NoBody(msgspec.Struct, forbid_unknown_fields=True):
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """If the ``with`` block raises BadField, replace the chat request's name of the field by this API's name."""
+    """Make errors name the fields of this API.
+
+    If the ``with`` block raises BadField, the error names a field of a chat request. Replace this name by the name of
+    the same field in this API.
+    """
     try:
         yield
     except BadField as error:

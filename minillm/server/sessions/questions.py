@@ -58,12 +58,12 @@ class Questions:
         self.engine.send(messages.SessionCommand(self.session, line))
 
     def end(self, request_id: str) -> None:
-        """Free the seats of an answer that has ended, for any reason."""
+        """Free the seats that an answer has in the queue. Call this when the answer has ended, for any reason."""
         if (asked := self._asked.get(request_id)) is not None:
             asked.ended.set()
 
     def close(self) -> None:
-        """Remove all questions from the queue and free all seats."""
+        """Remove all questions from the queue, and free the seats of all answers."""
         for asked in self._asked.values():
             asked.task.cancel()
 
