@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lib.block_files import SIZE, chain, content, read, spoil, store_in, write
-from minillm.blockstore.files import BlockStore, erase, eviction_order, listed
+from minillm.blockstore.files import BlockStore, erase, eviction_order, listed, read_about
 from minillm.system import child_environment
 
 
@@ -24,6 +24,13 @@ def test_a_block_comes_back_through_buffers_of_any_sizes(tmp_path: Path) -> None
     many = [bytearray(2) for _ in range(SIZE // 2)]  # more buffers than a system call takes
     assert store.read(key, [memoryview(each) for each in many])
     assert b"".join(many) == content(key)
+
+
+def test_facts_stay_for_the_next_process_and_damaged_ones_are_replaced(tmp_path: Path) -> None:
+    store_in(tmp_path).save_about({"rate": 5})
+    assert store_in(tmp_path).about == {"model": "tiny", "rate": 5}
+    (store_in(tmp_path).home / "about.json").write_bytes(b'{"rate": 5')
+    assert store_in(tmp_path).about == read_about(store_in(tmp_path).home) == {"model": "tiny"}
 
 
 def test_a_key_covers_all_tokens_before_the_block() -> None:
