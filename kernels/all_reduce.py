@@ -116,7 +116,7 @@ def _flagged(words, number):
 
 @triton.jit
 def _arrived(places, number, mask, stop_ptr):
-    """Wait until the words of sum ``number`` have arrived at ``places`` in the inbox, and return their data."""
+    """Wait until all words at ``places`` in the inbox belong to sum ``number``. Return the words' data."""
     got = tl.load(places, mask=mask, other=0, volatile=True)
     here = tl.min(((got >> 32 == number.to(tl.int64)) | (mask == 0)).to(tl.int32), axis=0)
     while here == 0:

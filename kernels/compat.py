@@ -39,10 +39,10 @@ def finished(sums):
 
 @triton.jit
 def plain_operand(numbers):
-    """Return ``numbers`` as a matmul operand, and keep Triton from changing the order of summation.
+    """Return ``numbers`` as a matmul operand, and hide from Triton how they were loaded.
 
-    If Triton sees that an operand was loaded in 8 bits, it orders the operand's columns for ``mma`` differently than
-    for ``wgmma``.
+    If Triton sees that an operand was loaded in 8 bits, it orders the operand's columns differently for ``mma`` than
+    for ``wgmma``. The order of summation would then differ between these instructions.
     """
     if INTERPRETED or numbers.dtype == tl.float32:  # computed without tensor cores
         return numbers
@@ -91,10 +91,11 @@ def wait_then_release(PDL: tl.constexpr):
 
 @triton.jit
 def begin_part(PART: tl.constexpr, PDL: tl.constexpr):
-    """Begin a kernel that computes part number PART (from 1) of a result. Several kernels compute one part each.
+    """Begin the kernel of part PART (from 1) of a result that several kernels compute, one part each.
 
-    All parts have the same inputs. The first kernel waits for these inputs before it lets the second kernel start, so
-    the other kernels need not wait. If one kernel computes the whole result, PART is 0: wait as in `wait_for_inputs`.
+    All parts have the same inputs. The kernel of part 1 waits for these inputs, and only then lets the kernel of part 2
+    start. So the kernels of later parts need not wait. PART is 0 if one kernel computes the whole result: it waits as
+    in `wait_for_inputs`.
     """
     if PART == 1:
         wait_then_release(PDL)
@@ -124,9 +125,10 @@ def prefetch_l2(addresses):
 
 
 def pdl_options(device: torch.device) -> dict[str, Any]:
-    """Return launch options for programmatic dependent launch, if the GPU supports it (9.0).
+    """Return launch options for programmatic dependent launch (PDL), with which a kernel may start before the previous
+    one has ended.
 
-    With it, a kernel may start before the previous one has ended.
+    PDL is off on GPUs below compute capability 9.0, which do not support it.
     """
     if INTERPRETED.value or device.type != "cuda" or _capability(device.index or 0) < (9, 0):
         return {"PDL": False}
@@ -153,7 +155,7 @@ def widen(weights):
 def narrow(x):
     """Round float32 numbers to the nearest float8_e4m3fn.
 
-    The interpreter's own conversion truncates and loses NaN, so another one is used there.
+    The interpreter's own conversion truncates and loses NaN. Under the interpreter, the bits are computed here instead.
     """
     if INTERPRETED:
         size = tl.minimum(tl.abs(x), 448.0)
@@ -167,27 +169,36 @@ def narrow(x):
 
 
 def readable(levels: torch.Tensor) -> torch.Tensor:
-    """Return FP8 ``levels`` in the dtype that kernels load: as bytes on GPUs that cannot convert FP8 (below 8.9)."""
+    """Return FP8 ``levels`` in the dtype that kernels load.
+
+    GPUs below compute capability 8.9 cannot convert FP8, so kernels load the levels as bytes there.
+    """
     return levels if has_fp8(levels.device) else levels.view(torch.uint8)
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether a GPU computes with FP8 (8.9). On a CPU, where kernels are interpreted, return False."""
+    """Return whether a GPU computes with FP8, as from compute capability 8.9 on. Without a GPU, return False."""
     return device.type == "cuda" and _capability(device.index or 0) >= (8, 9)
 
 
 def has_int8_mma(device: torch.device) -> bool:
-    """Return whether tensor cores multiply 16 x 32 int8 matrices (8.0). For the interpreter, return True."""
+    """Return whether tensor cores multiply 16 x 32 int8 matrices, as from compute capability 8.0 on.
+
+    Without a GPU, kernels are interpreted, and the result is True.
+    """
     return device.type != "cuda" or _capability(device.index or 0) >= (8, 0)
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """Return whether a GPU has warp-group matmuls (9.x). For the interpreter, return True."""
+    """Return whether a GPU has warp-group matmuls (compute capability 9.x). Under the interpreter, return True."""
     return INTERPRETED.value or (device.type == "cuda" and _capability(device.index or 0)[0] == 9)
 
 
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Return whether a program may use more than 224 KiB of shared memory, as on data center GPUs from 9.0 on."""
+    """Return whether a program may use more than 224 KiB of shared memory.
+
+    Data center GPUs from compute capability 9.0 on have that much.
+    """
     return device.type == "cuda" and (9, 0) <= _capability(device.index or 0) < (12, 0)
 
 

@@ -16,9 +16,10 @@ BFLOAT_UNIT = tl.constexpr(2.0**-13)  # factor of the results of `int8_pair_to_b
 
 @triton.jit
 def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
-    """Compute the plain twin of ``mma`` for eight rows of A: the products of row r with columns 2t and 2t + 1 of B.
+    """Compute under the interpreter what ``mma`` computes on a GPU, for eight rows of A.
 
-    ``a`` and ``b`` are two words of four int8 per lane.
+    In lane 4r + t, return the products of row r with columns 2t and 2t + 1 of B. ``a`` and ``b`` are pairs of words; a
+    word has four int8.
     """
     shifts = (24 - tl.arange(0, 4) * 8)[None, None, :]
     a = (tl.join(a[0], a[1])[:, :, None] << shifts) >> 24
@@ -125,7 +126,10 @@ def bytes_at(a, b, c, d, place):
 
 @triton.jit
 def of_eights(x, WARPS: tl.constexpr):
-    """Return in lane 4r + t the value of ``x`` in lanes 8t to 8t + 7, which must be equal there."""
+    """Give each of 32 lanes one of the warp's four values: lane 4r + t gets the value of lanes 8t to 8t + 7.
+
+    These eight lanes must have the same value of ``x``.
+    """
     if INTERPRETED:
         x = tl.max(tl.reshape(x, [WARPS, 1, 4, 8]), 3)
         return tl.reshape(tl.broadcast_to(x, [WARPS, 8, 4]), [WARPS * 32])

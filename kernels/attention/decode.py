@@ -284,10 +284,13 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
 
 
 def attended_halves(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScale) -> HalfActivations | None:
-    """Compute `paged_attention` as the input ``[sequences, heads * head_dim]`` of a low-bit matmul, scaled with ``by``.
+    """Compute `paged_attention`, and store the result in float16 with the fixed scale ``by``.
 
-    Return None if contexts are not split: only the kernel that merges the parts of a context can write that input. Also
-    return None if ``heads * head_dim`` is not a multiple of SPAN, because the matmul would read past the last head.
+    The result is in the layout in which a low-bit matmul reads its input ``[sequences, heads * head_dim]``.
+
+    Return None if contexts are not split, because only the kernel that merges the parts of a context can write this
+    layout. Also return None if ``heads * head_dim`` is not a multiple of SPAN, because the matmul would read past the
+    last head.
     """
     check_inputs(q, pages, q.shape[0])
     num_seqs, num_heads, head_dim = q.shape
@@ -318,10 +321,10 @@ def _attend_parts(q: Tensor, pages: Pages, softmax_scale: float, num_splits: int
 
 
 def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Tensor | None = None) -> int:
-    """Launch the attention kernel that supports ``pages``. Return its number of tokens per tile (`_Parts.tile`).
+    """Launch the attention kernel that supports ``pages``. Return the number of tokens in a tile of this kernel.
 
-    Without ``lse``, final results are written to ``out``. With ``lse``, contexts are split, and ``out`` and ``lse`` are
-    `_Parts.numbers` and `_Parts.lse`.
+    Without ``lse``, contexts are not split, and ``out`` gets the final results. With ``lse``, contexts are split:
+    ``out`` and ``lse`` are the tensors `numbers` and `lse` of `_Parts`.
     """
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages

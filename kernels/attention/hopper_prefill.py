@@ -53,7 +53,8 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 def _first_tile(begin, number, ROWS: gl.constexpr):
     """Return the number of the first query tile of chunk ``number``, which begins at query ``begin``.
 
-    Numbers are assigned without a sum over chunks, so each chunk may leave one number unused.
+    The number is computed without adding up the tiles of earlier chunks. So each chunk may leave one tile number
+    unused.
     """
     return begin // ROWS + number
 
@@ -176,7 +177,8 @@ def _consume(
 ):  # fmt: skip
     """Compute and store attention of half of the tile's queries: the first 64 (``HALF`` 0) or the last 64 (1).
 
-    Only the first ``diagonal_tiles`` and the last ``window_tiles`` of the tiles of tokens compare positions.
+    Tiles of tokens are read from the last one to the first. Only the first ``diagonal_tiles`` and the last
+    ``window_tiles`` that are read need masks.
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -353,9 +355,9 @@ def _seqs_tile(num_seqs: int) -> int:
 
 
 def _described(x: Tensor, box: int) -> TensorDescriptor:
-    """Return the TMA's descriptor of ``x [..., heads, head_dim]``, with one row per token.
+    """Return the TMA's descriptor of ``x [..., heads, head_dim]``, as a matrix with one row per token.
 
-    A TMA box has ``box`` rows of one head.
+    The TMA copies boxes of this matrix: ``box`` rows, with the columns of one head.
     """
     head_dim = x.shape[-1]
     rows, row_stride = x.shape[:-2].numel(), x.stride(-3)

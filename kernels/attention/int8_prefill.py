@@ -69,11 +69,17 @@ def _stage_kernel(
 
 
 def stage(pages: Pages, cu_seqlens: Tensor, dtype: torch.dtype, capacity: int) -> tuple[Tensor, Tensor]:
-    """Dequantize contexts of an 8-bit cache to a scratch buffer, as many as fit into ``capacity`` tokens.
+    """Dequantize the contexts of an 8-bit cache into scratch tensors, one context after another.
 
-    Return K and V, each ``[capacity, kv_heads, head_dim]`` of ``dtype``, one context after another. ``cu_seqlens`` is
-    as in `reference.prefill_attention`; with a sliding window, the results for tokens that no query attends to may be
-    uninitialized.
+    With a sliding window, slots of tokens that no query attends to may stay uninitialized.
+
+    Args:
+        cu_seqlens: as in `reference.prefill_attention`.
+        dtype: the dtype of the results.
+        capacity: maximum number of tokens. Tokens beyond it are not dequantized.
+
+    Returns:
+        K and V, each ``[capacity, kv_heads, head_dim]``.
     """
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape

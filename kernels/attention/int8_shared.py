@@ -109,10 +109,11 @@ def _by_lanes(rows, ROWS: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Multiply the outputs of `attend_rows` by their ``factors [ROWS]``, and store the rows where ``is_row [ROWS]``.
+    """Multiply the outputs of `attend_rows` by their ``factors [ROWS]``, and store them.
 
     ``out`` is ``[HEAD_DIM, ROWS]``, with the dimensions in the order of `_v_tile`. Row i is stored at ``ptr + at[i] *
-    HEAD_DIM``; ``at [ROWS]`` is int64. For each of its rows, a lane stores the adjacent dimensions that it holds.
+    HEAD_DIM``, but only if ``is_row[i]``. ``at [ROWS]`` is int64. A lane stores adjacent dimensions of each of its
+    rows.
     """
     LANES: tl.constexpr = WARPS * 32
     PARTS: tl.constexpr = HEAD_DIM // 32
@@ -150,9 +151,10 @@ def _in_blocks(ptr, ids, position, STRIDE: tl.constexpr, BLOCK_STRIDE: tl.conste
 
 @triton.jit
 def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Load the 32-bit words of K, four int8 values each, that each lane needs: ``[lanes, 4]`` per 64 dimensions.
+    """Load each lane's part of a tile of K, as 32-bit words of four int8 values.
 
-    Positions after the end of the context give arbitrary words.
+    Returns one tensor ``[lanes, 4]`` for every 64 dimensions. Words of tokens after the end of the context are
+    arbitrary.
     """
     at = _in_blocks(k_ptr, ids, position, STRIDE, STRIDE * BLOCK_SIZE, BLOCK_SIZE)
     words = ()
@@ -163,10 +165,12 @@ def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constex
 
 @triton.jit
 def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
-    """Load the block ids of each lane's tokens of V: in every eight tokens the two that begin at ``at``.
+    """Load the block ids of each lane's tokens of V. In every eight tokens, a lane has two: tokens ``at`` and ``at +
+    1``.
 
-    Blocks of 8 or more tokens need one id per block. Blocks of 2 or 4 need one id for the lane's two tokens in every
-    eight, and blocks of 1 need one id for each of these tokens.
+    With blocks of 8 or more tokens, return one id per block. With blocks of 2 or 4 tokens, return one id for every
+    eight tokens, because the lane's two tokens are in one block. With blocks of 1 token, return an id for each of the
+    two tokens.
     """
     ids = ()
     for i in tl.static_range(0, TOKENS, max(8, min(TOKENS, BLOCK_SIZE))):
@@ -180,9 +184,10 @@ def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _load_v(v_ptr, ids, position, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Load V for each lane: for each of the lane's tokens, the lane's adjacent dimensions, packed in an int32.
+    """Load each lane's part of a tile of V.
 
-    Values after the end are arbitrary.
+    Returns one int32 tensor ``[lanes]`` for each of a lane's tokens. It packs the dimensions that the lane multiplies,
+    which are adjacent. Values of tokens after the end of the context are arbitrary.
     """
     numbers = ()
     for i in tl.static_range(TOKENS // 8):
@@ -216,7 +221,7 @@ def _load_keys(
 
 @triton.jit
 def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, SLOT: tl.constexpr):
-    """Prefetch each lane's token, of K or V, and its scale into the L2.
+    """Prefetch one token of K or V, and its scale, into the L2, for each lane.
 
     Both pointers are addresses in bytes (int64).
     """

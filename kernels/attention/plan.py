@@ -47,11 +47,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times in microseconds, and rates in bytes per microsecond, that decide whether and how shared blocks are read
+    """Times in microseconds and rates in bytes per microsecond. They decide whether and how shared blocks are read
     once.
 
     Reading a shared block once saves reads, although most of them would hit the L2. It costs two more launches, and
-    partial results are written and merged. It also needs a kernel for the tails that is tuned for short ones.
+    partial results are written and merged. It also makes reading tails (unshared parts of contexts) slower.
     docs/decisions/shared-blocks.md has the figures of an H200.
     """
 
@@ -71,7 +71,7 @@ class Costs:
     def worth(self, spared: int, tails: int) -> bool:
         """Return whether it is faster to read shared blocks once.
 
-        This saves ``spared`` bytes of reads, but the ``tails`` bytes of all tails are then read more slowly.
+        This saves ``spared`` bytes of reads, but the unshared parts of contexts, ``tails`` bytes, are read more slowly.
         """
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
 
@@ -157,11 +157,11 @@ class AttentionShape:
         return most_parts(num_seqs, self.num_kv_heads, self.num_processors)
 
     def tail_splits(self, num_seqs: int, tokens: float = 0) -> int:
-        """Return the number of parts into which to split each tail, if tails have ``tokens`` tokens on average.
+        """Return the number of parts into which to split each tail: the part of a context that only one sequence reads.
 
         A program waits for each of its loads, so a multiprocessor should have several programs, and twice as many for
-        long tails. Short tails get fewer parts, because merging more of them would cost more than it saves. The number
-        is a power of two, because kernels are compiled for each number.
+        long tails. Short tails get fewer parts, because merging more parts would cost more than it saves. The number is
+        a power of two, because kernels are compiled for each number. ``tokens`` is the average length of a tail.
         """
         splits, more = (programs * self.num_processors // (num_seqs * self.num_kv_heads) for programs in _TAIL_PROGRAMS)
         return 1 << (max(1, min(64, more if tokens >= more * _LONG_PART else splits)).bit_length() - 1)
@@ -245,7 +245,7 @@ class Node:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """The runs of blocks that sequences share, and the first block of each sequence's own tail."""
+    """The runs of blocks that sequences share, and the first block that each sequence shares with no other sequence."""
 
     order: list[int]  # the sequences, ordered so that those of each node are adjacent
     tails: list[int]  # in that order: the first block of each sequence's tail
@@ -350,9 +350,9 @@ def plan_attention(
 def _cut(
     tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int, tail_bytes: int, costs: Costs
 ) -> Plan | None:
-    """Split the nodes of ``tree`` into items of similar length. Return None if whole nodes are already too many items.
+    """Split the nodes of a prefix tree into work items. Return None if a work list cannot hold the items.
 
-    ``tail_bytes`` is the total size of the tails.
+    ``tail_bytes`` is the size of all tails together. A tail is the part of a context that only one sequence reads.
     """
     tiles = [-(-(node.end - node.begin) * block_size // shape.tile) for node in tree.nodes]
     spreads = [_spread(tree, tiles, shape, num_rows, *way) for way in shape.ways(num_rows)]
@@ -386,10 +386,10 @@ def _cut(
 def _spread(
     tree: PrefixTree, tiles: list[int], shape: AttentionShape, num_rows: int, at_a_time: int, num_processors: int
 ) -> Spread | None:
-    """Split nodes of ``tiles`` tiles each into items. Return None if a work list cannot hold the items or their
-    results.
+    """Split the nodes of a prefix tree into work items. Return None if a work list cannot hold items or results.
 
-    ``at_a_time`` items run on each of ``num_processors`` multiprocessors.
+    ``tiles`` is the number of tiles of each node. Each of ``num_processors`` multiprocessors runs ``at_a_time`` items
+    at a time.
     """
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)

@@ -102,10 +102,10 @@ def _take_most_shared_memory(ptr, number):
 
 @triton.jit
 def _load_item(items_ptr, order_ptr, starts_ptr, number, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Load one item of the work list.
+    """Load one item of the work list: the part of a node that one program computes.
 
-    Returns: the number of sequences, one of these sequences, the first token, the token after the last; then for each
-    of the tile's rows, ``[ROWS]``: its sequence, and the index of that sequence's partial result.
+    Returns: the item's number of sequences; one of them, for its block table; the first token; the token after the
+    last. Then two tensors ``[ROWS]``: the sequence of each row of the tile, and the index of the row's partial result.
     """
     item_ptr = items_ptr + number * _ITEM_WORDS
     count = tl.load(item_ptr)
@@ -281,11 +281,13 @@ def _merge_results_kernel(
 
 
 def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
-    """Return the tokens per tile, the pipeline stages and the warps of a program of the second phase.
+    """Return the tile of a program that computes tails: tokens per tile, pipeline stages, warps.
 
-    Tails are short, and as many as possible should run in parallel with the first phase. A program therefore has one
-    warp and tiles of 16 tokens. With one query head per kv head, tails run one after another, and wider tiles finish
-    each one sooner. In float32, matmuls use no tensor cores and take many registers, so a program has two warps.
+    A tail is the part of a context that only one sequence reads. Tails are short, and as many as possible should run at
+    the same time as programs that read shared blocks. A program therefore has one warp and tiles of 16 tokens.
+
+    With one query head per kv head, tails run one after another, and wider tiles finish each tail sooner. In float32,
+    matmuls use no tensor cores and take many registers, so a program has two warps.
     """
     warps = 2 if shape.element_size == 4 else 1
     if shape.group > 1:

@@ -31,11 +31,14 @@ class PackedLinear:
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
-    """Pack ``weight [out, in]``, with ``bias [out]``, in the layout that is read fastest. Arithmetic is float32.
+    """Pack ``weight [out, in]`` and ``bias [out]`` in the layout that a CPU reads fastest. Arithmetic is float32.
 
-    If float32 arithmetic cannot tell the difference, the weight is kept in float16, half the bytes: see
-    `float16_scales`. This holds for every checkpoint published in bfloat16 or float16. Return None if torch's own
-    `linear` is fastest: for weights that are not float32 on a CPU, small weights, or a torch without these libraries.
+    The weight is packed in float16, half the bytes, if float32 arithmetic cannot tell the difference: see
+    `float16_scales`. This holds for every checkpoint published in bfloat16 or float16. Otherwise, the weight stays
+    float32, in oneDNN's blocked layout.
+
+    Return None if torch's own `linear` is fastest. This is so for small weights, for weights that are not float32 on a
+    CPU, and if torch has neither FBGEMM nor oneDNN.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
         return None

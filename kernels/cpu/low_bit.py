@@ -45,10 +45,14 @@ def packed_int8(
 ) -> PackedLinear | None:
     """Pack a float32 weight ``[out, in]`` in 8 bits. Return None if this torch cannot multiply such weights.
 
-    The weight is packed at the first matmul, which is exact. ``weight`` is called then, and returns a function that
-    loads rows; only some rows are float32 at a time. The input of the first matmul should resemble later inputs: the
-    columns in which this input is large get 16 bits. ``stored`` are the same weights as low-bit matrices, if there are
-    any. 4-bit matrices are also kept as they are, for matmuls of one or a few rows.
+    The weight is packed at its first matmul. That matmul itself is exact. Its input should resemble later inputs,
+    because the columns in which it is large get 16 bits.
+
+    Args:
+        weight: called at the first matmul. It returns a function that loads rows, so that only some rows are float32 at
+            a time.
+        stored: the same weight as low-bit matrices, if there are any. 4-bit matrices are also kept as they are, for
+            matmuls of one or a few rows.
     """
     if torch.backends.quantized.engine not in FBGEMM or not hasattr(torch, "_make_per_channel_quantized_tensor"):
         return None
@@ -64,7 +68,7 @@ def packed_int8(
 
 
 def _usable(scales: Tensor) -> Tensor:
-    """Replace scales that are infinite or NaN by 1: ``[rows]`` to ``[rows, 1]``."""
+    """Return ``scales [rows]`` as ``[rows, 1]``, with 1 in place of infinity and NaN."""
     return torch.where(scales.isfinite(), scales, 1.0)[:, None]
 
 
@@ -99,8 +103,9 @@ class _Int8Linear:
         return residual if self._bias is None else residual.add_(self._bias)
 
     def _pack(self, weight: Rows, x: Tensor) -> Tensor:
-        """Pack the weight, with remainders for the columns in which ``x``, the first input, is large. Return the result
-        of the first matmul.
+        """Pack the weight in 8 bits. Return the result of the first matmul, for its input ``x``.
+
+        In the columns in which ``x`` is large, also pack the rounding errors of the weights in 8 bits.
         """
         scales = torch.empty(self._out_features)
         product = x.new_empty(x.shape[0], self._out_features)
@@ -209,9 +214,10 @@ def _takes_4_bits(parts: tuple[LowBit, ...]) -> bool:
 def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear | None:
     """Pack 4-bit matrices, stacked by rows, for torch's 4-bit matmul. Return None if torch cannot multiply them.
 
-    Activations are rounded to bfloat16. Weights take 5 bits each, including their scales. The time of a matmul of one
-    row is the time to read these bytes. With more rows, each multiplication takes longer than in 8 bits, although the
-    whole matmul is one op: many rows take 1.2 to 3 times as long.
+    Activations are rounded to bfloat16. Weights take 5 bits each, including their scales.
+
+    A matmul of one row takes as long as reading these bytes. With many rows, this matmul takes 1.2 to 3 times as long
+    as an 8-bit matmul.
     """
     if not _takes_4_bits(parts):
         return None

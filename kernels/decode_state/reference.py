@@ -11,8 +11,9 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 
     Args:
         words: ``[num_rows, Field.TABLE + width]`` int32, the device state: one row per slot.
-        rows: ``[n]`` int32, the slots to decode, each once; -1 is padding: token 0 without a KV slot or a context.
-        inputs: buffers of n sequences. Only the context's part of a block table is written.
+        rows: ``[n]`` int32, the slots to decode, each once. -1 is padding: it becomes a sequence with token 0, no KV
+            slot and an empty context.
+        inputs: buffers of n sequences. Of a block table, only the blocks of the context are written.
     """
     real = rows >= 0
     state = words[rows.clamp(min=0).long()]

@@ -171,8 +171,8 @@ def mlp(
 ) -> Tensor:  # fmt: skip
     """Compute RMSNorm, the gated `product` and the projection ``down``, for more than `MOST_FUSED` tokens.
 
-    ``silu(gate) * up`` is quantized where it is computed, so it is never written in 16 bits. The result is added to
-    ``residual`` in place, or without a residual returned as a new tensor ``[tokens, out]``.
+    ``silu(gate) * up`` is quantized where it is computed, so it is never written in 16 bits. Add the result to
+    ``residual`` in place. Without a residual, return the result as a new tensor ``[tokens, out]``.
     """
     levels, token_scales = quantize(x, norm)
     sums = _sums(levels, token_scales, gate_up, bias, x.dtype)

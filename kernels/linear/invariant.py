@@ -177,7 +177,7 @@ def _two_parts_kernel(
 
 
 class Tile(NamedTuple):
-    """The tile sizes of a matmul. `few` and `more` select one of the three kernels."""
+    """The tile sizes of a matmul. The fields `few` and `more` select one of the module's three kernels."""
 
     few: bool  # whether to use `_few_kernel`
     tokens: int

@@ -217,8 +217,10 @@ def launch(
 ) -> Tensor:
     """Launch the kernel: see `product`. Nothing is checked.
 
-    ``tile`` is (rows, columns, warps), by default the recorded or chosen one. ``scales [out, 1]`` float32 belong to an
-    FP8 weight.
+    Args:
+        tile: rows, columns and warps of a program. By default, the tile recorded in `TILES`, or else one chosen by
+            shape.
+        scales: ``[out, 1]`` float32, the scales of an FP8 weight.
     """
     norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
@@ -251,9 +253,10 @@ def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
 
 
 def _fp8_tile(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
-    """Choose a tile with more rows than in 16 bits, so that each converted number of x is used for more weights.
+    """Return the tile for an FP8 weight. It has more rows than the tile for a 16-bit weight.
 
-    An FP8 weight has half the bytes, so its instructions must take half the time. Measured in an 8B model.
+    An FP8 weight has half the bytes, so its instructions must take half the time. With more rows, each converted number
+    of x is used for more weights. Measured in an 8B model.
     """
     rows, width = 8 if tokens == 1 and features <= 4096 else 4, min(2048, max(16, triton.next_power_of_2(columns)))
     return rows, width, max(1, width // 512)

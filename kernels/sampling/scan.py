@@ -139,7 +139,10 @@ class Scratch(NamedTuple):
 
 
 def scan(logits: Tensor, inputs: SamplingInputs | None) -> Scratch:
-    """Launch the scan of ``logits [rows, vocab]``. Without ``inputs``, it computes no draw, only what `top_k` needs."""
+    """Launch the scan of ``logits [rows, vocab]``. Without ``inputs``, it draws no tokens.
+
+    It then computes only the results that `top_k.top_log_probabilities` and `draw.log_probabilities` need.
+    """
     rows, vocab = logits.shape
     num_pieces, num_groups = counts = triton.cdiv(vocab, PIECE), triton.cdiv(vocab, _GROUP)
     groups_tile = triton.next_power_of_2(num_groups)

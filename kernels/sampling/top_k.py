@@ -70,7 +70,10 @@ def row_above(row_ptr, vocab, key, token, anchor, temperature, TILE: tl.constexp
 
 @triton.jit
 def row_top_k(row_ptr, vocab, top_k, low, high, TILE: tl.constexpr):
-    """Return the cut ``(key, id)`` that exactly ``top_k`` tokens come before, by bisections over the whole row."""
+    """Return the threshold ``(key, id)`` of top-k for a whole row: exactly ``top_k`` tokens come before it.
+
+    It is found by bisection: first the key, then the id among tokens with that key. The order is that of `is_above`.
+    """
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -214,7 +217,7 @@ def _few_kernel(
     PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     COUNT_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the same as `_top_kernel`, for a count of at most `_FEW`, and no more than there are groups.
+    """Compute the same as `_top_kernel`, but only for a small ``count``: at most `_FEW`, and at most ``num_groups``.
 
     The ``count`` largest logits are all in the ``count`` groups with the largest maxima, because these maxima come
     before all logits of other groups.

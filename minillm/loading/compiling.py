@@ -69,9 +69,10 @@ def _path(shape: LayerShape) -> Path:
 
 
 def _checksum(path: Path) -> Path:
-    """Return the path of the file with a library's SHA-256.
+    """Return the path of the file that has a library's SHA-256.
 
-    It is checked because a damaged library could crash the process or compute nonsense.
+    A library is compared with its hash before it is loaded, because a damaged library could crash the process or
+    compute nonsense.
     """
     return path.with_suffix(".sha256")
 

@@ -31,9 +31,9 @@ def keep_small(device: torch.device, config: EngineConfig) -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Free the stack memory that earlier kernels needed. The limit stays the same.
+    """Free the stack memory that earlier kernels needed. The stack limit does not change.
 
-    If such a kernel runs again, the driver allocates the memory again.
+    If a kernel that needs a large stack runs again, the driver allocates the memory again.
     """
     with suppress(OSError), torch.cuda.device(device):
         before = ctypes.c_size_t()

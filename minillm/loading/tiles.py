@@ -98,7 +98,7 @@ def products_of(model: Llama) -> dict[Product, list[LowBit]]:
 
 
 def set_tiles(model: Llama, tiles: Tiles) -> None:
-    """Set the tiles of every low-bit matrix of a model. Matmuls that are missing in ``tiles`` use the built-in ones."""
+    """Set the tiles of every low-bit matrix of a model. Matmuls that ``tiles`` does not list use the built-in tiles."""
     for weight, place in _weights(model):
         names = [str(Product(part.layout, part.shape, place)) for part in weight.parts]
         pairs = zip(weight.parts, names, strict=True)
@@ -180,7 +180,10 @@ def choose_tiles(
 
 
 def known(tiles: Tiles, products: Iterable[Product], dtype: torch.dtype) -> dict[str, dict[int, Tile]]:
-    """Return the tiles of each matmul, without those matmuls that lack a valid tile for some bucket of token counts."""
+    """Return the measured tiles of the matmuls with complete measurements, by matmul and number of tokens.
+
+    A measurement is complete if ``tiles`` has a valid tile for every bucket of token counts (see `buckets`).
+    """
 
     def is_whole(product: Product) -> bool:
         found = tiles.get(str(product), {})

@@ -150,8 +150,8 @@ class ShardedLlama(Llama):
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings of all tokens.
 
-        Each rank looks up the tokens in its part of the vocabulary and uses zeros for others. An all-reduce adds up the
-        ranks' results.
+        Each rank looks up the tokens in its part of the vocabulary, and uses zeros for all other tokens. An all-reduce
+        adds up the ranks' results.
         """
         vocab = self.shard.vocab
         elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)

@@ -155,7 +155,10 @@ def _all_tokens(vocab: int) -> NDArray[np.uint32]:
 
 
 def _follow_grammars(owners: SequenceOf[tuple[Matcher, SequenceGroup, Sequence]], words: NDArray[np.uint32]) -> None:
-    """Write the masks of these sequences' grammars to the first rows of ``words``. A failed matcher has its error."""
+    """Write a mask for each sequence to the first rows of ``words``: the tokens that its grammar allows next.
+
+    If a grammar fails, its matcher records the error.
+    """
     matchers = [matcher for matcher, _, _ in owners]
     if not matchers:
         return

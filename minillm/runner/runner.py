@@ -65,7 +65,7 @@ class Runner:
         return logits
 
     def work_for(self, schedule: Schedule, copies: list[tuple[int, int]]) -> StepWork:
-        """Return a schedule as plain data."""
+        """Return the work of a scheduled step as plain data, without sequences and requests."""
         chunks = [self.chunk_work(chunk) for chunk in schedule.chunks]
         return StepWork(schedule.moves, copies, None, chunks, len(schedule.decodes))
 
@@ -86,10 +86,10 @@ class Runner:
         return sample_tokens(self.as_drawn_from(logits), draws)
 
     def as_drawn_from(self, logits: Tensor) -> Tensor:
-        """Return the logits as float32 in deterministic mode, unchanged otherwise.
+        """Return the logits to draw tokens from: as float32 in deterministic mode, unchanged otherwise.
 
-        Penalties need float32 logits, and kernels sum another dtype in another order. So in deterministic mode all
-        draws use float32, whether any request of the step has penalties or not.
+        Kernels add up a row in an order that depends on the dtype. Penalties need float32. So in deterministic mode
+        every draw uses float32, with and without penalties.
         """
         return logits.float() if self.model.is_deterministic else logits
 
@@ -116,7 +116,7 @@ class Runner:
             observer.close()
 
     def chunk_work(self, chunk: Chunk) -> ChunkWork:
-        """Return a chunk as plain data."""
+        """Return a chunk's tokens, block ids and targets as plain data, without its sequence and request."""
         sequence, first = chunk.sequence, chunk.sequence.num_computed
         token_ids = chunk.token_ids
         blocks = sequence.blocks[: -(-(first + len(token_ids)) // self.block_size)]

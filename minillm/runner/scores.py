@@ -55,7 +55,10 @@ class ScoringForward:
         self._scored: Scored | None = None  # of the last step, until it is taken
 
     def __call__(self, batch: Batch, chunks: list[ChunkWork], first: int, out: Tensor | None = None) -> Tensor:
-        """Compute a batch; see `Llama.forward`. ``first``: the index in the batch of the first token of ``chunks``."""
+        """Compute a batch, and return its logits: see `Llama.forward`. Keep the scores of the targets for `take`.
+
+        ``first`` is the index in the batch of the first token of ``chunks``.
+        """
         hidden = self._hidden(batch)
         if any(chunk.targets for chunk in chunks):
             self._scored = score(self._model, hidden, chunks, first)

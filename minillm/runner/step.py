@@ -26,7 +26,7 @@ class ChunkWork:
 
 @dataclass(slots=True)
 class Packed:
-    """Chunks packed into one batch, as lists for the tensors of `minillm.model.llama.Batch`."""
+    """Several chunks packed into one batch: the contents of the tensors of `minillm.model.llama.Batch`, as lists."""
 
     token_ids: list[int]
     positions: list[int]

@@ -11,7 +11,11 @@ from minillm.cache import HostMoves
 
 
 class Drafted:
-    """For each device block and host block, the number of first slots with the draft model's K and V."""
+    """Records how much of each block the draft model has computed, for the blocks on the device and in host memory.
+
+    It keeps one count per block: the number of slots, from the block's first slot on, that have the draft model's K and
+    V.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
         self._block_size = block_size
@@ -33,7 +37,10 @@ class Drafted:
             counts[destination] = counts[source]
 
     def overwrite(self, blocks: Sequence[int], first: int, end: int) -> None:
-        """Reset the counts of a table's blocks, because positions ``first`` to ``end`` (exclusive) get new tokens."""
+        """Record that positions ``first`` to ``end`` (exclusive) of a sequence get new tokens.
+
+        The draft model's K and V from ``first`` on are then invalid. ``blocks`` is the sequence's block table.
+        """
         size, counts = self._block_size, self._counts
         at = first // size
         counts[blocks[at]] = min(counts[blocks[at]], first % size)
@@ -49,7 +56,11 @@ class Drafted:
             counts[blocks[end // size]] = end % size
 
     def length(self, blocks: Sequence[int]) -> int:
-        """Return how many first tokens of a table the draft model has computed without a gap."""
+        """Return how many tokens of a sequence the draft model has computed, counted from the first token without a
+        gap.
+
+        ``blocks`` is the sequence's block table.
+        """
         size, counts = self._block_size, self._counts
         for number, block in enumerate(blocks):
             if counts[block] < size:

@@ -47,7 +47,10 @@ class _Draft:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether drafting has begun and should continue. Drafting stops at an end token that the CPU knows."""
+        """Return whether drafting has begun and should continue. Drafting stops after an end token.
+
+        The CPU sees a drawn token late, so tokens may be drafted after an end token.
+        """
         known = self.sequence.token_ids[-1] not in self.group.end_ids
         return 0 < self.num_drafted < self.chunk.optional and known
 
@@ -56,10 +59,11 @@ class Drafter(StepObserver):
     """A draft model. It observes the steps of the target model's runner and proposes draft tokens for them.
 
     Args:
-        runner: the draft model's runner, with as many device and host blocks as the target model's.
-        num_blocks, num_host_blocks: the numbers of these blocks.
+        runner: the draft model's runner. Its pool has as many blocks as the target model's pool, on the device and in
+            host memory.
+        num_blocks, num_host_blocks: the number of blocks on the device, and in host memory.
         other: the target model.
-        most_tokens: maximum number of unseen tokens to compute in a step.
+        most_tokens: maximum number of tokens that the draft model computes in a step before it drafts.
     """
 
     def __init__(self, runner: Runner, num_blocks: int, num_host_blocks: int, other: Llama, most_tokens: int) -> None:
@@ -96,7 +100,11 @@ class Drafter(StepObserver):
         self.runner.close()
 
     def _propose(self, chunks: list[DraftChunk]) -> None:
-        """Propose draft tokens for ``chunks``. A sequence with too many unseen tokens for one step gets none."""
+        """Propose draft tokens for ``chunks``.
+
+        The draft model must first compute the tokens of a sequence that it has not computed yet. If they are too many
+        for one step, the sequence gets no draft tokens.
+        """
         groups = dict.fromkeys(chunk.group for chunk in chunks)
         self._groups = {group: self._groups.get(group) or _drawn_for(group) for group in groups}
         drafts = [_Draft(chunk, self._groups[chunk.group], self._sequence(chunk.sequence)) for chunk in chunks]
@@ -125,7 +133,10 @@ class Drafter(StepObserver):
         return drafted
 
     def _unseen(self, drafts: list[_Draft]) -> Schedule:
-        """Return a schedule of the unseen tokens, up to ``most_tokens``. Its logits give the first draft tokens."""
+        """Return a schedule of the tokens that the draft model has not computed yet, at most ``most_tokens``.
+
+        If the schedule computes all such tokens of a sequence, its logits give the sequence's first draft token.
+        """
         schedule, left = Schedule(), self._most_tokens
         for draft in drafts:
             missing = draft.sequence.num_tokens - draft.sequence.num_computed
@@ -137,7 +148,11 @@ class Drafter(StepObserver):
         return schedule
 
     def _compute(self, schedule: Schedule) -> list[tuple[list[Chunk], Drawn]]:
-        """Compute tokens and draw the next ones. Return the draws that the CPU has not waited for, and their chunks."""
+        """Compute the scheduled tokens, and draw the tokens that follow.
+
+        If a next step may run ahead of the CPU, do not wait for the drawn tokens: return the chunks and their draws.
+        Otherwise, append the drawn tokens to the sequences, and return an empty list.
+        """
         if not schedule.chunks:
             return []
         logits, sampled = self.runner.run(schedule, [])
@@ -163,9 +178,9 @@ def drafter_of(runner: Runner) -> Drafter | None:
 def price(draft: Llama, model: Llama) -> float:
     """Return the draft model's time per token, as a fraction of the target model's time per token.
 
-    On a CPU the fraction is measured. On a GPU it is estimated from the bytes per token and the number of layers. A
-    measurement there would vary between starts. The number of draft tokens, the rounding of matmuls and the outputs
-    would vary with it.
+    On a CPU, the fraction is measured. On a GPU, it is estimated from the bytes per token and the number of layers,
+    because a measurement would vary between starts. The number of draft tokens would then vary as well, and with it the
+    rounding of matmuls and the outputs.
     """
     if model.device.type == "cpu":
         return _seconds_of_a_token(draft) / _seconds_of_a_token(model)

@@ -62,7 +62,9 @@ class Drafts:
         return True
 
     def learn(self, chunk: DraftChunk, num_accepted: int) -> None:
-        """Adapt the number of draft tokens to propose. The last step accepted ``num_accepted`` of the chunk's."""
+        """Adapt the number of draft tokens to propose. The last step accepted ``num_accepted`` draft tokens of
+        ``chunk``.
+        """
         self.pace(chunk.sequence).judge(len(chunk.draft), num_accepted)
 
     def _new_pace(self) -> Pace:
@@ -126,7 +128,11 @@ class LookupDrafts(Drafts):
         return self._occurrences.source(sequence.token_ids)
 
     def _parted(self, sequence: Sequence) -> Source | None:
-        """Return the source that a sequence has diverged from, if the sequence may return to it now."""
+        """Return the source of draft tokens from which a sequence has diverged, if drafts may be tried from it again
+        now.
+
+        Return None otherwise.
+        """
         source, pace = self._sources.get(sequence.index), self.pace(sequence)
         assert isinstance(pace, LookupPace)
         return source if source is not None and pace.resumes(source.num_tries) else None

@@ -19,9 +19,10 @@ class Source:
     num_tries: int = 0  # attempts to return to this source since the other text diverged from it
 
     def tokens(self, count: int, text: list[int]) -> tuple[int, ...]:
-        """Return up to ``count`` draft tokens for ``text``.
+        """Return up to ``count`` draft tokens for ``text``: the tokens that follow this position.
 
-        If the source is in ``text`` itself and too few tokens follow the source, repeat these tokens.
+        If this position is in ``text`` itself, fewer than ``count`` tokens may follow. Then repeat them, as if ``text``
+        were periodic.
         """
         found = self.text[self.place : self.place + count]
         period = len(self.text) - self.place
@@ -30,11 +31,11 @@ class Source:
         return tuple(found)
 
     def part(self, num_accepted: int) -> None:
-        """Note that only the first ``num_accepted`` draft tokens were accepted, so the other text differs after them.
+        """Record that the other text accepted only ``num_accepted`` draft tokens, and then got a different token.
 
-        The texts may agree again after the token that differs. So move ``place`` past this token. If a later try fails
-        at its first token, ``place`` stays: the other text is one token longer by then, so the next try compares
-        another alignment.
+        Afterwards, the texts may agree again. So move ``place`` past the draft token that was rejected. If a later
+        attempt to return here gets no token accepted, ``place`` does not move. The other text has grown by one token
+        since then, so the next attempt aligns the two texts differently.
         """
         if num_accepted or not self.num_tries:
             self.place += num_accepted + 1
@@ -81,9 +82,9 @@ class Occurrences:
 
 
 def _common_end(text: list[int], other: list[int], end: int) -> int:
-    """Return how many last tokens of ``text`` equal those of ``other[: end + 1]``, at most `LONGEST_MATCH`.
+    """Return how many last tokens of ``text`` equal the last tokens of ``other[: end + 1]``, at most `LONGEST_MATCH`.
 
-    The caller knows that the last two are equal.
+    The caller must have checked that the last two tokens are equal.
     """
     most = min(LONGEST_MATCH, len(text), end + 1)
     length = 2

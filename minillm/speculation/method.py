@@ -89,11 +89,11 @@ class SpeculativeSamples(Samples):
         return Verification(self, beside, drafted, rows, drawn)
 
     def draw_drafts(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
-        """Draw the target model's own tokens, to compare draft tokens with them.
+        """Draw the target model's own tokens. A draft token is accepted if it equals the token drawn at its position.
 
         Args:
-            draws: the draws of `_rows`, for copies of the sequences.
-            holders: the sequences that the drafts continue.
+            draws: the draws that `_rows` returns. Their sequences are copies that include draft tokens.
+            holders: the original sequences, without draft tokens.
         """
         runner = self._runner
         drawn = runner.draw_each(draws, holders) if isinstance(runner, DeviceRunner) else None

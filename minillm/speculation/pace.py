@@ -25,9 +25,10 @@ class Price:
         each: extra cost of verifying each draft token.
         draft: extra cost of proposing each draft token.
         wait: extra cost of a step that waits for a lookup instead of running ahead.
-        resumptions: after a text has diverged from the source of its drafts, how often to try the source again; 0 if
-            draft tokens are expensive.
-        fewest, most: limits of the draft tokens of a lookup. On a GPU, 5 to 8 rows take equal time, and so do 9 to 16.
+        resumptions: how often to return to the source of drafts after the text has diverged from it. 0 if draft tokens
+            are expensive.
+        fewest, most: the minimum and maximum number of draft tokens that a lookup proposes. On a GPU, 5 to 8 rows take
+            equal time, and so do 9 to 16.
     """
 
     step: float

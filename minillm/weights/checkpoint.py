@@ -202,9 +202,9 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return self._levels(name, device).low_bit(form.bits, taken, width)
 
     def _first(self, stem: str) -> str | None:
-        """Return the name of the stored tensor with a quantized matrix's levels (integers or FP8 numbers).
+        """Return the name of the stored tensor that has the levels (integers or FP8 numbers) of a quantized matrix.
 
-        Return None if the matrix is not quantized. ``stem`` is its name without ``.weight``.
+        ``stem`` is the matrix's name without ``.weight``. Return None if the matrix is not quantized.
         """
         for part in ("qweight", "weight_packed", "weight"):
             name = f"{stem}.{part}"

@@ -22,12 +22,15 @@ def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """Unpack 16 bytes to 32 levels: first the low nibble of each byte, then the high ones. ``[out, blocks, 32]``."""
+    """Unpack 16 bytes to 32 levels, ``[out, blocks, 32]``.
+
+    The low nibbles of all bytes come first, then their high nibbles.
+    """
     return torch.cat((raw & 15, raw >> 4), -1)
 
 
 def _bits(raw: Tensor) -> Tensor:
-    """Unpack 4 bytes to 32 numbers 0 or 1, the lowest bit first: ``[out, blocks, 32]``."""
+    """Unpack 4 bytes to their 32 bits, ``[out, blocks, 32]``: each is 0 or 1, the lowest bit of a byte first."""
     return ((raw[..., None] >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(-2)
 
 
@@ -56,10 +59,10 @@ def _q8_0(raw: Tensor) -> Parts:
 
 
 def _super_scales(raw: Tensor) -> Tensor:
-    """Repack the scales of a K-quants block for the layout ``super``.
+    """Return the scales and minima of K-quants blocks, packed for the layout ``super``: see `pack_super`.
 
     Each group of 32 weights has a 6-bit scale and a 6-bit minimum (ggml's ``get_scale_min_k4``). The block has two
-    float16 numbers, by which all scales and all minima are multiplied.
+    float16 numbers: one multiplies all its scales, the other all its minima.
     """
     packed = raw[..., 4:16].int()
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
@@ -70,9 +73,10 @@ def _super_scales(raw: Tensor) -> Tensor:
 
 
 def _pairs_of_groups(raw: Tensor) -> Tensor:
-    """Unpack 128 bytes to 256 levels: ``[out, blocks, 4, 2, 32]``.
+    """Unpack 128 bytes to 256 levels, ``[out, blocks, 4, 2, 32]``.
 
-    Of each 32 bytes, the low nibbles are one group of 32 levels, and the high nibbles are the next group.
+    Every 32 bytes have two groups of 32 levels: the low nibbles are the first group, and the high nibbles are the
+    second.
     """
     runs = raw.unflatten(-1, (4, 1, GROUP))
     return torch.cat((runs & 15, runs >> 4), -2)

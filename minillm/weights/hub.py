@@ -239,7 +239,7 @@ def _transfer(source: HubSource, commit: str, file: HubFile, part: Path, on_prog
     from tqdm import tqdm
 
     class Reporter(tqdm):
-        """A progress bar that shows nothing and reports its value instead."""
+        """A progress bar of the hub client that prints nothing and calls ``on_progress`` instead."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})

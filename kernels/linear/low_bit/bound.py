@@ -21,10 +21,10 @@ _LOWEST, _HIGHEST = -97, 128
 
 
 def scale_of_gated(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> FixedScale:
-    """Return the fixed scale with which to store ``silu(gate) * up`` after RMSNorm in float16.
+    """Return the fixed scale with which to store ``silu(gate) * up`` in float16, where gate and up follow an RMSNorm.
 
-    ``matrix`` is the matrix of gate and up. The scale is computed without waiting for the device. If the bound is zero
-    or not finite, the growth is 1.
+    ``matrix`` is the matrix of gate and up. ``norm_weight`` is the weight of the RMSNorm. The result is computed on the
+    device, without waiting for it. Its ``growth`` is 1 if the upper bound of ``silu(gate) * up`` is zero or not finite.
     """
     gate, up = _bounds(matrix, bias, norm_weight).chunk(2)
     return _scale_below((gate * up).max())

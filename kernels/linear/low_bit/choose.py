@@ -103,7 +103,10 @@ def is_fp8_mlp(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ..
 def gated_halves(
     x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm | None, by: FixedScale, gated: int = True
 ) -> HalfActivations:
-    """Compute a gated `product`, scaled with ``by``. Return the result in the input layout of `linear_of_halves`."""
+    """Compute a gated `product`, and store it in float16 with the fixed scale ``by``.
+
+    The result is in the input layout of `linear_of_halves`.
+    """
     return matmul.gated_halves(matmul.halve_activations(x, norm, matrix.order), matrix, bias, by, gated=gated)
 
 
@@ -111,8 +114,9 @@ def linear_of_halves(
     x: HalfActivations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor,
     *, gated: int = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute ``x @ matrix.T + bias``. Write the result to ``out``, or add it if ``add``. If ``gated``, there is one
-    part.
+    """Compute ``x @ matrix.T + bias``. Write the result to ``out``, or add it to ``out`` if ``add``.
+
+    With ``gated``, ``parts`` must have a single matrix.
     """
     for place, part, bias_part, columns in _placed(parts, bias, out):
         matmul.matmul(x, part, bias_part, columns, gated=gated, add=add, part=place)
@@ -123,7 +127,10 @@ def _multiply(
     x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None,
     *, gated: int = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute the matmul with the low-bit kernel for this many tokens. With ``gated``, there must be one part."""
+    """Compute the matmul with the low-bit kernel that is the fastest for this number of tokens.
+
+    With ``gated``, ``parts`` must have a single matrix.
+    """
     if not x.shape[0]:  # a prompt chunk without logits
         return out
     if x.shape[0] <= matvec.MOST_TOKENS:
@@ -161,7 +168,7 @@ def _is_for_matmul(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
 def columns_of(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[LowBit, Tensor | None, Tensor]]:
-    """Yield each part with its elements of the bias and its columns of the output. With a gate there is one part."""
+    """Yield each part with its elements of the bias and its columns of the output."""
     start = 0
     for part in parts:
         end = start + part.shape[0]
@@ -172,9 +179,9 @@ def columns_of(
 def _placed(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[int, LowBit, Tensor | None, Tensor]]:
-    """Yield each part's launch number, then the results of `columns_of`.
+    """Yield a tuple for each part: its launch number, then the three values that `columns_of` yields.
 
-    The numbers begin at 1. A single part has number 0.
+    Launch numbers begin at 1. A single part has number 0.
     """
     for number, each in enumerate(columns_of(parts, bias, out), 1):
         yield number if len(parts) > 1 else 0, *each
@@ -198,10 +205,11 @@ def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: 
 
 
 def slabs(matrix: LowBit, x: Tensor, at_once: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slabs of the matrix: a slice of rows, and these rows dequantized to x's dtype.
+    """Yield the matrix in slabs: a slice of its rows, and these rows dequantized to x's dtype.
 
-    A slab is valid until the next. It has about ``at_once`` weights, in whole tiles of rows: cuBLAS takes twice the
-    time if a slab of the output does not begin at a multiple of 16 bytes.
+    All slabs use the same memory, so each is valid until the next one is yielded. A slab has about ``at_once`` weights,
+    in whole tiles of rows. (cuBLAS takes twice the time if a slab of the output does not begin at a multiple of 16
+    bytes.)
     """
     num_rows, features = matrix.shape
     count = min(max(_TILE, (at_once or _UNPACKED) // features // _TILE * _TILE), num_rows)

@@ -111,8 +111,12 @@ def halve_activations(
 ) -> HalfActivations:
     """Convert ``x [tokens, in]`` to float16 with a scale per token, after RMSNorm with ``norm`` (weight, eps) if given.
 
-    If the column order of a matrix, ``order [in]``, is given, columns are put into this order. NaN and infinity stay.
-    Rows for padding tokens, up to a multiple of eight or a tile of `many_tokens`, are arbitrary.
+    NaN and infinity stay. The number of tokens is padded; the rows of padding are arbitrary.
+
+    Args:
+        order: ``[in]``, the order of a matrix's columns. If given, the columns of ``x`` are put into this order.
+        by_eights: store the result by eights of tokens, padded to a multiple of eight. Otherwise store it by tokens,
+            padded to a tile of `many_tokens`.
     """
     tokens, columns = x.shape
     turns = _turns(columns)
@@ -133,16 +137,19 @@ def _turns(columns: int) -> int:
 
 
 def empty_eights(x: Tensor, columns: int) -> Tensor:
-    """Allocate `HalfActivations.x`, stored by eights of tokens, for the rows of ``x`` and ``columns`` columns."""
+    """Allocate the tensor `HalfActivations.x` for ``columns`` columns and as many tokens as ``x`` has rows.
+
+    The tensor is for the order "by eights": see `HalfActivations`.
+    """
     return x.new_empty((triton.cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
 
 
 @triton.jit
 def _sixteenth(upper, lower, x, WARPS: tl.constexpr):
-    """Compute the plain twin of ``mma`` for eight rows and eight tokens: ``[warps, 8 rows, 8 tokens]``.
+    """Compute under the interpreter what ``mma`` computes on a GPU, for eight rows and eight tokens.
 
-    Each lane gives two pairs of adjacent columns: ``upper`` and ``lower`` are those of its row, the two words of ``x``
-    those of its token. A word is two float16.
+    Each lane gives words of two float16, from adjacent columns. ``upper`` and ``lower`` are two words of the lane's
+    row, and ``x`` has two words of the lane's token. Returns ``[warps, 8 rows, 8 tokens]``.
     """
     total = tl.zeros([WARPS, 8, 8], tl.float32)
     for which in tl.static_range(2):
@@ -311,7 +318,7 @@ def _matmul_kernel(
 
 
 class Tile(NamedTuple):
-    """The work of a program of `_matmul_kernel`."""
+    """The share of a matmul that one program of `_matmul_kernel` computes, and its launch options."""
 
     warps: int  # number of warps, which share the input's columns
     rows: int  # rows of the matrix / 16; with a gate, rows of each of its halves / 8
@@ -351,9 +358,9 @@ def gated_halves(
     *,
     gated: int = True,
 ) -> HalfActivations:
-    """Compute ``silu(gate) * up`` like `matmul`, scaled with ``by``.
+    """Compute ``silu(gate) * up`` like `matmul`, and store it in float16 with the fixed scale ``by``.
 
-    Return the result in the input layout of the next matmul.
+    The result is in the input layout of the next matmul.
     """
     half = empty_eights(x.scales, matrix.shape[0] // 2)
     _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=gated, add=False, tile=tile, part=0)

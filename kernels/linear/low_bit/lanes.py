@@ -79,7 +79,7 @@ def load_row(
     levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Load the group of a row that each lane converts.
+    """Load one group of weights of a row for each lane, still packed.
 
     Returns, for the group: its first four words ``[lanes, 4]``; with 8 bits, its other four words; the words of the
     higher plane; the scales; the unit of the scales. Results that the layout does not have are placeholders.

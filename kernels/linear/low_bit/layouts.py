@@ -263,8 +263,9 @@ def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 def _high_shifts(bits: int, device: torch.device) -> Tensor:
     """Return how far to shift a word of the higher plane to get the upper bits of each weight.
 
-    ``bits`` is the number of upper bits of a weight. A word of the higher plane has the upper bits for ``4 // bits``
-    words of nibbles. The result is ``[4 // bits, 2, 4]``: word of nibbles, low or high nibbles in it, weight.
+    ``bits`` is the number of upper bits of a weight. One word of the higher plane has the upper bits for ``4 // bits``
+    words of nibbles. The result is ``[4 // bits, 2, 4]``. Its dimensions are: the word of nibbles; low or high nibbles
+    of this word; the four nibbles.
     """
     word, half, at = (torch.arange(size, dtype=torch.int32, device=device) for size in (4 // bits, 2, 4))
     return 4 * bits * word[:, None, None] + 2 * bits * half[:, None] + bits * (at >> 1) + 16 * (at & 1)

@@ -48,7 +48,9 @@ def _load_groups(
     levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Load the same as `low_bit.lanes.load_row`, but every element from 32-bit words."""
+    """Load the same tensors as `low_bit.lanes.load_row`. Read every element as part of a 32-bit word: see
+    `_load_small`.
+    """
     at = row.to(tl.int64) * num_groups + group
     four = tl.arange(0, 4)[None, :]
     words_at = (levels_ptr + at * (8 if BITS == 8 else 4))[:, None] + four
@@ -80,7 +82,7 @@ def _load_groups(
 
 @triton.jit
 def joined(values, COUNT: tl.constexpr):
-    """Join COUNT tensors ``[lanes]``, a power of two, to one tensor ``[lanes, 2, 2, …]``, in order."""
+    """Join COUNT tensors ``[lanes]`` in order to one tensor ``[lanes, 2, 2, …]``. COUNT is a power of two."""
     HALF: tl.constexpr = COUNT // 2
     pairs = ()
     for i in tl.static_range(HALF):
@@ -196,7 +198,7 @@ def _add_kernel(
 
 
 class Tile(NamedTuple):
-    """The work of a program of `_dot_kernel`."""
+    """The share of a matmul that one program of `_dot_kernel` computes, and its launch options."""
 
     rows: int  # rows of the matrix: a multiple of 16 for each warp
     tokens: int
@@ -215,10 +217,11 @@ def product(
     add: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Compute ``x @ matrix.T + bias``. Write the result to ``out [tokens, out]``, or add it if ``add``.
+    """Compute ``x @ matrix.T + bias``. Write the result to ``out [tokens, out]``, or add it to ``out`` if ``add``.
 
-    ``x`` is stored by tokens, not by eights (see `HalfActivations`). Rows of ``out`` may be strided. ``gated``: the
-    matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``.
+    ``x`` must be in the order "by tokens": see `HalfActivations`. Rows of ``out`` may be strided.
+
+    If ``gated``, the matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``.
     """
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
@@ -242,7 +245,7 @@ def product(
 
 
 def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
-    """Return whether this kernel is fastest for x's number of tokens, and the GPU has ``wgmma`` (9.x)."""
+    """Return whether this kernel is the fastest for the number of tokens in ``x``, and the GPU has ``wgmma``."""
     has_8_bits = any(matrix.layout.bits == 8 for matrix in matrices)
     if x.shape[0] not in (_TOKENS_OF_8_BITS if has_8_bits else _TOKENS) or x.dtype.itemsize != 2:
         return False
@@ -272,5 +275,8 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: int) -> Tile:
 
 
 def parts_for(features: int, gated: int) -> int:
-    """Return how many programs divide the input, for at most 128 tokens. This number depends only on the matrix."""
+    """Return the number of programs that divide the input's columns among them, for matmuls of at most 128 tokens.
+
+    This number depends only on the matrix.
+    """
     return 1 if gated or features >= 12288 else 4

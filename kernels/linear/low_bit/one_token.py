@@ -252,7 +252,9 @@ def product(
 
 
 def tile_for(tokens: int, layout: Layout, groups: int, rows: int) -> Tile:
-    """Return the built-in tile from `TILES`. Rows wider than the widest measured ones use the tile of the widest."""
+    """Return the built-in tile from `TILES`. Matrices with wider rows than any measured matrix use the widest one's
+    tile.
+    """
     if INTERPRETED.value:
         return 64, 4, 1
     by_groups = TILES[tokens]

@@ -145,7 +145,10 @@ def load_factors(
 
 @triton.jit
 def dot4(a, b, total):
-    """Add the dot product of the four signed bytes in ``a`` and ``b`` to ``total``, with ``dp4a`` or its plain twin."""
+    """Add the dot product of the four signed bytes in ``a`` and ``b`` to ``total``: the instruction ``dp4a``.
+
+    Under the interpreter, compute the same with plain arithmetic.
+    """
     if INTERPRETED:
         for byte in tl.static_range(4):
             total += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)

@@ -136,7 +136,7 @@ class Ahead:
             raise
 
     def stop(self) -> None:
-        """Prepare nothing more."""
+        """Stop preparing shapes, and discard the list of shapes that are not prepared yet."""
         self._new = []
         self._waiting.clear()
 
@@ -160,10 +160,10 @@ class Ahead:
         return True
 
     def may_record(self, key: Hashable, after: int = 1) -> bool:
-        """Return whether to record a graph while requests run.
+        """Return whether a step may record a graph now, while requests run.
 
-        Record a graph only if it has been wanted ``after`` times, and if `_PAUSE` steps have run since the last
-        recording. Without idle moments, always record.
+        It may if the graph has been wanted ``after`` times, and `_PAUSE` steps have run since the last recording. If
+        the program never has idle moments, a step may always record.
         """
         if not self.must_not_wait:
             return True
@@ -179,15 +179,19 @@ class Ahead:
     def attempt(
         self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
     ) -> tuple[Result] | None:
-        """Run ``work`` if all its kernels are compiled. Otherwise begin to compile them before others, and return None.
+        """Run ``work`` if all its kernels are compiled. Otherwise queue them as urgent for the compiler, and return
+        None.
 
-        If no other process can compile the kernels, run ``work``: each kernel compiles at its launch.
-
-        The result of ``work`` is in a tuple of one. Work that lacks a kernel is interrupted, so it must be repeatable.
+        If the compiler cannot compile a kernel, run ``work`` as well: each kernel then compiles at its launch. ``work``
+        is interrupted at the first kernel that is not compiled, so it must be repeatable.
 
         Args:
-            kernels: launches the same kernels without recording anything. None: ``work`` itself records nothing.
-            key: identifies the work, so that it is not tried again while its kernels compile.
+            kernels: a function that launches the same kernels as ``work`` but records no graph. None: ``work`` records
+                no graph itself.
+            key: identifies ``work``. While its kernels compile, a call with the same key returns None at once.
+
+        Returns:
+            The result of ``work`` in a tuple of one.
         """
         compiler = self.compiler
         if key is not None and compiler.is_pending(self._lacking.get(key, ())):
@@ -205,9 +209,11 @@ class Ahead:
     def run(
         self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
     ) -> Result:
-        """Run ``work``. If kernels are missing, compile them in parallel. See `attempt` for the arguments.
+        """Run ``work``, and return its result. Missing kernels are compiled in parallel first. The arguments are those
+        of `attempt`.
 
-        Do not wait for kernels that ``work`` can replace by others, such as Hopper's kernel for long prompts.
+        Some kernels are optional: without them, ``work`` uses slower kernels. An example is Hopper's kernel for long
+        prompts. This function does not wait for optional kernels.
         """
         done, awaited = self.attempt(work, kernels, key), None
         while done is None:
@@ -224,9 +230,10 @@ class Ahead:
         return done[0]
 
     def is_compiled(self, kernels: Callable[[], object], key: Hashable) -> bool:
-        """Return whether all kernels in ``kernels`` are compiled. If not, begin to compile them before others.
+        """Return whether all kernels that ``kernels`` launches are compiled. If not, queue them as urgent for the
+        compiler.
 
-        ``kernels`` launches them, and ``key`` identifies the work.
+        ``key`` identifies this set of kernels.
         """
         if key not in self._compiled and not self.compiler.is_pending(self._lacking.get(key, ())):
             self._lacking[key] = self._missing(kernels)
@@ -247,7 +254,10 @@ class Ahead:
             return ()
 
     def run_once(self, work: Callable[[], Result], kernels: Callable[[], object]) -> Result:
-        """Run work that must not be interrupted, after its kernels have compiled."""
+        """Wait until all kernels are compiled, then run ``work``, and return its result.
+
+        ``work`` must not be interrupted. ``kernels`` launches the same kernels and may be repeated.
+        """
         if missing := self._missing(kernels):
             self.compiler.submit(missing, urgent=True)
             self.compiler.wait(missing)
@@ -262,7 +272,10 @@ class Ahead:
 
     @property
     def must_not_wait(self) -> bool:
-        """Return whether steps should run in another way until an idle moment records their graphs."""
+        """Return whether a step should not record graphs itself, because an idle moment will record them later.
+
+        Until then, steps run without these graphs.
+        """
         return self._idles
 
     def close(self) -> None:

@@ -120,7 +120,11 @@ class DeviceBeams:
         self._choices = groups, chosen
 
     def take_choices(self) -> tuple[list[SequenceGroup], Chosen] | None:
-        """Return the groups with a search in the last step and their choices; forget both. None without a search."""
+        """Return the groups that had a beam search in the last step, and the choices of their searches; then forget
+        both.
+
+        Return None if the last step had no beam search, or if its choices have been taken.
+        """
         choices, self._choices = self._choices, None
         return choices
 
@@ -148,7 +152,7 @@ class DeviceBeams:
         return Chosen(searches, logprobs, choices)
 
     def shapes(self, logits: Tensor) -> Iterator[Shape]:
-        """Yield single searches of usual widths, to compile their kernels. ``logits``: as for `choose`."""
+        """Yield the shapes of one search alone, one for each usual beam width. ``logits`` is as for `choose`."""
         for width in _WIDTHS:
             if (size := padded_size(width)) <= len(self._rows):
                 count = min(_power_of_two(2 * width), self._vocab)

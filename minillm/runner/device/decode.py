@@ -69,9 +69,10 @@ class DecodeSteps:
             self._by_others(larger, size, forward)
 
     def _by_others(self, larger: tuple[int, ...] | None, size: int, forward: Callable[[], None]) -> None:
-        """Compute a step with a graph or with kernels for more sequences, because its own kernels are not compiled.
+        """Compute a step as part of a larger step, because the step's own kernels are not compiled.
 
-        If neither exists, wait until its own kernels are compiled.
+        Use the graph ``larger`` of a step with more sequences, or the kernels for the maximum number of sequences. If
+        neither exists, wait until the kernels of ``forward`` are compiled.
         """
         most, width = self._state.capacity, self._state.width
         if larger is not None:
@@ -118,7 +119,12 @@ class DecodeSteps:
         return found, wanted
 
     def _send(self, masks: Masks, rows: list[int]) -> None:
-        """Send masks to the device. ``masks`` numbers the draws; ``rows[i]`` is the row of logits for draw i."""
+        """Send masks to the device.
+
+        Args:
+            masks: the masks of the draws. `Masks.rows` are indices of draws.
+            rows: for each draw, its row of logits.
+        """
         places = [-1] * self._state.size
         for row, place in zip(rows, masks.places(len(rows)), strict=True):
             places[row] = place
@@ -130,7 +136,10 @@ class DecodeSteps:
     # --- prepared ahead -----------------------------------------------------------------------------------------------
 
     def shapes(self) -> Iterator[Shape]:
-        """Yield all draws without penalties and masks, then all forward passes without shared blocks."""
+        """Yield the shapes of usual steps: first all draws without penalties and masks, then all forward passes.
+
+        These forward passes do not read shared blocks once: see `shared_shapes`.
+        """
         state = self._state
         for size in self.sizes():
             work = partial(self.draw_rows, size, penalized=False, masked=False, told=False, count=0)
@@ -141,7 +150,11 @@ class DecodeSteps:
                 yield Shape(forward, partial(state.forwards.record, (size, blocks, 0, 0), forward))
 
     def first_shapes(self) -> Iterator[Shape]:
-        """Yield the shape with the most sequences, to which any step can be padded, and all kinds of draws."""
+        """Yield the shapes that any step can use before other shapes are prepared.
+
+        They are: a forward pass with the maximum number of sequences, to which smaller steps are padded; draws with and
+        without penalties and masks; and draws that list the most probable tokens.
+        """
         most = self._state.capacity
         yield Shape(partial(self.forward, most, self._state.width, None))
         for size in (1, most):
@@ -155,7 +168,7 @@ class DecodeSteps:
                     yield Shape(partial(self.draw_rows, size, **plain, count=count))
 
     def shared_shapes(self) -> Iterator[Shape]:
-        """Yield forward passes that read shared blocks once."""
+        """Yield the shapes of forward passes that read each shared block once for all its sequences."""
         state = self._state
         for size in self.sizes():
             for shared in self.work_lists(size):
@@ -172,7 +185,10 @@ class DecodeSteps:
             yield replace(self._work_list.first(size), at_a_time=at_a_time, tail_splits=tail_splits)
 
     def _record_shared(self, key: tuple[int, ...], forward: Callable[[], None]) -> None:
-        """Record a forward pass with an empty plan, because the last plan may be for more sequences."""
+        """Record a graph of a forward pass that reads shared blocks once. During recording, the plan is empty.
+
+        Recording runs ``forward`` with fewer sequences than the last plan may be for, so that plan cannot be used.
+        """
         words = self._work_list.words
         kept = words.clone()
         words.zero_()

@@ -47,7 +47,10 @@ class DraftSteps:
         self._sampling = [_sampling(chunk) for chunk in schedule.chunks]
 
     def compute(self, chunks: list[ChunkWork], out: Tensor) -> Tensor:
-        """Compute the chunks' tokens. Return the logits that the chunks need, in the state's logits or in ``out``."""
+        """Compute the chunks' tokens. Return the rows of logits that the chunks need.
+
+        If the chunks need all rows, these are a view of the state's logits. Otherwise, they are copied to ``out``.
+        """
         state = self._state
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
@@ -65,12 +68,12 @@ class DraftSteps:
         self._last = None
 
     def draw(self, draws: list[Chunk], holders: list[Sequence]) -> Drawn | None:
-        """Draw from the last step's logits. Return None if that step had no drafts, or the logits need processing.
+        """Draw from the last step's logits. Return None if that step had no drafts, or if the logits need processing.
 
         Args:
-            draws: one draw after a sequence's last token and one after each draft token. A draw's own sequence includes
-                the draft tokens before it.
-            holders: the sequences that the drafts continue.
+            draws: one draw after each sequence's last token, and one after each draft token. The sequence in a draw is
+                a copy that includes the draft tokens before the draw.
+            holders: the original sequences, without draft tokens.
         """
         if self._last is None or any(needs_processing(draw.group, draw.sequence) for draw in draws):
             return None

@@ -43,7 +43,10 @@ class Graphs:
         return result
 
     def record(self, key: Hashable, work: Callable[[], object]) -> None:
-        """Record ``work``, which runs on padding only. Do nothing if ``key`` is recorded or graphs are disabled."""
+        """Record a graph of ``work`` under ``key``. During recording, all rows are padding.
+
+        Do nothing if ``key`` is recorded or graphs are disabled.
+        """
         if self.lacks(key):
             self._recorded[key] = self._capture(work)
 

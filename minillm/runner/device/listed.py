@@ -17,10 +17,10 @@ def wants_logprobs(draws: Sequence[Chunk]) -> bool:
 
 
 def num_listed(draws: Sequence[Chunk], vocab: int) -> int:
-    """Return the number of most probable tokens that a graph should find for each row.
+    """Return how many of the most probable tokens a graph should find for each row: one of `LISTED`, or 0 for none.
 
-    Requests for more than `MANY` tokens are ignored here, because the sampler sorts the logits for them. Return 0 if no
-    other request wants any tokens, or if one of them wants more than a graph can find.
+    The result covers the largest request. It is 0 if no request wants such tokens, or if one wants more than a graph
+    can find. Requests for more than `MANY` tokens do not count, because the sampler sorts the logits for them.
     """
     most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= MANY), default=0)
     return next((min(count, vocab) for count in LISTED if count >= most), 0) if most else 0

@@ -27,9 +27,10 @@ _UNIT = 64  # padded sizes are multiples of this: cuBLAS computes whole tiles of
 
 
 class PiecewiseForward:
-    """The forward pass of steps of up to `MOST_TOKENS` tokens, as CUDA graphs between the attention of the layers.
+    """The forward pass of steps of up to `MOST_TOKENS` tokens, as a series of CUDA graphs.
 
-    The graphs read and write fixed buffers ``[MOST_TOKENS, columns]``.
+    Attention runs between the graphs: there is one graph for the work from one layer's attention to the next. The
+    graphs read and write fixed buffers ``[MOST_TOKENS, columns]``.
     """
 
     def __init__(self, model: Llama, kv_cache: KVCache, graphs: Graphs, ahead: Ahead) -> None:
@@ -62,7 +63,7 @@ class PiecewiseForward:
         return self._x[:count]
 
     def shapes(self) -> Iterator[Shape]:
-        """Yield every padded number of tokens."""
+        """Yield one shape for every padded number of tokens in a step."""
         for size in range(_UNIT, MOST_TOKENS + 1, _UNIT):
             yield Shape(partial(self._compute, size), partial(self._record, size))
 
@@ -80,7 +81,7 @@ class PiecewiseForward:
         return size if self._ahead.record(partial(self._record, size), partial(self._compute, size), key, _OFTEN) else 0
 
     def _record(self, size: int) -> None:
-        """Record all pieces, on whatever the buffers contain."""
+        """Record the graphs of all pieces for ``size`` tokens. The contents of the buffers do not matter."""
         for index in self._indices():
             self._graphs.record(_key(size, index), partial(self._piece, size, index))
 
@@ -99,7 +100,9 @@ class PiecewiseForward:
         self._graphs.run(_key(size, index), partial(self._piece, size, index))
 
     def _piece(self, size: int, index: int) -> None:
-        """Compute piece ``index``: the work after the attention of layer ``index``, up to q, k and v of the next."""
+        """Compute piece ``index``: everything after the attention of layer ``index``, up to q, k and v of layer ``index
+        + 1``.
+        """
         model, x, layers = self._model, self._x[:size], self._model.layers
         if index < 0:
             x.copy_(model.embed(self._token_ids[:size]))

@@ -69,9 +69,10 @@ class ShortPrompts:
         return all(chunk.num_logits <= 1 and not chunk.targets for chunk in chunks)
 
     def compute(self, chunks: list[ChunkWork]) -> bool:
-        """Compute the chunks. Write their K and V, and their logits to the first rows of the output buffer.
+        """Compute the chunks with a CUDA graph. Write their K and V, and their logits to the first rows of the output
+        buffer.
 
-        Return False, and compute nothing, if there is no graph and none is to be recorded now.
+        A missing graph is recorded first, if `Ahead.record` allows it now. Otherwise, compute nothing and return False.
         """
         numbers = packed(chunks, 0, self._block_size)
         tokens = next(size for size in self._sizes if size >= len(numbers.token_ids))
@@ -85,7 +86,7 @@ class ShortPrompts:
         return True
 
     def shapes(self) -> Iterator[Shape]:
-        """Yield every padded number of tokens of a single prompt."""
+        """Yield one shape for every padded length of a single prompt."""
         for tokens in self._sizes:
             yield Shape(partial(self._forward, tokens, 1), partial(self._record, tokens))
 

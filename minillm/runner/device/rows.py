@@ -28,7 +28,10 @@ def padded_size(n: int) -> int:
 
 
 def padded_length(tokens: int, most: int) -> int:
-    """Return the context length for which attention is split: ``tokens`` rounded up coarsely, at most ``most``."""
+    """Round a context length of ``tokens`` up to one of a few lengths, at most ``most``.
+
+    Attention is split into as many parts as a context of the returned length needs.
+    """
     length, factor = SHORTEST, 2
     while length < tokens:
         length, factor = factor * length, 4
@@ -128,7 +131,10 @@ class Rows:
             self._held[chunk.sequence.seq_id].has_token = True
 
     def give_up(self, sequences: list[Sequence]) -> None:
-        """Free the rows of sequences that advanced without them. Before these decode again, new rows are written."""
+        """Free the rows of sequences that another step has advanced, because their rows are out of date.
+
+        When such a sequence decodes again, it gets a new row.
+        """
         for sequence in sequences:
             row = self._held.pop(sequence.seq_id, None)
             if row is not None:
@@ -141,7 +147,10 @@ class Rows:
                 row.has_token = False
 
     def _rows_of(self, chunks: list[Chunk]) -> tuple[list[int], int]:
-        """Return each sequence's row, and the length of the longest sequence. Record all words that must change."""
+        """Return the row of each sequence, and the length of the longest sequence in tokens.
+
+        Record the words of these rows that must change on the device: see `take_changes`.
+        """
         held, changes, width = self._held, self._changes, self._width
         current: set[int] | None = None
         rows, longest = [], 0
@@ -232,9 +241,10 @@ class Rows:
         return [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
 
     def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
-        """Return how many first blocks of each sequence the device cannot change, and the total over all beams.
+        """Return for each sequence how many of its first blocks the device cannot change; None if there are no beams.
 
-        The list is None if there are no beams: the device changes no other sequence's blocks.
+        Only blocks of beams change, except for the blocks that all beams of a search share. Also return the number of
+        these shared blocks, added up over all beams; 0 without beams.
         """
         common = sum(chunk.group.device.num_common_blocks for chunk in chunks if chunk.group.device)
         if not any(chunk.group.device for chunk in chunks):

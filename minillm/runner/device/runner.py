@@ -156,7 +156,10 @@ class DeviceRunner(Runner):
         return self.drafts.draw(draws, holders)
 
     def _compute_batch(self, batch: Batch, chunks: list[ChunkWork], logits: Tensor) -> None:
-        """Compute prompts and decoding sequences. Shared blocks are read once if the kernels for that are compiled."""
+        """Compute prompts and decoding sequences, and write their logits to ``logits``.
+
+        If the kernels that read a shared block once for all its sequences are compiled, use these kernels.
+        """
 
         def work(batch: Batch) -> tuple[Callable[[], object], Callable[[], object]]:
             forward = partial(self.forward, batch, chunks, batch.num_decodes, logits)
@@ -174,7 +177,7 @@ class DeviceRunner(Runner):
         return self.ahead.progress
 
     def _is_short(self, chunks: list[ChunkWork]) -> bool:
-        """Compute a step of short prompts by a graph. Return whether there was one."""
+        """Compute a step of short prompts with a CUDA graph, if there is one. Return whether the step was computed."""
         return self.prompts is not None and self.prompts.takes(chunks) and self.prompts.compute(chunks)
 
     @torch.inference_mode()
@@ -228,7 +231,7 @@ class DeviceRunner(Runner):
             yield 0, [1] * count, None
 
     def _mixed_sizes(self) -> list[int]:
-        """Return padded numbers of decoding sequences that leave a row for a prompt."""
+        """Return the padded numbers of decoding sequences with which a step still has a row for a prompt."""
         return [size for size in self.decode.sizes() if size < self.state.capacity]
 
     def _mixed(self, num_decodes: int, lengths: list[int], shared: WorkList | None) -> None:

@@ -169,7 +169,12 @@ class DeviceState:
     def drawn(
         self, draws: list[Chunk], found: Found, rows: list[int], wants_logprobs: bool, *, may_compute_ahead: bool
     ) -> Drawn:
-        """Return a graph's drawn tokens as `Drawn`. ``rows``: each draw's row of the results ``found``, ascending."""
+        """Return the results of a draw as `Drawn`.
+
+        Args:
+            found: the tensors that the draw has written, one row for each row of logits.
+            rows: each draw's row of ``found``, in ascending order.
+        """
         at: slice | Tensor = slice(rows[0], rows[-1] + 1)
         if rows[-1] - rows[0] >= len(rows):
             at = self.numbers(rows, torch.int64)
