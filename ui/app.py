@@ -142,9 +142,10 @@ class ChatApp(EngineApp):
             await super().on_event(event)
 
     async def _take_typed(self) -> None:
-        """Pass on the keys that had to wait, as soon as possible.
+        """Pass on the keys that were typed too early, once the screen has widgets and all earlier commands have run.
 
-        Textual itself sends keys to a screen even before its widgets exist. Actions would then fail.
+        Textual itself sends keys to a screen even before the screen's widgets exist. The actions of these keys would
+        fail.
         """
         while self._typed_early and self.screen.is_mounted and not self.chat.talk.num_waiting:
             event = self._typed_early.popleft()

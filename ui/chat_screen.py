@@ -164,10 +164,10 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.app.exit()
 
     def lead(self, event: events.Key | events.Paste) -> None:
-        """Focus the prompt if a letter or pasted text is meant for it: if the focused widget does not use the key.
+        """Focus the prompt if the user types a letter or pastes text that the focused widget does not use.
 
-        The app calls this before it passes the key on. If the focus moved later, the next keys would already be queued
-        for the old widget, and Enter would act on it.
+        The app calls this method before it passes the key on. If the focus moved later, the next keys would already be
+        queued for the old widget, and Enter would act on that widget.
         """
         focused, (key, character) = self.focused, ("a", "a")
         if focused is self.talk.prompt:
@@ -230,7 +230,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.set_width(100 * (1 - message.x / self.size.width))
 
     def action_menu(self) -> None:
-        """Open a menu of all actions. A letter runs one."""
+        """Open a menu of all actions. Typing an action's letter runs the action."""
         from minillm.ui.keymap import KeyMenu, bound_keys
 
         bindings = bindings_by_name()

@@ -48,9 +48,9 @@ class Drawn(Widget):
 def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
     """Show ``content`` in a widget with a width set by its container, such as ``1fr``.
 
-    A layout of the screen takes several times as long as a drawing, so it is done only if the widget's height changes.
-    With ``lines_ahead``, a widget that grows also reserves that number of blank lines, so that its height changes less
-    often. `settle` frees these lines.
+    The screen is laid out again only if the widget's height changes, because a layout takes several times as long as a
+    drawing. With ``lines_ahead``, a widget that grows also reserves that number of blank lines, so that its height
+    changes less often. `settle` frees these lines.
     """
     (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
     height = content.get_height(rules, width) if width else 0
@@ -64,7 +64,7 @@ def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> N
 
 
 def settle(widget: Widget) -> None:
-    """Free the lines that `update_in_place` reserved in ``widget``."""
+    """Free the blank lines that `update_in_place` reserved in ``widget``."""
     if widget.styles.has_rule("min_height"):
         widget.styles.min_height = None
 

@@ -98,7 +98,7 @@ def keys_here(screen: Screen[object]) -> tuple[str, dict[str, str]]:
 
 
 class _Shown(dict[str, str]):
-    """Maps each name in braces in `KEYS` to the keys that replace it."""
+    """Maps each name in braces in the texts of `KEYS` to the keys that are shown in its place."""
 
     def __init__(self, commands: CommandTable, bound: Mapping[str, Sequence[str]]) -> None:
         super().__init__()

@@ -52,7 +52,10 @@ class Kept:
         return {**sampling, **self.sampling}, {} if beams.get("beam_width") == 1 else beams
 
     def changed(self, before: Settings, after: Settings) -> "Kept":
-        """Return a copy that also has each setting in which ``after`` differs from ``before``."""
+        """Return a copy that also contains the settings that the user has changed.
+
+        These are the settings that differ between ``before`` and ``after``, with their values in ``after``.
+        """
         sampling, beams = dict(self.sampling), dict(self.beams)
         for name in before.sampling.keys() | after.sampling.keys():
             if before.sampling.get(name) != after.sampling.get(name):

@@ -97,7 +97,7 @@ def _checked_keys(name: str, value: object) -> list[str]:
 
 
 class KeyMenu(Dialog[str]):
-    """Lists all actions and their letters. Returns the name of the action if its letter is pressed."""
+    """Lists all actions and their letters. Returns the name of the action with the letter that the user types."""
 
     def __init__(self, keys: Mapping[str, Sequence[str]]) -> None:
         """Create the menu. ``keys``: the keys of each action."""

@@ -92,7 +92,10 @@ async def record(directory: Path) -> None:
 
 
 def timeline(shots: list[str]) -> list[Frame]:
-    """Choose the frames of one stop from its screenshots: the first, the last, and others at equal distances."""
+    """Choose screenshots of one stop of the tour. Return them as frames with durations.
+
+    The first and the last screenshot are always chosen, and between them some at equal distances.
+    """
     if len(shots) == 1:
         return [Frame(shots[0], _STOP)]
     between = shots[1:-1]

@@ -58,7 +58,11 @@ class Settings:
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
-        """Return the parameters of a request: for BeamSearchParams if `searches`, else for SamplingParams."""
+        """Return the parameters of a request.
+
+        They are for BeamSearchParams if the answers come from beam search, otherwise for SamplingParams: see
+        `searches`.
+        """
         if self.depths:
             *shallow, deepest = self.depths
             return _answering({**self.sampling, "n": 1, "max_reasoning_tokens": deepest, "reasoning_depths": shallow})
@@ -87,7 +91,10 @@ def _answering(params: dict[str, Any]) -> dict[str, Any]:
 
 
 class Overlay(Protocol):
-    """The interface of the chat's saved state: parameters that override the configuration, and /think's setting."""
+    """The interface of the chat's saved state, which `load_settings` merges with the configuration.
+
+    ``over`` overrides parameters of the configuration. ``thinks`` is the last setting of ``/think``.
+    """
 
     @property
     def thinks(self) -> bool | None: ...

@@ -168,7 +168,7 @@ def _can_be_asked(keyboard: int, screen: int) -> bool:
 
 
 def _read_answer(keyboard: int) -> bytes:
-    """Read input until the last answer has arrived, or the time is up."""
+    """Read input until the terminal's last answer has arrived, or until the time is up. Return the input."""
     said, end = b"", time.monotonic() + _LONGEST_WAIT
     while not re.search(_KIND, said) and select.select([keyboard], [], [], max(0.0, end - time.monotonic()))[0]:
         data = os.read(keyboard, 4096)
@@ -190,7 +190,7 @@ def background_of(said: bytes) -> str:
 
 @dataclass
 class LateAnswers:
-    """Removes the terminal's answers from typed input, even if they arrive in parts."""
+    """Removes the terminal's answers to queries from the typed input, even if an answer arrives in parts."""
 
     _held: bytes = b""
     _held_since: float = 0.0
@@ -247,9 +247,9 @@ class Pastes:
 
 
 def are_lines(keys: bytes) -> bool:
-    """Return whether keys that arrived at once are several lines.
+    """Return whether keys that arrived at the same time form several lines.
 
-    They are then a paste from a terminal that does not support bracketed paste.
+    Such keys are a paste, from a terminal that does not support bracketed paste.
     """
     return keys.count(b"\r") > 1 and b"\r" in keys.strip(b"\r") and not _NO_TEXT.search(keys)
 

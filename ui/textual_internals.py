@@ -150,7 +150,10 @@ class BearsRemovals:
     """
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
-        """See `Screen.get_widget_and_offset_at`."""
+        """Return the widget at a cell of the screen, and the position in the widget's text.
+
+        Return (None, None) for a widget that was removed.
+        """
         widget: Widget | None
         widget, offset = super().get_widget_and_offset_at(x, y)  # type: ignore[misc]
         is_removed = widget is not None and widget is not self and widget.parent is None
@@ -207,7 +210,7 @@ class KeepsPlace:
         return self._anchored and not self._anchor_released
 
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
-        """See `Widget.arrange`."""
+        """Arrange the children, and scroll so that the line held by `keep_place` does not move on the screen."""
         assert isinstance(self, Widget)
         result: DockArrangeResult = super().arrange(size, optimal)  # type: ignore[misc]
         self._is_laid_out = True
@@ -245,7 +248,7 @@ class Becoming:
     """Mixin for a Markdown block that grows in its own way: Textual calls `become` when its text grows."""
 
     async def become(self, block: MarkdownBlock) -> None:
-        """Change this block into ``block``, which is the same block with more text. A subclass implements this."""
+        """Show the text of ``block``, a later version of this block with more text. A subclass implements this."""
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
@@ -256,7 +259,10 @@ class HearsOfGrowth:
     """Mixin for a Markdown block that is told when Textual has made it grow: `has_become` is called."""
 
     def has_become(self, block: MarkdownBlock) -> None:
-        """React to growth: this block now shows the text of ``block``. A subclass implements this."""
+        """React to new text. This block now shows the text of ``block``, its later version.
+
+        A subclass implements this.
+        """
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
@@ -265,7 +271,7 @@ class HearsOfGrowth:
 
 
 async def update_block(block: MarkdownBlock, later: MarkdownBlock) -> None:
-    """Change a block to ``later``, which is this block with more text."""
+    """Make a block show the text of ``later``, a version of the block with more text."""
     await block._update_from_block(later)
 
 
@@ -297,12 +303,12 @@ class SteadyTextArea(TextArea):
         super()._set_document(clean(text), language)
 
     def edit(self, edit: Edit) -> EditResult:
-        """See `TextArea.edit`."""
+        """Clean the new text of terminal control characters, then edit."""
         edit.text = clean(edit.text)
         return super().edit(edit)
 
     def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
-        """See `TextArea.scroll_cursor_visible`."""
+        """Scroll to the cursor. Do nothing if the cursor is still in a line that was removed."""
         if self.cursor_location[0] >= self.document.line_count:
             return Offset()
         return super().scroll_cursor_visible(center, animate)
@@ -325,14 +331,14 @@ class PatientPalette(AsLargeAsTerminal, CommandPalette):
 
 
 class KeyParser(XTermParser):
-    """Textual's parser of keys, but an unreadable sequence is ignored.
+    """Textual's parser of keys, but an unreadable escape sequence is ignored.
 
-    Textual would raise an error, or return a key for each of its characters.
+    Textual itself would raise an error, or return a key for each character of the sequence.
     """
 
     @property
     def waits(self) -> bool:
-        """Return whether a sequence is incomplete. If so, call `tick` soon."""
+        """Return whether only the beginning of an escape sequence has arrived. If so, call `tick` soon."""
         return self._timeout_time is not None
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
@@ -361,9 +367,10 @@ class TerminalDriver(LinuxDriver):
     """
 
     def _sigcont_application(self, *args: object) -> None:
-        """Handle SIGCONT: start application mode again. First end it, unless SIGTSTP has ended it already.
+        """Handle SIGCONT: start application mode again.
 
-        Otherwise two threads would read the terminal. When the app ends, the first thread would wait for a key.
+        If SIGTSTP has not ended application mode, end it first. Otherwise two threads would read the terminal, and the
+        older thread would still wait for a key when the app ends.
         """
         if self._auto_restart and not self._must_signal_resume:  # only the handler of SIGTSTP sets the latter
             self.suspend_application_mode()

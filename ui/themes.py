@@ -147,9 +147,9 @@ def terminal_background() -> str:
 
 
 def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
-    """Return the theme with enough contrast, and with minillm's additional color names: see ``app.tcss``.
+    """Return the theme with enough contrast, and with the additional color names that ``app.tcss`` uses.
 
-    ``kinds``: the kinds of terminal in which it must be readable, "truecolor" and "256".
+    ``kinds``: the kinds of terminal in which the theme must be readable, "truecolor" and "256".
     """
     shades = {name: str(shade) for name, shade in theme.to_color_system().generate().items()}
     grounds = [Color.parse(shades[name]) for name in ("background", "surface", "panel")]

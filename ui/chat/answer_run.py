@@ -192,7 +192,10 @@ class AnswerRun:
         return None
 
     async def draw(self, lines_ahead: int) -> None:
-        """Show the text that was added since the last call. ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        """Show the text that was added since the last call.
+
+        ``lines_ahead`` is the number of blank lines that the last paragraph reserves when it grows.
+        """
         view, answer = self.view, self.answer
         elapsed = time.monotonic() - self._first_token_at
         new = answer.num_output_tokens - self._num_before

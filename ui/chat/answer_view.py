@@ -46,7 +46,7 @@ class ReasoningView(Collapsible):
 
 
 class AnswerView(Growing, Vertical):
-    """Shows the growing answer, with a line about its length, speed and end below it."""
+    """Shows the growing answer. The line below it says how long the answer is, how fast, and why it ended."""
 
     BLANK = True  # see `TurnView`
 
@@ -79,7 +79,10 @@ class AnswerView(Growing, Vertical):
         self._pending.append(text)
 
     async def flush(self, lines_ahead: int = 0) -> None:
-        """Show the collected text. ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        """Show the collected text.
+
+        ``lines_ahead`` is the number of blank lines that the last paragraph reserves when it grows.
+        """
         if self._pending:
             text = "".join(self._pending)
             self._pending.clear()
@@ -129,7 +132,7 @@ def reading(answer: Answer) -> str:
 def summary(answer: Answer) -> str:
     """Return a line about an answer: its length, its speed, cached tokens, and why it ended.
 
-    Before the first token, return the text of `reading` instead.
+    Before the first token, return a text about the progress of computing the prompt instead (`reading`).
     """
     if answer.time_to_first_token is None and answer.finish_reason is None:
         return reading(answer)

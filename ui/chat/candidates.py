@@ -116,9 +116,9 @@ def _same_as(candidates: Sequence[Candidate], texts: Sequence[str], index: int) 
 
 
 def num_common(texts: Sequence[str]) -> int:
-    """Return the number of characters with which all texts begin, up to the end of a word.
+    """Return the number of characters that all texts share at their beginning, up to the end of a word.
 
-    Return 0 if these are too few to be shown separately.
+    Return 0 if these characters are too few to be shown separately.
     """
     if len(texts) < 2:
         return 0
@@ -185,7 +185,10 @@ class CandidatesView(Vertical):
             card.end()
 
     async def flush(self, lines_ahead: int = 0) -> None:
-        """Show the current state of the candidates."""
+        """Show the current state of the candidates.
+
+        ``lines_ahead`` has no effect here. Only `AnswerView.flush` uses it.
+        """
         candidates = self.answer.candidates
         inside = self.answer.in_reasoning
         texts = [text_of(each, inside) for each in candidates]

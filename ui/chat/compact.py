@@ -19,7 +19,7 @@ _COLDNESS = {"temperature": 0.0, "max_tokens": _LONGEST, "repetition_penalty": 1
 
 @dataclass
 class Compaction:
-    """A summary in progress.
+    """A running request for a summary of the conversation's older half.
 
     Call `begin`. Pass each event to `take` until it returns True, then call `finish`.
     """

@@ -15,7 +15,7 @@ class EngineOptions:
     def reset(self, *, ready: bool) -> None:
         """Forget the options' values. Call this when a new engine process runs.
 
-        Options are only sent if ``ready``: the process has loaded its model.
+        ``ready``: the process has loaded its model. Until then, no options are sent.
         """
         self._ready, self._system, self._seconds = ready, "", 0.0
 
@@ -26,7 +26,7 @@ class EngineOptions:
             self._send(Pin(system))
 
     def report(self, seconds: float) -> None:
-        """Set the minimum seconds between two reports. Small changes are ignored."""
+        """Set the minimum number of seconds between two reports of the engine. Small changes are ignored."""
         if self._ready and abs(seconds - self._seconds) > 0.2 * self._seconds:
             self._seconds = seconds
             self._send(Report(seconds))

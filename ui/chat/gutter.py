@@ -15,7 +15,7 @@ _LOOKS = {BlockState.SHARED: _SHARED, BlockState.PINNED: _SHARED, BlockState.CAC
 
 
 class Gutter(Growing, Drawn):
-    """Shows a line for each block of an answer, beginning with the block of its first token.
+    """Shows a vertical line for each cache block of an answer. The first line is the block of the answer's first token.
 
     The gutter is empty if the answer's blocks are freed.
     """

@@ -81,7 +81,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self._follow()
 
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
-        """See `Widget.arrange`."""
+        """Arrange the views, and schedule the changes of the mounted items that must follow this layout."""
         if self.is_held_at_end and self.shown.stop < len(self.items):
             self.call_after_refresh(self._follow)  # this layout scrolls, without a message about it
         if self.waits_for_layout:

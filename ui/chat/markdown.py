@@ -334,9 +334,9 @@ class ModelMarkdown(Growing, Markdown):
         return super().mount(*widgets, before=before, after=after)
 
     def say_below(self, text: str) -> int:
-        """Show ``text`` in a reserved line of the last paragraph.
+        """Show ``text`` in a blank line that the last paragraph has reserved below its own text.
 
-        Return the number of reserved lines: see `Paragraph.say_below`.
+        Return the number of reserved lines. If it is 0, the text is not shown.
         """
         last = self._last_block
         return last.say_below(text) if isinstance(last, Paragraph) else 0

@@ -34,7 +34,7 @@ class Popup(Options, can_focus=False):
         self.display = False
 
     def show(self, completions: Sequence[PopupEntry], above: Region) -> None:
-        """Show ``completions`` above a region of the screen. Hide the list if there are none.
+        """Show ``completions`` above a region of the screen. Hide the list if ``completions`` is empty.
 
         If the completions have not changed, the selected line stays selected.
         """
@@ -67,9 +67,9 @@ class Popup(Options, can_focus=False):
             self.highlighted = ((self.highlighted or 0) + step) % len(self._shown)
 
     def chosen_of(self, completions: Sequence[PopupEntry]) -> PopupEntry | None:
-        """Return the completion that is selected in the list, or the first of ``completions`` if the list shows others.
+        """Return the completion that is selected in the list.
 
-        Return None if there are no completions.
+        If the list does not show ``completions``, return the first of them. Return None if ``completions`` is empty.
         """
         if self.display and list(completions) == self._shown and self.highlighted is not None:
             return self._shown[self.highlighted]

@@ -79,7 +79,7 @@ class PromptInput(SteadyTextArea):
 
     @property
     def full_text(self) -> str:
-        """Return the text with all marks replaced by the texts that they stand for."""
+        """Return the text with the original text in place of each mark such as ``[a.txt: 2 KiB, 40 lines]``."""
         text = self.text
         for mark, held in reversed(self._held.items()):  # a paste may contain marks of files
             text = text.replace(mark, held)
@@ -152,7 +152,7 @@ class PromptInput(SteadyTextArea):
         return not (key == "enter" and chosen.sends)
 
     def remember(self, text: str) -> None:
-        """Add a text to the history, which ↑ brings back."""
+        """Add a text to the prompt's history. The user presses ↑ to bring back texts from the history."""
         if not self._history or self._history[-1] != text:
             self._history.append(text)
         self._recalled = None
@@ -171,7 +171,7 @@ class PromptInput(SteadyTextArea):
         return True
 
     def forget_pick(self) -> None:
-        """Make the last choice by digit final, so that text typed from now on does not undo it."""
+        """Make the last choice of a candidate by digit final. Text typed from now on does not undo the choice."""
         self._picked = ""
 
     def put_back(self, text: str) -> None:
@@ -196,7 +196,10 @@ class PromptInput(SteadyTextArea):
         return mark
 
     def edit(self, edit: Edit) -> EditResult:
-        """Edit the text. Deleting a part of a mark deletes the whole mark. Inserting inside a mark inserts after it."""
+        """Edit the text, but never split a mark such as ``[a.txt: 2 KiB, 40 lines]``.
+
+        Deleting a part of a mark deletes the whole mark. Inserting inside a mark inserts after the mark.
+        """
         start, end = edit.top, edit.bottom
         for first, last in self._marks({start[0], end[0]}):
             if start == end and first < start < last:
@@ -207,7 +210,7 @@ class PromptInput(SteadyTextArea):
         return super().edit(edit)
 
     def _marks(self, rows: set[int]) -> Iterator[tuple[Location, Location]]:
-        """Yield the start and end of each mark in these lines."""
+        """Yield the start and end of each mark in these lines. A mark is like ``[a.txt: 2 KiB, 40 lines]``."""
         for row in rows:
             for mark in self._held:
                 for found in re.finditer(re.escape(mark), self.document.get_line(row)):
@@ -235,12 +238,12 @@ class PromptInput(SteadyTextArea):
         return at_once and (character in tuple(" .,:;)-+*%") or character.isdecimal())
 
     def _accept(self, number: str) -> None:
-        """Accept the candidate that a digit has selected, unless that was canceled."""
+        """Accept the candidate that the user selected by typing a digit, unless the selection was canceled."""
         if self._keep_from_taking():
             self.post_message(CommandAsked("accept", number))
 
     def _keep_from_taking(self) -> bool:
-        """Cancel the choice by digit that is waiting to take effect. Return False if there was none."""
+        """Cancel the choice of a candidate by digit that waits to take effect. Return False if no choice waits."""
         pick, self._pick = self._pick, None
         if pick is not None:
             pick.stop()

@@ -93,13 +93,19 @@ class SearchBar(Horizontal):
         return self._finder.find(self._transcript.turns, self._input.value)
 
     def find(self) -> None:
-        """Mark the matches. Go to the first match that is visible or below the screen, or else to the first of all."""
+        """Mark the matches. Go to the first match that is visible or below the screen.
+
+        If all matches are above the screen, go to the first match.
+        """
         self._places = self._find()
         self._at = self._first_in_sight()
         self._show()
 
     def _first_in_sight(self) -> int:
-        """Return the index of the first match that is visible or below the screen. If all are above it, return 0."""
+        """Return the index of the first match that is visible or below the screen.
+
+        If all matches are above the screen, return 0.
+        """
         top = self._transcript.region.y
         views = [view for view in self._transcript.turn_views if view.region.bottom > top]
         if not views:

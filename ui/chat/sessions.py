@@ -164,7 +164,10 @@ class SessionStore:
         return path.stem
 
     def list(self, search: str = "") -> list[SessionSummary]:
-        """Return the conversations with all words of ``search`` in title, questions or answers, the latest first."""
+        """Return the conversations that contain all words of ``search``, the latest first.
+
+        The words may be in the title, in questions or in answers.
+        """
         found, words = [], search.casefold().split()
         for path in self.directory.glob("*.json"):
             try:

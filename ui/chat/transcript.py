@@ -132,7 +132,7 @@ class Transcript(LongList[Turn | Remark], can_focus=True):
         return isinstance(item, Turn) and item.answer.is_open
 
     async def bring(self, turn: Turn) -> TurnView | None:
-        """Mount a turn and scroll to it. Return its view; None if the turn is not in the visible path."""
+        """Mount a turn and scroll to it. Return the turn's view; None if the turn is not in the visible path."""
         await self.bring_item(turn)
         return self.view_of(turn)
 

@@ -24,19 +24,19 @@ class WaitingQuestions:
         self.show()
 
     def next(self) -> str | None:
-        """Remove and return the first text. Return None if none waits."""
+        """Remove and return the first queued text. Return None if no text is queued."""
         text = self._texts.pop(0) if self._texts else None
         self.show()
         return text
 
     def clear(self) -> list[str]:
-        """Remove and return all texts."""
+        """Remove and return all queued texts."""
         texts, self._texts = self._texts, []
         self.show()
         return texts
 
     def take_back(self) -> bool:
-        """Put the texts back into the prompt. Return False if there are none."""
+        """Put the queued texts back into the prompt. Return False if no text is queued."""
         texts = self.clear()
         for text in reversed(texts):
             self.prompt.put_back(text)
@@ -44,11 +44,14 @@ class WaitingQuestions:
 
     @property
     def unsent(self) -> str:
-        """Return the texts, and the text in the prompt unless it was sent before."""
+        """Return the queued texts and the unsent text of the prompt, joined by blank lines."""
         return "\n\n".join(filter(None, [*self._texts, self.prompt.draft]))
 
     def show(self, *_: object) -> None:
-        """Show below the prompt how many texts are queued. If none are, show whether there is text below the screen."""
+        """Show below the prompt how many texts are queued.
+
+        If no text is queued, show whether there is text below the screen.
+        """
         at = max(0, self.transcript.scroll_offset.y)  # negative if the text is shorter than the screen
         far = self.transcript.max_scroll_y - at > _FAR
         words = f"{plural(len(self._texts), 'question')} queued · Esc to take back"

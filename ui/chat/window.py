@@ -28,14 +28,17 @@ def at(heights: Sequence[int], line: int) -> tuple[int, int]:
 
 
 def around(heights: Sequence[int], first: int, last: int) -> range:
-    """Return the items that contain any of the lines from ``first`` up to, but not including, ``last``."""
+    """Return the indices of the items that contain any of the lines from ``first`` to ``last - 1``."""
     ends = list(accumulate(heights))
     held = [i for i, (end, height) in enumerate(zip(ends, heights, strict=True)) if end > first and end - height < last]
     return range(held[0], held[-1] + 1) if held else range(len(heights), len(heights))
 
 
 def ending(heights: Sequence[int], room: float) -> range:
-    """Return the last items of the list, as many as fill ``room`` lines, but at least one if the list has items."""
+    """Return the indices of the last items that together fill ``room`` lines.
+
+    The result contains at least one item if the list has any.
+    """
     begin = len(heights)
     while begin and room > 0:
         begin -= 1
@@ -44,9 +47,10 @@ def ending(heights: Sequence[int], room: float) -> range:
 
 
 def grown(shown: range, heights: Sequence[int], screen: int) -> range:
-    """Return the items to mount after items were added to the end of the list.
+    """Return the indices of the items to mount after items were added to the end of the list.
 
-    ``shown`` are the items that were mounted before, up to the last one. ``screen`` is the screen's height in lines.
+    ``shown`` are the indices of the items that were mounted before. They ended with the list's last item at that time.
+    ``screen`` is the screen's height in lines.
     """
     longer = range(shown.start, len(heights))
     if sum(heights[each] for each in longer) <= _MOST * screen:

@@ -126,7 +126,7 @@ def _held(pool: Pool, figures: PoolFigures) -> int:
 
 
 def _savings(pool: Pool, width: int) -> list[Parts]:
-    """Return lines with the memory that the sequences take, and that they would take without sharing or paging."""
+    """Return three lines: the memory that the sequences take, and would take without sharing or without paging."""
     slot_bytes = pool.block_bytes / pool.block_size
     on_device = sum(1 for table in pool.tables.values() if table.state != "swapped")
     without, label = ("without", 15) if width >= _ROOMY_HALF else ("no", 10)
@@ -145,7 +145,10 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
 
 
 def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
-    """Return lines with the numbers of cache events since the engine's start. ``spread``: use one more line."""
+    """Return lines with the numbers of cache events since the engine's start.
+
+    ``spread``: there is space for one more line.
+    """
     counts = pool.counts
     looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
@@ -220,9 +223,9 @@ def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _column(pool: Pool, figures: PoolFigures, height: int, top: int) -> Sequence[int]:
-    """Return the kinds of blocks that the ``height`` cells of a chart's column show, from bottom to top.
+    """Return the kind of block that each of the ``height`` cells in a chart's column shows, from bottom to top.
 
-    The whole column stands for ``top`` blocks. If any blocks are in use, at least one cell shows it.
+    The whole column stands for ``top`` blocks. If any blocks are in use, at least one cell shows blocks in use.
     """
     held, size_ = _held(pool, figures), pool.block_size
     waste = max(0, held * size_ - figures.used_slots) / size_

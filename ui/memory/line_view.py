@@ -19,9 +19,9 @@ Parts = list[tuple[str, str]]
 
 @dataclass
 class BlockChosen(Message):
-    """The user selected a block. If ``block`` is None, no block is selected any more.
+    """The user has selected a block, or removed the selection. In the latter case, ``block`` is None.
 
-    Without ``table``, the block is on the device. With it, the block is in host memory and belongs to this table.
+    If ``table`` is None, the block is on the device. Otherwise the block is in host memory and belongs to ``table``.
     """
 
     block: int | None
@@ -29,7 +29,7 @@ class BlockChosen(Message):
 
 
 class FactsChanged(Message):
-    """A key has changed how a list is shown, so the texts above and below the list must be redrawn."""
+    """A key press has changed how a list is shown. The texts above and below the list must be redrawn."""
 
 
 class LineView(SteadyScrollView, can_focus=True):
@@ -65,7 +65,11 @@ class LineView(SteadyScrollView, can_focus=True):
         return Content("")
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
-        """Set the number of lines. ``dropped`` lines were removed at the beginning, so all others have moved up."""
+        """Set the number of lines.
+
+        ``dropped`` is the number of lines that were removed at the beginning. The remaining lines have moved up by this
+        number.
+        """
         size = Size(0, num_lines)
         if size != self.virtual_size:
             if self.has_scrollbar_for(num_lines):
@@ -82,7 +86,10 @@ class LineView(SteadyScrollView, can_focus=True):
         self.refresh_changed()
 
     def refresh_changed(self) -> None:
-        """Redraw the visible lines that have changed. Computing a line costs far less than drawing it."""
+        """Redraw the visible lines that have changed.
+
+        To find these lines, compute all visible lines again. This costs far less than drawing them.
+        """
         width, height = self.scrollable_content_region.width, self.size.height
         changed = [y for y in range(height) if self._line_at(y, width) != self._drawn.get(y)]
         if len(changed) > height // 2:

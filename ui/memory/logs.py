@@ -117,7 +117,7 @@ class EventLog(LineView):
         return list(takewhile(lambda entry: entry is not last, reversed(log)))
 
     def check_consume_key(self, key: str, character: str | None) -> bool:
-        """See `Widget.check_consume_key`."""
+        """Return whether the log uses a key itself: Space, the slash, or the letter of a kind of event."""
         return key == "space" or character == "/" or character in KINDS
 
     def on_key(self, event: events.Key) -> None:

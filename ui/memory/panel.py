@@ -111,9 +111,10 @@ def _block_facts(name: str, memory: Memory) -> Drawn:
 
 
 def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
-    """Return all views by name.
+    """Return all memory views by name.
 
-    ``log`` is created earlier than the other widgets, because it must learn owners from the start.
+    ``log`` shows the cache events. It is created before the other widgets, because it must know the owners of all
+    sequences from the start.
     """
 
     def headed(name: str, lines: LineView, *others: Widget) -> list[Widget]:
@@ -222,7 +223,10 @@ class MemoryPanel(Vertical):
         self.call_after_refresh(self._fill_views)
 
     async def _fill_views(self) -> None:
-        """Create the widgets of the other views. Doing so earlier would delay the first screen by a tenth."""
+        """Create the widgets of the views that the first screen does not show.
+
+        If this were done earlier, the first screen would appear a tenth later.
+        """
         for name in self._empty:
             await self._views[name].fill()
         self._empty = []
@@ -261,9 +265,12 @@ class MemoryPanel(Vertical):
         """Show the changes since the last call.
 
         Args:
-            names, scores: see `Names` and `Scores`.
+            names: returns a sequence's name for display.
+            scores: returns the score of a beam, or None for other sequences.
             current: the request of the last answer. Its tables are shown first.
-            origin, num_beams: see `Memory`.
+            origin: if another request computed the current answer as a candidate: this request and the candidate's
+                index.
+            num_beams: number of beams of the current answer after its search has ended, else 0.
         """
         memory, blocks = self._memory, self._changed
         if memory.pool is None:

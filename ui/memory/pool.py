@@ -78,7 +78,10 @@ class Hit:
 
 @dataclass(frozen=True)
 class Left:
-    """A table that has just been removed, with the texts of blocks that it freed, and the time of the report."""
+    """A block table that has just been removed.
+
+    ``words`` are the texts of the blocks that the table freed. ``moment`` is the time at which this was reported.
+    """
 
     table: TableView
     words: list[str]
@@ -87,7 +90,11 @@ class Left:
 
 @dataclass
 class Past:
-    """The rest of a removed table: its first blocks, as far as they still contain its tokens, and its length."""
+    """The remains of a removed block table.
+
+    ``blocks`` are the table's first blocks, up to the first block that has lost its tokens. ``num_tokens`` is the
+    former length of the table.
+    """
 
     blocks: list[int]
     num_tokens: int
@@ -166,9 +173,10 @@ class Pool:
         return changed
 
     def _shorten_past(self, lost: set[int], *, incomplete: bool) -> None:
-        """Cut off past tables at their first block in ``lost``: the blocks that have lost their tokens.
+        """Shorten each removed table to the blocks before its first block in ``lost``.
 
-        If ``incomplete``, unknown other blocks may also have lost their tokens, so remove all past tables.
+        ``lost`` are blocks that have lost their tokens. If ``incomplete``, some of these blocks are missing from
+        ``lost``, so forget all removed tables.
         """
         if incomplete:
             self.past.clear()
@@ -292,9 +300,9 @@ Scores = Callable[[str, int], float | None]
 
 @dataclass
 class Memory:
-    """The data that all views share.
+    """The data that all memory views share: the block pool, the names of sequences, and the selected block.
 
-    ``current`` is the request of the last answer. Its tables are shown first.
+    ``current`` is the request of the last answer. The tables of this request are shown first.
     """
 
     pool: Pool | None = None
@@ -315,7 +323,7 @@ class Memory:
 
     @property
     def tables(self) -> list[TableView]:
-        """Return all tables. The tables of the current request are first."""
+        """Return all tables. The tables of the last answer's request are first."""
         current = self.current_tables
         others = self.pool.tables.values() if self.pool is not None else ()
         return [*current, *(table for table in others if self.current is None or table.owner != self.current)]

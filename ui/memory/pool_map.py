@@ -36,7 +36,7 @@ _COMPONENT_CLASSES = {*_CLASSES.values(), *_SEQUENCE_CLASSES, "part-owned", "par
 
 
 class Looks:
-    """The mark and the component class of every block. The component class sets the color."""
+    """The look of every block on the map: its mark, and a component class that sets the mark's color."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -47,7 +47,10 @@ class Looks:
         self._sequence_of = bytearray(pool.num_blocks)  # for each block, 1 + index of its sequence's letter, or 0
 
     def find_all(self, *, by_sequence: bool) -> None:
-        """Compute the looks of all blocks, and with ``by_sequence`` the sequence that each block belongs to."""
+        """Compute the mark and the component class (the color) of every block.
+
+        With ``by_sequence``, also determine which sequence each block belongs to.
+        """
         for block in range(self.pool.num_blocks):
             self.find(block)
         self.follow_host()
@@ -55,7 +58,7 @@ class Looks:
             self.follow_sequences()
 
     def find(self, block: int) -> None:
-        """Compute the look of a block from its state."""
+        """Compute the mark and the component class (the color) of a block from its state."""
         state, size = self.pool.state(block), self.pool.block_size
         mark, kind = state.value, _CLASSES[state]
         if state is BlockState.OWNED or state is BlockState.SHARED:
@@ -79,9 +82,9 @@ class Looks:
         self.host = {block: table for table in swapped for block in table.blocks if block in room}
 
     def follow_sequences(self) -> bytearray:
-        """Determine which sequence each block belongs to. Return the previous result, for `changed_hands`.
+        """Determine which sequence each block belongs to. Return the result of the previous call, for `changed_hands`.
 
-        A sequence keeps its letter until it ends.
+        On the map, a sequence keeps its letter until it ends.
         """
         pool, before = self.pool, self._sequence_of
         for seq_id in self._letters.keys() - pool.tables.keys():
@@ -110,7 +113,10 @@ class Looks:
         return before[first:end] != self._sequence_of[first:end]
 
     def cells(self, first: int, end: int, *, on_host: bool, by_sequence: bool) -> list[tuple[str, str]]:
-        """Return the mark and the component class of each block from ``first`` to ``end - 1``."""
+        """Return (mark, component class) for each block from ``first`` to ``end - 1``.
+
+        The component class sets the mark's color.
+        """
         if on_host:
             return [self._host_look(self.host.get(block), by_sequence) for block in range(first, end)]
         if by_sequence:
@@ -135,7 +141,7 @@ class Looks:
         return ascii_letters[letter], _SEQUENCE_CLASSES[self._colors.get(number, number) % NUM_COLORS]
 
     def legend(self, name_of: Callable[[TableView], str], *, by_sequence: bool) -> Iterator[tuple[str, str, str]]:
-        """Yield the mark, component class and meaning of each kind of look."""
+        """Yield (mark, component class, meaning) for each entry of the map's legend."""
         if by_sequence:
             yield "*", "shared", "several"
             for seq_id, number in sorted(self._letters.items(), key=lambda item: item[1]):
@@ -208,7 +214,8 @@ class PoolMap(LineView):
     def blocks_changed(self, blocks: Iterable[int]) -> None:
         """Redraw the rows of blocks that have changed.
 
-        If some of these blocks are in use but none of their rows is visible, scroll to the last one.
+        If some of these blocks are in use but none of their rows is visible, scroll to the last of their rows. Do not
+        scroll while the map has the focus or the mouse.
         """
         looks, per_row = self._looks, self._grid.per_row
         if looks is None:

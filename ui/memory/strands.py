@@ -170,9 +170,10 @@ class Strands(LineView):
         return lines
 
     def _follow_branch(self) -> None:
-        """Scroll to the strands of a new current answer, only once, so that the user can scroll elsewhere.
+        """Scroll to the strands of a new current answer, only once per answer, so that the user can scroll elsewhere.
 
-        The screen begins with the root of their tree if all of them then fit. Otherwise it begins with their last fork.
+        If all strands of the answer then fit on the screen, the first visible line is the root of their tree. Otherwise
+        the first visible line is the last fork before these strands.
         """
         if (current := self.memory.current) == self._shown:
             return

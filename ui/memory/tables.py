@@ -205,7 +205,8 @@ def _bracket(blocks: Sequence[int], index: int) -> str:
 def runs_line(blocks: Sequence[int], width: int) -> str:
     """Return the runs of adjacent blocks in one line of ``width`` cells: ``0–3 → 12–15, 4 → 90``.
 
-    Each run is written as logical → physical blocks. If not all runs fit, the line ends with the number of the rest.
+    Each run is written as logical → physical block numbers. If not all runs fit, the line ends with the number of runs
+    that are left out.
     """
     parts = [f"{span(start, length)} → {span(block, length)}" for start, block, length in contiguous_runs(blocks)]
     line = ""

@@ -21,7 +21,8 @@ class BlockNode:
     Attributes:
         start: index of the first logical block.
         blocks: the physical ids of the blocks from ``start`` on.
-        ends: the tables that end with this node. There are several if sequences were forked and have no new blocks yet.
+        ends: the tables that end with this node. Several tables end with it if their sequences were forked and have no
+            new blocks yet.
     """
 
     start: int
@@ -34,7 +35,10 @@ class BlockNode:
 
 @dataclass(frozen=True)
 class TreeLine:
-    """A line of the drawn tree: a shared node, a leaf with its table, or a table that ends with a shared node."""
+    """A line of the drawn tree of blocks.
+
+    It shows a node that several tables share, a node of one table, or a table that ends with a shared node.
+    """
 
     rails: str  # the characters to the left of it: "│  ├─ "
     node: BlockNode | None  # None for a table that ends with a shared node
@@ -108,7 +112,10 @@ class StrandLine:
 
 
 def strand_lines(lines: Sequence[TreeLine], most: int = 6) -> list[StrandLine]:
-    """Return each line of the tree, followed by lines for its blocks: for at most ``most`` blocks of a node."""
+    """Return a line for each line of the tree, followed by lines for the blocks of its node.
+
+    A node gets lines for at most ``most`` of its blocks.
+    """
     found = []
     for line in lines:
         found.append(StrandLine(line, HEAD))
@@ -117,7 +124,10 @@ def strand_lines(lines: Sequence[TreeLine], most: int = 6) -> list[StrandLine]:
 
 
 def most_that_fit(lines: Sequence[TreeLine], height: int) -> int:
-    """Return the largest ``most`` for which `strand_lines` returns at most ``height`` lines, or 0."""
+    """Return the largest ``most`` for which `strand_lines` returns at most ``height`` lines.
+
+    Return 0 if there is no space for any blocks.
+    """
     sizes = [num_drawn(line) for line in lines]
     low, high = 0, max(sizes, default=0)
     while low < high:
@@ -136,7 +146,7 @@ def num_drawn(line: TreeLine) -> int:
 
 
 def few(places: list[int], most: int) -> list[int]:
-    """Return ``places``, shortened to ``most`` numbers if there are too many. `FOLD` stands for the missing ones."""
+    """Return ``places``, shortened to ``most`` numbers if it is too long. `FOLD` stands for the numbers left out."""
     if not most or len(places) <= most + 1:
         return places if most else []
     first = max(1, most // 3)
@@ -144,7 +154,11 @@ def few(places: list[int], most: int) -> list[int]:
 
 
 def root_and_fork(lines: Sequence[StrandLine], row: int) -> tuple[int, int]:
-    """Return the numbers of two lines at or above line ``row``: its tree's root, and its strand's last fork."""
+    """Return the indices of two headings, each at line ``row`` or above it.
+
+    The first is the root of the tree that contains this line. The second is the last fork between the root and this
+    line.
+    """
     rails = len(lines[row].tree.rails)
     fork = row
     while fork and (lines[fork].place != HEAD or (rails and len(lines[fork].tree.rails) >= rails)):
