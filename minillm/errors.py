@@ -15,6 +15,9 @@ _OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|CUDA\]?:? (driver error: |error: )?out of memory"
     r"|CUDA_ERROR_OUT_OF_MEMORY|CU(BLAS|SPARSE|SOLVER|DNN)_STATUS_ALLOC_FAILED|Cuda failure \d* ?'out of memory'"
 )
+# Messages of requests that end because of their own parameters begin with one of these.
+NO_TOKEN = "no token is possible any more: together the request's parameters"
+GRAMMAR_FAILED = "the grammar failed: "
 
 
 class MinillmError(Exception):

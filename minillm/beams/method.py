@@ -22,7 +22,7 @@ from minillm.kernels import Search
 from minillm.outputs import CompletionOutput, Delta, TokenLogprobs
 from minillm.params import BeamSearchParams
 from minillm.runner.device.beams import DeviceBeams, DeviceSearch
-from minillm.runner.penalties import NO_TOKEN, needs_processing
+from minillm.runner.penalties import NOTHING_ALLOWED, needs_processing
 from minillm.sequence import PROMPT, Chunk, Flight, Sequence, SequenceGroup, Stage
 from minillm.text.stop import OutputText
 
@@ -154,7 +154,7 @@ class Beams:
         searching = zip(state.searches, candidates, step.choices, strict=True)
         survivors = [[] if s.done else s.advance(each, choice.ends, choice.hypothesis) for s, each, choice in searching]
         if state.done and not any(search.finished for search in state.searches):
-            group.error = NO_TOKEN
+            group.error = NOTHING_ALLOWED
             return []
         if state.done:
             for sequence in group.sequences:
@@ -204,7 +204,7 @@ class Beams:
         """
         [choice], [chosen], preemption = choices, survivors, self.requests.scheduler.preemption
         if len(chosen) < len(group.sequences):
-            group.error = NO_TOKEN
+            group.error = NOTHING_ALLOWED
             return
         parents = [choice.beams[candidate.beam] for candidate in chosen]
         living = {parent.seq_id for parent in parents}

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from minillm.errors import GRAMMAR_FAILED, NO_TOKEN
 from minillm.grammar.vocabulary import Vocabulary
 from minillm.text.safe import clean_line
 
 if TYPE_CHECKING:
     import llguidance
 
-_NOTHING_ALLOWED = (
-    "no token is possible any more: together the request's parameters and its grammar exclude all of them"
-)
+_NOTHING_ALLOWED = f"{NO_TOKEN} and its grammar exclude all of them"
 
 
 @dataclass
@@ -92,4 +91,4 @@ class Matcher:
         if not reason or reason.startswith("Parser Error: token "):  # the token was not allowed
             self.error = _NOTHING_ALLOWED
         else:
-            self.error, self.family.has_failed = f"the grammar failed: {clean_line(reason)}", True
+            self.error, self.family.has_failed = f"{GRAMMAR_FAILED}{clean_line(reason)}", True

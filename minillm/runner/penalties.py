@@ -5,12 +5,13 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
+from minillm.errors import NO_TOKEN
 from minillm.kernels.decode_state.reference import penalized
 from minillm.params import LogitsProcessor
 from minillm.runner.masks import Masks, masks_of, needs_mask
 from minillm.sequence import Sequence, SequenceGroup
 
-NO_TOKEN = "no token is possible any more: together the request's parameters exclude all of them"
+NOTHING_ALLOWED = f"{NO_TOKEN} exclude all of them"
 _NOTHING_LEFT = "logits_processor has left NaN, infinity, or no token that is possible"
 Owner = tuple[SequenceGroup, Sequence]  # the group and sequence that a row of logits predicts the next token of
 
@@ -63,7 +64,7 @@ def note_empty(owners: SequenceOf[Owner], masks: Masks) -> None:
     """Set the error of groups that have no allowed token."""
     for row in masks.empty:
         group, _ = owners[row]
-        group.error = group.error or NO_TOKEN
+        group.error = group.error or NOTHING_ALLOWED
 
 
 def _penalize(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:

@@ -11,7 +11,7 @@ from minillm.checks import shown
 from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import GRAMMAR_FAILED, NO_TOKEN, MinillmError, UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, finite
 from minillm.params import BeamSearchParams
 from minillm.sequence import Sequence, SequenceGroup
@@ -263,7 +263,8 @@ class EngineRequests:
         call, group = live.prepared.call, live.group
         self._remember(live, output)
         if output.error is not None:
-            self.send(RequestFailed(call.request_id, output.error, "internal"))
+            is_usage = output.error.startswith((NO_TOKEN, GRAMMAR_FAILED))
+            self.send(RequestFailed(call.request_id, output.error, "usage" if is_usage else "internal"))
             return
         self._begin(live)
         wanted = not call.streamed or isinstance(group.params, BeamSearchParams)

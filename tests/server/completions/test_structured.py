@@ -57,6 +57,28 @@ def test_choices_and_expressions(server: Server) -> None:
     assert re.fullmatch("[a-c]{3}-[0-9]{2}", answer["choices"][0]["message"]["content"])
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"guided_choice": ["abc"], "allowed_token_ids": [5]},
+        {"no_repeat_ngram_size": 1, "allowed_token_ids": [5, 6]},
+        {"no_repeat_ngram_size": 1, "allowed_token_ids": [5, 6], "beam_width": 2},
+    ],
+    ids=["sampled with a grammar", "sampled", "beams"],
+)
+def test_parameters_that_exclude_every_token_are_the_clients_fault(
+    server: Server, body: dict[str, Any], streamed: bool
+) -> None:
+    body = {"prompt": "Hi", "max_tokens": 9, "ignore_eos": True, "stream": streamed, **body}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    *_, last = answer.text.strip().split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["type"] == "invalid_request_error", error
+    assert error["message"].startswith("no token is possible any more")
+    assert answer.status_code == 400 or (streamed and last != answer.text.strip())
+
+
 CLIENTS: dict[str, dict[str, Any]] = {
     "vLLM": {"structured_outputs": {"regex": "[a-c]{3}", "disable_fallback": True}},
     "SGLang": {"regex": "[a-c]{3}"},
