@@ -1,6 +1,6 @@
 """``minillm demo``: a guided tour of the cache on the real engine.
 
-A small pool makes everything happen within minutes.
+The block pool is small, so the cache fills up within minutes.
 """
 
 from __future__ import annotations

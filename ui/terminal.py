@@ -74,7 +74,7 @@ def _draws_lines_only() -> bool:
 
 @contextlib.contextmanager
 def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
-    """Make `_SIGNALS` call ``leave(exit code)`` in the running event loop while the block runs.
+    """Make `_SIGNALS` call ``leave(exit code)`` in the running event loop, until the ``with`` block ends.
 
     Enter the block inside the event loop, from the main thread. If the process has not ended `_PATIENCE` seconds after
     a signal, it is ended by force.
@@ -129,11 +129,13 @@ class TerminalAnswer:
 
 @contextlib.contextmanager
 def asking_background() -> Iterator[TerminalAnswer]:
-    """Ask the terminal for its background, run the block, then wait at most `_LONGEST_WAIT` seconds for the answer.
+    """Ask the terminal for its background, run the ``with`` block, then wait for the answer.
 
-    The terminal is not asked in these cases: keys are waiting; input or output is not a terminal, or belongs to another
-    job; the terminal would print the question. Keys typed while the block runs are not echoed. Afterwards, the
-    terminal's state is restored. `LateAnswers` drops an answer that arrives later.
+    The wait takes at most `_LONGEST_WAIT` seconds. The terminal is not asked in these cases: keys are waiting; input or
+    output is not a terminal, or belongs to another job; the terminal would print the question.
+
+    Keys typed while the block runs are not echoed. Afterwards, the terminal's state is restored. `LateAnswers` drops an
+    answer that arrives later.
     """
     answer = TerminalAnswer()
     stdin, stdout = sys.__stdin__, sys.__stdout__

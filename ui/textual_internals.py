@@ -93,7 +93,10 @@ class QuietApp(App[None]):
         return self._driver is not None and self._driver.can_suspend
 
     def set_window_title(self, title: str) -> None:
-        """Set the title of the terminal window. The original title is saved first. ``title`` must be clean."""
+        """Set the title of the terminal window. The original title is saved first.
+
+        ``title`` must not contain control characters.
+        """
         if self._driver is not None:
             keep = "" if self._has_titled else _KEEP_TITLE
             self._has_titled = True
@@ -163,8 +166,8 @@ class BearsRemovals:
 class AsLargeAsTerminal:
     """Mixin for a screen: it always has the terminal's current size, even if an older resize event says otherwise.
 
-    A screen sends itself a resize event with its size when it is laid out. If two events with different sizes are
-    queued during a `batch_update`, each would cause the other again, forever, and nothing else in the app would run.
+    A screen sends itself a resize event with its size when it is laid out. During a `batch_update`, two events with
+    different sizes may be queued. Each would cause the other again, forever, and nothing else in the app would run.
     """
 
     app: App[Any]
@@ -205,7 +208,7 @@ class KeepsPlace:
 
     @property
     def is_held_at_end(self) -> bool:
-        """Return whether each layout scrolls to the end, because the reader is there."""
+        """Return whether each layout scrolls to the end, because the user has scrolled to the end."""
         assert isinstance(self, Widget)
         return self._anchored and not self._anchor_released
 
@@ -295,8 +298,8 @@ class Options(OptionList):
 class SteadyTextArea(TextArea):
     """A text area that never contains terminal control characters, however the text gets into it.
 
-    It also avoids an error in Textual. If undo removes lines, and the scrollbar disappears with them, Textual looks up
-    the cursor while the cursor is still in a removed line.
+    It also avoids an error in Textual: after an undo that removes lines, Textual may look up the cursor in a removed
+    line. This happens if the scrollbar disappears together with the lines.
     """
 
     def _set_document(self, text: str, language: str | None) -> None:
@@ -379,7 +382,7 @@ class TerminalDriver(LinuxDriver):
     def write(self, data: str) -> None:
         """Write to the terminal, without variation selectors, which may change the width of characters.
 
-        Copied text keeps them.
+        Text that the user copies keeps the variation selectors.
         """
         super().write(data.replace(_EMOJI_LOOK, ""))
 

@@ -97,7 +97,10 @@ def event(value: Json, name: str = "") -> bytes:
 
 
 def extras(each: Completion) -> Json:
-    """Return fields of a completion that OpenAI's format lacks, such as ``stop_reason``, if they are set."""
+    """Return the fields of a completion that OpenAI's format does not have, such as ``stop_reason``.
+
+    Fields that are not set are left out.
+    """
     found: Json = {}
     if each.stop_reason is not None:
         found["stop_reason"] = each.stop_reason
@@ -138,7 +141,7 @@ def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
 
 
 def _by_text(token: Token) -> dict[str, float] | None:
-    """Return the log-probabilities of a token and of the most probable tokens at its position, by their texts.
+    """Return a dictionary text -> log-probability, for a token and the most probable tokens at its position.
 
     Return None for a prompt's first token, which has no log-probability.
     """

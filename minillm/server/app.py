@@ -142,7 +142,10 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """Return the HTTP methods of the first route that matches the request's path, and of routes with the same path."""
+    """Return the HTTP methods that are allowed for the request's path.
+
+    Several routes may have the same path, with different methods. All their methods are returned.
+    """
     found = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return {method for route in found if route.path == found[0].path for method in route.methods or ()}
 

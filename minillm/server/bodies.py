@@ -404,7 +404,10 @@ def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Check the sampling parameters, and return them without unset ones. Raises BadField for an invalid parameter."""
+    """Check sampling parameters. Return them without the parameters that are None.
+
+    Raises BadField for an invalid parameter.
+    """
     searches = "beam_width" in values
     values = {name: value for name, value in values.items() if value is not None}
     for name in values:

@@ -60,8 +60,8 @@ class Answer:
 class EventProtocol(asyncio.Protocol):
     """Splits the bytes from a pipe into events, and passes each event to ``take`` at once.
 
-    With an asyncio stream and a task that reads it, each token would reach its client one iteration of the event loop
-    later.
+    An asyncio stream would need a task that reads it. Then each token would reach its client one iteration of the event
+    loop later.
 
     Attributes:
         over: a future that is done when the pipe has ended.

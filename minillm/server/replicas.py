@@ -292,7 +292,8 @@ class Replicas:
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
         """Send a call to the engine that has the call's data, and return the result.
 
-        ``make`` creates the call from the call's id. The cache is read from all engines.
+        ``make`` creates the call from the call's id. A call that reads the cache is sent to all engines, and the
+        results are merged.
 
         Raises UsageError if the call is rejected, EngineDied if the engine accepts no requests.
         """

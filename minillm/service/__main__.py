@@ -58,7 +58,9 @@ class Inbox:
 
 
 def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
-    """Load the model that the first call names. Then run the engine and carry out calls. Return the exit code.
+    """Load the model that the first call names. Then run the engine and carry out calls until the front end ends.
+
+    Return the exit code.
 
     Args:
         inbox: the calls of the front end.

@@ -80,7 +80,7 @@ class Complete(Call):
 
     @property
     def is_bare(self) -> bool:
-        """Return whether the answer must not contain reasoning, because it has a grammar that allows none."""
+        """Return whether the answer must not contain reasoning, because the request has a grammar without reasoning."""
         return "grammar" in self.params and not self.thinks and self.params.get("max_reasoning_tokens") is None
 
 

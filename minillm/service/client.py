@@ -63,7 +63,7 @@ class EngineProcess:
         return self._process.returncode
 
     def last_words(self) -> str:
-        """Return the last line of the log, which names the cause of a crash; an empty text if there is no log."""
+        """Return the last line of the log, which names the cause of a crash. Return "" if there is no log."""
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return lines[-1] if lines else ""
 

@@ -26,10 +26,10 @@ class FilePins:
             self.let_go(conversation)
 
     def keep(self, conversation: str, sequence: Sequence, num_tokens: int) -> None:
-        """Pin a beginning: the full blocks of the first ``num_tokens`` tokens of ``sequence``, which is idle.
+        """Pin the full blocks of the first ``num_tokens`` tokens of ``sequence``, as the conversation's beginning.
 
-        It replaces the conversation's earlier beginning. Do nothing if the new beginning has no more blocks than the
-        earlier one, or needs more than a fourth of the pool.
+        ``sequence`` must be idle. The new beginning replaces the conversation's earlier beginning. Do nothing if the
+        new beginning has no more blocks than the earlier beginning, or needs more than a fourth of the pool.
         """
         cache, before = self.cache, self.pinned.get(conversation)
         num_blocks = min(num_tokens, sequence.num_computed) // cache.block_size

@@ -1,4 +1,4 @@
-"""Share threads, seats and streams fairly, so that no tenant can take all of them."""
+"""Share items such as threads or open streams fairly, so that no tenant can take all of them."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class AnswerView(Growing, Vertical):
             self.update_summary()
 
     async def end(self) -> None:
-        """Show the rest of the complete answer."""
+        """Show the end of the answer's text and the summary line. Call this when the answer is complete."""
         await self.flush()
         await self._show(self._splitter.finish(), lines_ahead=0)
         if self._part is not None:

@@ -255,10 +255,11 @@ class Conversation:
         return self.leaf
 
     def undo(self) -> Turn:
-        """Undo the last choice of a candidate: restore all candidates. Return their turn.
+        """Undo the last choice of a candidate: restore all candidates. Return the turn to which the candidates belong.
 
         Raises:
-            UsageError: no candidate was accepted, or one of the resulting branches has been continued or is gone.
+            UsageError: no candidate was accepted. It is also raised if a branch that the choice created has been
+                continued or is gone.
         """
         choice, self.choice = self.choice, None
         if choice is not None:

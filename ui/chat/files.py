@@ -125,8 +125,8 @@ def mention(name: str) -> str:
 def dropped_files(text: str) -> str:
     """Return mentions (``@name``) of the files that the user dropped on the terminal.
 
-    For dropped files, terminals paste their paths: quoted, escaped or as URLs. If the pasted ``text`` is anything else,
-    return "".
+    When files are dropped, a terminal pastes the files' paths: quoted, escaped or as URLs. If the pasted ``text`` is
+    anything else, return "".
     """
     if len(text) > _LONGEST_DROP or not text.lstrip().startswith(("/", "'/", '"/', "file:///")):
         return ""

@@ -33,9 +33,11 @@ class Blank(Widget):
 class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
     """A list of items, each with a view (a widget) while it is mounted. Subclasses create the views.
 
-    The mounted items are a run of consecutive items near the visible ones; `minillm.ui.chat.window` chooses them. Above
-    and below them is blank space with the measured or estimated height of the other items. A lock protects every change
-    of the mounted items, because a change takes several messages, and scrolling can trigger a change at any time.
+    The mounted items are a run of consecutive items near the visible items; `minillm.ui.chat.window` chooses them.
+    Blank space above and below the mounted items has the measured or estimated height of all other items.
+
+    A lock protects every change of the mounted items. A change takes several messages, and scrolling can trigger
+    another change at any time.
     """
 
     BLANK = True  # see `TurnView`
@@ -137,7 +139,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._settle)
 
     async def _mount(self, wanted: range) -> None:
-        """Mount the items with the indices ``wanted``, and remove the views of all others."""
+        """Mount the items with the indices ``wanted``, and remove the views of all other items."""
         kept = range(max(wanted.start, self.shown.start), min(wanted.stop, self.shown.stop))
         if not kept:
             kept = range(wanted.start, wanted.start)
@@ -221,9 +223,10 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 self.keep_place(self.views[index - wanted.start], line)
 
     def _settle(self) -> None:
-        """Finish a change after its layout. If items turned out smaller than estimated, mount more.
+        """Finish a change of the mounted items, once the screen has been laid out.
 
-        If the layout has not happened yet, do nothing: `arrange` calls this method again.
+        If items are smaller than estimated, mount more items. If the layout has not happened yet, do nothing: `arrange`
+        calls this method again.
         """
         if self._changing.locked() or self.waits_for_layout:
             return

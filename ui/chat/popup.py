@@ -69,7 +69,8 @@ class Popup(Options, can_focus=False):
     def chosen_of(self, completions: Sequence[PopupEntry]) -> PopupEntry | None:
         """Return the completion that is selected in the list.
 
-        If the list does not show ``completions``, return the first of them. Return None if ``completions`` is empty.
+        If the list shows other entries than ``completions``, return the first of ``completions``. Return None if
+        ``completions`` is empty.
         """
         if self.display and list(completions) == self._shown and self.highlighted is not None:
             return self._shown[self.highlighted]

@@ -44,7 +44,10 @@ class SessionStore:
     keeps_blocks: bool = True  # whether blocks of saved conversations may be kept on disk
 
     def owner_of(self, conversation: Conversation) -> str:
-        """Return the name under which the engine keeps a conversation's blocks on disk; empty: it keeps none."""
+        """Return the name under which the engine keeps a conversation's blocks on disk.
+
+        Return "" if the engine keeps no blocks of this conversation on disk.
+        """
         kept = self.saves and self.keeps_blocks and conversation.is_worth_saving
         return conversation.file_id if kept else ""
 
@@ -85,7 +88,7 @@ class SessionStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other chats from saving a conversation until the block ends."""
+        """Keep other chats from saving a conversation until the ``with`` block ends."""
         handle = os.open(self.directory, os.O_RDONLY)
         try:
             with suppress(OSError):  # the file system has no locks

@@ -24,7 +24,10 @@ Ctrl+J starts a new line, Escape stops an answer, F1 lists all keys, / lists all
 
 @dataclass(eq=False)
 class Remark:
-    """The content of a `Note`. It outlives the note's widget, which exists only while it is near the screen."""
+    """The content of a `Note`. The content stays in the list when the note's widget is removed.
+
+    The widget exists only while the note is near the screen.
+    """
 
     text: str
     kind: str

@@ -45,7 +45,7 @@ class MemoryFigures(LineView):
 
 
 def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
-    """Return all lines of the view for a size of ``width`` and ``height`` cells."""
+    """Return all lines of the figures view, for a size of ``width`` and ``height`` cells."""
     lines = _gauge(pool.use, width) if pool.use is not None else []
     if width >= _SIDE_BY_SIDE:
         half = (width - 4) // 2
@@ -176,7 +176,10 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
 
 
 def _disk(pool: Pool) -> list[Parts]:
-    """Return lines about the disk cache: its size, the blocks read from it, and the rate. Without one, return []."""
+    """Return lines about the disk cache: its size, the number of blocks read from disk, and the read rate.
+
+    Return [] if there is no disk cache.
+    """
     counts = pool.counts
     if not counts.disk_limit:
         return []

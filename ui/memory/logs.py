@@ -250,7 +250,10 @@ class StepList(LineView):
         return max((step.seconds for step in islice(reversed(self._steps), _COMPARED)), default=0.0)
 
     def headline(self, width: int, height: int) -> Content:
-        """Return the rates over the last seconds of work, in one line of ``width`` cells if they fit, else in two."""
+        """Return the rates over the last seconds of work.
+
+        The text has one line if it fits into ``width`` cells, otherwise two lines.
+        """
         steps: list[StepReport] = []
         seconds = 0.0
         for step in reversed(self._steps):

@@ -62,9 +62,10 @@ class Fading:
 
 
 def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
-    """Combine ended tables that are shown as one: all tables of a sequence, and the tables of all beams of a search.
+    """Combine ended tables that are shown as one line.
 
-    Beams are combined because they come and go quickly. ``searches`` returns whether an owner is a beam search.
+    All tables of a sequence are combined, and the tables of all beams of a search, because beams come and go quickly.
+    ``searches`` returns whether an owner is a beam search.
     """
     found: dict[tuple[str, int, int], Left] = {}
     for left in gone:
@@ -146,7 +147,11 @@ class Strands(LineView):
         return copy is not None and self._is_new(("copy", block), copy.moment, _TORN)
 
     def _lost(self, width: int) -> list[tuple[str, str]]:
-        """Return lines about the current answer if it has no block table, or about its beams without a table."""
+        """Return lines about the current answer's lost blocks.
+
+        If the answer has no block table, the lines are about the answer. Otherwise they are about its beams without a
+        table.
+        """
         lines = [(line, "name") for line in self.memory.lost_lines(width)]
         held = {table.index for table in self.memory.current_tables}
         owner, num_beams = self.memory.current, self.memory.num_beams if held else 0

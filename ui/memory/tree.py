@@ -48,8 +48,8 @@ class TreeLine:
 def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
     """Return the trees of all tables that have blocks, in the order of their first tables.
 
-    Each swapped table is a tree with a single leaf. Its block ids are ids of host blocks, so they have no relation to
-    the ids of device blocks.
+    Each swapped table is a tree with a single leaf. Its blocks are host blocks, and the ids of host blocks have no
+    relation to the ids of device blocks.
     """
     order = {table.seq_id: number for number, table in enumerate(tables)}
     # After sorting, a node's tables are adjacent. Blocks that the first and the last of them share are shared by all.
@@ -102,9 +102,9 @@ def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
 
 @dataclass(frozen=True)
 class StrandLine:
-    """A line of the strands view: the heading of a tree line, one of its blocks, or a fold in place of several blocks.
+    """A line of the strands view: a node's heading, one of the node's blocks, or a fold in place of several blocks.
 
-    ``place`` is the block's index in the node, or `HEAD` or `FOLD`.
+    ``place`` is the block's index in the node. For a heading or a fold, it is `HEAD` or `FOLD`.
     """
 
     tree: TreeLine

@@ -186,7 +186,8 @@ def _usage(usage: Usage) -> Json:
 def message_error(error: Json, status: int) -> Json:
     """Convert an error from OpenAI's format to Anthropic's.
 
-    The type of the error is determined by ``status`` if it is one of `_KINDS`, otherwise by OpenAI's type.
+    The type of the new error follows from ``status`` if `_KINDS` contains this status. Otherwise it follows from the
+    error's type in OpenAI's format.
     """
     message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
     for ours, theirs in _NAMES.items():

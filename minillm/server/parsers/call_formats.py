@@ -96,9 +96,9 @@ def _json_call(value: Any, tools: Tools, bare: bool) -> tuple[str, str] | None:
 
 
 def named_call(name: Any, arguments: str, tools: Tools) -> tuple[str, str] | None:
-    """Return the call of tool ``name``; None if the call is not valid.
+    """Return the call of tool ``name`` as (name, arguments), with the arguments as JSON text.
 
-    ``arguments`` are JSON text. Empty text means no arguments.
+    Return None if the call is not valid. The parameter ``arguments`` is JSON text. Empty text means no arguments.
     """
     try:
         return _call(name, parse_strict_json(arguments) if arguments.strip() else {}, tools)

@@ -58,7 +58,8 @@ def with_effort(params: dict[str, Any], effort: str | None, template: str, *, ha
 def template_options(body: ChatBody, template: str, *, has_switch: bool) -> dict[str, Any]:
     """Return the variables that a request sets for the chat template, such as ``enable_thinking``.
 
-    Raises BadField if the chat template does not support them, or if fields of the request contradict each other.
+    Raises BadField if the chat template does not support one of these variables, or if fields of the request contradict
+    each other.
 
     Args:
         has_switch: the template supports ``enable_thinking``.

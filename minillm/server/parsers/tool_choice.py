@@ -172,9 +172,9 @@ def shown_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
 
 
 def choice_of(body: ChatBody) -> ToolChoice:
-    """Return the tools of a request, and whether it must call them.
+    """Return the tools of a request, and whether the answer must call them.
 
-    Raises BadField if its fields contradict each other.
+    Raises BadField if fields of the request contradict each other.
     """
     tools = tuple(shown_tools(body.tools) or ())
     wanted = body.tool_choice

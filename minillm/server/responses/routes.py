@@ -60,7 +60,7 @@ async def respond(service: Service, request: Request) -> ASGIApp:
 
 
 async def count_input_tokens(service: Service, request: Request) -> Response:
-    """Count the prompt tokens that `respond` would compute for the same body."""
+    """Return the number of prompt tokens. `respond` would compute these tokens for the same request body."""
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
     count = await count_prompt_tokens(service, _turn(service, tenant, "", body)[1].call)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
@@ -169,7 +169,10 @@ def _items(service: Service, tenant: str) -> Callable[[str], Json | None]:
 
 
 def _head(service: Service, name: str, body: ResponseBody, params: Json) -> Json:
-    """Return the response's fields that follow from the request. Raises UsageError if they are nested too deep."""
+    """Return the response's fields that follow from the request, such as ``model``.
+
+    Raises UsageError if a field is nested too deep.
+    """
     given = msgspec.to_builtins
     head: dict[str, Any] = {
         **{each: getattr(body, each) for each in _RETURNED},
