@@ -23,9 +23,9 @@ GELU = 2
 class LayerCache(NamedTuple):
     """One layer's K and V, in the model's dtype or in 8 bits.
 
-    In 8 bits, each token has one scale per head, and int8 values from -127 to 127 that are multiplied by this scale:
-    see `minillm.kernels.reference.quantize_rows`. A block's scales are ordered by head, so that the scales of a head's
-    tokens are adjacent.
+    In 8 bits, each token has one scale per head, and int8 values from -127 to 127. Values are multiplied by their
+    scale: see `minillm.kernels.reference.quantize_rows`. A block's scales are ordered by head, so that the scales of a
+    head's tokens are adjacent.
     """
 
     k: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], one layer's half of the pool
@@ -88,7 +88,7 @@ class Pages(NamedTuple):
 
 
 def check_scales(cache: Tensor, scales: Tensor | None) -> None:
-    """Raise ValueError unless ``scales`` fit ``cache``, one layer's K or V. An int8 cache needs scales, others none."""
+    """Raise ValueError unless ``scales`` fit ``cache``, one layer's K or V. Only an int8 cache needs scales."""
     blocks, block_size, num_kv_heads, _ = cache.shape
     if (cache.dtype == torch.int8) != (scales is not None):
         raise ValueError(f"a cache of int8 needs scales, and other dtypes have none: not {cache.dtype}")

@@ -34,9 +34,9 @@ def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
 def mma(upper, lower, b, c, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
     """Add the product of two int8 matrices, ``[16, 32]`` and ``[32, 8]``, to ``c``. Return the four sums of each lane.
 
-    Lane 4r + t gives two words (four int8 each) of row r in ``upper``, of row r + 8 in ``lower``, and of column r in
-    ``b``. Its sums are those of rows r and r + 8, in columns 2t and 2t + 1. The bytes of ``b`` are unsigned if
-    UNSIGNED.
+    Lane 4r + t gives three pairs of words of four int8: ``upper`` from row r and ``lower`` from row r + 8 of the first
+    matrix, and ``b`` from column r of the second. The lane's sums are those of rows r and r + 8, in columns 2t and 2t +
+    1. The bytes of ``b`` are unsigned if UNSIGNED.
     """
     if INTERPRETED:
         d0, d1 = _products(upper, b, UNSIGNED, WARPS)
@@ -56,9 +56,10 @@ def mma(upper, lower, b, c, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def transpose8x8(words, WARPS: tl.constexpr):
-    """Transpose an 8 x 8 matrix of 16-bit values in each warp: lane 4r + t gets columns 2t and 2t + 1 of row r.
+    """Transpose an 8 x 8 matrix of 16-bit values in each warp.
 
-    Before, lane 4r + t holds the same elements of the original matrix, two in a word.
+    Before, lane 4r + t has columns 2t and 2t + 1 of row r, two values in a word. Afterwards, it has the same columns
+    and row of the transposed matrix.
     """
     if INTERPRETED:
         halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)

@@ -185,7 +185,7 @@ class _NotCachedError(Exception):
 
 
 class _FromCache:
-    """A replacement for Triton's `AsyncCompileMode` that loads variants from the cache and compiles nothing."""
+    """A replacement for Triton's `AsyncCompileMode`. It loads variants from the cache, and compiles nothing."""
 
     def submit(self, key: str, load: Callable[[], Any], finish: Callable[[Any], object], *_rest: object) -> Any:
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -206,9 +206,9 @@ _hashing = threading.RLock()
 def _hash_in_order(jit: Any) -> None:
     """Compute the hashes of the functions that a kernel calls, then the hash of the kernel itself.
 
-    In Triton 3.6, the hash of a function depends on the global constants of a called function only if that called
-    function already has a hash. Without this order, a kernel could have another key in Triton's cache in each process,
-    and would be compiled again.
+    In Triton 3.6, the hash of a function may leave out global constants of a function that it calls. This happens if
+    the called function has no hash yet. Without this order, a kernel could have another key in Triton's cache in each
+    process, and would be compiled again.
     """
     with _hashing:  # while a thread computes a hash, `jit.hash` has another value
         if jit.hash is None:

@@ -101,7 +101,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize ``x [..., dim]`` to int8, with one float32 scale for each row: ``values * scale`` approximates ``x``.
 
-    The scale ``[...]`` is the largest magnitude times 1/127, and values are rounded to nearest, ties to even, so the
+    The scale ``[...]`` is the row's largest magnitude times 1/127. Values are rounded to nearest, ties to even, so the
     error is at most half a scale. A row of zeros has scale 0. A row with NaN or infinity has scale NaN, and its values
     are 0.
     """
@@ -287,13 +287,13 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     """Draw one token id per row, ``[rows]`` int64. Apply temperature, top-k, top-p and min-p, in Hugging Face's order.
 
     Tokens are ordered by logit, larger first, then by id, lower first. Each filter keeps the first tokens of this
-    order. top-k keeps exactly k tokens. Of these, top-p keeps the fewest with enough probability. min-p keeps tokens
-    with enough probability relative to the first.
+    order. top-k keeps exactly k tokens. Of these, top-p keeps the fewest tokens with enough probability together. min-p
+    keeps each token with enough probability relative to the first token.
 
     Args:
-        logits: ``[rows, vocab]`` float32; -inf marks a forbidden token, and at least one per row is finite.
-        inputs: parameters of these rows. Temperature 0 takes the first token of the order. Seed and position are the
-            counter of the draw: see `uniform`.
+        logits: ``[rows, vocab]`` float32; -inf marks a forbidden token, and at least one logit per row is finite.
+        inputs: parameters of these rows. Temperature 0 takes the first token of the order. Seed and position determine
+            the random numbers of the draw: see `uniform`.
     """
     temperature, top_k, top_p, min_p, seeds, positions = inputs
     drawn = temperature > 0

@@ -372,8 +372,8 @@ def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
 def _is_there(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether this Triton compiles the kernel.
 
-    If that is not known yet, `only_compiled` forbids finding out, so return False. Inside `missing_variants`, return
-    True.
+    Inside `only_compiled`, nothing may be compiled. If the answer is not known yet, return False there. Inside
+    `missing_variants`, return True.
     """
     try:
         return _compiles(device, dtype, head_dim)

@@ -212,7 +212,7 @@ def _load_keys(
     k_ptr, k_scales_ptr, v_scales_ptr, ids, position, at, end,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Load the words of K that each lane needs, and the scales of K and V for the tokens of these words."""
+    """Load each lane's part of a tile of K (see `_load_k`), and the scales of K and V for the lane's tokens."""
     k = _load_k(k_ptr, ids, position, HEAD_DIM, BLOCK_SIZE, KV_HEADS * HEAD_DIM // 4)
     k_scales = _load_scales(k_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
     v_scales = _load_scales(v_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
@@ -252,10 +252,10 @@ def _token_pairs(x):
 
 @triton.jit
 def _scores(k, q, k_scales, v_scales, valid, factor, ROWS: tl.constexpr):
-    """Return the scores of a tile of K, and the inverse of each token's scale of V.
+    """Return two results for a tile of tokens: the scores, and for each token the inverse of its scale of V.
 
-    Scores are in base 2, plus the logarithm of V's scale: weights then include that scale. The inverse removes V's
-    scale from the sum of the weights.
+    Scores are in base 2. The logarithm of V's scale is added to each score, so the softmax weights include V's scale.
+    The inverse removes V's scale again where weights are added up.
     """
     products = finished(dot(k, q, tl.zeros([TOKENS, ROWS], tl.float32)))
     bias = logarithm(tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL))

@@ -112,7 +112,10 @@ def _divided(out, total):
 # The first eight segments have two tiles, so that a short context has several segments. The others have eight tiles.
 @triton.jit
 def _segment_of(token, TILE: tl.constexpr):
-    """Return the number of the segment that contains ``token``."""
+    """Return the number of the segment that contains ``token``.
+
+    The first 8 segments of a context have two tiles of TILE tokens each. All later segments have eight tiles.
+    """
     return tl.where(token < 16 * TILE, token // (2 * TILE), 6 + token // (8 * TILE))
 
 
@@ -129,7 +132,10 @@ def _begins_segment(token, TILE: tl.constexpr):
 
 @triton.jit
 def _segments_of(context, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return a context's first visible segment, the segment after its last one, and its first visible token."""
+    """Return a context's first visible segment, the segment after its last one, and its first visible token.
+
+    See `_segment_of` for the segments.
+    """
     seen_begin = 0
     if WINDOW is not None:
         seen_begin = tl.maximum(context - WINDOW, 0)

@@ -76,10 +76,10 @@ class Costs:
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
 
     def of_spread(self, spread: Spread, tails: int, num_processors: int) -> float:
-        """Estimate the time in microseconds to process the nodes, split as in ``spread``, and ``tails`` bytes of tails.
+        """Estimate the microseconds to read shared blocks, split as in ``spread``, and ``tails`` bytes of other blocks.
 
-        An item and a tail on one multiprocessor do not overlap, so their times add up. Two items fill a multiprocessor,
-        so tails then run on the other multiprocessors. ``num_processors`` counts all multiprocessors of the GPU.
+        On one multiprocessor, a single item (a part of shared blocks) and other blocks do not overlap: their times add
+        up. Two items fill a multiprocessor, so others read the other blocks. ``num_processors`` counts all of them.
         """
         turns = -(-spread.num_tasks // (spread.at_a_time * spread.num_processors))
         nodes = (turns - 1) * self.turn
@@ -130,15 +130,15 @@ class AttentionShape:
 
     @property
     def rows(self) -> int:
-        """Query rows in a node's tile: at least 64, the minimum of Hopper's tensor cores (16 in float32)."""
+        """Query rows in a tile over shared blocks: at least 64 (for Hopper's tensor cores), or 16 in float32."""
         return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
 
     def ways(self, num_seqs: int) -> list[tuple[int, int]]:
         """Return the candidate pairs (items per multiprocessor, number of multiprocessors that run items).
 
-        A 16-bit cache has one candidate. An 8-bit cache also gets pairs with two items per multiprocessor, because one
-        item alone is limited by latency. With many tails (a tail is the tokens that only one sequence has), an item
-        alone would share its multiprocessor with tails and take twice as long, so only pairs with two items remain.
+        A 16-bit cache has one candidate. An 8-bit cache also has pairs with two items per multiprocessor, because a
+        single item is limited by latency. If much of the contexts is not shared, only pairs with two items remain: a
+        single item takes twice as long next to programs that read unshared blocks.
         """
         everywhere = self.num_processors
         one = [(1, everywhere)]
@@ -149,7 +149,7 @@ class AttentionShape:
 
     @property
     def seqs(self) -> int:
-        """Number of sequences in a node's tile."""
+        """Number of sequences with queries in a tile over shared blocks."""
         return self.rows // self.group
 
     def num_parts(self, num_seqs: int) -> int:
@@ -177,7 +177,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class WorkList:
-    """A plan on the device, for a batch of n sequences. All tensors are slices of one buffer at a fixed address."""
+    """A `Plan` of how to read shared blocks, on the device. All tensors are slices of one buffer at a fixed address."""
 
     order: Tensor  # [n] int32, the sequences, ordered so that those of each node are adjacent
     tails: Tensor  # [n] int32, in that order: the first token of each sequence's tail
@@ -266,8 +266,8 @@ class Plan:
 def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_blocks: int = 1) -> PrefixTree:
     """Return the prefix tree of block tables, which list each sequence's block ids in logical order.
 
-    Only the first ``num_full[i]`` blocks of sequence i are full and may be shared; the others belong to its tail. A run
-    of shared blocks becomes a node if ``blocks * (sequences - 1)``, the saved reads, is at least ``min_blocks``.
+    Only the first ``num_full[i]`` blocks of sequence i are full and may be shared. A run of shared blocks becomes a
+    node if ``blocks * (sequences - 1)``, the number of saved reads, is at least ``min_blocks``.
     """
     order: list[int] = []
     tails: list[int] = []

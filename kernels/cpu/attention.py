@@ -69,7 +69,7 @@ def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
 def _turn(places: Places) -> tuple[Tensor, Tensor]:
     """Return the factors of the rotary embedding: cosines ``[tokens, 1, 1, half]``, and sines ``[tokens, 1, 2, half]``.
 
-    The sines multiply the swapped halves of a head; those of the first half are negative.
+    The sines are for a head with its halves swapped. The sines of the first half are negative.
     """
     return places.cos[:, None, None], torch.stack((-places.sin, places.sin), dim=1)[:, None]
 

@@ -75,9 +75,9 @@ def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
 def float16_scales(weight: Tensor) -> Tensor | None:
     """Return powers of two ``[out]`` by which to multiply the rows of ``weight [out, in]`` to store them in float16.
 
-    A stored number, divided by its row's scale, differs from the weight by at most 2^-23 of the Euclidean norm of the
-    row, and also of the column. The rounding of float32 sums hides such a difference. This holds even if a row is small
-    and its result is multiplied later, or if a column is small because its input is large.
+    A stored number, divided by its row's scale, may differ from the weight. The difference is at most 2^-23 of the
+    Euclidean norm of the row, and at most 2^-23 of that of the column. The rounding of float32 sums hides such a
+    difference. This holds even if a small row's result is multiplied later, or if a small column has a large input.
 
     Nearly all rows have scale 1. bfloat16 has fewer digits than float16, so only bfloat16 numbers below 2^-14 may lose
     digits, at most 2^-25. Return None if no scale is accurate enough: the weights have more digits, or are infinite or
@@ -106,8 +106,8 @@ def float16_scales(weight: Tensor) -> Tensor | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `reference.rms_norm` for ``x [rows, hidden]``. In float32, intermediate casts change nothing and are left
-    out.
+    """Compute `reference.rms_norm` for ``x [rows, hidden]``. In float32, the casts of the reference change nothing and
+    are left out.
     """
     if x.dtype != torch.float32:
         return reference.rms_norm(x, weight, eps)

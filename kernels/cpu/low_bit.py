@@ -201,7 +201,7 @@ class _Scratch:
 
 @lru_cache(maxsize=32)
 def _kept_scratch(thread: int, rows: int, in_features: int, width: int) -> _Scratch:
-    """Return the buffer for this shape that the matmuls of all layers share, one for each thread."""
+    """Return a thread's buffer for matmuls of this shape. The result is cached, so all layers share it."""
     return _Scratch(rows, in_features, width)
 
 
@@ -265,7 +265,9 @@ def _packs_by_rows() -> bool:
 
 
 def _by_rows(few: PackedLinear, many: PackedLinear, most_rows: int) -> PackedLinear:
-    """Combine two layouts of one weight: matmuls of at most ``most_rows`` rows use ``few``, larger ones ``many``."""
+    """Combine two layouts of one weight. Matmuls of at most ``most_rows`` rows use ``few``, and larger matmuls use
+    ``many``.
+    """
     add_few, add_many = few.add_to, many.add_to
     assert add_few is not None
     assert add_many is not None

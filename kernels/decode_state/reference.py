@@ -53,8 +53,9 @@ def penalize(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
 def penalized(logits: Tensor, generated: Tensor, repetition: float, frequency: float, presence: float) -> Tensor:
     """Return the logits of tokens that have occurred, after repetition, frequency and presence penalty.
 
-    ``generated`` counts how often each token was generated: 0 for tokens of the prompt alone. The repetition penalty
-    applies to all of these tokens, frequency and presence penalty only to generated ones.
+    ``generated`` counts how often each token was generated: 0 for tokens that occur only in the prompt. The repetition
+    penalty applies to tokens of the prompt and to generated tokens. Frequency and presence penalty apply only to
+    generated tokens.
     """
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - torch.where(generated > 0, frequency * generated + presence, 0.0)
@@ -76,9 +77,10 @@ def choose_beams(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Advance beam searches by one step. Write the surviving beams to their slots, with the token to compute next.
 
-    A search considers the best ``KEEP`` continuations of all its beams. Among equals, those of the better beam come
-    first. The best considered continuations without an end token survive, as many as the search has beams. A beam's
-    best survivor stays in its slot. The others take the slots of beams without a continuation, in the order of slots.
+    A search considers the best ``KEEP`` continuations of all its beams. Among equals, continuations of the better beam
+    come first. The best considered continuations without an end token survive, as many as the search has beams. A
+    beam's best survivor stays in the beam's slot. Its other survivors take the slots of beams that have no survivor, in
+    the order of slots.
 
     Args:
         words: the device state; running beams have ``LOGPROB`` and ``RANK`` set.
@@ -91,9 +93,9 @@ def choose_beams(
         width: the maximum number of beams of a search.
 
     Returns:
-        ``[n]`` int32, for each real slot the index in ``rows`` of the beam that it continues; and for each search the
-        considered continuations, best first: their log-probabilities ``[searches, count]`` float32, and ``[searches, 2,
-        count]`` int32, the beam within the search and the token.
+        ``[n]`` int32, for each real slot the index in ``rows`` of the beam that it continues.
+        ``[searches, count]`` float32, the log-probabilities of each search's considered continuations, best first.
+        ``[searches, 2, count]`` int32, the beam (its index in the search) and the token of each of these continuations.
     """
     n, count = values.shape
     parents = torch.arange(n, dtype=torch.int32, device=rows.device)

@@ -34,7 +34,7 @@ def _mask_kernel(
 
 
 def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
-    """Write the logits of allowed tokens, and -inf for others, to ``out``: see `reference.mask_logits`."""
+    """Write the logits to ``out``, with -inf for forbidden tokens: see `reference.mask_logits`."""
     n, vocab = logits.shape
     _mask_kernel[(n, triton.cdiv(vocab, _PIECE))](
         out, logits, masks, words, out.stride(0), logits.stride(0), words.stride(0), vocab,

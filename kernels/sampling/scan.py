@@ -114,7 +114,7 @@ def read_parts(parts_ptr, row, num_pieces, PIECES_TILE: tl.constexpr, PARTS: tl.
     """Read and merge the scan's results for all pieces of a row.
 
     Returns: addresses of the pieces' results; the mask of existing pieces; the pieces' maxima; the row's maximum; an
-    anchor, which is that maximum or 0 if it is -inf; the sum of ``exp(logit - anchor)`` over the row.
+    anchor; the sum of ``exp(logit - anchor)`` over the row. The anchor is the row's maximum, but 0 if that is -inf.
     """
     pieces = tl.arange(0, PIECES_TILE)
     is_piece = pieces < num_pieces

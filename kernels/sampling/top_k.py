@@ -26,9 +26,10 @@ _LOWEST = tl.constexpr(-(1 << 63))
 
 @triton.jit
 def _nth_largest(keys, n, low, high):
-    """Return a key from ``low`` to ``high`` that separates the ``n`` largest of ``keys`` from the others.
+    """Return a key from ``low`` to ``high`` that separates the ``n`` largest of ``keys`` from the smaller keys.
 
-    The ``n`` largest are at least this key. The others are below it, except for keys equal to the n-th.
+    The ``n`` largest keys are at least the result, and all smaller keys are below it. Keys equal to the n-th are not
+    below it.
     """
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
@@ -205,7 +206,9 @@ def _top_kernel(
 
 @triton.jit
 def _before(x, ids):
-    """Return an int64 for each logit that is larger for a larger logit, or for an equal logit with a lower id."""
+    """Return an int64 key for each logit. A larger logit has a larger key. Among equal logits, a lower id has a larger
+    key.
+    """
     return (ordered(x).to(tl.int64) << 32) + (0x7FFFFFFF - ids).to(tl.int64)
 
 

@@ -111,7 +111,7 @@ class KernelCompiler:
             return self._changed.wait_for(is_done, seconds)
 
     def relax(self) -> None:
-        """Leave half of the cores to others from now on, because requests may run."""
+        """Leave half of the cores to other processes from now on, because requests may run."""
         self._is_relaxed = True
 
     def rest(self) -> None:

@@ -55,7 +55,7 @@ class FreeCores(StepObserver):
         self._ended = time.monotonic()
 
     def follow(self) -> None:
-        """Call `look` if the last measurement is old enough."""
+        """Adapt the number of threads with `look`, but only if some time has passed since the last measurement."""
         if time.monotonic() - self._seen[0] >= _EVERY:
             self.look()
 

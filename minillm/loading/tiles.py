@@ -57,7 +57,7 @@ class TileFile:
         return cls(card, cache_dir() / "tiles" / f"{name}.json", hashlib.sha256(sources.encode()).hexdigest())
 
     def read(self, on_message: OnMessage) -> Tiles:
-        """Return the measured tiles. The result is empty if the file is missing, damaged or for changed kernels.
+        """Return the measured tiles. Return {} if the file is missing or damaged, or if the kernels have changed since.
 
         Damage is reported to ``on_message``.
         """
@@ -89,7 +89,7 @@ class TileFile:
 
 
 def products_of(model: Llama) -> dict[Product, list[LowBit]]:
-    """Return the low-bit matrices of a model, or of a rank's part of it, grouped by kind of matmul (`Product`)."""
+    """Return the low-bit matrices of ``model``, which may be a rank's part, grouped by kind of matmul (`Product`)."""
     found: dict[Product, list[LowBit]] = {}
     for weight, place in _weights(model):
         for part in weight.parts:

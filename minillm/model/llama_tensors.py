@@ -93,7 +93,10 @@ class LlamaTensors:
         return matrix if matrix is None or order is None else matrix.rows(order.to(device))
 
     def _rows(self, name: str, rows: slice | None) -> slice | None:
-        """Convert a range of a tensor's rows to the range of the stored tensor's rows. None means all rows."""
+        """Convert a range of a tensor's rows to a range of rows of the stored tensor, which may stack several tensors.
+
+        None means all rows.
+        """
         own = self._places[name][1]
         if own is None or rows is None:
             return rows if own is None else own

@@ -56,8 +56,8 @@ class LayerShape:
 def layer_shape(model: Llama) -> LayerShape | None:
     """Return the shape that all layers of the model have in common, for `compile_layer`.
 
-    Return None if the layers cannot be compiled: they differ in shape, their matrices are not 4-bit matrices on a CPU,
-    or they contain ops that `Layer` does not support.
+    Return None if the layers cannot be compiled. This is so if layers differ in shape, if matrices are not 4-bit
+    matrices on a CPU, or if a layer contains ops that `Layer` does not support.
     """
     is_plain = type(model) is Llama and model.ops is FASTEST and not model.kv_in_8_bits
     if not is_plain or model.device.type != "cpu" or model.dtype != torch.float32:

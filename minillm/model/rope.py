@@ -18,8 +18,8 @@ class RotaryTable:
 
     With ``dynamic`` and ``longrope`` scaling, sequences may exceed `ModelConfig.rope_changes_beyond` tokens. Angles
     then depend on a length as well, so `rows` computes them without the table. As in transformers, the length for a
-    prompt token is that of the whole prompt, and the length for a generated token is its own position. Chunk boundaries
-    therefore never change an angle.
+    prompt token is the length of the whole prompt. The length for a generated token is its own position. Chunk
+    boundaries therefore never change an angle.
 
     When a sequence grows beyond the limit, K of its earlier tokens keeps the angles from before. With ``longrope`` this
     is a discontinuity. To avoid it, set ``max_model_len`` to the original context, which is also faster.

@@ -68,7 +68,7 @@ def _dynamic(rope: RopeConfig, dim: int, context: int, length: int | None) -> Te
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
-    """Scale as in Llama 3.1: divide low frequencies by ``factor``, keep high ones, and interpolate between them."""
+    """Scale as in Llama 3.1: divide low frequencies by ``factor``, keep high frequencies, interpolate in between."""
     low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
     original = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse

@@ -19,10 +19,12 @@ class StepObserver:
         """Handle the step's ``work`` before the device gets it, for example send it to other ranks."""
 
     def end(self) -> None:
-        """Note that the step's work has been launched. Called again after the step's draws, if these come later."""
+        """Handle the end of a step, after its work has been launched. Called again after the step's draws if these come
+        later.
+        """
 
     def replace(self, blocks: Sequence[int]) -> None:
-        """Note that blocks of the pool have new content, which was read from disk."""
+        """Handle new content of ``blocks`` of the pool, which was read from disk."""
 
     def prepare_ahead(self) -> bool:
         """See `Runner.prepare_ahead`."""

@@ -62,8 +62,9 @@ class Drawn:
         self._results = ToHost(results)
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
-        """Wait for the device. Return three lists with an item for each draw: the tokens, their log-probabilities
-        (None if not requested), and whether the draw's logits had a NaN.
+        """Wait for the device. Return three lists with an item for each draw.
+
+        They are: the tokens; their log-probabilities (None if not requested); whether the draw's logits had a NaN.
         """
         token_ids, logprobs, *top = self._results.wait()
         best: dict[int, tuple[tuple[int, float], ...]] = {}

@@ -156,9 +156,9 @@ def _tried(group: SequenceGroup, work: Callable[[], Result], otherwise: Result) 
 def _rows(chunk: DraftChunk) -> list[Chunk]:
     """Return a draw for each of a chunk's rows of logits. A draw assumes that the draft tokens before it are accepted.
 
-    If draws depend on earlier tokens, each draw gets its own copy of the group, because an error counts only if these
-    draft tokens are accepted. Otherwise a draw's sequence has the right number of tokens but no list of them: copying
-    long contexts would take long.
+    If a draw depends on earlier tokens, it gets its own copy of the group. An error of this draw then counts only if
+    the draft tokens before it are accepted. Otherwise, the draw's sequence has the right number of tokens but no list
+    of tokens, because copying long contexts would take long.
     """
     group, sequence = chunk.group, chunk.sequence
     rows: list[Chunk] = [chunk]

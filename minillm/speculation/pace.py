@@ -98,9 +98,9 @@ class LookupPace:
 class DraftPace:
     """The `Pace` for a draft model: propose the number of tokens that saves most time at the recent acceptance rate.
 
-    The rate counts only draft tokens after accepted ones. If no number of tokens saves time, pauses grow, and after the
-    longest pause drafting stops. If even an acceptance rate of 0.9 would hardly save time, drafting never starts:
-    trying it would require the draft model to compute the prompt.
+    The rate counts a draft token only if all draft tokens before it were accepted. If no number of tokens saves time,
+    pauses grow, and after the longest pause drafting stops. If even an acceptance rate of 0.9 would hardly save time,
+    drafting never starts, because the draft model would first have to compute the prompt.
     """
 
     price: Price

@@ -323,9 +323,9 @@ def _windows(metadata: Values, architecture: str, num_layers: int) -> dict[str, 
 def _rope_scaling(metadata: Values, rope: str, factors: Mapping[str, list[float] | None]) -> dict[str, Any]:
     """Convert a file's metadata to the ``rope_scaling`` of a config.json. The result is empty without scaling.
 
-    The metadata is interpreted as in llama.cpp, with one exception: llama.cpp ignores YaRN's betas for these
-    architectures, and this function applies them, as transformers does. Raises WeightsError for unsupported keys that
-    change angles.
+    The metadata is interpreted as in llama.cpp, with one exception: YaRN's betas. llama.cpp ignores them for these
+    architectures. They are applied here, as in transformers. Raises WeightsError for unsupported keys that change
+    angles.
 
     Args:
         rope: the prefix of the metadata keys.

@@ -160,7 +160,9 @@ def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
 
 
 def _forget_other_commit(partial: Path, commit: str) -> None:
-    """Delete the files of an earlier attempt if it was for another commit. Store ``commit`` for the next attempt."""
+    """Delete the files of an earlier, interrupted download if they are of another commit. Store ``commit`` in
+    ``partial``.
+    """
     note = partial / "commit"
     if not note.exists() or note.read_text() != commit:
         for path in partial.iterdir():
@@ -200,9 +202,10 @@ def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Pa
 
 
 class _PartFile(io.BufferedWriter):
-    """A file opened for appending that rejects bytes beyond the announced size.
+    """The file of an unfinished download, opened for appending.
 
-    A ``.gguf`` file with an unsupported architecture is rejected after its first bytes.
+    It rejects bytes beyond the size that the hub announced. After its first bytes, it also rejects a ``.gguf`` file
+    with an unsupported architecture.
     """
 
     def __init__(self, source: HubSource, file: HubFile, part: Path) -> None:

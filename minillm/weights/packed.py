@@ -58,8 +58,8 @@ class Levels:
         """Return some rows and columns in the kernels' layout ``zeros``, or None if it cannot represent them.
 
         If groups are not runs of adjacent columns (``desc_act``, ``actorder``), the columns are reordered. This needs
-        all columns, and groups of equal size. Return None as well if the group size is not a multiple of 32, if
-        ``columns`` splits a group, or if float16 cannot represent a scale exactly.
+        all columns, and groups of equal size. The layout cannot represent a group size that is not a multiple of 32, a
+        group split by ``columns``, or a scale that is not exact in float16.
         """
         width, count = self.levels.shape[1], self.scales.shape[1]
         size, halves = width // count, self.scales.half()

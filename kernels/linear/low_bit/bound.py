@@ -50,7 +50,9 @@ def scale_of_attended(
 
 
 def _bounds(matrix: LowBit, bias: Tensor | None, norm_weight: Tensor) -> Tensor:
-    """Return the upper bound of each row's result after RMSNorm, ``[rows]`` float64."""
+    """Return an upper bound for each row's result, ``[rows]`` float64. The matrix's input must be the result of an
+    RMSNorm.
+    """
     norm = norm_weight.float() if matrix.order is None else norm_weight[matrix.order].float()
     lengths = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     for rows, weights in slabs(matrix, norm, _AT_ONCE):

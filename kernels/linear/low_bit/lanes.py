@@ -112,8 +112,8 @@ def load_row(
 def row_factors(row, group, SCALES: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr):
     """Return the factors of each lane's group, from the result of `load_row`.
 
-    Returns: the scale of the first 16 weights, the scale of the others, the offset. Each is ``[lanes]``, packed twice
-    as float16 and multiplied by `GROWTH`.
+    Returns: the scale of the first 16 weights, the scale of the last 16 weights, the offset. Each is ``[lanes]``,
+    packed twice as float16 and multiplied by `GROWTH`.
     """
     _, _, _, scales, unit = row
     offset = group

@@ -100,7 +100,7 @@ def load_factors(
 ):  # fmt: skip
     """Load the factors of groups of 32 weights: four tensors ``[rows, groups]`` float32.
 
-    They are the scale of the first 16 weights, the scale of the others, the zero, the offset.
+    They are the scale of the first 16 weights, the scale of the last 16 weights, the zero, the offset.
     """
     mask = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
     row = rows[:, None]

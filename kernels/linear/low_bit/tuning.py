@@ -116,7 +116,8 @@ def launcher(job: Job, matrices: Sequence[LowBit], dtype: torch.dtype) -> Callab
 def prepared(
     products: Mapping[Product, Sequence[LowBit]], dtype: torch.dtype, on_count: OnCount = lambda done, total: None
 ) -> list[Job]:
-    """Compile all candidates in parallel. Return the jobs that this card can run.
+    """Compile all candidate tiles of all matmuls in parallel. Return a job to time for each candidate that fits this
+    card.
 
     ``on_count`` is called with the number of compiled kernels and their total.
     """
@@ -188,5 +189,5 @@ def measure(
     on_compiled: OnCount,
     on_timed: OnCount,
 ) -> Iterator[Timed]:
-    """Compile and time the candidates of all matmuls. Yield the fastest ones: see `prepared` and `fastest`."""
+    """Compile and time all candidate tiles of all matmuls. Yield the fastest tiles: see `prepared` and `fastest`."""
     yield from fastest(prepared(products, dtype, on_compiled), products, dtype, on_count=on_timed)

@@ -51,7 +51,7 @@ class Graphs:
             self._recorded[key] = self._capture(work)
 
     def recorded(self, fits: Callable[[Any], bool]) -> Any:
-        """Return the smallest recorded key that ``fits``, or None. Keys that fit must be comparable."""
+        """Return the smallest recorded key for which ``fits`` returns True, or None. These keys must be comparable."""
         keys: Iterable[Any] = self._recorded
         return min(filter(fits, keys), default=None)
 

@@ -72,7 +72,7 @@ class Rows:
 
     @property
     def may_share(self) -> bool:
-        """Return whether blocks that sequences share may be read once, where that is faster."""
+        """Return whether a step may read shared blocks once for all their sequences, where that is faster."""
         return self._sharing is not None
 
     def forget(self) -> None:
