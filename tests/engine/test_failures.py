@@ -21,7 +21,7 @@ from minillm.runner.step import StepWork
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    return ours(hf_model(seed=1, vocab_size=97, max_position_embeddings=512))
+    return ours(hf_model(seed=1, num_hidden_layers=1, vocab_size=97, max_position_embeddings=512))
 
 
 def crowd(rng: random.Random) -> list[tuple[list[int], Any]]:

@@ -65,12 +65,9 @@ def test_a_copy_in_8_bits_guesses(model: Path) -> None:
     assert guesses.num_accepted > 0.7 * guesses.num_drafted > 0
 
 
-def test_random_weights_have_a_copy_of_few_bits() -> None:
+def test_random_weights_have_a_copy_of_few_bits(model: Path) -> None:
     """`minillm bench speculate --shape` needs a draft model with the same random weights."""
-    llm = LLM(
-        "smollm2-135m", device="cpu", load_format="dummy", num_blocks=64, max_model_len=256,
-        speculate="smollm2-135m:q8_0",
-    )  # fmt: skip
+    llm = LLM(str(model), device="cpu", load_format="dummy", num_blocks=64, speculate=f"{model}:q8_0")
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True)
     llm.generate([[5, 6, 7]], params)
     guesses = guesses_of(llm.engine)

@@ -35,8 +35,9 @@ class Numbers(RoundedTensors):
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> SafetensorsCheckpoint:
     hf_model(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False
-    ).save_pretrained(tmp_path)
+        num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)  # fmt: skip
     return SafetensorsCheckpoint(tmp_path)
 
 
