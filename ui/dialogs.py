@@ -73,7 +73,7 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         """Close the dialog. If it is closed already, as by a second Enter right after the first, do nothing.
 
-        Textual itself would then close whatever screen is on top, or fail if that is the chat.
+        Textual itself would close the screen on top instead, or fail if this screen is the chat.
         """
         return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
 

@@ -105,7 +105,7 @@ class Drawing:
     def pace(self, beside_model: bool) -> None:
         """Set whether the model computes on the app's CPU cores, which limits how often drawing happens.
 
-        The time of a requested drawing changes accordingly.
+        If a drawing is already requested, it is rescheduled.
         """
         if beside_model == self.beside_model:
             return

@@ -74,7 +74,8 @@ class Settings:
     def params_to_continue(self) -> dict[str, Any]:
         """Return the parameters of a request that continues an answer.
 
-        The continuation is sampled, and there is only one, even if the settings are for beam search or several answers.
+        There is always one continuation, and it is sampled, even if the settings are for beam search or several
+        answers.
         """
         return _answering({"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1})
 
@@ -149,7 +150,7 @@ class ParamField:
 
     Attributes:
         kind: a function that parses the line's text.
-        may_be_empty: whether None is a valid value. It is shown as an empty line.
+        may_be_empty: whether None is a valid value. None is shown as an empty line.
     """
 
     name: str

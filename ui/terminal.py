@@ -225,7 +225,10 @@ class LateAnswers:
 
 @dataclass
 class Pastes:
-    """Separates pasted text from typed keys, by the marks of bracketed paste. Nothing inside a paste is a key."""
+    """Separates pasted text from typed keys, by the escape sequences of bracketed paste.
+
+    Nothing inside a paste is a key.
+    """
 
     _pasted: bytes | None = None  # the text so far of a paste that has begun but not ended
 

@@ -76,7 +76,7 @@ def __getattr__(name: str) -> Any:
 
 
 class QuietApp(App[None]):
-    """An app that keeps the exception that ended it, so that its caller can report it in one line."""
+    """An app that stores the exception that ended it, so that the app's caller can report the error in one line."""
 
     _has_titled = False
     typed_before: bytes = b""  # keys read from the terminal before the app started

@@ -82,7 +82,10 @@ _SIXTEEN = {
 
 
 def in_sixteen_colors(theme: Theme) -> Theme:
-    """Return the theme to use instead of ``theme`` in a terminal with 16 colors. It is dark if ``theme`` is dark."""
+    """Return the theme to use instead of ``theme`` in a terminal with 16 colors.
+
+    The result is a dark theme if ``theme`` is dark.
+    """
     colors: dict[str, Any] = {part: shades[0 if theme.dark else 1] for part, shades in _SIXTEEN.items()}
     name = f"minillm-16-{'dark' if theme.dark else 'light'}"
     return Theme(name, accent=colors["primary"], dark=theme.dark, **colors)
@@ -219,9 +222,9 @@ def readable(color: Color, grounds: Sequence[Color], goal: Color, least: float, 
 
 
 def nearest_in_cube(color: Color, grounds: Sequence[Color], taken: Set[Color]) -> Color:
-    """Return one of the 256 colors: the most similar one that is readable, not a gray, and not in ``taken``.
+    """Return the one of the 256 colors that is the most similar to ``color``.
 
-    For the similarity, the hue counts most.
+    The result is readable on ``grounds``, not a gray, and not in ``taken``. For the similarity, the hue counts most.
     """
 
     def unlikeness(other: Color) -> float:

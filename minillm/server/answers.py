@@ -62,7 +62,7 @@ class Frame:
         """Return a chunk of a stream.
 
         With ``has_usage``, every chunk has the field ``usage``, which is null if the argument ``usage`` is None.
-        Without it, only chunks with a ``usage`` have the field.
+        Without ``has_usage``, a chunk has this field only if the argument ``usage`` is given.
         """
         kind = f"{self.kind}.chunk" if self.kind.startswith("chat") else self.kind
         tail = {"usage": None if usage is None else usage.json()} if has_usage or usage is not None else {}
@@ -91,7 +91,7 @@ class Frame:
 
 
 def event(value: Json, name: str = "") -> bytes:
-    """Return a server-sent event with ``value`` as its data. ``name`` is its type, which may be empty."""
+    """Return a server-sent event with ``value`` as its data. ``name`` is the event's type, which may be empty."""
     head = f"event: {name}\ndata: ".encode() if name else b"data: "
     return head + msgspec.json.encode(value) + b"\n\n"
 

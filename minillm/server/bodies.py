@@ -34,7 +34,10 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class BadField(UsageError):
-    """Raised if a field of the request is invalid. ``field`` is its name; empty if the whole body is invalid."""
+    """Raised if a field of the request is invalid.
+
+    ``field`` is the field's name. It is empty if the whole body is invalid.
+    """
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -91,7 +94,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     def forms(self) -> dict[str, dict[str, Any]]:
         """Return the engine's parameter ``grammar`` for each field that is set.
 
-        A key of the dictionary is the field's name for error messages. A value is the parameter.
+        A key of the dictionary is the field's name for error messages. The value is what to pass as ``grammar``.
         """
         kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
         values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}

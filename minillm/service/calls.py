@@ -106,7 +106,7 @@ class CallDispatcher:
         self._answer(call.call_id, work, silent=True)
 
     def _answer(self, call_id: str, work: Callable[[], object], *, silent: bool = False) -> None:
-        """Call ``work``, and send its value as the result of the call. If it raises an exception, send the error.
+        """Call ``work``, and send its value as the result of the call. If ``work`` raises an exception, send the error.
 
         ``silent``: send only an error, because another function will send the result.
         """

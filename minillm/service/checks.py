@@ -49,7 +49,7 @@ class EventReader:
         self._num_entries = 0  # blocks in all tables
 
     def note(self, command: Command) -> None:
-        """Record a command that is sent to the engine. Events about its request are checked against it."""
+        """Record a command that is sent to the engine. Later events about the same request are checked against it."""
         if isinstance(command, messages.Generate):
             params = command.params
             count = params.get("beam_width") or params.get("n", 1) + len(params.get("reasoning_depths", ()))

@@ -217,7 +217,7 @@ class Conversations:
         kept.sequences, kept.places = [best], {best.seq_id: index}
 
     def _keep_those_of_answers(self, answer: Answer) -> None:
-        """After a beam search, keep the sequences that its answers come from, and free all other sequences.
+        """After a beam search, keep the sequences from which the search's answers come, and free all other sequences.
 
         Assign each kept sequence to the answer that shares the most tokens with it. The better answer wins a tie.
         """

@@ -318,7 +318,10 @@ class EngineRequests:
     # --- the pool -----------------------------------------------------------------------------------------------------
 
     def owners(self, reader: str | None = None) -> dict[int, Owner]:
-        """Return the owner of every sequence, by seq_id. The owners say whether ``reader`` may see the text."""
+        """Return the owner of every sequence, by seq_id.
+
+        An owner also says whether ``reader`` may see the sequence's text.
+        """
         found = self.others(reader)
 
         def add(name: str, tenant: str, state: TableState, sequences: list[Sequence]) -> None:
@@ -347,7 +350,10 @@ class EngineRequests:
         self.send(messages.Result(call.call_id, {"figures": figures, "tables": rows, "cached_blocks": cached}))
 
     def report(self, *, now: bool = False) -> None:
-        """Send figures that have changed, unless figures were sent too recently. ``now``: send them at once."""
+        """Send the figures that have changed, unless figures were sent too recently.
+
+        ``now``: send changed figures at once, even if others were sent recently.
+        """
         moment = time.monotonic()
         if now or moment - self._figures_at >= _FIGURES_INTERVAL:
             self._figures_at = moment

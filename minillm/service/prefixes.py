@@ -31,7 +31,7 @@ class Prefixes:
     pinned: dict[str, Pinned] = field(default_factory=dict)
 
     def pin(self, call: messages.PinPrefix, token_ids: list[int]) -> None:
-        """Start to compute the prefix ``token_ids``. `take` then pins its blocks and answers ``call``."""
+        """Start to compute the prefix ``token_ids``. `take` later pins the prefix's blocks and answers ``call``."""
         name = f"prefix-{secrets.token_hex(8)}"
         try:
             group = self.driver.engine.add(held.prefix_request(token_ids, call.salt, name))

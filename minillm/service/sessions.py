@@ -54,7 +54,7 @@ class Sessions:
         """Open a session, and send the full state of the pool to the app.
 
         Args:
-            reader: the tenant; the app may see only this tenant's text; None: the app may see all text.
+            reader: the tenant with the only text that the app may see. If it is None, the app may see all text.
             watches: the client only watches the pool, so it gets no events except changes in the pool.
         """
         prefix = f"{name}/" if name else ""
@@ -128,7 +128,8 @@ class Sessions:
     def owners(self, reader: str | None) -> dict[int, Owner]:
         """Return the owners of all sessions' sequences, by seq_id.
 
-        If ``reader`` is given, the owners say that only this tenant's text may be shown.
+        An owner also says whether ``reader``, a tenant, may see the sequence's text. If ``reader`` is None, all text
+        may be seen.
         """
         found: dict[int, Owner] = {}
         for session in (*self.open_ones.values(), *self.ending):

@@ -207,7 +207,7 @@ class AnswerRun:
     async def end(self, reason: str) -> bool:
         """Close the answer.
 
-        Return False if it was stopped or lost before its first word. The caller then removes the turn.
+        Return False if the answer was stopped or lost before its first word. The caller then removes the turn.
         """
         view, answer = self.view, self.answer
         answer.finish_reason = reason

@@ -70,7 +70,7 @@ class AnswerView(Growing, Vertical):
     def begin(self, in_reasoning: bool) -> None:
         """Prepare for the answer's text. Call this when the prompt has been computed.
 
-        ``in_reasoning``: the text begins inside the reasoning, because the template has already opened it.
+        ``in_reasoning``: the text begins inside the reasoning, because the prompt ends with the opening tag.
         """
         self._splitter.inside = in_reasoning
 

@@ -237,7 +237,10 @@ class ChatPane(Vertical):
                 self.save()
 
     async def _end(self, ending: Ending) -> None:
-        """End the answer. If it was stopped or lost before its first word, put its question back into the prompt."""
+        """End the answer.
+
+        If the answer was stopped or lost before its first word, put its question back into the prompt.
+        """
         run, self.run = self.run, None
         assert run is not None
         if not await run.end(ending.reason):
@@ -276,7 +279,7 @@ class ChatPane(Vertical):
         self.refresh_status()
 
     async def accept_best(self) -> None:
-        """Accept the first candidate if there are candidates. In a beam search, it is the best beam.
+        """Accept the first candidate if there are candidates. The first candidate of a beam search is the best beam.
 
         This is called when the user continues without choosing.
         """

@@ -59,7 +59,7 @@ def pattern_of(words: str) -> re.Pattern[str]:
 def texts_of(turn: Turn) -> list[str]:
     """Return the texts of a turn as displayed, from top to bottom, without Markdown syntax.
 
-    The texts of its files, which are folded on the screen, come last.
+    The texts of the turn's files, which are folded on the screen, come last.
     """
     question, answer = shown_question(turn.question), turn.answer
     candidates = [text_of(each, answer.in_reasoning) for each in answer.candidates]

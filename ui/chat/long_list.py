@@ -128,7 +128,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._settle)
 
     async def bring_item(self, item: Item) -> None:
-        """Mount an item and scroll to it. Do nothing if it is mounted already or is not in the list."""
+        """Mount an item and scroll to it. Do nothing if the item is mounted already or is not in the list."""
         async with self._changing:
             if item not in self.items or self.items.index(item) in self.shown:
                 return

@@ -324,10 +324,10 @@ class ModelMarkdown(Growing, Markdown):
     def mount(
         self, *widgets: Widget, before: int | str | Widget | None = None, after: int | str | Widget | None = None
     ) -> AwaitMount:
-        """See `Widget.mount`. This also marks the first block, which has no space above it.
+        """Mount widgets, as in Textual, and mark the first block of the document, which has no space above it.
 
-        ``:first-child`` and ``:last-child`` could do that. But if a rule uses one of them, Textual restyles all blocks
-        whenever a block is added.
+        ``:first-child`` and ``:last-child`` could select this block without a mark. But if a rule uses one of them,
+        Textual restyles all blocks whenever a block is added.
         """
         if widgets and not self.children:
             widgets[0].add_class(_FIRST, update=False)

@@ -61,7 +61,7 @@ def _line(state: StateBlock, number: int) -> str:
 def _formula(state: StateBlock, start: int, end: int, silent: bool) -> bool:
     """Match a formula of several lines and keep it as a code block.
 
-    It begins with ``\\[``, ``$$`` or ``\\begin``, and ends with the closing line or before an empty line.
+    The formula begins with ``\\[``, ``$$`` or ``\\begin``. It ends with the closing line or before an empty line.
     """
     first = _line(state, start)
     closing = _CLOSED_BY.get(first[:2], "")

@@ -14,7 +14,7 @@ MOST_LINES, _LONGEST_LABEL = 8, 60
 
 @dataclass(frozen=True)
 class PopupEntry:
-    """A line of the list. Its ``text`` replaces the characters of the prompt from ``start`` to the cursor."""
+    """A completion in the list. Its ``text`` replaces the characters of the prompt from ``start`` to the cursor."""
 
     start: tuple[int, int]  # line and column
     text: str

@@ -158,7 +158,7 @@ class PromptInput(SteadyTextArea):
         self._recalled = None
 
     def _recall(self, step: int) -> bool:
-        """Show the previous (``step`` -1) or next (1) text of the history. Return False if there is none."""
+        """Show the previous (``step`` -1) or next (1) text of the history. Return False if there is no such text."""
         at = len(self._history) if self._recalled is None else self._recalled
         if not 0 <= at + step <= len(self._history) or not self._history:
             return False

@@ -95,7 +95,7 @@ class SearchBar(Horizontal):
     def find(self) -> None:
         """Mark the matches. Go to the first match that is visible or below the screen.
 
-        If all matches are above the screen, go to the first match.
+        If all matches are above the screen, go to the first match of the conversation.
         """
         self._places = self._find()
         self._at = self._first_in_sight()

@@ -23,7 +23,10 @@ _CHART = (
 
 
 class MemoryFigures(LineView):
-    """Shows figures, in two halves side by side if the view is wide. A chart of the whole pool is below, if it fits."""
+    """Shows figures about the block pool and the device's memory. If the view is wide, the figures are in two columns.
+
+    A chart of the whole pool is below the figures if there is space for it.
+    """
 
     COMPONENT_CLASSES = {"label", "figure", "used", "shared", "cached", "free", "waste", "without"}  # noqa: RUF012
 

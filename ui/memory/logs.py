@@ -54,7 +54,7 @@ _LONGEST_BAR = 40
 
 
 class EventLog(LineView):
-    """Shows cache events. Space pauses the log; the letter of a kind hides that kind.
+    """Shows cache events. Space pauses the log. The letter of a kind of event hides or shows this kind.
 
     The newest event stays visible unless the user has scrolled up.
     """

@@ -291,7 +291,7 @@ class MemoryPanel(Vertical):
     def show_facts(self, facts: BlockFacts) -> None:
         """Show the details of a block that the engine sent in answer to `Inspect`.
 
-        They are ignored if another block is selected by now.
+        Do nothing if another block is selected by now.
         """
         self._memory.facts = facts
         self._update_block()

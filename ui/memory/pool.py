@@ -214,7 +214,7 @@ class Pool:
         return [*touched, *table.blocks[min(change.keep, same // self.block_size) :]]
 
     def _let_go(self, table: TableView | None, keep: int = 0) -> list[int]:
-        """Release a table's blocks after the first ``keep``: the table no longer counts as their user.
+        """Release a table's blocks after the first ``keep``: the table no longer counts as a user of these blocks.
 
         Return the released blocks. Other tables may still use them.
         """

@@ -81,9 +81,9 @@ def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
 class Strands(LineView):
     """Shows a line for each block, with the block's first words.
 
-    A strand is the chain of lines for one sequence's blocks. Its line is thick if several sequences share the block.
-    Otherwise the line has the color of the candidate that owns the block. Strands fork where the block tables differ. A
-    copy on write is highlighted for a moment.
+    A strand is the chain of lines for one sequence's blocks. The line of a block is thick if several sequences share
+    the block. Otherwise the line has the color of the candidate that owns the block. Strands fork where the block
+    tables differ. A copy on write is highlighted for a moment.
     """
 
     COMPONENT_CLASSES = {  # noqa: RUF012

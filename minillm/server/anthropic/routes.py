@@ -144,7 +144,10 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (place, block) for each content block of a message. The place, such as ``messages[0]``, is for errors."""
+    """Yield (place, block) for each content block of a message.
+
+    The place, such as ``messages[0]``, is for error messages.
+    """
     if isinstance(content, str):
         yield where, {"type": "text", "text": content}
     elif not isinstance(content, list):

@@ -27,8 +27,8 @@ class ChatCall:
 
     Attributes:
         reader: creates a reader for an answer's text. Its argument is whether the answer begins inside the reasoning.
-        grammar_field: the name of the field that made a grammar for tool calls necessary, for error messages; empty if
-            no grammar for tool calls is needed.
+        grammar_field: the request's field that makes tool calls follow a grammar. Error messages name this field. It is
+            empty if tool calls follow no grammar.
     """
 
     call: messages.Complete

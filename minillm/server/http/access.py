@@ -108,7 +108,7 @@ class BodyMemory:
 
 @dataclass(frozen=True)
 class Access:
-    """An ASGI application that passes on the requests that follow the rules. It rejects all others.
+    """An ASGI application that passes on the requests that follow the rules. It rejects all other requests.
 
     ``scope["state"]`` gets the request's ``tenant`` and complete ``body``.
     """
@@ -176,7 +176,7 @@ class Access:
         return 401, "this server requires an API key: send Authorization: Bearer KEY"
 
     async def _read(self, headers: Mapping[str, str], receive: Receive, tenant: str) -> bytes | tuple[int, str]:
-        """Return the request's body. If it is rejected, return the status and the message of the response."""
+        """Return the request's body. If the body is rejected, return the status and the message of the response."""
         limit, length = self.rules.max_body, headers.get("content-length", "")
         size = int(length) if length.isdecimal() and len(length) < 20 else limit
         if size > limit:

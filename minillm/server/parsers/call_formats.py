@@ -162,10 +162,11 @@ def _key(node: ast.expr | None) -> str:
 
 
 def xml_call(name: str, body: str, tools: Tools) -> tuple[str, str] | None:
-    """Return a call in Qwen3-Coder's format; None if the call is not valid.
+    """Return a call that is written in Qwen3-Coder's format, as (name, arguments), with the arguments as JSON text.
 
-    ``body`` has an element such as ``<parameter=town>Bern</parameter>`` for each argument. An argument is text if the
-    tool's schema says so or does not describe the parameter. Any other argument is parsed as JSON if possible.
+    Return None if the call is not valid. ``body`` has an element such as ``<parameter=town>Bern</parameter>`` for each
+    argument. An argument is text if the tool's schema says so or does not describe the parameter. Any other argument is
+    parsed as JSON if possible.
     """
     if _PARAMETER.sub("", body).strip():
         return None

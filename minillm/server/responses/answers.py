@@ -42,8 +42,8 @@ class ResponseWriter:
     Attributes:
         head: the response's fields that follow from the request, such as ``id`` and ``model``.
         reader: creates a reader for the answer's text. Its argument is whether the answer begins inside the reasoning.
-        keep: stores the finished response. Its second argument is the token ids of prompt and answer. They are empty if
-            a stop string shortened the answer's text. It is called only if token ids were requested.
+        keep: stores the finished response with the token ids of prompt and answer. The token ids are empty if a stop
+            string shortened the answer's text. ``keep`` is called only if token ids were requested.
         answer: the engine's answer; None before it begins.
     """
 

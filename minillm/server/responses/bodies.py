@@ -115,7 +115,7 @@ class ResponseBody(CommonFields):
     def chat(self, conversation: Sequence[Json]) -> ChatBody:
         """Return the equivalent chat request. Raises BadField.
 
-        Its messages are the instructions, if there are any, and then ``conversation``.
+        The messages of the chat request are the instructions, if there are any, and then ``conversation``.
         """
         values = {name: getattr(self, name) for name in CommonFields.__struct_fields__}
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []

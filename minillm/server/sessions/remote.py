@@ -80,7 +80,7 @@ class Address:
         Raises:
             Busy: the status is 429.
             UsageError: the status is 400.
-            MinillmError: no server answers, or the status is another one.
+            MinillmError: no server answers, or the response has any other status.
         """
         key = os.environ.get("MINILLM_API_KEY", "")
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
