@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from difflib import unified_diff
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
@@ -57,6 +58,12 @@ def seeded(fault: Fault, text: str) -> str:
     return changed(text, fault.function, fault.place, fault.new)
 
 
+@lru_cache(8)
+def _tree_of(text: str) -> str:
+    """Return the syntax tree of a file as text."""
+    return ast.dump(ast.parse(text))
+
+
 def problems(fault: Fault) -> list[str]:
     """List the problems of an entry of the table, as lines; none where it fits the code."""
     found = []
@@ -64,7 +71,7 @@ def problems(fault: Fault) -> list[str]:
         return [f"{fault.name}: there is no {fault.file}"]
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     try:
-        if ast.dump(ast.parse(seeded(fault, text))) == ast.dump(ast.parse(text)):
+        if ast.dump(ast.parse(seeded(fault, text))) == _tree_of(text):
             found.append(f"{fault.name}: {fault.file} stays the same")
     except LookupError as error:
         found.append(f"{fault.name}: {fault.file}: {error}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 _PLACE = re.compile(r"([A-Z]\w+) (\d+)((?:\.\w+(?:\[\d+\])?)*)")
@@ -28,7 +28,7 @@ def changed(source: str, function: str, place: str, new: str) -> str:
     Raises:
         LookupError: there is no such function or place, or its text is there more than once.
     """
-    tree = ast.parse(source)
+    tree = _tree(source)
     begin, end = span(source, _body(tree, function)) if function else (0, len(source))
     found = _PLACE.fullmatch(place)
     if found is None:
@@ -78,6 +78,9 @@ def span(source: str, node: ast.AST) -> tuple[int, int]:
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     return at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)
+
+
+_tree = lru_cache(8)(ast.parse)  # faults of one file follow one another
 
 
 @cache
