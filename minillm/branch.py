@@ -115,7 +115,10 @@ def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[Samp
 
 
 def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> list[list[tuple[int, float]]]:
-    """Return the ``count`` most probable next tokens of each branch, computed in one batch. Append nothing."""
+    """Return the ``count`` most probable next tokens of each branch, computed in one batch. Append nothing.
+
+    The list of a branch has (token id, log-probability) pairs, best first.
+    """
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
     result = []
     for branch, (sequence, output) in zip(branches, _go_on(driver, branches, [params] * len(branches)), strict=True):

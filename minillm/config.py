@@ -46,7 +46,7 @@ def _speculate(name: str, value: Any) -> str:
 
 
 def _disk_cache(name: str, value: Any) -> int:
-    """Return a size in bytes. ``value`` is a number of bytes or a text such as 20GB."""
+    """Return the maximum size of the disk cache in bytes. ``value`` is a number of bytes or a text such as 20GB."""
     if isinstance(value, str) and value != "0":
         size = parse_bytes(name, value)
         assert size is not None
@@ -195,7 +195,7 @@ class EngineConfig:
         return None if self.speculate in ("off", "lookup") else self.speculate
 
     def kv_element_size(self, element_size: int) -> int:
-        """Return the bytes per number in the KV cache: 1 in 8 bits, else ``element_size``, the bytes of ``dtype``."""
+        """Return the bytes per number in the KV cache: 1 if it is 8-bit, else ``element_size``, that of ``dtype``."""
         return 1 if self.kv_cache_dtype == "int8" else element_size
 
     def __post_init__(self) -> None:

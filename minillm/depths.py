@@ -79,9 +79,11 @@ def depths(
 
 
 def _answer(depth: int, output: CompletionOutput, deepest: CompletionOutput, first: int, inside: bool) -> DepthAnswer:
-    """Return the answer at a depth.
+    """Return the answer after ``depth`` reasoning tokens.
 
     Args:
+        output: the completion that stops reasoning at this depth.
+        deepest: the completion with the deepest depth.
         first: the number of generated tokens before the reasoning.
         inside: the prompt ends within the reasoning.
     """

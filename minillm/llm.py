@@ -25,7 +25,7 @@ Key = TypeVar("Key")
 
 
 def refusal(prompt: Prompt, error: MinillmError) -> RequestOutput:
-    """Return the output of a rejected prompt."""
+    """Return an output that reports why a prompt was rejected."""
     text = prompt if isinstance(prompt, str) else None
     ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else []
     return RequestOutput("", text, ids, outputs=[], finished=True, error=str(error))
@@ -141,7 +141,7 @@ class LLM:
         take: Callable[[int], Iterable[tuple[Key, Callable[[], tuple[Prompt, Params]]]] | None],
         refuse: Callable[[Key, MinillmError], RequestOutput],
     ) -> Generator[tuple[Key, RequestOutput], None, None]:
-        """Complete prompts that the caller supplies while others run. Yield (key, output) as prompts finish.
+        """Complete prompts that the caller supplies over time. Yield (key, output) as prompts finish.
 
         Args:
             take: called with the number of sequences that could start. Returns any number of (key, function that

@@ -23,7 +23,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class PromptTokenLogprobs(TokenLogprobs):
-    """The score of a prompt's token. ``rank`` is its rank among all tokens, 1 for the most probable token."""
+    """The log-probability of one token of a prompt.
+
+    ``rank`` is 1 if it is the most probable of all tokens, and so on.
+    """
 
     rank: int = 1
 

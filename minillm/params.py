@@ -277,7 +277,8 @@ class BeamSearchParams(_Params):
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request's parameters, completed with a model's ``defaults``.
 
-    If ``min_tokens`` contradicts ``max_tokens`` and one of the two is a default, that default is lowered or dropped.
+    ``min_tokens`` may be larger than ``max_tokens`` if one of them is a default. A default ``min_tokens`` is then
+    lowered to ``max_tokens``, and a default ``max_tokens`` is left out.
     """
     values = {**defaults, **given}
     most, least = values.get("max_tokens"), values.get("min_tokens")
@@ -295,8 +296,8 @@ Params = SamplingParams | BeamSearchParams
 def params_list(params: Params | Sequence[Params] | None, count: int, default: Callable[[], Params]) -> list[Params]:
     """Return a list with the parameters of each of ``count`` prompts.
 
-    ``params``: one set for all prompts, or a list with one for each; None calls ``default``. Raises UsageError if the
-    list has another length than ``count``.
+    ``params`` is one set for all prompts, or a list with one set for each. If it is None, ``default`` is called. Raises
+    UsageError if the list has another length than ``count``.
     """
     if params is None:
         return [default()] * count

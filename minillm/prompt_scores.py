@@ -18,5 +18,8 @@ class PromptScores:
         return range(max(first, self.next - 1), min(end, len(self.tokens) - 1))
 
     def shareable(self, token_ids: list[int]) -> list[int]:
-        """Return the first tokens that may come from the cache. Tokens to score must be computed instead."""
+        """Return the first tokens of a prompt that may come from the cache.
+
+        Later tokens must be computed to be scored.
+        """
         return token_ids[: self.next] if self.next < len(self.tokens) else token_ids

@@ -39,7 +39,10 @@ _ROWS_PER_CALL = 8  # rows sent to an engine at a time: a Ray call costs about a
 
 
 class _Engine:
-    """An engine for several coroutines. If it fails, its process ends, and Ray or `RayEngines` starts another one."""
+    """An engine for several coroutines, which share its batch.
+
+    If the engine fails, Ray or `RayEngines` starts another one.
+    """
 
     def __init__(self, task: Task) -> None:
         self.llm = LLM(task.model, on_progress=lambda progress: None, **task.engine)
@@ -73,7 +76,7 @@ class _Actor:
         self._task = task
 
     async def load(self) -> Facts:
-        """Load the model. (If the constructor loaded it, Ray would hide the MinillmError of a failure.)"""
+        """Load the model. The constructor does not: Ray would hide the MinillmError of a failure there."""
         self._engine = _Engine(self._task)
         return Facts.of(self._engine.llm)
 
@@ -236,7 +239,10 @@ def connect(address: str) -> None:
 
 
 def _needs(engine: Mapping[str, Any], count: int) -> dict[str, float]:
-    """Return the GPUs and cores of each engine, as options of a Ray actor. Raises UsageError without enough of them."""
+    """Return the GPUs and cores that each engine needs, as options of a Ray actor.
+
+    Raises UsageError if there are not enough of them for ``count`` engines.
+    """
     there = ray.cluster_resources()
     size = int(engine.get("tensor_parallel_size", 1))
     on_gpus = engine.get("device", "auto") != "cpu" and there.get("GPU", 0) > 0

@@ -152,13 +152,13 @@ class Chunk:
 
     @property
     def token_ids(self) -> list[int]:
-        """The chunk's tokens, except pending ones. Read it before the step, which changes ``sequence.num_computed``."""
+        """The chunk's tokens, except pending tokens. Read this before the step changes ``sequence.num_computed``."""
         first = self.sequence.num_computed
         return self.sequence.token_ids[first : first + self.count]
 
     @property
     def num_logits(self) -> int:
-        """Number of rows of logits: 1 if the chunk has its sequence's last token, else 0. Read it before the step."""
+        """Number of rows of logits: 1 if the chunk has its sequence's last token, else 0. Read this before the step."""
         return int(self.sequence.num_computed + self.count == self.sequence.num_tokens)
 
 
@@ -204,7 +204,7 @@ class Method(Protocol):
 
 
 class Flight(Protocol):
-    """The pending decisions of one decoding method in one step, such as the tokens that the device draws."""
+    """The decisions of one decoding method in one step, such as drawn tokens, until the CPU knows and applies them."""
 
     @property
     def may_run_ahead(self) -> bool:
@@ -216,11 +216,11 @@ class Flight(Protocol):
 
     @property
     def groups(self) -> list[SequenceGroup]:
-        """Return the groups that the decisions are about, each once."""
+        """Return the groups of the sequences that these decisions continue, each group once."""
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether any sequence that the decisions are about is still running."""
+        """Return whether any of the sequences that these decisions continue is still running."""
 
     def wait(self) -> None:
         """Wait until the device has computed the decisions."""

@@ -137,7 +137,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def exit_status(code: int) -> str:
-    """Return how a process ended, as the end of a message: such as " with exit code 1" or " of signal 9"."""
+    """Return how a process ended, as the end of a message, such as " with exit code 1" or " of signal 9"."""
     return f" of signal {-code}" if code < 0 else f" with exit code {code}"
 
 

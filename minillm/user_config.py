@@ -79,11 +79,13 @@ class UserConfig:
         return flag or os.environ.get("MINILLM_MODEL") or self.model or default_model()
 
     def request_values(self, given: Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return the parameters of a request: of a beam search if ``beam_width`` is among them, else of sampling.
+        """Return the parameters of a request.
+
+        It is a beam search if ``beam_width`` is among them, else a sampled request.
 
         Args:
-            given: the caller's parameters. If one of them exists only for sampling or only for beam search, it decides
-                between the two. Otherwise this file decides.
+            given: the caller's parameters. A parameter that exists only for beam search, or only for sampling, decides
+                which of the two the request is. Otherwise this file decides.
             defaults: the model's own defaults, which this file overrides.
         """
         values = with_defaults({**self.sampling, **given}, defaults)

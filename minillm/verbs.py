@@ -165,7 +165,7 @@ def sample(
 ) -> list[CompletionOutput]:
     """Continue several branches in one batch. Return the completions.
 
-    ``params``: one set for all branches, or one for each, with ``n`` 1.
+    ``params`` is one set for all branches, or a list with one set for each. ``n`` must be 1.
     """
     each = [p for p in params_list(params, len(branches_), llm.default_params) if isinstance(p, SamplingParams)]
     if len(each) != len(branches_):
@@ -176,6 +176,6 @@ def sample(
 def next_logprobs(llm: Host, branches_: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:
     """Return the ``count`` most probable next tokens of each branch, computed in one batch. Append nothing.
 
-    Tokens are (token id, log-probability) pairs, best first.
+    The list of a branch has (token id, log-probability) pairs, best first.
     """
     return branches.next_logprobs(llm._driver, branches_, count)

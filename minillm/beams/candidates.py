@@ -53,10 +53,10 @@ class BeamStep:
 
     @property
     def in_turn(self) -> bool:
-        """Return whether the groups of beams must be processed one by one.
+        """Return whether the groups of beams must be processed one after another.
 
-        This is so if a repetition penalty or a logits processor follows the diversity penalty: the diversity penalty of
-        a group depends on the tokens that earlier groups chose.
+        They must if a repetition penalty or a logits processor is applied after the diversity penalty. The diversity
+        penalty of a group depends on the tokens that earlier groups chose.
         """
         params = self.params
         follows = params.repetition_penalty != 1.0 or params.logits_processor is not None
@@ -114,10 +114,10 @@ def _together(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Can
 
 
 def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count: int) -> tuple[Tensor, Tensor]:
-    """Return each beam's best next tokens, after penalties and grammar masks.
+    """Return the ``count`` best next tokens of each beam, after penalties and grammar masks.
 
     Returns:
-        Log-probabilities and token ids, ``[rows, count]`` each.
+        Log-probabilities and token ids, both ``[beams, count]``, in the order of ``owners``.
     """
     values, ids = kernels.top_log_probabilities(logits, count)
     pairs = [(step.group, sequence) for step, sequence in owners]
@@ -133,7 +133,7 @@ def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count:
 def _diverse(step: BeamStep, best: Callable[[int, Counter[int]], list[Pairs]]) -> list[list[Candidate]]:
     """Run one step of diverse beam search: penalize tokens by how often earlier groups chose them in this step.
 
-    A group with a finished search has no beams and chooses nothing.
+    A group whose search is finished has no beams, so it chooses nothing.
 
     Args:
         best: returns the best next tokens of a group's beams, with the penalty subtracted. Its arguments are the
@@ -157,9 +157,10 @@ def _diverse(step: BeamStep, best: Callable[[int, Counter[int]], list[Pairs]]) -
 def _charged(
     step: BeamStep, values: list[list[float]], ids: list[list[int]]
 ) -> Callable[[int, Counter[int]], list[Pairs]]:
-    """Return a function ``best`` for `_diverse`. It subtracts the diversity penalty from log-probabilities ``values``.
+    """Return a function for `_diverse` that subtracts the diversity penalty from the log-probabilities of tokens.
 
-    ``values`` and ``ids`` are the best next tokens of all groups' beams, found without the penalty.
+    ``values`` and ``ids`` list the best next tokens of each beam of all groups, found without the penalty: their
+    log-probabilities and their ids.
     """
     ends = list(accumulate(map(len, step.rows)))
 

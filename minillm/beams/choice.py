@@ -26,9 +26,11 @@ class Hypothesis:
 
 @dataclass
 class BeamState:
-    """The beam searches of one request, one for each group of beams. ``beams`` lists each search's running beams.
+    """The beam searches of one request: one search for each group of beams.
 
-    The running beams of a search are sorted, best first.
+    ``beams`` lists each search's running beams.
+
+    The running beams of each search are sorted, best first.
     """
 
     searches: list[BeamSearch[Hypothesis]]
@@ -73,7 +75,10 @@ class Choice:
         return self.texts[key]
 
     def matcher(self, candidate: Candidate) -> Matcher | None:
-        """Return the grammar matcher after a continuation. A failure becomes the group's error."""
+        """Return the grammar matcher after a continuation, or None without a grammar.
+
+        If the grammar fails here, its error becomes the group's error.
+        """
         before = self.beams[candidate.beam].matcher
         if before is None:
             return None
@@ -100,7 +105,7 @@ class Choice:
         return text is not None and text.matched is not None
 
     def hypothesis(self, candidate: Candidate) -> Hypothesis:
-        """Return a continuation as a finished beam. It must be complete or have reached the maximum length."""
+        """Return a `Hypothesis` for a continuation that is complete or has reached the maximum length."""
         beam, text, token_id = self.beams[candidate.beam], self.text(candidate), candidate.token_id
         stop_reason: str | int | None = None
         if text is not None:

@@ -20,7 +20,8 @@ from minillm.sequence import Flight, SequenceGroup
 class Followed:
     """The pending decisions of one step's beam searches, as a `minillm.sequence.Flight`.
 
-    At least one search runs on the device. Searches of other groups may run on the CPU in the same step (``hosted``).
+    At least one search runs on the device. ``hosted`` has the searches that run on the CPU in the same step, or is
+    None.
 
     Attributes:
         follow: the method `minillm.beams.method.Beams.follow`, which applies the device's choice for a group.

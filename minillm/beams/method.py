@@ -30,8 +30,8 @@ from minillm.text.stop import OutputText
 class Beams:
     """The decoding method of beam search requests; see `minillm.sequence.Method`.
 
-    With a ``device``, simple searches run there: the device chooses beams and forks their blocks. The CPU applies the
-    same choice to its sequences one step later.
+    With a ``device``, searches without diversity penalties, stop strings and log-probabilities run there: the device
+    chooses beams and forks their blocks. The CPU applies the same choice to its sequences one step later.
     """
 
     def __init__(self, requests: Requests, device: DeviceBeams | None = None) -> None:
@@ -96,7 +96,10 @@ class Beams:
         return Searches(self, logits, list(rows.items()))
 
     def _is_for_device(self, group: SequenceGroup) -> bool:
-        """Return whether the device runs the next step of a group's search. All beams must be decoding."""
+        """Return whether the device runs the next step of a group's search.
+
+        The caller ensures that each beam lacks K and V only for its last token.
+        """
         found = group.state.search
         if found is None or group.device is not None:
             return found is not None
@@ -228,7 +231,7 @@ class Beams:
 
 @dataclass(slots=True)
 class Searches:
-    """The beam searches of one engine step that the CPU advances, not the device; see `minillm.sequence.Flight`."""
+    """The beam searches that the CPU advances, not the device, in one engine step; see `minillm.sequence.Flight`."""
 
     beams: Beams
     logits: Tensor
@@ -300,7 +303,10 @@ def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
 
 
 def count_common_blocks(group: SequenceGroup, block_size: int) -> None:
-    """Tell the device how many of the first full blocks all beams of a group share. Future forks share them as well."""
+    """Tell the device how many full blocks, from the first one on, all beams of a group share.
+
+    Beams that are forked later share these blocks as well.
+    """
     first, state, count = group.sequences[0], group.state, group.device.num_common_blocks
     if first.table is None:  # preempted in this step
         return
@@ -319,10 +325,12 @@ def grammar_error(step: BeamStep) -> str | None:
 
 
 def places(group: SequenceGroup) -> dict[int, int]:
-    """Return the rank of each running beam among the answers so far, by seq_id. The best answer has rank 0.
+    """Return the rank of each running beam among all answers so far, as a dictionary: seq_id -> rank.
 
-    Finished beams take ranks as well. Beams beyond the number of requested answers rank after all others. The result is
-    empty if the search is done.
+    The best rank is 0.
+
+    Finished beams have ranks as well. If there are more beams than requested answers, the surplus beams rank last. The
+    result is empty if the search is done.
     """
     state: BeamState = group.state
     running = [beam for beams in state.beams for beam in beams]

@@ -15,7 +15,10 @@ Beam = TypeVar("Beam")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A continuation of beam number ``beam`` by ``token_id``. ``logprob`` includes all generated tokens of the beam."""
+    """A continuation of beam number ``beam`` by ``token_id``.
+
+    ``logprob`` is the sum for all generated tokens of the beam, including this token.
+    """
 
     logprob: float
     beam: int
@@ -24,7 +27,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Finished(Generic[Beam]):
-    """A finished beam: the caller's record of it, its score and its log-probability."""
+    """A finished beam, with its score and its log-probability, and the caller's record of it."""
 
     score: float
     logprob: float
@@ -58,7 +61,8 @@ class BeamSearch(Generic[Beam]):
 
         Args:
             candidates: the best continuations, best first. A banned continuation has log-probability -inf.
-            ends: returns whether a continuation is complete (an end token, a stop string). `advance` checks the length.
+            ends: returns whether a continuation is complete, for example by a stop string. `advance` itself checks the
+                length.
             keep: returns the caller's record of a finished continuation, for `Finished`.
 
         Returns:

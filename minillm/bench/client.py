@@ -57,7 +57,10 @@ class Endpoint:
         return cls(parts.hostname, port, path, parts.scheme == "https", os.environ.get(_KEY_VARIABLE, ""))
 
     def message(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Return an HTTP request: POST with a ``body``, GET without. The server closes the connection after it."""
+        """Return the bytes of an HTTP request: POST if there is a ``body``, else GET.
+
+        The request tells the server to close the connection after its answer.
+        """
         data = b"" if body is None else json.dumps(body).encode()
         lines = [
             f"{'GET' if body is None else 'POST'} {self.path}{path} HTTP/1.1",

@@ -55,9 +55,11 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class HostPart:
-    """The mean CPU time of one part of a step, such as the scheduler, for each kind of run. Fields are in seconds.
+    """The mean CPU time of one part of a step, such as the scheduler.
 
-    The runs that `FormsResult` reports are not timed by part. So each kind of run is repeated once for these figures.
+    There is a field for each kind of run, in seconds.
+
+    The runs that `FormsResult` reports are not timed by part. So each kind of run is repeated to get these times.
     """
 
     part: str = shown("CPU time per step, ms", width=32)

@@ -44,7 +44,10 @@ class HostResult:
 
 
 class _Runner:
-    """A stand-in for the runner that needs no device. It is also the result of its own `draw`, with random tokens."""
+    """A stand-in for the runner that needs no device.
+
+    Its method `draw` returns the runner itself, with random tokens.
+    """
 
     may_run_ahead = may_compute_ahead = False
     tokens: list[int]  # the next step's tokens, chosen before the step is timed
@@ -174,10 +177,11 @@ class _Searches:
 
 
 def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
-    """Measure the CPU time of beam steps in which the device chooses the beams.
+    """Measure the CPU time of beam search steps in which the device chooses the beams.
 
-    The measured work is the scheduler, the cache, the changes of device state, and the bookkeeping. Return the seconds
-    of each step, under the name of this kind of step.
+    The measured work is the scheduler, the cache, the changes of device state, and the bookkeeping.
+
+    Return a dictionary with one entry: the name of this kind of step -> the seconds of each measured step.
     """
     params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
     rng, device = random.Random(1), _Searches(num_groups * width)

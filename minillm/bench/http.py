@@ -36,7 +36,7 @@ class HttpOptions(ScaleOptions):
 class HttpResult:
     """The result of the comparison: medians over the runs.
 
-    The engine in this process ("own") and the server's engine have the same configuration. While one of them works, the
+    The engine in this process ("own") and the server's engine have the same configuration. While one engine works, the
     other uses no CPU time.
     """
 
@@ -51,7 +51,9 @@ class HttpResult:
 
 
 def measure(subject: Subject, options: HttpOptions) -> HttpResult:
-    """Run the requests of `throughput`, then single requests. Each run is done in this process and then through HTTP.
+    """Run the requests of the workload `throughput`, then single requests.
+
+    Each run is done in this process, then over HTTP.
 
     Raises MinillmError if the server does not start, or if an answer is incomplete.
     """
@@ -121,10 +123,11 @@ async def _streams(host: str, port: int, requests: Sequence[Request], num_stream
 
 
 def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, float]]:
-    """Send requests one after another over one connection.
+    """Send requests one after another over one connection. Return two times in seconds for each request.
 
-    Return for each request the seconds until its first token arrives at the client, and the seconds until the engine
-    has generated it. The client only waits for its socket, so it adds almost nothing to the first time.
+    The first time is measured by this client, from sending the request to the arrival of the first token. The second
+    time is measured by the engine: how long it took to generate the first token. The client only waits for its socket,
+    so it adds almost nothing to the first time.
     """
     seconds = []
     with socket.create_connection((host, port)) as connection:
@@ -163,7 +166,10 @@ class _Stream:
         self._head, self._tail = b"", b""
 
     def take(self, piece: bytes) -> None:
-        """Parse the next bytes from the connection. If there are none, the answer was cut off: raises MinillmError."""
+        """Parse ``piece``, the next bytes from the connection.
+
+        Raises MinillmError if it is empty: the answer was cut off.
+        """
         if not piece:
             raise MinillmError(f"the server's answer has no end: {self._tail[-200:]!r}")
         if not self.first_time:

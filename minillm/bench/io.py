@@ -43,7 +43,7 @@ class IoOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class IoResult:
-    """The result of one case. ``rate``: generated tokens per second, with the time to compute the prompts included."""
+    """The result of one case. ``rate`` is in generated tokens per second. Its time includes computing the prompts."""
 
     input_len: int = shown("prompt", ",")
     output_len: int = shown("answer", ",")
@@ -54,9 +54,9 @@ class IoResult:
 
 
 def measure(subject: Subject, options: IoOptions) -> Iterator[IoResult]:
-    """Measure each case: the first token of a single prompt, then all requests at once.
+    """Measure each case twice: the time to the first token of a single prompt, then all requests at once.
 
-    A smaller run with the same lengths warms up before all requests are measured.
+    Before all requests are measured, a smaller run with prompts of the same length warms up.
     """
     llm, rng = subject.llm, random.Random(0)
     vocab = llm.engine.runner.model.config.vocab_size

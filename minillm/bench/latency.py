@@ -61,7 +61,7 @@ class LatencyResult:
 
 
 def measure(subject: Subject, options: Options) -> list[LatencyResult]:
-    """Measure the model on random prompts. If a peer is given, measure it on the same prompts in alternating runs.
+    """Measure the model on random prompts. If a peer is given, alternate with runs of the peer on the same prompts.
 
     With `Options.busy`, measure again while that many other processes each keep a core busy.
     """

@@ -15,7 +15,10 @@ _MOST_TOKENS = 1024  # from here on, every weight keeps its last kernel
 
 @dataclass(frozen=True)
 class MatmulsResult:
-    """The kernels that compute one weight's matmul. The kernel depends on the number of tokens in a step."""
+    """The kernels that compute the matmul of one weight.
+
+    Steps with different numbers of tokens use different kernels.
+    """
 
     op: str = shown("op")
     features: int = shown("features", "d")

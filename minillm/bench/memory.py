@@ -54,7 +54,7 @@ SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99, 1.1)
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """The result of one replay: a fraction.
+    """The result of one simulation: a fraction.
 
     ``value`` is the fraction of token slots that are wasted ("waste"), or the fraction of blocks that sharing saves
     ("saved by sharing").
@@ -90,7 +90,7 @@ class Options(NoOptions):
 
 
 def measure(options: Options) -> dict[str, Iterator[Any]]:
-    """Run the replays, and swap a sequence on the device.
+    """Simulate requests on the block manager, and measure swapping a sequence on the device.
 
     Raises UsageError if `Options.num_tokens` exceeds the model's context.
     """
@@ -121,7 +121,10 @@ def _replays(options: Options) -> Iterator[MemoryResult]:
 
 
 def _swaps(options: Options) -> Iterator[SwapResult]:
-    """Measure for each block size the time to swap a sequence out and in. Compare with recomputing it (one prefill)."""
+    """For each block size, measure the time to swap a sequence out and in.
+
+    Compare it with one prefill of the sequence.
+    """
     llm = LLM(
         options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device,
         kv_cache_dtype=options.kv_cache_dtype,
@@ -208,7 +211,9 @@ def saved(replay: Iterable[BlockManager]) -> float:
 
 
 def samples(lengths: Lengths, n: int) -> Iterator[BlockManager]:
-    """Replay requests one after another. Each forks its prompt into ``n`` samples.
+    """Simulate requests on the block manager alone, one after another.
+
+    Each request forks its prompt into ``n`` samples.
 
     Yield the block manager every eight steps.
     """
@@ -228,10 +233,10 @@ def samples(lengths: Lengths, n: int) -> Iterator[BlockManager]:
 
 
 def beams(lengths: Lengths, width: int) -> Iterator[BlockManager]:
-    """Replay beam searches with simulated continuations, one after another. Yield the block manager every eight steps.
+    """Simulate beam searches on the block manager alone, one after another. Yield the block manager every eight steps.
 
-    The log-probabilities of each beam's next tokens follow a Zipf distribution with exponent 1.5, with Gumbel noise of
-    scale 0.5.
+    The log-probabilities of each beam's next tokens are simulated: a Zipf distribution with exponent 1.5, with Gumbel
+    noise of scale 0.5.
     """
     rng = random.Random(3)
     ranks = [-1.5 * math.log(rank) for rank in range(1, 2 * width + 1)]
@@ -274,7 +279,10 @@ INSTRUCTIONS = (
 
 
 def _model_beams(llm: LLM, lengths: Lengths, width: int) -> Iterator[BlockManager]:
-    """Replay beam searches like `beams`, but with a model: real searches over real text, one at a time."""
+    """Run beam searches with a model, one after another. Yield the block manager every eight steps.
+
+    The prompts are excerpts of a real text. In contrast, `beams` simulates the log-probabilities without a model.
+    """
     engine, rng = llm.engine, random.Random(3)
     text = llm.tokenizer.encode(INSTRUCTIONS)
     for number in range(24):
@@ -292,7 +300,7 @@ def _model_beams(llm: LLM, lengths: Lengths, width: int) -> Iterator[BlockManage
 
 
 def shared_prefix(lengths: Lengths, prefix: int, batch: int) -> Iterator[BlockManager]:
-    """Replay a batch of requests that share a cached prefix of ``prefix`` tokens.
+    """Simulate a batch of requests on the block manager alone. They share a cached prefix of ``prefix`` tokens.
 
     Yield the block manager once, when all requests have their full length.
     """

@@ -41,9 +41,9 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
 
 
 def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
-    """Return the median memory bandwidth in bytes per second.
+    """Measure the memory bandwidth. Return the median in bytes per second.
 
-    On a CPU, ``size`` bytes are read. On a GPU, they are copied, and bytes read and written both count.
+    On a CPU, ``size`` bytes are read. On a GPU, ``size`` bytes are copied; bytes read and bytes written both count.
     """
     data = torch.randn(size // 4, device=device)
     if device.type != "cuda":
@@ -92,9 +92,9 @@ class Meter(StepObserver):
     def begin(self, work: StepWork) -> None:
         """Add the lower bound of this step's time to the floor.
 
-        The bound is the time to read the weights once and, if the step decodes, every used block once. If the matmuls
-        take longer at the machine's matmul rate, the bound is their time. With tensor parallelism, only this rank's
-        shard of the model counts.
+        The bound is the time to read the weights once. In a step that decodes, the time to read every used block once
+        is added. If the matmuls take longer at the machine's matmul rate, the bound is their time. With tensor
+        parallelism, only this rank's shard of the model counts.
         """
         model, cache = self.engine.runner.model, self.engine.cache
         config, bytes_read = model.local, model.weight_bytes

@@ -82,9 +82,9 @@ def _double(pages: Pages) -> Pages:
 
 
 def _copies(moved: int, *shape: int) -> list[Tensor]:
-    """Return random tensors of ``shape``, which successive launches use in turn. A launch moves ``moved`` bytes.
+    """Return random tensors of ``shape``, one for each of several successive launches. A launch moves ``moved`` bytes.
 
-    Together the tensors are larger than the L2 cache, so none is still cached when its turn comes again.
+    Together the tensors are larger than the L2 cache. So no tensor is still cached when its turn comes again.
     """
     return [random(*shape) for _ in range(copies_for_cold_l2(moved))]
 
@@ -165,10 +165,10 @@ def prefix_attention(
     planned_tail: int | None = None,
     costs: Costs = FREE,
 ) -> Case:
-    """Return the case of ``seqs`` sequences that share ``prefix`` tokens and have ``tail`` own tokens each.
+    """Return the `Case` of attention for ``seqs`` sequences with a common prefix of ``prefix`` tokens.
 
-    The attention plan (`plan_attention`) is made as if each sequence had ``planned_tail`` own tokens, by default
-    ``tail``. This measures a plan that is older than its step.
+    After the prefix, each sequence has ``tail`` own tokens. The attention plan (`plan_attention`) is made for sequences
+    with ``planned_tail`` own tokens (by default ``tail``). This measures a step that uses a plan from an earlier step.
     """
     heads, kv_heads, dim = shape
     shared, own = prefix // _BLOCK_SIZE, -(-tail // _BLOCK_SIZE)

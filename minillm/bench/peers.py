@@ -21,7 +21,10 @@ _SAME_NAMES = (  # settings with the same name in our configuration and in that 
 
 
 def _transformers(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """Prepare transformers' `generate`, with random weights of the subject's dimensions. Return (run, name)."""
+    """Prepare transformers' `generate`, with random weights of the subject's dimensions.
+
+    Return (run, name). ``run`` generates a number of tokens per prompt, and returns their `Timing`.
+    """
     try:
         import transformers
     except ImportError:
@@ -48,9 +51,10 @@ def _transformers(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[
 
 
 def _llama_cpp(subject: Subject, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """Prepare llama.cpp with the subject's GGUF file, kind of device and number of threads. Return (run, name).
+    """Prepare llama.cpp with the subject's GGUF file, kind of device and number of threads.
 
-    ``run`` only computes logits. It samples no tokens: the input of each step is an arbitrary token.
+    Return (run, name). ``run`` computes a number of steps after the prompts, and returns their `Timing`. It only
+    computes logits and samples no tokens: the input of each step is an arbitrary token.
     """
     try:
         import llama_cpp

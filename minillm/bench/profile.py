@@ -29,8 +29,8 @@ class Options(ModelOptions):
 class KernelShare:
     """One kernel's part of a decode step.
 
-    ``bytes`` is the number of bytes that the kernel reads. It is computed for linear layers and attention only, and
-    None for other kernels.
+    ``bytes`` is the number of bytes that the kernel reads. It is known for linear layers and attention, and None for
+    other kernels.
     """
 
     kernel: str = shown("kernel", width=48)

@@ -90,7 +90,7 @@ class _Load:
         return self._result(turns, time.perf_counter() - began)
 
     async def _arrivals(self, began: float) -> list[list[Answer]]:
-        """Send single requests at random times. Return a list with one list: their answers."""
+        """Send single requests at random times. Return the list of all answers, as the only element of a list."""
         requests = self._requests(self._options.num_requests)
         gaps = (self._rng.expovariate(self._options.rate) for _ in requests[1:])
         due = accumulate(gaps, initial=0.0)

@@ -97,11 +97,13 @@ _FIRST, _LENGTH = 5000, 200  # first token id and length of a text of consecutiv
 
 
 def _counted(kept: int, lost: int) -> tuple[int, ...]:
-    """Return a text of ascending token ids with gaps: ``kept`` ids in a row, then ``lost`` missing ids, and so on.
+    """Return the token ids of a text that counts upwards with gaps.
 
-    In each gap, one foreign token replaces the missing ids: 5000 … 5011, a foreign token, 5015 … 5026, and so on. A
-    model that counts (`let_count`) repeats the text with the missing ids instead. So drafts copied from the text are
-    rejected at each gap. The text's last token makes the model start at the first id.
+    ``kept`` ascending ids are followed by a gap of ``lost`` missing ids, and so on. In each gap, one foreign token
+    replaces the missing ids: 5000 … 5011, a foreign token, 5015 … 5026, and so on.
+
+    A model that counts (`let_count`) generates the text without the gaps. So drafts copied from the text are rejected
+    at each gap. The text's last token makes the model start at the first id.
     """
     text: list[int] = []
     for first in range(_FIRST, _FIRST + _LENGTH, kept + lost):
@@ -133,9 +135,9 @@ class Options(ModelOptions):
 class SpeculationResult:
     """The result for one kind of text (``name``) and one method of speculation (``kind``: "lookup" or "model").
 
-    ``plain`` and ``guessing`` are the median seconds per token after the first, without and with speculation. In all
-    runs together, ``num_guessed`` draft tokens were proposed and ``num_right`` of these were accepted. ``same``:
-    speculation did not change the generated tokens.
+    ``plain`` is the median time per token without speculation, and ``guessing`` with speculation. Both are in seconds,
+    and leave out the first token. In all runs together, ``num_guessed`` draft tokens were proposed, and ``num_right``
+    of these were accepted. ``same``: speculation did not change the generated tokens.
     """
 
     name: str = shown("")
@@ -179,7 +181,10 @@ def _with_later_turns(
 
 
 def _together(turns: list[SpeculationResult]) -> SpeculationResult:
-    """Combine the results of the first, second and third turns of the chats into one, weighted by their tokens."""
+    """Combine the results of the chats' first, second and third turns into one result.
+
+    Times per token are averaged, weighted by the number of tokens of each turn.
+    """
     num_tokens = sum(each.num_tokens for each in turns)
     plain, guessing = (sum(each.num_tokens * getattr(each, way) for each in turns) for way in ("plain", "guessing"))
     num_steps = sum(each.num_tokens / each.tokens_per_step for each in turns if each.tokens_per_step)

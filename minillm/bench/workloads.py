@@ -68,9 +68,9 @@ def throughput(rng: random.Random, vocab: int, scale: float, count: int = 256) -
 
 
 def _alike(count: int, length: int, params: Params, *, shared: int = 0) -> MakeRequests:
-    """Return a function that makes ``count`` similar requests, each for an answer of 128 tokens.
+    """Return a function that makes ``count`` requests of the same shape, each for an answer of 128 tokens.
 
-    A prompt begins with ``shared`` tokens that are the same for all requests, followed by ``length`` tokens of its own.
+    Each prompt begins with the same ``shared`` tokens, followed by ``length`` tokens of its own.
     """
 
     def make(rng: random.Random, vocab: int, scale: float) -> list[Request]:
@@ -98,10 +98,14 @@ def _scaled(length: int, scale: float) -> int:
 
 
 def times_of(output: RequestOutput) -> tuple[float, float, float]:
-    """Return three times of a finished request in seconds.
+    """Return three times of a finished request, in seconds.
 
-    Returns: from arrival to the first token; the mean time per later token of its longest completion; from arrival to
-    the end. Raises UsageError if the request failed.
+    Returns:
+        - the time from the request's arrival to its first token;
+        - the mean time per token after the first, for the longest completion;
+        - the time from the request's arrival to its end.
+
+    Raises UsageError if the request failed.
     """
     if output.error is not None:
         raise UsageError(f"a request of the workload failed: {output.error}")

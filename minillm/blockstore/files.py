@@ -39,7 +39,7 @@ _SPARED = 0.95  # of the quota that stays when blocks are removed, so that not e
 
 
 def blocks_dir() -> Path:
-    """Return the directory of all blocks: ``$MINILLM_DISK_CACHE``, or a part of the cache directory."""
+    """Return the directory of all blocks: ``$MINILLM_DISK_CACHE``, or a subdirectory of the cache directory."""
     value = os.environ.get("MINILLM_DISK_CACHE")
     return expanded(value, "MINILLM_DISK_CACHE") if value else cache_dir() / "blocks"
 
@@ -57,12 +57,12 @@ class BlockFile:
 
 
 class BlockStore:
-    """The blocks of one engine identity (weights, data types, block size and so on) in the directory ``root``.
+    """The blocks of one engine identity (weights, data types, block size and so on), stored below ``root``.
 
     Args:
-        identity: see `keys.root`; it names the directory of these blocks.
+        identity: see `keys.root`. The name of the blocks' own directory is derived from it.
         about: facts for people and for `minillm cache`, saved with the blocks.
-        limit: quota in bytes for all blocks below ``root``.
+        limit: quota in bytes for the blocks of all identities below ``root``.
 
     Raises:
         OSError: the directory cannot be created or written to.
@@ -85,7 +85,7 @@ class BlockStore:
         return os.path.exists(self.path(key))
 
     def write(self, key: BlockKey, buffers: Sequence[memoryview]) -> list[str]:
-        """Write a block; ``buffers`` hold its bytes in order. Return the names of blocks removed to keep the quota.
+        """Write a block. ``buffers`` hold its bytes in order. Return the names of blocks removed to stay in the quota.
 
         Raises OSError if the disk is full, read-only or broken.
         """
@@ -101,20 +101,20 @@ class BlockStore:
         return read_into(self.path(key), key.digest, buffers)
 
     def touch(self, key: BlockKey) -> None:
-        """Record that a block, and so the blocks before it, were used now."""
+        """Record that a block was used now. All blocks before it in its sequence count as used as well."""
         self._newest = max(time.time_ns(), self._newest + 1)  # after all earlier uses, even if the clock was set back
         with suppress(OSError):
             os.utime(self.path(key), ns=(self._newest, self._newest))
 
     def trim(self) -> list[str]:
-        """Remove blocks until the quota is kept. Return their names."""
+        """Remove the least recently used blocks if the quota is exceeded. Return the names of the removed blocks."""
         left, removed = trim(self.root, self.limit)
         self.total, self._unseen = bytes_of(left), 0
         self._newest = max([self._newest, *(block.used for block in left)])
         return [os.path.basename(block.path) for block in removed]
 
     def save_about(self, facts: Mapping[str, Any]) -> None:
-        """Add ``facts`` to the saved ones. Raises OSError if the disk is full or read-only."""
+        """Add ``facts`` to the saved facts about this identity. Raises OSError if the disk is full or read-only."""
         self.about |= facts
         self._write(ABOUT, [json.dumps(self.about, indent=1).encode()])
 
@@ -202,13 +202,13 @@ def homes(root: Path) -> list[Path]:
 
 
 def listed(root: Path) -> Iterator[BlockFile]:
-    """Yield the blocks of all identities below ``root``. Remove the temporary files of processes that have ended."""
+    """Yield the blocks of all engine identities below ``root``. Remove the temporary files of ended processes."""
     for home in homes(root):
         yield from listed_in(home)
 
 
 def listed_in(home: Path) -> Iterator[BlockFile]:
-    """Yield the blocks in the directory of one identity; see `listed`."""
+    """Yield the blocks in ``home``, the directory of one engine identity; see `listed`."""
     with suppress(FileNotFoundError), os.scandir(home) as entries:
         for entry in entries:
             if name := _NAME.fullmatch(entry.name):
@@ -225,9 +225,10 @@ def bytes_of(blocks: Iterable[BlockFile]) -> int:
 
 
 def trim(root: Path, limit: int) -> tuple[list[BlockFile], list[BlockFile]]:
-    """Remove blocks if all of them have more than ``limit`` bytes. Return the blocks that stay and the removed ones.
+    """Remove the least recently used blocks if the blocks below ``root`` take more than ``limit`` bytes in all.
 
-    Removes none while another process removes some. Raises OSError.
+    Return the remaining blocks and the removed blocks. While another process removes blocks, remove none. Raises
+    OSError.
     """
     blocks = eviction_order(listed(root))
     total, count = bytes_of(blocks), 0
@@ -242,9 +243,9 @@ def trim(root: Path, limit: int) -> tuple[list[BlockFile], list[BlockFile]]:
 
 
 def eviction_order(blocks: Iterable[BlockFile]) -> list[BlockFile]:
-    """Sort blocks: the least recently used first, and each block before its parent.
+    """Sort blocks: the least recently used first, and each block before its parent (the block before it in a sequence).
 
-    A use of a block is a use of all blocks before it.
+    Using a block also counts as using all blocks before it.
     """
     used: defaultdict[tuple[str, str], int] = defaultdict(int)  # by directory and hash: last use of the blocks after it
     last: list[tuple[int, int, BlockFile]] = []
@@ -262,9 +263,9 @@ def owner_file(owner: str) -> str:
 
 
 def erase(root: Path, owner: str) -> int:
-    """Remove an owner's blocks of all identities, unless other owners also use them. Return how many were removed.
+    """Remove an owner's blocks from the directories of all engine identities. Return how many were removed.
 
-    Raises OSError.
+    Blocks that other owners also use stay. Raises OSError.
     """
     count = 0
     for file in root.glob(f"*/{owner_file(owner)}"):
@@ -278,7 +279,7 @@ def erase(root: Path, owner: str) -> int:
 
 
 def read_about(home: Path) -> dict[str, Any]:
-    """Return the facts about an identity; empty if they are missing or damaged."""
+    """Return the saved facts about the engine identity in ``home``, such as its model; empty if missing or damaged."""
     with suppress(WeightsError):
         return read_json(home / ABOUT)
     return {}

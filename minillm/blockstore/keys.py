@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """The key of one block. ``index`` is its place in its sequence, and ``parent`` the hash of the block before it."""
+    """The key of one block. ``index``: its position in its sequence. ``parent``: the hash of the block before it."""
 
     index: int
     parent: bytes
@@ -25,7 +25,10 @@ class BlockKey:
 
 
 def root(identity: bytes, salt: str | None) -> bytes:
-    """Return the hash before the first block of a sequence. ``identity``: the engine's identity, 32 bytes."""
+    """Return the first hash of a sequence's chain of hashes. It covers the engine's ``identity`` and the salt.
+
+    ``identity``: a hash of 32 bytes over everything in an engine that changes K and V, such as the weights.
+    """
     tenant = b"" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
     return hashlib.sha256(identity + tenant).digest()
 

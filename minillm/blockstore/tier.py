@@ -28,13 +28,13 @@ _FLUSH_SECONDS = 10.0  # at the end of the process
 
 
 class DiskTier(StepObserver):
-    """Saves the blocks of an engine to ``store``, finds them again and reads them.
+    """Saves the full blocks of an engine to disk (``store``), finds the blocks of a prompt on disk, and reads them.
 
-    ``observers`` are those of the engine's runner.
+    ``observers`` are the observers of the engine's runner. They are told which blocks of the pool a read replaces.
 
     Attributes:
-        from_disk: blocks in the pool that came from disk.
-        num_saved, num_read: blocks since the start.
+        from_disk: numbers of the pool's blocks that were read from disk.
+        num_saved, num_read: counts of blocks since the start.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class DiskTier(StepObserver):
         return bool(self._unsaved)
 
     def _free(self) -> int:
-        """Return how many more blocks the writer's queue takes."""
+        """Return how many more blocks fit into the writer's queue."""
         while self._writes and self._writes[0][0].done():
             self._writes.popleft()
         return 0 if self.problem else max(0, self._most_queued - sum(count for _, count in self._writes))
 
     def _save_some(self) -> None:
-        """Save unsaved blocks while the writer's queue takes them."""
+        """Queue unsaved blocks for the writer until its queue is full."""
         if self.problem:
             self._unsaved.clear()
             if self._on_message is not None:
@@ -162,7 +162,11 @@ class DiskTier(StepObserver):
         self._writes.append((self._writer.submit(self._write, fetch, found), len(blocks)))
 
     def _write(self, fetch: Callable[[], list[Buffers] | None], found: list[BlockKey]) -> None:
-        """Write blocks, in the writer's thread."""
+        """Write blocks to disk; called in the writer's thread.
+
+        ``fetch`` returns the bytes of the blocks, in the order of their keys ``found``. If it returns None, nothing is
+        written.
+        """
         written = 0
         try:
             copies = None if self.problem else fetch()
@@ -184,8 +188,10 @@ class DiskTier(StepObserver):
     def find(self, token_ids: Sequence[int], salt: str | None, num_known: int) -> tuple[list[BlockKey], int] | None:
         """Look for the blocks on disk that continue the first ``num_known`` tokens of a prompt.
 
-        Return their keys and the number of tokens up to their end, since the last one may be partly filled. Return None
-        if there are none, or if computing is faster than reading. The last token's logits are needed: it is computed.
+        Return the blocks' keys, and the number of prompt tokens up to the end of the last block, which may be partly
+        filled. Return None if the disk has no such blocks, or if computing is faster than reading.
+
+        The prompt's last token is never read from disk: the engine must compute it to get its logits.
         """
         size, limit = self._cache.block_size, len(token_ids) - 1
         if self.problem or limit <= num_known:
@@ -204,7 +210,7 @@ class DiskTier(StepObserver):
         return (found[first:], end) if worthwhile else None
 
     def finish_read(self, read: BlockRead[BlockKey]) -> int:
-        """Account for an ended read of blocks that were found. Return the number of whole blocks."""
+        """Update the bookkeeping after a read has ended. Return the number of blocks that were read completely."""
         count = read.num_read
         self.num_read += count
         self.read_seconds += read.seconds
@@ -218,7 +224,7 @@ class DiskTier(StepObserver):
         return count
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields about the disk of `minillm.cache.CacheStats`."""
+        """Return the fields of `minillm.cache.CacheStats` that are about the disk."""
         return {
             "disk_limit": 0 if self.problem else self.store.limit,
             "disk_bytes": self.store.total,
@@ -228,7 +234,7 @@ class DiskTier(StepObserver):
         }
 
     def erase(self, owner: str) -> None:
-        """Remove an owner's blocks from the disk, except blocks of other owners."""
+        """Remove an owner's blocks from the disk. Blocks that other owners also use stay."""
         names = set(known := self.store.names_of(owner))
         known.clear()
         self._unsaved = OrderedDict(each for each in self._unsaved.items() if each[1][1].name not in names)

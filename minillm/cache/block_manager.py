@@ -20,7 +20,7 @@ from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache
 
 
 class OutOfBlocks(Exception):
-    """Too few free blocks for an append, which changed nothing. The scheduler then preempts a running request."""
+    """Raised if an append finds too few free blocks. Nothing has changed; the scheduler preempts a running request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +95,7 @@ class BlockManager:
         return table
 
     def count_hit(self, num_tokens: int, num_looked_up: int) -> None:
-        """Count one prompt for the hit rate: ``num_tokens`` of its ``num_looked_up`` tokens were cached."""
+        """Update the hit rate after a lookup: ``num_tokens`` of a prompt's ``num_looked_up`` tokens were cached."""
         self.num_hit_tokens += num_tokens
         self.num_looked_up_tokens += num_looked_up
 
@@ -134,7 +134,7 @@ class BlockManager:
         table.num_tokens = end
 
     def free(self, table: BlockTable) -> None:
-        """Drop ``table`` and free the blocks that no other table holds."""
+        """Drop ``table``, and free its blocks, except blocks that other tables hold."""
         if self.tables.pop(table.seq_id, None) is not table:
             raise AssertionError(f"the block table of sequence {table.seq_id} is freed twice")
         self.unref(table.blocks)
@@ -145,7 +145,8 @@ class BlockManager:
     def unref(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block, from last to first.
 
-        Cached blocks that are released first are evicted first. Later blocks go first because fewer prompts share them.
+        The cache evicts blocks in the order of their release. So a sequence's later blocks, which fewer prompts share,
+        go first.
         """
         counts = self.ref_counts
         for block in reversed(blocks):
@@ -156,7 +157,7 @@ class BlockManager:
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Add the full blocks of ``table``'s first ``num_computed`` tokens, which have K and V, to the prefix cache."""
+        """Add every block that is filled by ``table``'s first ``num_computed`` tokens to the prefix cache."""
         size, nodes = self.block_size, table.nodes
         if not self.prefix_caching:
             return
@@ -165,7 +166,7 @@ class BlockManager:
             nodes.append(self.prefixes.add(table.blocks[index], before, token_ids[index * size : (index + 1) * size]))
 
     def is_cached(self, block: int) -> bool:
-        """Return whether the prefix cache can still find the block although no table holds it."""
+        """Return whether no table holds the block, but the prefix cache can still find it."""
         return block in self._cached
 
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
@@ -177,7 +178,7 @@ class BlockManager:
         return CachedPrefix(blocks, nodes, len(blocks) * self.block_size, held)
 
     def distrust(self, table: BlockTable) -> None:
-        """Remove a table's blocks from the prefix cache, because their K and V are wrong (for example NaN)."""
+        """Remove a table's blocks from the prefix cache. Call this if their K and V are wrong, for example NaN."""
         for block in table.blocks:
             if block in self.prefixes:
                 self.prefixes.remove(block)
@@ -191,7 +192,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Number of blocks that the prefix cache can still find although no table holds them."""
+        """Number of blocks that no table holds, but that the prefix cache can still find."""
         return len(self._cached)
 
     # --- for the scheduler and the runner -----------------------------------------------------------------------------
@@ -215,11 +216,11 @@ class BlockManager:
         return copies
 
     def content_of(self, block: int) -> int:
-        """Return the block with ``block``'s content on the device: the source while a copy to ``block`` is pending."""
+        """Return the block that holds ``block``'s content now: the source while a copy to ``block`` is pending."""
         return self._copies.get(block, block)
 
     def _grow(self, table: BlockTable, end: int) -> None:
-        """Give ``table`` blocks for ``end`` tokens. Copy its last block if that is partly filled and shared."""
+        """Extend ``table`` to hold ``end`` tokens. A partly filled last block that is shared is replaced by a copy."""
         partly_filled = table.num_tokens % self.block_size > 0
         shared = partly_filled and self.ref_counts[table.blocks[-1]] > 1
         fresh = -(-end // self.block_size) - len(table.blocks)
@@ -239,7 +240,7 @@ class BlockManager:
         table.writable = len(table.blocks) * self.block_size
 
     def _take(self, count: int, after: int | None) -> list[int]:
-        """Take ``count`` free blocks. If too few are free, evict cached blocks first."""
+        """Take ``count`` free blocks, evicting cached blocks if too few are free. ``after``: see `FreeBlocks.take`."""
         while len(self._free) < count:
             self._evict()
         return self._free.take(count, after)
@@ -268,7 +269,7 @@ class BlockManager:
             self.emit(CacheEvent("copy", table.seq_id, (source, destination)))
 
     def _drop(self, block: int) -> None:
-        """Release a block that no table holds any more. If a copy into it is pending, cancel the copy."""
+        """Keep or free a block that no table holds any more. Cancel a pending copy into it."""
         source = self._copies.pop(block, None)  # the copy has no reader any more
         if source is not None:
             self._copy_sources[source] -= 1
@@ -280,7 +281,7 @@ class BlockManager:
             self._release(block)
 
     def _release(self, block: int) -> None:
-        """Keep a block cached if the prefix cache lists it, else free it. No table or pending copy uses the block."""
+        """Keep a block that no table or pending copy uses, if the prefix cache lists it. Otherwise free it."""
         if block in self.prefixes:
             self._cached[block] = None
         else:

@@ -25,7 +25,7 @@ class FreeBlocks:
         return self._count
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """Take ``count`` free blocks in few runs of consecutive ids, starting with block ``after + 1`` if it is free.
+        """Take ``count`` free blocks, in few runs of consecutive ids. Begin with block ``after + 1`` if it is free.
 
         The caller ensures that ``count <= len(self)``.
         """
@@ -62,7 +62,7 @@ class FreeBlocks:
         return sorted((start, self._length[start]) for size_class in self._classes for start in size_class)
 
     def _longest_run(self, wanted: int) -> int:
-        """Return the first block of a run in the largest size class, preferably a run of ``wanted`` blocks or more."""
+        """Return the first block of a run from the largest size class. Prefer a run of ``wanted`` blocks or more."""
         candidates = self._classes[self._nonempty.bit_length() - 1]
         for tried, start in enumerate(candidates):
             if self._length[start] >= wanted or tried == 8:

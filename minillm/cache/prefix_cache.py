@@ -13,9 +13,10 @@ Node = int | str | None  # a block's number, or the salt before the first block 
 
 @dataclass(frozen=True)
 class PrefixEntry:
-    """The index entry of a block: its number in the index (``node``), and its key.
+    """The index entry of a block: the block's number in the index (``node``), and its key.
 
-    The key is the node of the block before it (``before``; for a first block the salt) and the block's own tokens.
+    The key consists of the block's own tokens and ``before``: the node of the block before it. For a first block,
+    ``before`` is the salt.
     """
 
     node: int
@@ -47,9 +48,9 @@ class PrefixCache:
         return block in self._entries
 
     def after(self, node: Node) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens of every indexed block that directly follows the block with number ``node`` (or a salt).
+        """Yield the tokens of every indexed block that follows the block with number ``node``.
 
-        Slow: this scans the whole index.
+        If ``node`` is a salt, yield the tokens of every first block with this salt. Slow: this scans the whole index.
         """
         return (tokens for before, tokens in self._blocks if before == node and type(before) is type(node))
 

@@ -11,7 +11,10 @@ from minillm.cache.runs import common_length
 
 @dataclass(frozen=True)
 class CacheStats:
-    """The pool of blocks at one moment. Counts are in blocks unless the name says otherwise. A slot holds one token."""
+    """The statistics of the pool at one moment. A slot holds one token.
+
+    Counts are in blocks unless the name says otherwise.
+    """
 
     num_blocks: int
     block_size: int
@@ -114,7 +117,7 @@ def check(manager: BlockManager) -> None:
 
 @dataclass(frozen=True)
 class PrefixReport:
-    """The cached part of a prompt, and where the prompt first differs from the best matching cached prefix.
+    """The number of cached tokens of a prompt, and the first difference from the best matching cached prefix.
 
     Counts are in tokens.
     """
@@ -142,7 +145,7 @@ class PrefixReport:
 
 
 def explain_miss(manager: BlockManager, token_ids: Sequence[int], salt: str | None = None) -> PrefixReport:
-    """Compare a prompt with the cached prefix of the same ``salt`` that has the most first tokens in common with it."""
+    """Compare a prompt with the cached prefix of the same ``salt`` that shares the most leading tokens with it."""
     size, count, prefixes = manager.block_size, len(token_ids), manager.prefixes
     blocks, nodes = prefixes.match(token_ids, salt, count)
     start = len(blocks) * size

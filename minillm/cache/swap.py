@@ -46,7 +46,9 @@ class SwapSpace:
         return len(self._free)
 
     def swap_out(self, cache: BlockManager, tables: Sequence[tuple[BlockTable, int]]) -> list[tuple[int, int]] | None:
-        """Assign host blocks to the first tokens of each (table, number of tokens) pair, and free the tables.
+        """Assign host blocks to the first tokens of each table, and free the tables.
+
+        ``tables`` has (table, number of first tokens to save) pairs.
 
         Within a step, every `swap_out` comes before every `swap_in`. So `swap_in` may free host blocks at once.
 
@@ -111,7 +113,7 @@ class SwapSpace:
         return {seq_id: table for seq_id, (_, table) in restored.items()}, [(h, d) for d, h in loads.items()]
 
     def fork_into(self, seq_id: int, parent_id: int, num_blocks: int) -> None:
-        """Let a saved sequence share the first ``num_blocks`` host blocks of saved sequence ``parent_id``.
+        """Let a saved sequence share the first ``num_blocks`` host blocks of another saved sequence, ``parent_id``.
 
         This is `cache.rewriting.fork_into` for sequences in host memory.
         """

@@ -35,8 +35,8 @@ class Machine:
         about: a description for the user.
         budget: the device's memory, and the part of it that a model may use.
         bandwidth: memory bandwidth in bytes per second; None if not known.
-        draft_read: the bytes that the draft model reads per token; 0 without a draft model. If a model itself reads no
-            more, speculation cannot make it faster.
+        draft_read: the bytes that the draft model reads per token; 0 without a draft model. Speculation cannot speed up
+            a model that reads no more bytes than this.
     """
 
     about: str
@@ -239,10 +239,10 @@ def _show(tables: list[list[FitRow]], machine: Machine) -> None:
 
 
 def _faster(rows: list[FitRow]) -> list[FitRow]:
-    """Return a list with one row to suggest, or an empty list.
+    """Return a faster variant to suggest, as a list with one row; empty if there is no suggestion.
 
     If the best row is slower than reading speed, an option such as ``--weights`` may help. The suggested row is the
-    largest variant that reaches reading speed with an option.
+    largest variant that reaches reading speed with such an option.
     """
     best = next((row.tokens_per_second for row in rows if row.best), None)
     if best is None or best >= READING_SPEED:

@@ -159,9 +159,9 @@ def _suggest_template(job: GenerateJob, llm: LLM, params: list[Params]) -> None:
 
 
 def _with_seed(row: InputRow) -> InputRow:
-    """Return ``row``, with a random seed if it samples and sets no seed.
+    """Return ``row``. If it samples and sets no seed, give it a random seed.
 
-    Runs therefore differ. JSON output contains the seed, so that a run can be repeated.
+    So every run gives other answers. The JSON output contains the seed, so that a run can be repeated.
     """
     if "beam_width" in row.params or row.params.get("seed") is not None:
         return row
@@ -187,7 +187,7 @@ def _check_engines(arguments: argparse.Namespace) -> None:
 
 
 def _check_torchrun(tensor_parallel_size: int) -> None:
-    """Raise UsageError if torchrun has started several engines, because each of them would complete every prompt."""
+    """Raise UsageError if torchrun has started several engines: every engine would complete every prompt."""
     from minillm.parallel.launch import Torchrun
 
     torchrun = Torchrun.from_environment()
@@ -300,7 +300,7 @@ class Writer:
             self._next += 1
 
     def flush(self) -> None:
-        """Write all waiting outputs, in order, although outputs before them are missing."""
+        """Write all waiting outputs, in order. Do not wait for missing outputs before them."""
         for index in sorted(self._waiting):
             self._write(index, self._waiting.pop(index))
 

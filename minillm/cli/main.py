@@ -253,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def settle_streams() -> None:
-    """Open closed standard streams, and escape characters that the output's encoding lacks.
+    """Open closed standard streams, and make output escape the characters that its encoding lacks.
 
     If a stream stayed closed, the next opened file would get its file descriptor, and libraries' output would go to
     that file. After this call, closed input reads as empty, output to a closed stderr is lost, and writing to a closed

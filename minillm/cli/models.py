@@ -187,9 +187,9 @@ def _details(files: ModelFiles) -> dict[str, Any]:
 
 
 def _gpu_memory() -> int:
-    """Return the memory of the largest GPU in bytes, or 0.
+    """Return the memory of the largest GPU in bytes, or 0 without a GPU.
 
-    Without a driver, torch is not imported, which would take seconds.
+    If there is no GPU driver, torch is not imported, because the import takes seconds.
     """
     if not Path("/proc/driver/nvidia/version").exists():
         return 0

@@ -113,7 +113,7 @@ def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) 
 
 
 def _wait_for_the_end() -> int:
-    """Wait until torchrun ends this process or ends itself. Return the exit code.
+    """Wait until torchrun has ended, or until it sends this process a signal to end. Return the exit code.
 
     Every process except rank 0 does this. The process of rank 0 runs the server and its engines.
     """

@@ -70,13 +70,16 @@ class DiskReads:
         return True
 
     def _reads_more(self, other: SequenceGroup, group: SequenceGroup, prompt: list[int], known: int) -> bool:
-        """Return whether the pending read for ``other`` has the block of ``prompt`` that starts at token ``known``."""
+        """Return whether the read for ``other`` includes the block of ``prompt`` that starts at token ``known``."""
         ids = self.active[other].sequence.token_ids
         end = known + self.cache.block_size
         return other.salt == group.salt and ids[known:end] == prompt[known:end] and common_length(ids, prompt) >= end
 
     def collect(self) -> None:
-        """Make the blocks of completed reads available: each read's group gets an idle sequence as parent."""
+        """Make the blocks of completed reads available.
+
+        An idle sequence with these blocks becomes the group's parent.
+        """
         for group, each in list(self.active.items()):
             if self.tier.reader.is_done(each.read):
                 del self.active[group]

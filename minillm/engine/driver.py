@@ -57,11 +57,13 @@ class Driver:
         whole: bool = True,
         after: SequenceOf[int] | None = None,
     ) -> list[int]:
-        """Return a prompt's ids (see `minillm.llm.LLM.token_ids`); raise UsageError for text without a tokenizer.
+        """Return a prompt's ids (see `minillm.llm.LLM.token_ids`).
+
+        Raise UsageError for text if the model has no tokenizer.
 
         Args:
             whole: reject text that is too long for the context.
-            after: ids of the text that ``prompt`` continues; no special tokens are added.
+            after: ids of the text that ``prompt`` continues. If given, no special tokens are added.
         """
         if isinstance(prompt, str):
             self.tokenizer.check_length(prompt, self.engine.max_model_len if whole else None)

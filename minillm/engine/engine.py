@@ -131,7 +131,7 @@ class Engine:
 
         If a decoding method raises for a request, only that request ends, with the error. If the device fails, all
         requests of the step end with the error, their blocks are freed, and the exception is raised. The engine stays
-        usable, unless the ``guard`` of `__init__` replaced the exception by its own.
+        usable, unless the constructor's ``guard`` replaced the exception by another one.
         """
         with self._guard():
             began = time.monotonic()
@@ -240,7 +240,7 @@ class Engine:
                     raise  # no request of the step continues: the device has failed
 
     def note_computed(self, schedule: Schedule) -> None:
-        """Count a step's tokens as computed: add full blocks to the prefix cache, and fork the prompts that are done.
+        """Count a step's tokens as computed. Add full blocks to the prefix cache, and fork prompts that are complete.
 
         The device may still be computing. It executes steps in order, so later steps can already use these tokens.
         """

@@ -12,7 +12,7 @@ def launch_others(
 ) -> tuple[list[Flight], set[SequenceGroup]]:
     """Find the one group for which ``method.launch`` fails, fail it with ``error``, and launch the others.
 
-    If no single group is to blame, fail all groups.
+    If the failure does not come from a single group, fail all groups.
 
     Returns:
         The launched flight in a list (empty if all failed), and the failed groups.

@@ -52,7 +52,7 @@ def release(driver: Driver, sequence: Sequence) -> None:
 
 
 def prefix_request(token_ids: list[int], salt: str | None, request_id: str = "") -> Request:
-    """Return a request that computes a prefix, to `pin` it afterwards. (It also generates one token.)"""
+    """Return a request that computes a prefix, so that `pin` can pin it. The request also generates one token."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     return Request(token_ids, params, hold=True, salt=salt, request_id=request_id)
 

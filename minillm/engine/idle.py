@@ -18,14 +18,14 @@ class IdleSequences:
     pinned: dict[int, Sequence] = field(default_factory=dict)
 
     def keep(self, sequence: Sequence) -> None:
-        """Keep a sequence's blocks until it is released, or evicted because others need the blocks."""
+        """Keep a sequence's blocks until the sequence is released, or evicted because other sequences need blocks."""
         self.idle[sequence.seq_id] = sequence
 
     def keep_ended(self, sequence: Sequence, new_seq_id: Callable[[], int]) -> None:
-        """Keep a sequence that has just ended, without K and V of its last token.
+        """Keep the blocks of a sequence that has just ended. Exclude its last token, even if this token has K and V.
 
-        K and V of that token may exist: the next step may have been launched before the CPU knew that the sequence had
-        ended. The sequence then gets a new id, because it becomes a shorter fork of itself.
+        The token has K and V if the next step was launched before the CPU knew that the sequence had ended. Then the
+        sequence is replaced by a fork without the last token, which needs a new sequence id.
         """
         table, last = sequence.own_table, len(sequence.token_ids) - 1
         if table.num_tokens > last and sequence.num_output_tokens:
@@ -42,7 +42,7 @@ class IdleSequences:
         sequence.table, sequence.num_computed = None, 0
 
     def evict(self, spare: Sequence | None = None) -> bool:
-        """Evict the least recently used idle sequence; evict ``spare`` only if no other sequence is idle.
+        """Evict the least recently used idle sequence. Evict ``spare`` only if no other sequence is idle.
 
         Return whether a sequence was evicted.
         """
@@ -59,7 +59,8 @@ class IdleSequences:
             groups_at_most: for each running or waiting request, the maximum number of blocks that it may need.
 
         Raises:
-            CapacityError: more than half of the pool would be pinned, or one of these requests could not run any more.
+            CapacityError: more than half of the pool would be pinned, or a running or waiting request could not run any
+                more.
         """
         total, num_blocks = self.num_pinned_blocks + len(sequence.blocks), self.cache.num_blocks
         largest, more = max(groups_at_most, default=0), "or start with more blocks"
@@ -83,7 +84,7 @@ class IdleSequences:
         return len({block for sequence in self.pinned.values() for block in sequence.blocks})
 
     def tokens_that_fit(self, num_prompt_tokens: int, num_sequences: int) -> int:
-        """Return how many tokens each of a prompt's ``num_sequences`` completions can have if nothing else runs."""
+        """Return how many tokens each of a prompt's ``num_sequences`` completions can have if no other request runs."""
         full, rest = divmod(num_prompt_tokens, self.cache.block_size)
         blocks = (self.cache.num_blocks - self.num_pinned_blocks - full) // num_sequences
         return blocks * self.cache.block_size - rest

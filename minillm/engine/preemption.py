@@ -72,7 +72,8 @@ class Preemption:
     def fork_into(self, child: Sequence, parent: Sequence, num_tokens: int) -> None:
         """Let ``child`` share the blocks of ``parent``'s first ``num_tokens`` tokens, in the pool or in host memory.
 
-        The device has already forked its own tables; this updates the CPU's: see `cache.rewriting.fork_into`.
+        The device has already forked its copies of the tables. This updates the CPU's tables; see
+        `cache.rewriting.fork_into`.
         """
         if child.table is not None and parent.table is not None:
             fork_into(self.cache, child.table, parent.table, num_tokens)
@@ -95,6 +96,6 @@ class Preemption:
 
 
 def _stage_of(group: SequenceGroup) -> Stage:
-    """Return PROMPT if the group's sequences share a prompt that is not computed, else SPLIT."""
+    """Return PROMPT if the group's sequences share a prompt that is not computed yet, else SPLIT."""
     alone, leader = group.params.num_sequences == 1, group.unfinished[0]
     return Stage.SPLIT if alone or leader.num_computed >= group.num_prompt_tokens else Stage.PROMPT

@@ -139,7 +139,7 @@ class Requests:
         return Thought(tags, limit, is_open=is_open, first=len(token_ids), has_grammar=params.grammar is not None)
 
     def salt_for(self, num_prompt_tokens: int, salt: str | None) -> str | None:
-        """Return the salt of a prompt's blocks. It includes the prompt's length if K depends on that length."""
+        """Return the salt for a prompt's blocks. If a prompt's length changes its K, the salt includes the length."""
         if self.longest_plain_prompt is None or num_prompt_tokens <= self.longest_plain_prompt:
             return salt
         return f"{num_prompt_tokens} tokens {'' if salt is None else salt}"
@@ -148,7 +148,10 @@ class Requests:
         return next(self._seq_ids)
 
     def fork(self, parent: Sequence, num_tokens: int) -> Sequence:
-        """Return a new sequence with the first tokens of ``parent`` and a table that shares their blocks."""
+        """Return a new sequence with the first ``num_tokens`` tokens of ``parent``.
+
+        The new sequence's table shares the blocks of these tokens.
+        """
         child = Sequence(self.new_seq_id(), parent.token_ids[:num_tokens], parent.num_prompt_tokens)
         child.num_computed = min(num_tokens, parent.num_computed)
         child.table = self.scheduler.cache.fork(parent.own_table, child.seq_id, child.num_computed)
@@ -178,7 +181,7 @@ class Requests:
             self.scheduler.free(sequence)
 
     def commit(self, group: SequenceGroup, sequence: Sequence, num_computed: int) -> None:
-        """Add a sequence's full computed blocks to the prefix cache, and queue them for the disk tier, if any."""
+        """Add a sequence's full computed blocks to the prefix cache, and to the queue of the disk tier, if any."""
         table = sequence.own_table
         self.scheduler.cache.commit(table, sequence.token_ids, min(num_computed, len(sequence.token_ids)))
         if self.disk is not None and group.owner != "":

@@ -21,7 +21,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
 
 
 class Samples:
-    """The decoding method of sampled requests (`minillm.sequence.Method`). ``seed`` seeds requests that give none."""
+    """The decoding method of sampled requests (`minillm.sequence.Method`). ``seed``: for requests without a seed."""
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
         self.requests, self._runner, self._random = requests, runner, random.Random(seed)
@@ -131,7 +131,7 @@ class Samples:
         return Delta(group.request_id, sequence.index, text, [token_id], reason, sequence.stop_reason)
 
     def _fork_reasoning(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Fork an answer that stops reasoning here, if the reasoning has reached the next of the requested depths."""
+        """If the reasoning has reached the next of the requested depths, fork a sequence that stops reasoning here."""
         assert isinstance(group.params, SamplingParams)
         depths, number, thought = group.params.reasoning_depths, len(group.sequences), sequence.thought
         if number > len(depths) or thought is None or thought.depth(sequence.token_ids) != depths[number - 1]:

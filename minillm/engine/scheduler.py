@@ -95,7 +95,7 @@ class Scheduler:
         return budget
 
     def _prefill(self, chunks: list[Chunk], budget: int, schedule: Schedule) -> int:
-        """Schedule as much of ``chunks`` as the budget allows. Return the rest of the budget."""
+        """Schedule as many tokens of ``chunks`` as the budget allows. Return the budget that is left."""
         for chunk in chunks:
             chunk.count = min(chunk.count, budget)
             if chunk.count > 0 and chunk.group not in schedule.preempted and self._make_room(chunk, schedule):
@@ -104,7 +104,7 @@ class Scheduler:
         return budget
 
     def _extend(self, budget: int, schedule: Schedule) -> None:
-        """Grant optional (draft) tokens if budget and free blocks are left; none if the step preempted a group."""
+        """Let decodes include draft tokens while budget and blocks are left, but none if a group was preempted."""
         optional = [chunk for chunk in schedule.decodes if chunk.optional]
         if not optional:
             return
@@ -119,7 +119,7 @@ class Scheduler:
         schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.optional]
 
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
-        """Admit waiting groups in order, until sequences, budget or blocks run out. Return the rest of the budget."""
+        """Admit waiting groups in order, until sequences, budget or blocks run out. Return the budget that is left."""
         seats = self.num_free_seats if self.waiting else 0
         promised: int | None = None  # blocks that running groups still need; summed once, if a group may start
         size = self.cache.block_size

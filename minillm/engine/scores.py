@@ -15,7 +15,7 @@ from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
 @dataclass(slots=True)
 class Scoring:
-    """The prompt scores that one step computes, as a `minillm.sequence.Flight`."""
+    """The scores of prompt tokens (log-probabilities) that one step computes, as a `minillm.sequence.Flight`."""
 
     requests: Requests
     scored: Scored
@@ -26,7 +26,10 @@ class Scoring:
 
     @classmethod
     def launched(cls, requests: Requests, scored: Scored, schedule: Schedule) -> Scoring:
-        """Note which prompt tokens a launched step scores. Call this before `Engine.note_computed`."""
+        """Return the pending scores of a launched step: the prompt tokens that it scores.
+
+        Call this before `Engine.note_computed`.
+        """
         parts = []
         for chunk in schedule.chunks:
             scores, first = chunk.group.scores, chunk.sequence.num_computed

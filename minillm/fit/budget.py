@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def chooses_weights(self) -> bool:
-        """Return whether the engine decides, from model size and free memory, if it dequantizes low-bit matrices.
+        """Return whether the engine itself decides if it dequantizes low-bit matrices, from model size and free memory.
 
         It does so on a CPU if the option ``weights`` is "auto".
         """
@@ -94,7 +94,7 @@ class Budget:
 
     @property
     def most_dequantized(self) -> int:
-        """Maximum bytes that dequantized weights may take: if `chooses_weights`, larger models stay low-bit."""
+        """Maximum bytes that dequantized weights may take. If `chooses_weights`, a larger model stays low-bit."""
         return int((self.available - self.draft_bytes) * CPU_DEQUANTIZED_SHARE)
 
     def with_weights(self, weights: str) -> Budget:
@@ -110,7 +110,7 @@ class Budget:
         return "int4" if packs and weights == "stored" else "expanded"
 
     def keeps_copy(self, weights: Weights, shape: Shape) -> bool:
-        """Return whether the engine, on a GPU, keeps a 16-bit copy of low-bit weights in addition to these weights.
+        """Return whether the engine, on a GPU, keeps a 16-bit copy of low-bit weights next to the low-bit weights.
 
         The option ``weights`` asks for a copy with "both". With "auto" a copy is kept if there is enough memory. In
         deterministic mode no copy is kept, because the free memory must not decide which kernel computes a result.
@@ -134,7 +134,7 @@ class Budget:
 
         Args:
             num_tokens: number of tokens in the step.
-            left: bytes that the weights leave. This memory limits the length of a sequence.
+            left: bytes that remain after the weights are loaded. They limit the length of a sequence.
         """
         ranks, element = self.config.tensor_parallel_size, self.element_size
         heads, intermediate = -(-shape.heads // ranks), -(-shape.intermediate // ranks)
@@ -150,7 +150,7 @@ class Budget:
         return max(activations, logits) + kept + GRAPH_BYTES
 
     def step_tokens(self, shape: Shape, left: int) -> int:
-        """Return the maximum number of tokens in a step, if the weights leave ``left`` bytes."""
+        """Return the maximum number of tokens in a step. ``left``: bytes that remain after the weights are loaded."""
         asked, least = self.config.max_num_batched_tokens, self.config.max_num_seqs
         if asked is not None:
             return asked
@@ -185,9 +185,9 @@ class Budget:
         return Fit(weights, copied, steps, least * per_token, needed, context if fits else 0, fits, is_roomy)
 
     def longest_context(self, shape: Shape, left: int) -> int:
-        """Return the maximum length of a sequence in tokens, if the weights leave ``left`` bytes.
+        """Return the maximum length of a sequence in tokens, rounded up to whole blocks.
 
-        The length is rounded up to whole blocks.
+        ``left`` is the number of bytes that remain after the weights are loaded.
         """
         per_token = self.kv_bytes_per_token(shape) + self.draft_bytes_per_token + self._unpacked_bytes_per_token(shape)
         block, most = self.config.block_size, max(0, left) // per_token
@@ -198,9 +198,10 @@ class Budget:
         return -(-min(self.config.max_model_len or shape.context, most) // block) * block
 
     def _unpacked_bytes_per_token(self, shape: Shape) -> int:
-        """Return the bytes per token of one layer's K and V, dequantized from an 8-bit cache to 16 bits.
+        """Return the bytes per token of one layer's K and V after they are dequantized from 8 to 16 bits.
 
-        A GPU dequantizes a layer's cache while it computes a prompt. The result is 0 for other caches and on a CPU.
+        While a GPU computes a prompt, it dequantizes one layer's 8-bit cache at a time. The result is 0 on a CPU and
+        for other caches.
         """
         unpacks = self.on_gpu and self.element_size == 2 and self.config.kv_cache_dtype == "int8"
         return self._on_a_rank(shape.kv_bytes_per_token(2) // shape.layers, shape) if unpacks else 0
@@ -215,7 +216,8 @@ class Budget:
     def tokens_per_second(self, fit: Fit, shape: Shape, bandwidth: float) -> float:
         """Return the expected decoding speed at batch size 1, averaged over a conversation.
 
-        An average token reads the weights and half of the context. ``bandwidth`` is in bytes per second.
+        The estimate assumes that a token reads all weights and, on average, half of the context. ``bandwidth`` is in
+        bytes per second.
         """
         read = fit.weights.read + self.kv_bytes_per_token(shape) * min(fit.context, ROOMY_TOKENS) // 2
         return 1 / (read / (EFFICIENCY * bandwidth) + self.on_gpu * shape.layers * _GPU_SECONDS_PER_LAYER)

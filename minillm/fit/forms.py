@@ -31,9 +31,9 @@ READING_SPEED = 10.0  # tokens per second
 
 @dataclass(frozen=True)
 class Sized:
-    """A model with the sizes of its tensors, which are read from its files or expected from its shape.
+    """A model and the sizes of its tensors. The sizes are read from its files, or estimated from its shape.
 
-    ``size`` is the size of its files in bytes. ``downloaded``: the files are on this machine.
+    ``size`` is the size of the model's files in bytes. ``downloaded``: the files are on this machine.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Sized:
 
     @property
     def options(self) -> str:
-        """The command-line options for ``quantize`` or ``kept``, after a space; empty if neither is set."""
+        """The command-line option that sets ``quantize`` or ``kept``, such as " --quantize int8". It may be empty."""
         return f" --quantize {self.quantize}" if self.quantize else f" --weights {self.kept}" if self.kept else ""
 
     @property
@@ -111,7 +111,7 @@ def sized(name: str, path: Path, downloaded: bool = False) -> Sized:
 def sized_entry(entry: ModelEntry) -> Sized | None:
     """Return a model of weights.toml with the sizes of its tensors.
 
-    The sizes are read from the model's files if these are on this machine. Otherwise they are expected from the shape
+    The sizes are read from the model's files if these are on this machine. Otherwise they are estimated from the shape
     in weights.toml. Return None if the shape or the size is unknown.
     """
     files = find_downloaded(entry.name)
@@ -133,7 +133,7 @@ def sized_forms(entry: ModelEntry) -> list[Sized]:
 
 
 def quantized(model: Sized) -> list[Sized]:
-    """Return the model once for each quantization that loading can apply (``--quantize``).
+    """Return copies of the model: one for each quantization that ``--quantize`` can apply during loading.
 
     The list is empty if the model has no matrices of 16 or 32 bits.
     """
@@ -142,7 +142,7 @@ def quantized(model: Sized) -> list[Sized]:
 
 
 def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
-    """Return the model with an option ``--weights`` that saves memory on a CPU, as a list with one element.
+    """Return a copy of the model with an option ``--weights`` that saves memory on a CPU, as a list with one element.
 
     The option is "stored" (low-bit weights stay as stored) if this saves memory, otherwise "int8" (all weights in 8
     bits). The list is empty on a GPU, and if neither option saves memory.
@@ -158,11 +158,11 @@ def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = No
     """Return the models that fit, best first.
 
     The order has three groups:
-    - models that reach `READING_SPEED` and have memory for a conversation, sorted by the size of their files. Models
-      with equal files are sorted by their memory. Without a ``bandwidth`` (bytes per second), every model counts as
-      fast enough.
-    - slower models with memory for a conversation, sorted by speed.
-    - models without memory for a conversation, sorted by the length of their context.
+    - models that reach `READING_SPEED` and have memory for a conversation. Models with larger files come first. If the
+      files are equal, the model that takes more memory comes first. Without a ``bandwidth`` (bytes per second), every
+      model counts as fast enough.
+    - slower models with memory for a conversation, the fastest first.
+    - models without memory for a conversation, the longest context first.
     """
     found = [(model, fit) for model in models if (fit := model.fit(budget)).fits]
 

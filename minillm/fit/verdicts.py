@@ -32,7 +32,7 @@ class Verdict:
     """The result for one quantization of a model.
 
     Attributes:
-        where: the device on which it fits. "no": it fits on none. "?": its size is unknown.
+        where: the device on which the quantization fits. "no": it fits on no device. "?": its size is unknown.
         tokens_per_second: expected speed on that device; None if unknown.
         taken: a chat with the model takes this quantization.
     """
@@ -43,9 +43,9 @@ class Verdict:
 
 
 def budget_beforehand(config: EngineConfig, free: int, total: int, on_gpu: bool) -> Budget:
-    """Return the budget of an engine process that has not been started yet.
+    """Return the budget of an engine process before the process is started.
 
-    The memory that torch or CUDA's context will take is subtracted from ``free``. ``free`` and ``total`` are in bytes.
+    ``free`` and ``total`` are in bytes. The memory that torch or CUDA's context will take is subtracted from ``free``.
     """
     element_size = {"auto": 2 if on_gpu else 4, "float32": 4}.get(config.dtype, 2)
     free -= GPU_PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES
@@ -75,10 +75,10 @@ def places_of(
 def order_of_choice(
     forms: Iterable[Sized], budget: Budget, bandwidth: float | None
 ) -> tuple[list[tuple[Sized, Fit]], list[tuple[Sized, Fit]]]:
-    """Return the quantizations that fit, as two lists in different orders.
+    """Return the quantizations that fit, as two lists of (model, fit) pairs in different orders.
 
-    The first list has the order in which a chat tries them. Downloaded quantizations come before all others, and in
-    each of the two groups the best comes first. The second list has the order of `ranked`, which is best first.
+    The first list has the order in which a chat tries them: downloaded quantizations first, then all others, and the
+    best first within both groups. The second list has the order of `ranked`: the best first.
     """
     fitting = ranked(forms, budget, bandwidth)
     return sorted(fitting, key=lambda each: not each[0].downloaded), fitting

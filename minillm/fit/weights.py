@@ -60,9 +60,10 @@ class Weights:
 
     Attributes:
         memory: all weights in memory.
-        read: weights that the computation of a token reads.
+        read: the weights that are read to compute one token.
         loading: additional memory during loading.
-        copied: a copy of the low-bit matrices in the engine's dtype. `Budget.keeps_copy` says whether it is kept.
+        copied: the size of a copy of the low-bit matrices in the engine's dtype. `Budget.keeps_copy` says whether the
+            engine keeps this copy.
     """
 
     memory: int
@@ -103,9 +104,9 @@ def weights_in_memory(
 
 
 def _with_blocks(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors, with the type `FP8_BLOCKS` for FP8 matrices that have a scale per block.
+    """Return the tensors. FP8 matrices that have a scale per block get the type `FP8_BLOCKS`.
 
-    The engine dequantizes these matrices. Other FP8 matrices have a scale per row or one scale.
+    The engine dequantizes the matrices with a scale per block. Other FP8 matrices have a scale per row, or one scale.
     """
     found = list(tensors)
     scales = (t.name for t in found if t.name.endswith(_SCALES) and len(t.shape) == 2 and t.shape[1] > 1)
@@ -119,9 +120,9 @@ def is_plain_matrix(tensor: StoredTensor) -> bool:
 
 
 def _in_float32(tensor: StoredTensor) -> int:
-    """Return the bytes of a matrix in float32 before it is packed.
+    """Return the bytes of a matrix in float32, before it is packed.
 
-    The gate and up matrices are packed as one, so a gate matrix counts twice.
+    The gate and up matrices of a layer are packed together as one matrix. So the bytes of a gate matrix count twice.
     """
     return 4 * tensor.count * (2 if _GATE.search(tensor.name) else 1)
 
@@ -135,7 +136,7 @@ def _is_weight(tensor: StoredTensor) -> bool:
 
 
 def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
-    """Return whether a tensor is a matrix for the 8-bit or 4-bit matmuls of `kernels.cpu.low_bit`."""
+    """Return whether a tensor is a matrix that `kernels.cpu.low_bit` multiplies in 8 or 4 bits."""
     is_low_bit = tensor.kind in FP8 or tensor.is_in_blocks
     return _is_weight(tensor) and (layout.held == "int8" or (layout.held == "int4" and is_low_bit))
 
@@ -143,8 +144,8 @@ def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
 def _while_packed(tensor: StoredTensor) -> float:
     """Return the additional memory in bytes while a matrix is packed for low-bit matmuls.
 
-    This memory holds two copies of the quantized integers and the output of the first matmul. For a layer's 16-bit or
-    32-bit matrix, it also holds the matrix in float32.
+    A matrix is packed at its first matmul. This memory holds two copies of the quantized integers, and the output of
+    that matmul. If the matrix is a layer's matrix stored in 16 or 32 bits, the memory also holds a float32 copy of it.
     """
     levels = 2 * tensor.count * 13 / 12 + 4 * _FIRST_ROWS * tensor.shape[0]
     is_table = tensor.name in (*_EMBEDDINGS, *_HEADS)
@@ -152,10 +153,14 @@ def _while_packed(tensor: StoredTensor) -> float:
 
 
 def _products(tensor: StoredTensor, layout: Layout) -> tuple[float, float]:
-    """Return the bytes of a matrix in its layouts for low-bit matmuls, and the bytes that a token reads of these.
+    """Return two sizes in bytes for a matrix that is packed for low-bit matmuls.
 
-    The matrix is stored in an 8-bit layout, in a 4-bit layout, or in both. The 8-bit layout stores a twelfth of the
-    columns twice. A token reads only the 4-bit layout if there is one.
+    The matrix is packed in an 8-bit layout, in a 4-bit layout, or in both. The 8-bit layout stores a twelfth of the
+    columns twice.
+
+    Returns:
+        - the memory of all its packed layouts;
+        - the bytes read to compute one token, from the 4-bit layout if the matrix has one.
     """
     read, (rows, columns) = tensor.count * 13 / 12, tensor.shape
     in_8 = _in_blocks(rows, columns + -(-columns // 12) + 2, _BLOCK_OF_LEVELS) + _LEVEL_BYTES_OF_A_ROW * rows
@@ -202,7 +207,7 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
 
 
 def _low_bit_count(tensor: StoredTensor, layout: Layout) -> float:
-    """Return a matrix's number of weights if it is low-bit in memory, else 0. FP8 does not count as low-bit.
+    """Return the number of weights of a matrix that is low-bit in memory; 0 for any other tensor. FP8 is not low-bit.
 
     For packed weights (AWQ, GPTQ, compressed-tensors), the number is computed from the bytes.
     """
@@ -234,16 +239,17 @@ def _packed(tensor: StoredTensor) -> int:
 
 
 def _padded_halves(tensor: StoredTensor) -> int:
-    """Return the bytes of a packed matrix. 16-bit matrices are padded to whole FBGEMM blocks."""
+    """Return the bytes of a packed matrix. If it is stored in 16 bits, it is padded to whole FBGEMM blocks."""
     if tensor.kind not in _HALVES:
         return _packed(tensor)
     return 2 * _in_blocks(tensor.shape[0], tensor.shape[1], _BLOCK_OF_HALVES)
 
 
 def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
-    """Return the tensors that a model of this shape and ``size`` in bytes probably has.
+    """Return the tensors that a model with this shape and a ``size`` in bytes probably has.
 
-    The bytes per weight decide the types. A low-bit model gets a single tensor `PACKED` for all its layers.
+    The tensors' types follow from the bytes per weight. A low-bit model gets a single tensor, `PACKED`, for all its
+    layers.
     """
     tables = _tables(shape)
     if size < 1.5 * shape.count:  # low-bit: takes its stored bytes
@@ -268,7 +274,7 @@ def expected_by_bits(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
 
 
 def _tables(shape: Shape) -> tuple[str, ...]:
-    """Return the names of the embedding and, if it is another matrix, of the head."""
+    """Return the names of the embedding and of the output head. If both are one matrix, return only its name."""
     return (_EMBEDDINGS[0],) if shape.tied else (_EMBEDDINGS[0], _HEADS[0])
 
 

@@ -50,10 +50,13 @@ def of_arrays(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any
 
 
 def _containing(rewriter: Rewriting, schema: dict[str, Any], least: int, most: int | None) -> Schema:
-    """Return a schema for ``contains`` and ``minContains``.
+    """Return a schema for ``contains`` and ``minContains``. It accepts all values that are not arrays.
 
-    It requires the matching items among an array's first items, and accepts all values that are not arrays. ``least``
-    and ``most`` are the limits of the array's length; ``most`` is None without a limit.
+    In an array, the items that match ``contains`` must be among the first items. So the returned schema accepts fewer
+    arrays than the original.
+
+    Args:
+        least, most: the limits of the array's length; ``most`` is None without a limit.
     """
     fewest, greatest = count(schema, "minContains", 1), count(schema, "maxContains")
     inner, start = schema["contains"], schema.get("$from", 0)
@@ -113,7 +116,7 @@ def _unique(
 
 
 def _differ(rewriter: Rewriting, first: list[Schema], rest: Schema, size: int | None) -> bool:
-    """Return whether any two items of an array always differ, because their schemas are disjoint. False if unknown.
+    """Return whether the items of an array are always distinct, because their schemas are disjoint. False if unknown.
 
     Args:
         first, rest: see `_unique`.
@@ -147,10 +150,10 @@ def _finite(rewriter: Rewriting, schema: Schema) -> list[Any] | None:
 
 
 def _partition() -> Iterable[tuple[Schema, Schema]]:
-    """Yield pairs of disjoint schemas, to express that two items differ.
+    """Yield pairs of disjoint schemas. They express that two items of an array differ.
 
-    If the first item fits one schema of a pair and the second item the other schema, the items differ. Some items
-    differ but fit no pair. So a schema with all pairs as alternatives accepts fewer arrays than the original.
+    Two items differ if one fits the first schema of a pair, and the other one fits the second schema. Some items differ
+    although they fit no pair. So a schema with all pairs as alternatives accepts fewer arrays than the original.
     """
     for first in "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ":
         yield {"type": "string", "pattern": f"^{first}"}, {"type": "string", "pattern": f"^(?!{first})"}

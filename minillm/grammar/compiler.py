@@ -24,7 +24,7 @@ _CHEAP_SECONDS = 0.05  # slower grammars are compiled only once
 
 @dataclass
 class _Kept:
-    """The kept matchers of one grammar, at the beginning of a text. Requests get copies of these matchers.
+    """The matchers that the compiler keeps for one grammar. They are at the beginning of a text; requests get copies.
 
     Each matcher was compiled separately, because copies of one matcher cannot compute masks in parallel.
     """
@@ -81,7 +81,7 @@ class Compiler:
     def _compile(self, grammar: Grammar) -> Matcher:
         """Compile a grammar in a thread. Raises UsageError as `matcher` does.
 
-        After the time limit the thread keeps running, because nothing can interrupt the library.
+        If compiling exceeds the time limit, the thread keeps running, because nothing can interrupt llguidance.
         """
         found: list[Matcher] = []
         failed: list[Exception] = []

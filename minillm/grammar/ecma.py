@@ -73,7 +73,8 @@ def _continued(algebra: Algebra, node: _Node, rest: Callable[[bool], Language], 
     """Return the language of ``node`` followed by the rest of the expression.
 
     Args:
-        rest: returns the language of the rest. Its argument is whether the rest begins at the start of the text.
+        rest: returns the language of the rest of the expression. Its argument: the rest begins at the start of the
+            text.
         begin: ``node`` begins at the start of the text.
     """
     if not node.asserts:
@@ -114,7 +115,7 @@ def _followed(algebra: Algebra, body: Language, rest: Callable[[bool], Language]
 
 
 def _alone(algebra: Algebra, node: _Node) -> Language:
-    """Return the language of a node that contains no anchors and look-aheads."""
+    """Return the language of a node of a parsed expression. The node contains neither anchors nor look-aheads."""
     if node.kind == "set":
         return algebra.one_of(node.chars)
     parts = [_alone(algebra, part) for part in node.parts]

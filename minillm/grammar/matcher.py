@@ -51,10 +51,10 @@ class Matcher:
         return self.error is None and self.state.is_accepting()
 
     def is_complete(self, end_ids: Collection[int]) -> bool:
-        """Return whether the text is complete and nothing can follow, so that generation can stop without an end token.
+        """Return whether the text is complete and nothing can follow it. Generation can then stop without an end token.
 
-        ``end_ids`` are the request's end tokens. If there are any, the result may be False although nothing can follow:
-        the model then generates an end token, so no mask is computed to find out.
+        ``end_ids`` are the request's end tokens. If the request has end tokens, the result may be False although
+        nothing can follow. This saves computing a mask: the model generates an end token as the next token.
         """
         return self.may_stop and (self.state.is_stopped() or (not end_ids and self.is_exhausted))
 
@@ -66,10 +66,10 @@ class Matcher:
         return not words.any()
 
     def spellings(self) -> list[int]:
-        """Return all tokens that may follow, if the grammar forces the next bytes. Otherwise return an empty list.
+        """Return all tokens that may come next, if the grammar forces the next bytes. Otherwise return an empty list.
 
-        The forced bytes can be split into tokens in several ways, called spellings. A mask then has only the first
-        token of one spelling. The returned list has the first tokens of all spellings.
+        Several sequences of tokens can spell the forced bytes. A mask allows only the first token of one of these
+        spellings. The returned list has the first tokens of all spellings.
         """
         text = self.state.compute_ff_bytes()
         return [each for each in self.vocabulary.along(text) if self.state.validate_tokens([each])] if text else []
@@ -86,7 +86,10 @@ class Matcher:
             self.note_error()
 
     def note_error(self) -> None:
-        """Set `error` to the library's error. If the library has none, report that no token is allowed."""
+        """Set `error` to the error that llguidance reports.
+
+        If it reports none, the error says that no token is allowed.
+        """
         reason = self.state.get_error().split("\n")[0]
         if not reason or reason.startswith("Parser Error: token "):  # the token was not allowed
             self.error = _NOTHING_ALLOWED

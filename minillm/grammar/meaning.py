@@ -153,7 +153,7 @@ class Meaning:
         return self._languages[pattern]
 
     def target(self, schema: dict[str, Any]) -> Schema | None:
-        """Return the schema that a schema's reference (``$ref``) names; None without a reference."""
+        """Return the schema that the keyword ``$ref`` of a schema names. Return None if the schema has no ``$ref``."""
         if not any(key in schema for key in REFERENCES):
             return None
         found: Schema = self.references.target(schema)
@@ -196,7 +196,10 @@ class Meaning:
         return found
 
     def strings(self, schema: dict[str, Any]) -> list[Language]:
-        """Convert a schema's own string keywords to languages. A valid string belongs to all of the languages."""
+        """Return the limits that a schema's own keywords set for strings, such as ``pattern``, as languages.
+
+        A string is valid if it belongs to all of these languages.
+        """
         found = [schema["$language"]] if "$language" in schema else []
         if "pattern" in schema:
             found.append(self.language(schema["pattern"]))
@@ -211,10 +214,7 @@ class Meaning:
         return found
 
     def values_of(self, part: dict[str, Any], name: str) -> list[Schema]:
-        """Return the schemas that ``part`` applies to the value of property ``name``.
-
-        ``part`` is a schema that `parts` yielded, so allOf and references are ignored.
-        """
+        """Return the schemas that ``part`` sets for the value of property ``name``. ``part`` is yielded by `parts`."""
         found = [mapping(part, "properties")[name]] if name in mapping(part, "properties") else []
         patterns = mapping(part, "patternProperties")
         found += [each for key, each in patterns.items() if self.algebra.matches(self.language(key), name)]
@@ -223,7 +223,7 @@ class Meaning:
         return found
 
     def disjoint(self, one: Schema, other: Schema, depth: int = 0) -> bool:
-        """Return whether no value is valid under both schemas. Return False if this is unknown."""
+        """Return whether two schemas are disjoint: no value is valid under both. Return False if this is unknown."""
         if one is False or other is False:
             return True
         if depth > _DEEPEST or one is True or other is True:
@@ -288,7 +288,7 @@ class Meaning:
         return False
 
     def accepts(self, schema: Schema, value: Any) -> bool:
-        """Return whether a value is valid under a schema. Raises Unsupported if this cannot be determined."""
+        """Return whether a value is valid under a schema. Raises Unsupported if the answer cannot be determined."""
         self.visit()
         if isinstance(schema, bool):
             return schema
@@ -377,14 +377,17 @@ def required(schema: dict[str, Any]) -> list[str]:
 
 
 def as_schema(dependency: Any) -> Schema:
-    """Return a value within ``dependencies`` as a schema. A name or a list of names means required properties."""
+    """Return a value of the keyword ``dependencies`` as a schema. Property names in it mean required properties."""
     if isinstance(dependency, str):
         dependency = [dependency]
     return {"type": "object", "required": dependency} if isinstance(dependency, list) else dependency
 
 
 def items_at(schema: dict[str, Any], at: int) -> Schema:
-    """Return a schema's own schema for the item at position ``at`` of an array. Ignore allOf and references."""
+    """Return the schema that ``schema`` sets for the array item at ``at``.
+
+    Ignore allOf and references in ``schema``.
+    """
     first, rest = tuple_of(schema)
     return first[at] if at < len(first) else rest
 
@@ -397,7 +400,7 @@ def tuple_of(schema: dict[str, Any]) -> tuple[list[Schema], Schema]:
 
 
 def _no_number(parts: list[dict[str, Any]]) -> bool:
-    """Return whether no number is within the bounds of all parts."""
+    """Return whether no number lies within the bounds that all schemas ``parts`` set together."""
     found = [bounds(part) for part in parts]
     least = max(((low, strict) for low, strict, _, _ in found if low is not None), default=None)
     most = min(((high, not strict) for _, _, high, strict in found if high is not None), default=None)

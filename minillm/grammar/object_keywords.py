@@ -124,9 +124,9 @@ def _every(rewriter: Rewriting, schemas: list[Schema]) -> Schema:
 
 
 def _counted(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any], more: list[Schema]) -> bool | None:
-    """Add minProperties and maxProperties to ``result`` and ``more``, as `of_objects` does.
+    """Rewrite minProperties and maxProperties. Add them to ``result`` and ``more``, as `of_objects` describes.
 
-    Return False if the schema accepts nothing, because no object is possible.
+    Return False if the schema accepts nothing, because no object is possible. Otherwise return None.
     """
     least, most = count(schema, "minProperties", 0), count(schema, "maxProperties")
     names, properties = required(schema), result.get("properties", {})
@@ -157,13 +157,13 @@ def _subsets(
 ) -> Schema:
     """Return a schema for minProperties and maxProperties. It accepts all values that are not objects.
 
-    Among objects, it has one alternative for each set of optional properties that may be present.
+    For objects, the schema has one alternative for each set of optional properties that may be present.
 
     Args:
         optional: names of the optional properties.
         lacking: minimum number of properties in addition to the required properties.
         spare: maximum number of properties in addition to the required properties; None: no limit.
-        bounds: the original keywords, for alternatives with properties that the schema does not name.
+        bounds: the original minProperties and maxProperties. Alternatives that allow unnamed properties contain them.
         is_open: properties that the schema does not name are allowed.
     """
     ways: list[Schema] = [typed(set(KINDS) - {"object"})]

@@ -28,10 +28,10 @@ _MOST_NUMBERS = 20  # maximum numbers in an enum for which all gaps between the 
 
 
 def opposites(meaning: Meaning, schema: Schema, names: tuple[str, ...] = ()) -> Iterator[Schema | None]:
-    """Yield schemas. A value that any of them accepts is a value that ``schema`` rejects.
+    """Yield schemas that describe the values that ``schema`` rejects. A value that any of them accepts is rejected.
 
-    Together the yielded schemas accept all values that ``schema`` rejects, unless None is yielded. None stands for
-    values that no schema can describe.
+    Together, the yielded schemas accept all values that ``schema`` rejects, unless None is among them. None stands for
+    rejected values that no schema can describe.
 
     Args:
         names: names of properties that may occur. If ``schema`` forbids additional properties, one of the yielded

@@ -50,9 +50,9 @@ class References:
                 self._walk(value, base)
 
     def _name(self, node: Any, base: str, name: str) -> str:
-        """Register ``node`` under the URI ``name``, resolved against ``base``.
+        """Register ``node`` under the URI that ``name`` gives when it is resolved against the URI ``base``.
 
-        Return the base URI of the subschemas of ``node``.
+        Return the URI against which the names inside ``node`` are resolved.
         """
         document, _, fragment = _joined(base, name).partition("#")
         if fragment:

@@ -233,7 +233,7 @@ class Algebra:
         return f"^(?:{written})$"
 
     def _plain(self, of: Language) -> Language:
-        """Return the same language as a tree without intersections and complements."""
+        """Return the same language as an expression tree without intersections and complements."""
         if of.kind in ("and", "not"):
             return self._eliminated(of)
         parts = tuple(self._plain(part) for part in of.parts)
@@ -296,7 +296,7 @@ class Algebra:
 
 
 def _alphabet(of: Language) -> list[Chars]:
-    """Partition all characters into sets, so that ``of`` never distinguishes two characters of the same set."""
+    """Partition all characters into sets. ``of`` treats all characters of one set alike."""
     cuts, seen, waiting = {0, LAST + 1}, {of}, [of]
     ranges: set[Chars] = set()
     while waiting:

@@ -57,9 +57,9 @@ def supported(root: Schema) -> Schema:
 
 
 def _tidy(schema: Any) -> Any:
-    """Return a copy of a schema that lists required properties in ``required`` of their object.
+    """Return a copy of a schema in which each object lists its required properties in ``required``.
 
-    In draft 3 of the standard, ``required: true`` is a keyword of the property itself.
+    In draft 3 of the JSON Schema standard, each required property has the keyword ``required: true`` instead.
     """
     if isinstance(schema, list):
         return [_tidy(each) for each in schema]
@@ -93,7 +93,7 @@ class Rewriter:
         return result
 
     def rewritten(self, schema: Schema) -> Schema:
-        """Rewrite ``schema``, which is a part of the original or was created by a rewrite. Raises Unsupported."""
+        """Rewrite ``schema``: a part of the original schema, or a schema that a rewrite created. Raises Unsupported."""
         self._size += 1
         if self._size > _MOST_SIZE:
             raise Unsupported("becomes too large; make it simpler")
@@ -115,11 +115,13 @@ class Rewriter:
         return parts[0] if len(parts) == 1 else {"allOf": parts}
 
     def _own(self, schema: dict[str, Any]) -> tuple[Schema, list[Schema]]:
-        """Rewrite the keywords of a schema in their order, which determines the order of generated properties.
+        """Rewrite the keywords of a schema in their order.
+
+        This order determines the order in which an object's properties are generated.
 
         Returns:
-            The rewritten schema; False if ``schema`` accepts nothing.
-            Further rewritten schemas that a value must satisfy as well.
+            - the rewritten schema; False if ``schema`` accepts nothing;
+            - further rewritten schemas that a value must satisfy as well.
         """
         result: dict[str, Any] = {}
         more: list[Schema] = []
@@ -181,7 +183,7 @@ class Rewriter:
         return False if self._definitions[name] is False else {"$ref": f"#/$defs/{name}"}
 
     def ways(self, ways: Iterable[Schema]) -> Schema:
-        """Return a schema that accepts a value if any of the rewritten schemas ``ways`` accepts the value."""
+        """Return the union of the rewritten schemas ``ways``: it accepts a value if at least one of them does."""
         found = [way for way in ways if way is not False]
         if any(way is True or way == {} for way in found):
             return True
@@ -225,7 +227,9 @@ class Rewriter:
         return [*found, *(name for each in inner for name in self._names_in(each))]
 
     def _no(self, schema: dict[str, Any]) -> Schema:
-        """Rewrite ``not`` as a union of schemas that accept the values that the inner schema rejects.
+        """Rewrite ``{"not": inner}`` as a union of schemas.
+
+        Each of them accepts some of the values that ``inner`` rejects.
 
         The schemas come from `opposites`.
         """

@@ -18,7 +18,7 @@ _FARTHEST = (1 << 63) - 1024  # the largest integer of llguidance
 
 
 class Rewriting(Protocol):
-    """The part of `minillm.grammar.rewriting.Rewriter` that the functions for groups of keywords use."""
+    """The methods of `minillm.grammar.rewriting.Rewriter` that the rewriting functions for groups of keywords call."""
 
     meaning: Meaning
     algebra: Algebra
@@ -27,7 +27,7 @@ class Rewriting(Protocol):
         """Return a schema, rewritten for llguidance."""
 
     def ways(self, ways: Iterable[Schema]) -> Schema:
-        """Return a schema that accepts a value if any of the rewritten schemas ``ways`` accepts the value."""
+        """Return the union of the rewritten schemas ``ways``: it accepts a value if at least one of them does."""
 
 
 def written(rewriter: Rewriting, pattern: str) -> str:
@@ -79,10 +79,10 @@ def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
 
 
 def _inner(bound: float, *, up: bool) -> float:
-    """Return the bound nearest to ``bound`` that llguidance represents exactly, allowing no number beyond ``bound``.
+    """Round a bound inwards to a number that llguidance represents exactly, so that the range never grows.
 
-    ``up``: ``bound`` is a minimum, so the result may be larger. Otherwise it is a maximum, and the result may be
-    smaller.
+    ``up``: ``bound`` is a minimum, so the result is ``bound`` or larger. Otherwise ``bound`` is a maximum, and the
+    result is ``bound`` or smaller.
     """
     if abs(bound) <= EXACT:
         return bound

@@ -49,7 +49,7 @@ def check_compiles(kind: str, source: str) -> str | None:
 
 
 def readable(fault: str) -> str:
-    """Convert an error of the library to the end of a sentence, for a one-line message."""
+    """Convert an error message of llguidance to the end of a one-line message, such as "is invalid: …"."""
     if fault.startswith("panic"):
         return "makes the library fail; make it simpler"
     if "invalid regex" in fault and "\nerror: " in fault:

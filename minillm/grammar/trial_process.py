@@ -15,7 +15,7 @@ _END = 256  # the id after the bytes
 
 
 class Bytes:
-    """A vocabulary with one token for each byte. It has the interface that the library expects of a tokenizer."""
+    """A vocabulary with one token for each byte. It has the interface that llguidance expects of a tokenizer."""
 
     eos_token_id, bos_token_id = _END, None
     tokens = (*(bytes([byte]) for byte in range(256)), b"")

@@ -61,7 +61,7 @@ class Vocabulary:
         """Compute masks of the allowed next tokens, for several sequences at a time.
 
         Args:
-            states: the library's matcher of each sequence.
+            states: the llguidance matcher of each sequence.
             words: ``[states, num_words]``, contiguous; receives the masks. Bit ``i % 32`` of word ``i // 32`` is set if
                 token ``i`` is allowed. If no text can follow or the state has an error, no bit is set.
 
@@ -80,14 +80,16 @@ class Vocabulary:
         return may_end
 
     def along(self, text: bytes) -> list[int]:
-        """Return the ids of tokens that are a prefix of ``text``, and of tokens that have ``text`` as a prefix."""
+        """Return the ids of all tokens that begin ``text``, and of all tokens that begin with ``text``."""
         tokens = enumerate(self._tokens[: self.size])
         return [each for each, data in tokens if data and (text.startswith(data) or data.startswith(text))]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that continues another text. Stop at the first byte that cannot be encoded.
+        """Encode ``text``, which continues another text. Stop at the first byte that cannot be encoded.
 
-        The library calls this method to choose the tokens for bytes that the grammar forces.
+        Return token ids.
+
+        llguidance calls this method to choose tokens when the grammar forces the next bytes.
         """
         wanted = text.encode("utf-8", "surrogateescape")
         try:
@@ -104,7 +106,7 @@ class Vocabulary:
         return self._longest_first(wanted)
 
     def _longest_first(self, data: bytes) -> list[int]:
-        """Encode ``data`` by taking the longest possible token each time.
+        """Encode ``data``, taking the longest possible token each time. Return token ids.
 
         Stop at the first position where no token fits.
         """
@@ -120,9 +122,11 @@ class Vocabulary:
 
 
 def _slices() -> list[str]:
-    """Return groups of tokens that the library can allow at once (see `_RUNS`). Each group contains the one before it.
+    """Return groups of tokens for llguidance, which can allow a whole group at once.
 
-    A group is given as a regular expression that matches the texts of its tokens.
+    Each group contains the previous one.
+
+    Each group is a regular expression that matches the texts of its tokens. See `_RUNS`.
     """
     space, *_, character = library().LLTokenizer.json_slices()
     character = character.removesuffix("+")
@@ -130,7 +134,7 @@ def _slices() -> list[str]:
 
 
 class _Tokens:
-    """Adapts the vocabulary to the interface that the library expects of a tokenizer."""
+    """Adapts a `Vocabulary` to the interface that llguidance expects of a tokenizer."""
 
     bos_token_id = None
 

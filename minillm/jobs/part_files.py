@@ -106,7 +106,7 @@ class PartFiles:
             data = data[os.write(self._stream, data) :]
 
     def merge(self, indices: Collection[int]) -> int:
-        """Write the output in the order of ``indices``, atomically, and delete the part files.
+        """Write all answers to the output file in the order of ``indices``, atomically, and delete the part files.
 
         Return how many requests failed. Raises UsageError if answers are missing.
         """
@@ -132,7 +132,10 @@ class PartFiles:
         return sorted(path for path in beside if path.name.startswith(prefix) and path.name[len(prefix) :].isdecimal())
 
     def _lines(self) -> dict[int, bytes]:
-        """Return all complete lines by index. If a request failed and succeeded later, the later line counts."""
+        """Return the encoded answer of each request, by index. An incomplete last line is ignored.
+
+        If a request failed and succeeded later, the later answer counts.
+        """
         found: dict[int, bytes] = {}
         for path in self._parts():
             whole = _read(path).split(b"\n")[:-1]

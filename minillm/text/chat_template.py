@@ -115,7 +115,7 @@ def _up_to_end(text: str, content: str) -> str:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Check messages in OpenAI's format, and return them in one normal form.
+    """Check messages in OpenAI's format, and return them in a normalized form.
 
     A returned message has ``role``, ``content`` as text, and optionally ``name``. An assistant message may also have
     ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``. A tool message may also have

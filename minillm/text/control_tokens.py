@@ -35,7 +35,7 @@ def is_control(token: AddedToken) -> bool:
 
 
 def admissible(text: str) -> str:
-    """Remove minillm's reserved characters, `BREAK` and so on, from ``text``.
+    """Remove minillm's reserved characters (`BREAK`, `END_OF_MESSAGE`, `CONTINUES`) from ``text``.
 
     Lone surrogates, which UTF-8 cannot encode, become U+FFFD.
     """
@@ -45,7 +45,10 @@ def admissible(text: str) -> str:
 
 
 class Spellings:
-    """Finds and breaks the spellings of a set of control tokens in texts."""
+    """Finds the spellings of a set of control tokens in texts, and breaks them by inserting `BREAK`.
+
+    A spelling is a control token typed as text, such as ``<|im_end|>``. Broken, it is encoded as ordinary text.
+    """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = sorted(set(texts), key=len, reverse=True)
@@ -55,14 +58,14 @@ class Spellings:
         self._longest = len(self.texts[0]) if self.texts else 0
 
     def count(self, text: str) -> int:
-        """Count the spellings in ``text`` that are not broken."""
+        """Count the control tokens that are spelled out in ``text`` without a `BREAK` inside."""
         return sum(1 for _ in self._pattern.finditer(text))
 
     def broken(self, text: str) -> str:
-        """Return ``text`` with a `BREAK` between the characters of every spelling.
+        """Return ``text`` with a `BREAK` between the characters of every control token that is spelled out.
 
-        If ``text`` begins or ends with a part of a spelling, adjacent text could complete the spelling. So a `BREAK` is
-        added at that end of ``text`` as well.
+        The end of one text and the beginning of another may spell a control token together. So if ``text`` begins or
+        ends with a part of a spelling, a `BREAK` is added at that end of ``text``.
         """
         text = self._pattern.sub(lambda match: BREAK.join(match[0]), text)
         if any(text[-i:] in self._starts for i in range(1, min(len(text) + 1, self._longest))):
@@ -73,7 +76,7 @@ class Spellings:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer. Breaks their spellings in untrusted texts.
+    """The control tokens of a tokenizer. In untrusted texts, breaks their spellings, so that no text can contain them.
 
     Attributes:
         ids: the ids of the control tokens.
@@ -106,13 +109,16 @@ class ControlTokens:
         return self._spellings.count(text)
 
     def broken(self, text: str) -> str:
-        """Return an untrusted text with every spelling broken, and without minillm's reserved characters."""
+        """Return an untrusted text in which every control token that is spelled out is broken by `BREAK`.
+
+        minillm's reserved characters, such as `BREAK`, are first removed from the text.
+        """
         return self._spellings.broken(admissible(text))
 
     def broken_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message of a conversation with every spelling in its texts broken.
+        """Return a message of a conversation. Control tokens that its texts spell out are broken by `BREAK`.
 
-        In the assistant's own texts, ``<think>`` and ``</think>`` are not broken, because templates look for them.
+        In the assistant's own texts, ``<think>`` and ``</think>`` are not broken, because chat templates look for them.
         """
         own = ("content", "reasoning_content") if message["role"] == "assistant" else ()
         broken: dict[str, Any] = {}

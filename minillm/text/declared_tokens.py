@@ -25,7 +25,7 @@ _MOST_ADDED = 1 << 28  # maximum estimate, in bytes, of the memory for the prefi
 def read_config(directory: Path) -> dict[str, Any]:
     """Read tokenizer_config.json. Raises WeightsError if a file is damaged.
 
-    If it has no ``added_tokens_decoder``, the keys of special_tokens_map.json override its keys.
+    If tokenizer_config.json has no ``added_tokens_decoder``, keys of special_tokens_map.json override its other keys.
     """
     config, named = (_read(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     return config if _TABLE in config else {**config, **named}
@@ -66,7 +66,7 @@ def add_declared(backend: tokenizers.Tokenizer, directory: Path, config: Mapping
 
 
 def check_added(texts: Iterable[str]) -> None:
-    """Raise WeightsError if added tokens with these texts would take more memory than those of any known model."""
+    """Raise WeightsError if added tokens with these texts take more memory than those of any known model."""
     lengths = list(map(len, texts))
     if sum(length * (length + 64) for length in lengths) > _MOST_ADDED:
         raise WeightsError(f"{len(lengths)} added tokens of up to {max(lengths)} characters, which no model has")
@@ -81,7 +81,10 @@ def _extra(config: Mapping[str, Any]) -> Any:
 
 
 def _of_file(path: Path, special: set[str]) -> dict[int, AddedToken]:
-    """Read the tokens of an added_tokens.json. The file has no flags: tokens with texts in ``special`` are special."""
+    """Read the tokens of an added_tokens.json. Tokens with a text in ``special`` become special tokens.
+
+    The file itself has no flags that say which tokens are special.
+    """
     return {_id(number): _token(text, path.name, special=text in special) for text, number in _read(path).items()}
 
 

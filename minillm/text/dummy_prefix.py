@@ -15,14 +15,14 @@ Step = Mapping[str, Any]  # a normalizer or a pre-tokenizer, as in tokenizer.jso
 
 
 def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
-    """Return a step that adds no prefix to a marked text, and whether ``step`` adds a prefix to other texts.
+    """Return a step that adds no prefix to a marked text, and whether ``step`` adds a prefix to any other text.
 
-    The returned step is ``step`` if it adds no prefix. Otherwise it is a sequence of ``step`` and the removal of the
-    prefix and the mark.
+    A marked text begins with the reserved character `CONTINUES`. If ``step`` adds no prefix, it is returned unchanged.
+    Otherwise the returned step runs ``step``, and then removes the prefix and the mark.
 
     Args:
-        step: a normalizer or pre-tokenizer; None: there is none.
-        members: the key of a sequence's steps, ``normalizers`` or ``pretokenizers``.
+        step: a normalizer or pre-tokenizer, as in tokenizer.json; None: there is none.
+        members: the key under which a Sequence has its steps, ``normalizers`` or ``pretokenizers``.
     """
     kind = None if step is None else step["type"]
     if step is None or kind not in ("Sequence", "Prepend", "Metaspace", "ByteLevel"):
@@ -37,7 +37,7 @@ def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
 def _removable(step: Step) -> list[Step]:
     """Return the steps that replace ``step`` if it adds a prefix. Otherwise return an empty list.
 
-    The returned steps add the prefix as well, but remove it again from a text that begins with the mark.
+    The returned steps also add the prefix. From a text that begins with the mark `CONTINUES`, they remove it again.
     """
     kind = step["type"]
     if kind == "Prepend":

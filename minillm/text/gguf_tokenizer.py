@@ -61,7 +61,10 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Tokens) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer, and whether BOS is added before a text unless the metadata says otherwise."""
+    """Return a byte-level BPE tokenizer, and whether it adds BOS before a text by default.
+
+    The metadata may override this default.
+    """
     name = metadata.get("tokenizer.ggml.pre")
     name = "default" if name in (None, "") else name
     if not isinstance(name, str) or name not in SPLITS:

@@ -49,7 +49,7 @@ class Tokens:
 
     Attributes:
         texts: the text of each token, by id.
-        kinds: the kind of each token, by id: NORMAL, UNKNOWN, CONTROL, ….
+        kinds: the GGUF token type of each token, by id: NORMAL, UNKNOWN, CONTROL, ….
         ids: the id of each token, by text.
         special: the ids of special tokens by name (``bos``, ``eos``, ``unknown``, …).
     """
@@ -61,7 +61,8 @@ class Tokens:
 
 
 def read_tokens(values: Values) -> Tokens:
-    """Read the tokens of GGUF metadata, and correct their kinds by their texts.
+    """Read the tokens of GGUF metadata. Correct the token types of known texts, such as end tokens marked as ordinary
+    text.
 
     Raises WeightsError if the metadata is damaged.
     """
@@ -130,9 +131,10 @@ def _ends_by_text(special: Mapping[str, int]) -> frozenset[str]:
 
 
 def _not_ends(texts: Mapping[str, int]) -> dict[str, int]:
-    """Return the tokens that end answers in other vocabularies but not in this one.
+    """Return tokens of this vocabulary that do not end an answer, although they do in other vocabularies.
 
-    ``texts`` are the texts of this vocabulary. The result maps each such token's text to its kind in this vocabulary.
+    ``texts`` maps the text of each token in this vocabulary to its id. The result maps the text of each returned token
+    to the token type that it has in this vocabulary.
     """
     found = {}
     calls = bool({"<|call|>", "<|calls|>"} & texts.keys())

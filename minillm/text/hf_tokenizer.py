@@ -95,9 +95,9 @@ def encoder_of(document: Mapping[str, Any]) -> Sandbox:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object. Raises ValueError for a repeated key.
+    """Build a JSON object from its pairs. Raises ValueError for a repeated key.
 
-    With a repeated key, the value that minillm checks could differ from the value that the library uses.
+    With a repeated key, minillm could check one value, and the tokenizers library could use another.
     """
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -125,7 +125,7 @@ def is_known(document: Mapping[str, Any]) -> bool:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """Return the maximum factor by which a step lengthens a text, in bytes; infinity if unknown."""
+    """Return the maximum factor by which a step of a tokenizer lengthens a text in bytes; infinity if unknown."""
     kind: Any = step["type"]
     pattern: Any = step.get("pattern")
     if kind == "Split" and pattern.get("Regex") in _PATTERNS:

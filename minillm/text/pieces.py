@@ -18,11 +18,15 @@ _MOST_CHARACTERS = 1 << 21  # maximum characters of all kept pieces: their ids t
 
 
 class Pieces:
-    """Encodes chats piece by piece. It is thread-safe.
+    """Encodes a chat as separate pieces: the texts between added tokens. It keeps the ids of each piece for later
+    chats.
+
+    It is thread-safe.
 
     Args:
-        added: the ids of the added tokens by text, if the library searches for them before it normalizes a text.
-        encode: encodes one piece with the library.
+        added: added tokens, as text -> id. It has only the tokens that the tokenizers library searches for before it
+            normalizes a text.
+        encode: returns the ids of one piece; it calls the tokenizers library.
     """
 
     def __init__(self, added: Mapping[str, int], encode: Callable[[str], list[int]]) -> None:
@@ -42,7 +46,7 @@ class Pieces:
         Args:
             added: all added tokens by id.
             steps: normalizer and pre-tokenizer, as in tokenizer.json.
-            encode: encodes one piece with the library.
+            encode: returns the ids of one piece; it calls the tokenizers library.
         """
         first = {token.content: number for number, token in added.items() if not token.normalized and token.content}
         strips = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
@@ -50,10 +54,10 @@ class Pieces:
         return None if strips or depends or not first else cls(first, encode)
 
     def ids(self, text: str, owner: str | None = None) -> list[int]:
-        """Return the ids of a text, which are the same as the library's.
+        """Return the ids of a text. They are the ids that the tokenizers library returns for the whole text.
 
-        Only requests of the same ``owner`` share pieces. Otherwise an owner could detect, by timing, that another owner
-        has used a text.
+        The ids of each piece are kept, for requests of the same ``owner`` only. Otherwise an owner could detect, by
+        timing, that another owner has used a text.
         """
         found: list[int] = []
         for number, part in enumerate(self._pattern.split(text)):

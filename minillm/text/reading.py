@@ -136,7 +136,7 @@ class Values:
         return tuple(map(float, found))
 
     def part(self, key: str) -> Values:
-        """Return the object under ``key`` as `Values`; empty if ``key`` is absent."""
+        """Return the object at key ``key`` as `Values`. If the key is absent, it is an empty object."""
         value = self.values.get(key)
         if value is None:
             return Values(self.where, {})

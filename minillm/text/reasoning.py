@@ -21,9 +21,9 @@ def is_opened(decode: Callable[[list[int]], str], prompt: list[int]) -> bool:
 
 
 def _cut(text: str, tag: str) -> tuple[str, bool, str]:
-    """Split ``text`` at the first ``tag``. Return the text before the tag, whether it was found, and the rest.
+    """Split ``text`` at the first ``tag``. Return the text before it, whether it was found, and the remaining text.
 
-    If the tag was not found, the rest is the part at the end of ``text`` that may be the beginning of a tag.
+    If the tag was not found, the remaining text is the end of ``text`` that may be the beginning of a tag.
     """
     before, found, after = text.partition(tag)
     if found:
@@ -61,7 +61,7 @@ class ReasoningSplitter:
 
 
 class LeadingReasoning:
-    """Splits streamed text that may begin with reasoning. In the answer after it, tags are ordinary text.
+    """Splits streamed text that may begin with reasoning. In the answer after the reasoning, tags are ordinary text.
 
     White space around the reasoning is dropped.
 

@@ -28,9 +28,11 @@ class ReasoningTags:
     """The tags around a model's reasoning, as tokens.
 
     Attributes:
-        opening: the id of the opening tag; None if the tag is not one token.
-        closing, closed: the token ids of the texts `CLOSING` and `CLOSED`.
-        spelled: the bytes of both tags by id, if each tag is one token. The tokenizer has no bytes for special tokens.
+        opening: the id of the opening tag, such as ``<think>``; None if the tag is not one token.
+        closing: the ids of the text that is forced when the reasoning limit is reached: a sentence and the closing tag.
+        closed: the ids of the text that is forced if the limit is 0: the closing tag.
+        spelled: the bytes of both tags by token id; empty unless each tag is one token. The tokenizer's own table has
+            no bytes for special tokens.
     """
 
     tokenizer: Tokenizer
@@ -121,7 +123,7 @@ class Thought:
         return other
 
     def depth(self, token_ids: list[int]) -> int | None:
-        """Return the number of reasoning tokens so far if the next token may continue the reasoning, else None."""
+        """Return the number of reasoning tokens so far, or None unless the next token may continue the reasoning."""
         return self.count if self._follow(token_ids) is _Stage.INSIDE else None
 
     def is_inside(self, token_ids: list[int]) -> bool:
@@ -131,13 +133,15 @@ class Thought:
     def may_open(self, token_ids: list[int]) -> int | None:
         """Return the id of the opening tag if the next token may be this tag although the grammar forbids it.
 
-        Otherwise return None. It is also None if there is no grammar.
+        Return None if the answer has no grammar, or if the next token may not open the reasoning.
         """
         starts = self._follow(token_ids) is _Stage.START
         return self.tags.opening if starts and self._has_grammar else None
 
     def covers(self, token_ids: list[int], token_id: int) -> bool:
-        """Return whether the next token, if it is ``token_id``, belongs to the reasoning or is one of its tags."""
+        """Return whether ``token_id``, as the next token, would belong to the reasoning or to one of the tags around
+        it.
+        """
         return self.is_inside(token_ids) or token_id == self.may_open(token_ids)
 
     def forced(self, token_ids: list[int]) -> int | None:
@@ -145,7 +149,7 @@ class Thought:
         return self._forced_ids[self._num_forced] if self._follow(token_ids) is _Stage.CLOSING else None
 
     def num_free(self, token_ids: list[int]) -> int:
-        """Return how many of the next tokens are certainly not forced, whichever tokens are generated."""
+        """Return the minimum number of next tokens that are not forced, whichever tokens are generated."""
         stage = self._follow(token_ids)
         if stage is _Stage.OVER:
             return NO_LIMIT
@@ -159,7 +163,9 @@ class Thought:
         self._stage = _Stage.INSIDE if self.limit else _Stage.CLOSING
 
     def _follow(self, token_ids: list[int]) -> _Stage:
-        """Account for the tokens that were added since the last call. Return the stage of the next token."""
+        """Process the tokens that were added since the last call. Return the stage in which the next token is
+        generated.
+        """
         while self._seen < len(token_ids) and self._stage is not _Stage.OVER:
             self._push(token_ids[self._seen])
             self._seen += 1
@@ -191,9 +197,10 @@ class Thought:
 
 
 def reasoning(tags: ReasoningTags, output: list[int], *, is_open: bool) -> Thought:
-    """Return the position after ``output``, which are all generated tokens of a sequence.
+    """Return how much of ``output`` is reasoning, as a `Thought`. ``output`` has all generated tokens of a sequence.
 
-    The caller reads the attributes ``first`` and ``count``. No limit applies, so forced tokens are counted as well.
+    The caller reads the attributes ``first`` and ``count``. No limit applies, so the text that the limit forced counts
+    as reasoning.
     """
     thought = Thought(tags, NO_LIMIT, is_open=is_open, first=0)
     thought._follow(output)

@@ -99,7 +99,8 @@ class Sandbox:
 def quiet() -> Iterator[None]:
     """Hide the message that a library prints to stderr when it panics.
 
-    If the ``with`` block raises no exception, print the output of the block afterwards.
+    Everything that the ``with`` block writes to stderr is kept. It is printed afterwards only if the block raises no
+    exception.
     """
     with _QUIET, tempfile.TemporaryFile() as written:
         try:

@@ -81,9 +81,11 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode(request: dict[str, Any]) -> dict[str, Any]:
-    """Load the request's ``tokenizer``, which is the content of a tokenizer.json, or encode the request's ``text``.
+    """Load the request's ``tokenizer``, the content of a tokenizer.json.
 
-    Return the ids of a text under the key ``ids``. ``special`` says whether to add special tokens.
+    Without this key, encode the request's ``text``.
+
+    The ids of a text are returned under the key ``ids``. ``special`` says whether to add special tokens.
     """
     if "tokenizer" in request:
         import tokenizers  # not at the top: templates do not need it

@@ -36,16 +36,19 @@ class OutputText:
         return self._take(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
-        """Return the rest of the text, including text that was held back. Call it after the last token."""
+        """Return the remaining text, including text that was held back. Call this after the last token."""
         return self._take(self._detokenizer.finish()) + self.cut_off()
 
     def cut_off(self) -> str:
-        """Return the held text, without an incomplete character. Call this for an aborted completion."""
+        """Return the text that was held back because a stop string might follow. An incomplete character is dropped.
+
+        Call this for an aborted completion.
+        """
         return self._release(len(self._held))
 
     @property
     def text(self) -> str:
-        """The shown text, without stop strings."""
+        """The text shown so far, without stop strings."""
         return "".join(self._shown)
 
     def copy(self) -> Self:
@@ -55,7 +58,7 @@ class OutputText:
         return other
 
     def _take(self, text: str) -> str:
-        """Add decoded text. Return the text that can be shown now, because no later match can include it."""
+        """Add decoded text. Return the text that can be shown now: the part that cannot belong to a later match."""
         if self.matched is not None:
             return ""
         self._held += text
@@ -74,7 +77,7 @@ class OutputText:
         return shown
 
     def _release(self, count: int) -> str:
-        """Show the first ``count`` characters of the held text."""
+        """Move the first ``count`` characters from the held text to the shown text, and return them."""
         shown, self._held = self._held[:count], self._held[count:]
         self._immune = max(0, self._immune - count)
         if shown:
@@ -82,16 +85,18 @@ class OutputText:
         return shown
 
     def _find(self, stop: str) -> tuple[int, int, str] | None:
-        """Find the first match of ``stop`` in the held text. It must end after the text of the ``min_tokens`` tokens.
+        """Find the first match of ``stop`` in the held text. Ignore matches that end within the first ``min_tokens``
+        tokens.
 
-        Return a sort key of the match, (end, -length, ``stop``), or None. The smallest key is the match that counts.
+        Return (end, -length, ``stop``) of the match, or None. The caller sorts the matches of all stop strings by this
+        key: the smallest key is the match that ends the completion.
         """
         at = self._held.find(stop, max(0, self._immune + 1 - len(stop)))
         return None if at < 0 else (at + len(stop), -len(stop), stop)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
+    """Return the length of the longest proper prefix of ``stop`` that is also a suffix of ``text``."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 

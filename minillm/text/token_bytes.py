@@ -18,7 +18,7 @@ from minillm.text.safe import clean_line
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """The rules of a tokenizer's decoder that convert one vocabulary entry to bytes.
+    """The rules by which a tokenizer's decoder converts a vocabulary entry to bytes.
 
     Attributes:
         byte_level: each character of an entry stands for one byte, as in GPT-2.
@@ -36,7 +36,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes:
-        """Read the decoder of ``backend``. Raises WeightsError if this kind of decoder is not supported."""
+        """Return the rules of ``backend``'s decoder. Raises WeightsError if this kind of decoder is not supported."""
         decoder: Any = backend.decoder
         state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
         parts = state["decoders"] if state["type"] == "Sequence" else [state]

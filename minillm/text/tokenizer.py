@@ -110,9 +110,10 @@ class Tokenizer:
         self.has_thinking_switch = self._template is not None and self._template.has_thinking_switch
 
     def _obey_marks(self, steps: Mapping[str, Any] | None) -> Sandbox | None:
-        """Make the tokenizer remove `BREAK` from texts, and add no prefix to a text that begins with `CONTINUES`.
+        """Make the tokenizer respect two reserved characters in texts.
 
-        Return the sandbox in which the tokenizer runs, or None if it runs in this process.
+        It removes every `BREAK`. It adds no prefix to a text that begins with `CONTINUES`, and removes this character.
+        ``steps``: see the class. Return the sandbox in which the tokenizer runs, or None if it runs in this process.
         """
         backend, own = self._backend, steps
         if own is None:
@@ -161,7 +162,10 @@ class Tokenizer:
 
     @property
     def encodes_here(self) -> bool:
-        """Return whether texts are encoded in this process instead of a sandbox, and in time linear in their length."""
+        """Return whether texts are encoded in this process, not in a sandbox.
+
+        In this process, encoding takes time linear in the length of the text.
+        """
         return self._sandbox is None
 
     def encode(
@@ -194,8 +198,9 @@ class Tokenizer:
     def check_length(self, text: str, max_tokens: int | None) -> None:
         """Raise ContextLengthError if ``text`` certainly has more than ``max_tokens`` tokens.
 
-        That is certain if ``text`` has more characters than ``max_tokens`` of the longest token. Also raise the error
-        if ``text`` is longer than a general maximum. If ``max_tokens`` is None, only the general maximum applies.
+        A lower bound for the number of tokens is the number of characters, divided by the length of the longest token.
+        Also raise the error if ``text`` is longer than a general maximum. If ``max_tokens`` is None, only the general
+        maximum applies.
         """
         # Tokenizing takes seconds per million characters, and a hundred times the text's memory.
         most = _MAX_CHARACTERS if max_tokens is None else min(max_tokens * self._longest, _MAX_CHARACTERS)
@@ -206,7 +211,7 @@ class Tokenizer:
             )
 
     def _whole_ids(self, text: str, special: bool = False) -> list[int]:
-        """Encode ``text`` with the library. ``special``: include the tokens that it adds around every text.
+        """Encode ``text`` with the tokenizers library. ``special``: include the tokens that it adds around every text.
 
         Raises WeightsError if the tokenizer fails, or takes too long or too much memory.
         """
@@ -232,9 +237,9 @@ class Tokenizer:
         return ids
 
     def _plain_ids(self, broken: str, continues: bool) -> list[int]:
-        """Encode ``broken``, a text in which the spellings of control tokens are broken.
+        """Encode ``broken``, a text in which `ControlTokens` has broken the spellings of control tokens.
 
-        Raises UsageError if the ids contain a control token nevertheless.
+        Raises UsageError if the ids still contain a control token.
         """
         ids = self._ids(broken, continues)
         if self.control_ids.intersection(ids):
@@ -244,9 +249,9 @@ class Tokenizer:
         return ids
 
     def _ids_apart(self, text: str, continues: bool = False) -> list[int]:
-        """Encode a text piece by piece, split at each `BREAK`.
+        """Encode a text piece by piece, split at each `BREAK`. Return the ids of all pieces.
 
-        This is needed if the model's ordinary vocabulary can merge the pieces into a control token again.
+        If the pieces are encoded together, some vocabularies merge them into a control token again. This prevents it.
         """
         ids: list[int] = []
         for piece in text.split(BREAK):
@@ -269,7 +274,7 @@ class Tokenizer:
 
         Args:
             chat_template: a Jinja template to use instead of the model's own.
-            owner: the ids of texts between control tokens are kept, for later conversations of the same owner.
+            owner: a name. The ids of texts between control tokens are kept for later conversations of the same owner.
 
         `ChatTemplate.render` describes the other arguments.
 
@@ -314,7 +319,7 @@ class Tokenizer:
         return StreamingDetokenizer(self._table, prompt_ids, strips=self._decoding.strips)
 
     def difference(self, other: Tokenizer) -> str | None:
-        """Describe the first id that has different texts in this and the ``other`` tokenizer. Return None without one.
+        """Describe the first id that stands for another text in the ``other`` tokenizer. Return None without one.
 
         The description is for a message to the user.
         """
@@ -328,7 +333,7 @@ class Tokenizer:
         return self._table[token_id] if token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token for a display. It is not cleaned for a terminal.
+        """Return the text of one token for a display. The text may contain terminal control characters.
 
         A special token is shown by its name, such as ``</s>``, and a byte that is not valid UTF-8 as ``<0xE2>``.
         """
@@ -358,7 +363,7 @@ def _state(step: Any) -> dict[str, Any] | None:
 
 
 def _with_state(step: Any, state: Any) -> Any:
-    """Load ``state``, the JSON object of a step, into ``step``, an empty Sequence of the library. Return ``step``."""
+    """Load ``state``, a step as a JSON object, into ``step``, an empty Sequence of the library. Return ``step``."""
     step.__setstate__(json.dumps(state).encode())
     return step
 

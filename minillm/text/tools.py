@@ -172,7 +172,10 @@ def knows_tools(template: str) -> bool:
 
 
 def written_down(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Render tools, calls and tool results as text of ordinary messages, for a template without tool support."""
+    """Write tools, tool calls and tool results into the texts of ordinary messages. Return these messages.
+
+    This is for templates without tool support.
+    """
     found: list[dict[str, Any]] = []
     for message in messages:
         message = dict(message)
