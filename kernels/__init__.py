@@ -206,8 +206,8 @@ class LinearWeight:
             self.gated_scale = low_bit_bound.scale_of_gated(self.parts[0], self.bias, norm_weight)
 
     def bound_attended(self, qkv: "LinearWeight", norm_weight: Tensor) -> None:
-        """Choose the fixed scale with which `attend_add` stores attention's result, the input of this weight, in
-        float16.
+        """Choose the fixed scale with which `attend_add` stores attention's result in float16. This weight is its
+        ``o``.
 
         ``qkv`` is the low-bit projection to q, k and v, applied after RMSNorm with ``norm_weight``. Its first rows are
         those of q, as many as this weight has columns. The other rows are half k, half v.

@@ -1,9 +1,9 @@
 """All-reduce over several GPUs without a ring: each rank sends to all others, and adds the words that it receives.
 
-Every 8 bytes that cross NVLink carry 4 bytes of data and the number of this sum, so a rank that reads the expected
-number has the data as well. 8-byte stores are never torn, so there is no fence and no barrier. This is NCCL's LL
-protocol (Hu et al. 2025, "Demystifying NCCL") without the ring. In a ring, hops and flags dominate the cost of a decode
-step's small sums.
+Every 8 bytes that cross NVLink carry 4 bytes of data and the number of the sum they belong to. So a rank that reads the
+expected number has the data as well. 8-byte stores are never torn, so there is no fence and no barrier. This is NCCL's
+LL protocol (Hu et al. 2025, "Demystifying NCCL") without the ring. In a ring, hops and flags dominate the cost of a
+decode step's small sums.
 
 In one shot, every rank receives all words of all other ranks. In two shots, it receives the words of its own slice (1 /
 N of the whole, with N ranks), and sends the slice's sum to the others. That is a second hop, but only 2 / N of the

@@ -1,8 +1,9 @@
-"""Instructions of lane kernels: int8 tensor core matmuls and byte permutations, each with a plain twin.
+"""Instructions of lane kernels: int8 tensor core matmuls, byte permutations, and the same in plain Triton.
 
 In a lane kernel, a tensor has one element for each of the program's threads. Lane 4r + t of a warp, with r < 8 and t <
-4, is group r, thread t in NVIDIA's PTX manual, and holds the parts of matrices that the manual lists. The plain twin
-computes the same with Triton operations for the interpreter. docs/kernels.md explains one example.
+4, is group r, thread t in NVIDIA's PTX manual, and holds the parts of matrices that the manual lists. Plain Triton
+operations compute the same under the interpreter, which cannot run these instructions. docs/kernels.md explains one
+example.
 """
 
 # ruff: noqa: RUF005 (Triton cannot unpack tuples)
@@ -16,7 +17,8 @@ BFLOAT_UNIT = tl.constexpr(2.0**-13)  # factor of the results of `int8_pair_to_b
 
 @triton.jit
 def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
-    """Compute under the interpreter what ``mma`` computes on a GPU, for eight rows of A.
+    """Compute under the interpreter what ``mma`` computes on a GPU, for eight rows of A. A and B are the factors of
+    `mma`.
 
     In lane 4r + t, return the products of row r with columns 2t and 2t + 1 of B. ``a`` and ``b`` are pairs of words; a
     word has four int8.

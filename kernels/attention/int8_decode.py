@@ -134,7 +134,7 @@ def _load_rows(
     words_ptr, ids, tokens, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_WORDS: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK_WORDS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Load each lane's words of its COUNT tokens: for each token, WORDS adjacent words from each of CHUNKS chunks.
+    """Load words of COUNT tokens for each lane: of each token, WORDS adjacent words from each of CHUNKS chunks.
 
     ``words_ptr`` is the address of the lane's first word in block 0. If the lane's first token is after the end, its
     words are arbitrary.

@@ -10,8 +10,8 @@ Softmax weights are ``2^(score - anchor)``. A query's anchor is its highest scor
 would cost all warps a barrier per tile. bfloat16 does not need a running maximum: the first tile's maximum may be up to
 2^100 times too low or too high. If weights overflow nevertheless, the item is computed again with the highest score of
 all its tokens as anchor. The logarithm of V's scale is added to scores, so weights are proportional to their
-contribution, however large V is. (A token loses its weight if its scale is 2^126 times smaller than another's in the
-item.)
+contribution, however large V is. (A token loses its weight if its scale is 2^126 times smaller than the scale of
+another token in the item.)
 
 Of every 64 tokens, lane 4r + t of warp w holds
 
@@ -102,7 +102,7 @@ def _parts(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _by_lanes(rows, ROWS: tl.constexpr):
-    """Return in each lane the elements of ``rows [ROWS]`` for the rows that it stores: ``[lanes, 1, ROWS / 4]``."""
+    """Give each lane the elements of ``rows [ROWS]`` for the rows that the lane stores: ``[lanes, 1, ROWS / 4]``."""
     rows = tl.broadcast_to(tl.reshape(rows, [1, ROWS // 8, 4, 2]), [WARPS * 8, ROWS // 8, 4, 2])
     return tl.reshape(tl.permute(rows, (0, 2, 1, 3)), [WARPS * 32, 1, ROWS // 4])
 
@@ -186,8 +186,8 @@ def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
 def _load_v(v_ptr, ids, position, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
     """Load each lane's part of a tile of V.
 
-    Returns one int32 tensor ``[lanes]`` for each of a lane's tokens. It packs the dimensions that the lane multiplies,
-    which are adjacent. Values of tokens after the end of the context are arbitrary.
+    Returns one int32 tensor ``[lanes]`` for each of a lane's tokens. An int32 packs the adjacent dimensions that the
+    lane multiplies. Values of tokens after the end of the context are arbitrary.
     """
     numbers = ()
     for i in tl.static_range(TOKENS // 8):
@@ -252,7 +252,7 @@ def _token_pairs(x):
 
 @triton.jit
 def _scores(k, q, k_scales, v_scales, valid, factor, ROWS: tl.constexpr):
-    """Return two results for a tile of tokens: the scores, and for each token the inverse of its scale of V.
+    """Return two results for a tile of tokens: the scores, and for each token the inverse of V's scale.
 
     Scores are in base 2. The logarithm of V's scale is added to each score, so the softmax weights include V's scale.
     The inverse removes V's scale again where weights are added up.

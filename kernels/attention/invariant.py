@@ -81,8 +81,8 @@ def _fold(
 def _weigh(maximum, part_maximum):
     """Return the new maximum after joining a segment, and two factors.
 
-    The first factor rescales the sums and outputs of the earlier segments. The second rescales those of the joined
-    segment.
+    The first factor rescales the sums and outputs of the earlier segments. The second factor rescales those of the
+    joined segment.
     """
     new_maximum = tl.maximum(maximum, part_maximum)
     safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)

@@ -78,8 +78,8 @@ class Costs:
     def of_spread(self, spread: Spread, tails: int, num_processors: int) -> float:
         """Estimate the microseconds to read shared blocks, split as in ``spread``, and ``tails`` bytes of other blocks.
 
-        On one multiprocessor, a single item (a part of shared blocks) and other blocks do not overlap: their times add
-        up. Two items fill a multiprocessor, so others read the other blocks. ``num_processors`` counts all of them.
+        A single item (a part of shared blocks) and other blocks do not overlap on one multiprocessor: times add up. Two
+        items fill a multiprocessor, so other multiprocessors read other blocks. The GPU has ``num_processors``.
         """
         turns = -(-spread.num_tasks // (spread.at_a_time * spread.num_processors))
         nodes = (turns - 1) * self.turn

@@ -298,8 +298,9 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
     """Compute `reference.prefix_attention`; the other arguments are as in `attention.decode.paged_attention`.
 
-    With a sliding window, each sequence reads its own tokens: windows begin at different tokens, after the shared
-    blocks. Raises ValueError for a wrong shape or layout, or if ``work`` is for another shape or number of sequences.
+    With a sliding window, each sequence reads all its tokens itself, because windows begin at different tokens, after
+    the shared blocks. Raises ValueError for a wrong shape or layout, or if ``work`` is for another shape or number of
+    sequences.
     """
     if pages.window is not None:
         return paged_attention(q, pages, softmax_scale)

@@ -1,4 +1,4 @@
-"""The ops on a CPU: faster functions for some ops, and those of `minillm.kernels.reference` for the others."""
+"""The ops on a CPU: fast functions for some ops, and `minillm.kernels.reference` for all other ops."""
 
 from minillm.kernels.cpu.attention import (
     HostPlan,

@@ -89,7 +89,7 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ``count`` largest logits of each row and their ids, lower id first among equals.
 
-    If several logits equal the smallest returned one, it is arbitrary which of their ids are returned.
+    If several logits equal the smallest returned logit, it is arbitrary which of their ids are returned.
     """
     values, ids = logits.topk(count)
     ids, by_id = ids.sort(-1)

@@ -1,7 +1,7 @@
 """Device state of the decoding sequences: one slot of 32-bit words each, which every step reads and writes.
 
-`Field` names the words of a slot. For each step the CPU sends only the list of slots and the words that changed since
-the last one.
+`Field` names the words of a slot. For each step, the CPU sends only the list of slots, and the words that have changed
+since the last step.
 
 - ``begin_decode`` gathers n slots into the inputs of the model and the sampler, and advances each slot's position by
   one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.

@@ -204,7 +204,7 @@ def _multiply(
 
 
 def _sums(levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``[tokens, out]`` in ``dtype``: the layer's result for at least `_SCALED_INSIDE` tokens.
+    """Return the layer's result ``[tokens, out]`` in ``dtype``, if there are at least `_SCALED_INSIDE` tokens.
 
     For fewer tokens, return only the matmul of the levels, without scales and bias.
     """

@@ -12,7 +12,7 @@ second is ``_draw_kernel``, grid (rows). It merges the pieces, and continues dep
 - no cut: the token with the best score of all pieces is the draw.
 - top-k: the largest logits are collected on chip (`kernels.sampling.top_k`), and cut there by number and probability.
 - no top-k: the token with the best score is the draw if top-p and min-p keep it. Otherwise this token and all tokens
-  after it are cut, and the best of the rest is tried. The draw is the same as after a search for the cut, and takes
+  after it are cut, and the best remaining token is tried. The draw is the same as after a search for the cut, and takes
   about one pass (rejection with a rising pivot, as in FlashInfer's sampler, on fixed noise).
 - top-k too large, or too many equal logits: bisections over the whole row, which are slower but exact.
 

@@ -336,8 +336,8 @@ def _new_runner(
 def compile_ahead(
     model: Llama, config: EngineConfig, longest: int, compiler: Compiler | None, on_progress: OnProgress
 ) -> list[Any]:
-    """Compile and load the kernels of a first request in parallel. Without this, they would compile one after another,
-    which is most of a first start.
+    """Compile and load the kernels of a first request in parallel. Compiling them one by one takes most of a first
+    start.
 
     ``compiler`` then compiles, in the background, kernels that other requests may need. Return the variants of these
     other kernels.

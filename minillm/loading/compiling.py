@@ -96,7 +96,7 @@ def _remove(path: Path) -> None:
 
 
 def _compile(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | None:
-    """Compile a layer to the library ``path``, unless another process does so meanwhile.
+    """Compile a layer to the library ``path``, unless another process compiles it meanwhile.
 
     Return None on success, else a description of the problem.
     """

@@ -1,4 +1,4 @@
-"""Check before any allocation whether a model fits on the device, and which of its quantizations would."""
+"""Check before any allocation whether a model fits on the device. If not, find a quantization that fits."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ _MARK = "used"  # the file that is touched at each start
 def use_kernel_cache(on_message: OnMessage) -> bool:
     """Choose Triton's cache directory for this process and its children, unless ``$TRITON_CACHE_DIR`` is set.
 
-    If the directory cannot be written, report this, and use a temporary one until the process ends. Return whether the
-    directory contains compiled kernels.
+    If the directory cannot be written, report this, and use a temporary directory until the process ends. Return
+    whether the directory contains compiled kernels.
     """
     chosen = os.environ.get(_VARIABLE)
     path = Path(chosen) if chosen else cache_dir() / "kernels" / _name()

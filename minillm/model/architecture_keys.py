@@ -194,7 +194,7 @@ def seed_oss(values: Values, num_layers: int) -> Fields:
 def ministral3(values: Values, num_layers: int) -> Fields:
     """Return the fields of Ministral 3, with its context limited to the original one.
 
-    In a longer context, it multiplies q by a factor that depends on the position, which is not supported.
+    In a longer context, Ministral 3 multiplies q by a factor that depends on the position. This is not supported.
     """
     key, context = "llama_4_scaling_beta", values.integer("max_position_embeddings")
     rope = values.part("rope_parameters" if values.has("rope_parameters") else "rope_scaling")

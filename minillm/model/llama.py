@@ -44,7 +44,7 @@ class Batch:
     """The tokens that one forward pass computes, of several sequences packed together.
 
     First comes one token of each decoding sequence, then the chunks of the prefilling sequences. Sequences ``0 …
-    num_decodes - 1`` decode, the others prefill. Tensors are on the model's device.
+    num_decodes - 1`` decode, all later sequences prefill. Tensors are on the model's device.
     """
 
     token_ids: Tensor  # [num_tokens] int64

@@ -60,7 +60,8 @@ class RandomTensors:
         return random_matrix(layout, (out, width), 0.02, self._generator)
 
     def _is_finer(self, name: str) -> bool:
-        """Return whether llama.cpp's mixed quantizations, such as Q4_K_M, give this matrix more bits than the others.
+        """Return whether llama.cpp's mixed quantizations, such as Q4_K_M, give this matrix more bits than other
+        matrices.
 
         They do so for the head, and for v and down in half of the layers.
         """

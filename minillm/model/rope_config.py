@@ -90,7 +90,8 @@ def read_ropes(
     model's context in tokens.
 
     Returns:
-        The settings for layers without a window; those for layers with a window, or None if all layers have the same.
+        The settings for layers without a window; the settings for layers with a window, or None if all layers have the
+            same settings.
 
     Raises:
         WeightsError: a value is missing, invalid or unsupported.

@@ -80,7 +80,9 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """Scale as in YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, sharpen the softmax."""
+    """Scale as in YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast dimensions, sharpen the
+    softmax.
+    """
     options, original = rope.options, rope.original_max_position_embeddings
 
     def sharpness(weight: float = 1.0) -> float:

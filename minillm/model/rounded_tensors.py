@@ -1,4 +1,4 @@
-"""Quantize a checkpoint's matrices while they are loaded: ``--quantize``."""
+"""Quantize a checkpoint's matrices while they are loaded (the option ``--quantize``)."""
 
 from dataclasses import dataclass
 

@@ -152,7 +152,9 @@ class Leader:
 
 
 def _watch(lines: Lines) -> None:
-    """Wait until a rank dies or fails. Then abort waits on the device, and end this process if that does not help."""
+    """Wait until a rank dies or fails. Then abort the collectives that wait for that rank. If that does not help, end
+    this process.
+    """
     ranks = {connection: rank for rank, connection in lines.connections.items()}
     try:
         ready, _, _ = select.select(list(ranks), [], [])

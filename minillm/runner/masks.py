@@ -106,7 +106,7 @@ def _forced(sequence: Sequence) -> int | None:
 
 
 def needs_mask(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Return whether any token may be banned as the sequence's next one."""
+    """Return whether any token may be banned as the sequence's next token."""
     return sequence.matcher is not None or _is_bounded(group, sequence) or _forced(sequence) is not None
 
 
@@ -122,7 +122,7 @@ def needs_tokens(group: SequenceGroup, sequence: Sequence) -> bool:
 
 
 def is_early(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Return whether ``min_tokens`` forbids an end token as the next one."""
+    """Return whether ``min_tokens`` forbids an end token as the next token."""
     return bool(group.end_ids) and sequence.num_tokens - sequence.num_prompt_tokens < group.params.min_tokens
 
 
@@ -184,7 +184,7 @@ def _is_bounded(group: SequenceGroup, sequence: Sequence) -> bool:
 
 
 def _bars_end(group: SequenceGroup, sequence: Sequence) -> bool:
-    """Return whether end tokens are banned by another rule than the grammar.
+    """Return whether end tokens are banned by a rule other than the grammar.
 
     They are banned before ``min_tokens``, and during the reasoning before an answer with a grammar.
     """

@@ -26,8 +26,8 @@ def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
 def process_logits(logits: Tensor, owners: SequenceOf[Owner]) -> Masks:
     """Apply the requests' parameters to ``logits [n, vocab]`` in place. Row i predicts the next token of owner i.
 
-    In this order: logit bias; repetition, frequency and presence penalty; banned tokens; the caller's own processor.
-    Beam search applies them to log-probabilities instead, as Hugging Face ``generate`` does.
+    The order is: logit bias; repetition, frequency and presence penalty; banned tokens; the caller's own processor.
+    Beam search applies these to log-probabilities instead of logits, as Hugging Face ``generate`` does.
 
     Returns:
         The masks of the allowed tokens.

@@ -108,7 +108,7 @@ class Runner:
             observer.forget()
 
     def give_up(self, sequences: list[Sequence]) -> None:
-        """Discard the device's state of these sequences, because they advanced without it. (None exists here.)"""
+        """Discard the device's state of sequences that another step has advanced. (This runner keeps no such state.)"""
 
     def close(self) -> None:
         """Free resources that would outlive the runner."""

@@ -56,8 +56,7 @@ class Drafted:
             counts[blocks[end // size]] = end % size
 
     def length(self, blocks: Sequence[int]) -> int:
-        """Return how many tokens of a sequence the draft model has computed, counted from the first token without a
-        gap.
+        """Return how many tokens of a sequence, from its first token on, the draft model has computed without a gap.
 
         ``blocks`` is the sequence's block table.
         """

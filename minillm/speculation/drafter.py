@@ -47,9 +47,9 @@ class _Draft:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether drafting has begun and should continue. Drafting stops after an end token.
+        """Return whether drafting has begun and should continue. Drafting stops when the CPU has seen an end token.
 
-        The CPU sees a drawn token late, so tokens may be drafted after an end token.
+        The CPU may see that token late, so a few more tokens may have been drafted.
         """
         known = self.sequence.token_ids[-1] not in self.group.end_ids
         return 0 < self.num_drafted < self.chunk.optional and known

@@ -141,7 +141,9 @@ class Manifest:
     models: Mapping[str, ModelEntry]
 
     def canonical(self, name: str) -> str:
-        """Return the name under which a model's files are stored: ``model`` for ``model:full``, else the same name."""
+        """Return the name under which a model's files are stored: ``model`` for ``model:full``, else ``name``
+        unchanged.
+        """
         base, _, form = name.partition(":")
         return base if form == FULL and base in self.models else name
 

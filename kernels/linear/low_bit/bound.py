@@ -1,4 +1,4 @@
-"""Upper bounds for results after an RMSNorm that hold for any input. They give a fixed scale for float16.
+"""Upper bounds, valid for any input, of results that follow an RMSNorm. They give fixed scales for float16.
 
 RMSNorm's result is ``y * w``, and the norm of y is at most the square root of in. By the Cauchy-Schwarz inequality, a
 row g of the gate's matrix gives at most ``sqrt(in) * |w * g|`` plus its bias, and so does a row of up's matrix.

@@ -164,8 +164,8 @@ def _sixteenth(upper, lower, x, WARPS: tl.constexpr):
 def _mma(upper, lower, x, c, FIRST: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr):
     """Add the products of sixteen columns to ``c``. Lane 4r + t gets rows r and r + 8, for tokens 2t and 2t + 1.
 
-    ``upper`` and ``lower`` are weights of rows r and r + 8, and ``x`` activations of token r: words of two float16.
-    FIRST is the first of the two words to multiply.
+    ``upper`` and ``lower`` are the weights of rows r and r + 8, ``x`` the activations of token r. All are words of two
+    float16. FIRST is the first of the two words to multiply.
     """
     u0, u1, l0, l1 = upper[FIRST], upper[FIRST + 1], lower[FIRST], lower[FIRST + 1]
     b0, b1 = x[FIRST], x[FIRST + 1]

@@ -62,7 +62,7 @@ class Job(NamedTuple):
 
     @property
     def kernel(self) -> object:
-        """A key of the compiled kernel: jobs with equal keys share it."""
+        """A key of the compiled kernel: jobs with equal keys share one kernel."""
         product, is_matvec = self.product, self.tokens <= matvec.MOST_TOKENS
         cut = (self.tokens, self.tile[:2], triton.next_power_of_2(product.shape[1])) if is_matvec else self.tile
         return product.layout, product.place, cut
@@ -83,7 +83,7 @@ def buckets(dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def candidates(product: Product, tokens: int) -> list[Tile]:
-    """Return the tiles to measure. The first is the built-in one, which is fastest on an H200."""
+    """Return the tiles to measure. The first is the built-in tile, which is fastest on an H200."""
     features, columns = product.shape
     if tokens <= matvec.MOST_TOKENS:
         groups = columns // GROUP
@@ -153,7 +153,7 @@ def fastest(
     clock: Clock = graph_microseconds,
     on_count: OnCount = lambda done, total: None,
 ) -> Iterator[Timed]:
-    """Time all candidates. Yield the fastest one for each kind of matmul and number of tokens, as soon as it is known.
+    """Time all candidate tiles. Yield the fastest tile for each kind of matmul and number of tokens, once it is known.
 
     ``on_count`` is called with the number of timed candidates and their total.
     """

@@ -162,8 +162,8 @@ class Ahead:
     def may_record(self, key: Hashable, after: int = 1) -> bool:
         """Return whether a step may record a graph now, while requests run.
 
-        It may if the graph has been wanted ``after`` times, and `_PAUSE` steps have run since the last recording. If
-        the program never has idle moments, a step may always record.
+        It may if steps have asked for this graph ``after`` times, and `_PAUSE` steps have run since the last recording.
+        If the program never has idle moments, a step may always record.
         """
         if not self.must_not_wait:
             return True

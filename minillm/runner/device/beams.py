@@ -1,8 +1,9 @@
 """Beam search on the device: from the logits, the device chooses beams and forks them without waiting for the CPU.
 
 Each beam has a row of the device state (`minillm.runner.device.rows`). The CPU assigns rows to searches, and applies
-the device's choices one step later. Each beam has a last, partly filled block of its own. If a continuation of another
-beam replaces a beam, the other beam's last block is copied into that block. So the device allocates no blocks.
+the device's choices one step later. Each beam has a last, partly filled block of its own. A beam may be replaced by a
+continuation of another beam. The last block of that other beam is then copied into the last block of the replaced beam.
+So the device allocates no blocks.
 """
 
 from collections.abc import Iterator, Sequence

@@ -187,7 +187,7 @@ class DecodeSteps:
     def _record_shared(self, key: tuple[int, ...], forward: Callable[[], None]) -> None:
         """Record a graph of a forward pass that reads shared blocks once. During recording, the plan is empty.
 
-        Recording runs ``forward`` with fewer sequences than the last plan may be for, so that plan cannot be used.
+        The last plan may be for more sequences than ``forward`` computes, so recording cannot use it.
         """
         words = self._work_list.words
         kept = words.clone()

@@ -1,9 +1,9 @@
 """Steps with draft tokens: each token is computed as if it were the last token of a sequence of its own.
 
 The tokens of one sequence have the same block table and different lengths. This works because a layer writes all K and
-V before any token reads them. The CPU writes the tokens' rows for each step (`TokenRows`). There is one CUDA graph of
-the forward pass for each padded number of tokens and width of the block tables, and one graph of the draw for each
-number of tokens and of most probable tokens to list.
+V before any token reads them. The CPU writes the tokens' rows for each step (`TokenRows`). Each pair (padded number of
+tokens, width of the block tables) has a CUDA graph of the forward pass. Each pair (padded number of tokens, number of
+most probable tokens to list) has a graph of the draw.
 """
 
 from itertools import accumulate

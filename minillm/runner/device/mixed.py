@@ -49,7 +49,8 @@ class MixedSteps:
     def padding(self, n: int, prefill: Batch, shared: WorkList | None) -> Batch:
         """Return a batch of zeros for a step of ``n`` decoding sequences and the prompts in ``prefill``.
 
-        Its tensors have the shapes of those from `batch`. It serves to launch kernels ahead of real steps.
+        Its tensors have the same shapes as the tensors that `batch` returns. The batch is used to launch kernels before
+        real steps need them.
         """
         tokens, inputs = n + prefill.token_ids.shape[0], self._state.inputs.first(n + prefill.context_lens.shape[0])
         numbers = torch.zeros(tokens, dtype=torch.int64, device=self._state.device)

@@ -72,7 +72,8 @@ class ShortPrompts:
         """Compute the chunks with a CUDA graph. Write their K and V, and their logits to the first rows of the output
         buffer.
 
-        A missing graph is recorded first, if `Ahead.record` allows it now. Otherwise, compute nothing and return False.
+        If the graph is missing, it is recorded first. If it may not be recorded now (`Ahead.record`), compute nothing
+        and return False.
         """
         numbers = packed(chunks, 0, self._block_size)
         tokens = next(size for size in self._sizes if size >= len(numbers.token_ids))

@@ -63,7 +63,7 @@ class Rows:
     """The CPU's record of the device's ``count`` rows of ``width`` words each.
 
     Args:
-        sharing: how to read shared blocks once. None: each sequence reads them itself.
+        sharing: how to read shared blocks once. None: each sequence reads all its blocks itself.
     """
 
     def __init__(self, count: int, width: int, block_size: int, sharing: Sharing | None) -> None:

@@ -1,4 +1,4 @@
-"""Rows of device state for steps with draft tokens, where each token is computed like the last of its own sequence.
+"""Rows of device state for steps with draft tokens. Each token is computed like the last token of a sequence.
 
 `kernels.decode_state.decode` reads these rows like rows of sequences. But they belong to no sequence: the CPU writes
 all of them for every step, in one transfer. A sequence's draft tokens have the same block table and sampling parameters
