@@ -219,7 +219,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         self.set_width(self._width + steps * _WIDTH_STEP)
 
     def set_width(self, percent: float) -> None:
-        """Set the memory panel's width to about this percentage of the screen."""
+        """Set the memory panel's width to about ``percent`` percent of the screen."""
         before, nearest = self._width, round(percent / _WIDTH_STEP) * _WIDTH_STEP
         self._width = max(_WIDTHS[0], min(_WIDTHS[1], nearest))
         self.remove_class(f"-pane-{before}")

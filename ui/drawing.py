@@ -32,7 +32,7 @@ class Drawn(Widget):
         self._shown = Content("")
 
     def update(self) -> None:
-        """Redraw if the content has changed. The layout of the screen stays."""
+        """Redraw if the content has changed. The screen is not laid out again."""
         if not self._content().is_same(self._shown):
             self.refresh()
 

@@ -242,7 +242,7 @@ def _distance(one: Color, other: Color) -> float:
 
 @cache
 def in_256_colors(color: Color) -> Color:
-    """Return the nearest of the 256 standard colors."""
+    """Return the one of the 256 standard colors that is nearest to ``color``."""
     from rich.color import Color as RichColor
     from rich.color import ColorSystem
 

@@ -25,7 +25,7 @@ class Usage:
     reasoning: int = 0
 
     def add(self, ended: Ended, num_tokens: int) -> None:
-        """Add a finished answer with ``num_tokens`` generated tokens."""
+        """Add the usage of a finished answer. ``num_tokens`` is the number of generated tokens."""
         self.prompt += ended.num_prompt_tokens
         self.cached += ended.num_cached_tokens
         self.completion += num_tokens

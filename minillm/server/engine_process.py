@@ -145,7 +145,7 @@ class EngineProcess:
 
     @property
     def trouble(self) -> str:
-        """Return why the engine accepts no requests; empty if it accepts them."""
+        """Return why the engine accepts no requests; empty if it accepts requests."""
         if self.ended.is_set():
             return str(self.failure or "the engine has ended")
         if self.silent_seconds >= _SILENT_SECONDS:
@@ -167,7 +167,7 @@ class EngineProcess:
         return answer
 
     def leave(self, answer: Answer) -> None:
-        """Drop an answer. If its request has not ended, abort it."""
+        """Drop an answer. If the answer's request has not ended, abort the request."""
         if self.answers.pop(answer.request_id, None) is not None and answer.ended is None:
             self.send(Abort(answer.request_id))
 

@@ -68,7 +68,7 @@ class Form(Protocol):
     """
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
-        """Return the choice to send before a completion's first text, or None."""
+        """Return the choice to send before a completion's first text. None: there is nothing to send."""
 
     def pieces(self, number: int, text: Text) -> list[Json]:
         """Return the choices for the next text of a streamed completion; empty if nothing can be sent yet."""

@@ -69,7 +69,7 @@ class Engine(Protocol):
         """Start a request and return its answer. ``news`` is set whenever an event of the answer arrives."""
 
     def leave(self, answer: Answer) -> None:
-        """Drop an answer. If its request has not ended, abort it."""
+        """Drop an answer. If the answer's request has not ended, abort the request."""
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
         """Send a call and return its result. ``make`` creates the call from the call's id."""
@@ -284,7 +284,7 @@ class Replicas:
         return self.engines[home].complete(call, news)
 
     def leave(self, answer: Answer) -> None:
-        """Drop an answer. If its request has not ended, abort it."""
+        """Drop an answer. If the answer's request has not ended, abort the request."""
         for engine in self.engines:
             if answer.request_id in engine.answers:
                 engine.leave(answer)

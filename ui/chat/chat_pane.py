@@ -317,7 +317,7 @@ class ChatPane(Vertical):
             self.notify(str(error))
 
     async def open_conversation(self, conversation: Conversation) -> None:
-        """Show another conversation. The engine frees the blocks of the old one."""
+        """Show another conversation. The engine frees the blocks of the previous conversation."""
         self.send(Forget(self.conversation.conversation_id))
         self.run = self.editing = self.compaction = None
         self.waiting.clear()

@@ -275,7 +275,7 @@ class Conversation:
         return f"{self.conversation_id}-{uuid.uuid4().hex[:8]}"
 
     def withdraw(self) -> str:
-        """Remove the last turn and return its question. If it has siblings, show one of them."""
+        """Remove the last turn and return its question. If the turn has siblings, show one of the siblings."""
         turn = self.leaf
         assert turn is not None
         siblings = self.siblings(turn)

@@ -95,7 +95,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """Measure and estimate all heights again. Called after a layout with another width."""
+        """Measure and estimate all heights again. Call this after a layout if the list's width has changed."""
         if not self._changing.locked():
             self._measure()
             self._make_room()

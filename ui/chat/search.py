@@ -151,7 +151,7 @@ class SearchBar(Horizontal):
         self._unmarked.clear()
 
     def _show(self) -> None:
-        """Mark all matches and scroll to the current one."""
+        """Mark all matches and scroll to the current match."""
         self._mark_all()
         if not self._places:
             self._say("nothing found" if self._input.value else "")

@@ -62,7 +62,7 @@ class TurnView(Growing, Vertical):
         self.set_class(bool(branch), "-branches")
 
     async def show_answer(self) -> None:
-        """Replace the answer's view, after a candidate was accepted or the choice was undone."""
+        """Replace the answer's view. Call this when a candidate was accepted, or when the choice was undone."""
         before, self.answer_view = self.answer_view, _view_of(self.turn)
         await self.mount(self.answer_view, after=before)
         await before.remove()

@@ -107,7 +107,7 @@ def _reason(reason: str | None, has_called: bool) -> str | None:
 
 @dataclass
 class TextForm:
-    """Formats answers as plain texts, preceded by their prompts if requested."""
+    """Formats answers as plain texts. If requested, each answer begins with its prompt."""
 
     n: int  # answers per prompt; the answers to all prompts are numbered consecutively
     echo: bool

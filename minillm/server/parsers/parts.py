@@ -8,14 +8,14 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class TextPart:
-    """Content of the message."""
+    """A piece of the answer's content: neither reasoning nor a tool call."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ThoughtPart:
-    """Reasoning of the model."""
+    """A piece of the model's reasoning."""
 
     text: str
 
