@@ -333,8 +333,8 @@ def test_without_a_terminal_the_chat_is_line_by_line() -> None:
 
 
 @pytest.mark.weights
-def test_on_a_dumb_terminal_the_chat_is_line_by_line() -> None:
-    with session((sys.executable, "-m", "minillm", "chat"), environment={"TERM": "dumb"}) as running:
+def test_on_a_dumb_terminal_the_chat_is_line_by_line(minillm_command: tuple[str, ...]) -> None:
+    with session((*minillm_command, "chat"), environment={"TERM": "dumb"}) as running:
         running.wait_for("> ", 120)
         running.type("/help\r")
         running.wait_for("/accept N")
