@@ -91,7 +91,7 @@ class Asked:
     streamed: bool
     has_usage: bool = False  # the stream ends with the token usage
     counts: bool = False  # each chunk of the stream has the token usage so far
-    grammar_field: str = ""  # the request's field that led to the grammar, for error messages; empty: ``grammar``
+    grammar_field: str = ""  # the request's field that set the grammar; error messages name it; empty: ``grammar``
     priority: int = 0
 
     @property

@@ -98,7 +98,7 @@ class Erase(Command):
 
 
 class Pin(Command):
-    system: str  # system prompt to compute and pin instead of the previous one; empty: only unpin the previous one
+    system: str  # system prompt to pin instead of the previous prompt; empty: only unpin the previous prompt
 
 
 class Pace(Command):
@@ -135,7 +135,7 @@ class Loaded(Event, omit_defaults=True):
     """The model is ready. The fields from ``max_num_seqs`` on are for the HTTP process."""
 
     model: str
-    source: str  # where it was loaded from: a directory, the hub, a package
+    source: str  # where the model was loaded from: a directory, the hub, a package
     device: str
     dtype: str
     max_model_len: Size
@@ -277,7 +277,7 @@ class CacheCounts(Record):
     num_swapped_out: Count = 0  # blocks copied to host memory
     num_swapped_in: Count = 0  # blocks copied back from host memory
     host_blocks_used: Count = 0
-    disk_limit: Count = 0  # this and the next ones: see `minillm.cache.CacheStats`
+    disk_limit: Count = 0  # this field and the next fields: see `minillm.cache.CacheStats`
     disk_bytes: Count = 0
     num_disk_saved: Count = 0
     num_disk_read: Count = 0
@@ -335,7 +335,7 @@ class BlockFacts(Event):
     block: Count
     tokens: list[str]  # texts of the block's tokens, not cleaned for a terminal
     node: Count | None  # number of the block's node in the prefix cache; None if the block is not cached
-    before: str  # number of the node before it; for the first block of a prompt, the salt
+    before: str  # number of the node before this node; for the first block of a prompt, the salt
     age: Amount | None  # seconds since the block was allocated
 
 

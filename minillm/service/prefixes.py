@@ -19,7 +19,7 @@ class Pinned:
     tenant: str
     call_id: str
     group: SequenceGroup
-    sequence: Sequence | None = None  # None while it is computed
+    sequence: Sequence | None = None  # None while the prefix is computed
 
 
 @dataclass

@@ -113,7 +113,7 @@ class AnswerView(Growing, Vertical):
 
     def update_summary(self) -> None:
         words = summary(self.answer)
-        # If the text has reserved lines, show the summary in one of them. Below them, there would be a gap before it.
+        # If the text has reserved blank lines, show the summary in one of them. Below them, it would follow a gap.
         part = None if isinstance(self._part, ReasoningView) else self._part
         ahead = part.say_below(words) if part is not None and self.answer.is_open else 0
         self.block_marks.num_blank = ahead

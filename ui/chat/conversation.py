@@ -57,7 +57,7 @@ class Answer:
     tokens_per_second: float = 0.0
     in_reasoning: bool = False  # the text begins inside the model's <think> section
     tokens: list[TokenChoice] = field(default_factory=list)  # the text's tokens with alternatives; not saved
-    candidates: list[Candidate] = field(default_factory=list)  # empty when one was accepted
+    candidates: list[Candidate] = field(default_factory=list)  # empty when a candidate was accepted
     num_read_tokens: int = 0  # number of prompt tokens that are computed; not saved
     reading_left: float | None = None  # seconds until the whole prompt is computed, if known; not saved
 
@@ -145,7 +145,7 @@ class Conversation:
     origins: dict[str, tuple[str, int]] = field(default_factory=dict)
     shortened: dict[str, int] = field(default_factory=dict)  # request -> number of tokens removed by a later summary
     notes: list[str] = field(default_factory=list)  # notes of the tour, shown before the first turn
-    is_trial: bool = False  # whether to save it only if the user continues after the first answer
+    is_trial: bool = False  # save the conversation only if the user continues after the first answer
     copy_id: str = ""  # the file's id, if another program has changed the file with the id ``conversation_id``
     file_version: tuple[int, ...] | None = None  # version of the file when it was last read or written
     choice: Choice | None = field(default=None, compare=False)  # the last candidate accepted; not saved

@@ -40,7 +40,7 @@ class TreeLine:
     It shows a node that several tables share, a node of one table, or a table that ends with a shared node.
     """
 
-    rails: str  # the characters to the left of it: "│  ├─ "
+    rails: str  # the characters to the left of the line's text: "│  ├─ "
     node: BlockNode | None  # None for a table that ends with a shared node
     table: TableView | None  # None for a shared node
 

@@ -41,7 +41,7 @@ class MessageForm:
     stop: Json = field(default_factory=lambda: {"stop_reason": None, "stop_sequence": None})
     _reading: Reader = field(init=False)
     _block: str = ""  # type of the open content block; empty: none is open
-    _index: int = -1  # index of the open block, or of the last one
+    _index: int = -1  # index of the open block, or of the last block
     _has_called: bool = False
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:

@@ -43,7 +43,7 @@ class Place:
     tenant: str
     count: int
     priority: int
-    since: float  # time at which the request was queued; once it has its seats, the time at which it got them
+    since: float  # time at which the request was queued; once it has its seats, time at which it got the seats
     turn: asyncio.Future[None]
     is_free: bool = False  # the seats were freed
 

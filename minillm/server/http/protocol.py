@@ -18,7 +18,7 @@ from minillm.server.anthropic.answers import error_at
 from minillm.server.http.sending import error_json, send_json
 
 HEADER_SECONDS = 20.0
-HEADER_BYTES = 64 << 10  # limit of a head, and of the bytes between two pieces of a body or after the last one
+HEADER_BYTES = 64 << 10  # limit of a head, and of the bytes between or after the pieces of a body
 LINGER_SECONDS = 5.0  # time to read and drop the rest of a rejected body, so that the client can read the error
 LINGER_BYTES = 16 << 20
 SEND_SECONDS = 60.0  # time for a client to take SEND_BYTES, or all bytes if they are fewer
