@@ -15,5 +15,5 @@ Held = Literal["stored", "expanded", "int8", "int4"]
 
 
 def kv_row_bytes(head_dim: int, element_size: int) -> int:
-    """Return the bytes of a token's K or V in one head, with a scale of 4 bytes if ``element_size`` is 1."""
+    """Return the bytes of one token's K or V in one head. If ``element_size`` is 1, add the 4 bytes of a scale."""
     return head_dim * element_size + (4 if element_size == 1 else 0)

@@ -190,7 +190,8 @@ class _Params:
 class SamplingParams(_Params):
     """Hold the parameters of sampling, under their usual names.
 
-    Temperature is applied first, then ``top_k``, ``top_p`` and ``min_p``, each to the tokens left by the previous one.
+    Temperature is applied first, then ``top_k``, ``top_p`` and ``min_p``. Each filter sees only the tokens that the
+    previous filters left.
 
     Raises:
         UsageError: a value of the wrong type or out of range.
@@ -232,9 +233,9 @@ class SamplingParams(_Params):
 class BeamSearchParams(_Params):
     """Hold the parameters of beam search, with the semantics of Hugging Face ``generate``.
 
-    Penalties and biases change the log-probabilities of each beam, based on its own history; ``cumulative_logprob`` is
-    the sum of the changed log-probabilities. A ``beam_width`` of 1 is a search with one beam, not greedy decoding: if
-    the best next token is an end token, the search continues with the second-best one.
+    Penalties and biases change the log-probabilities of a beam's next tokens. Penalties depend on the tokens of that
+    beam. ``cumulative_logprob`` is the sum of the changed log-probabilities. A ``beam_width`` of 1 is not greedy
+    decoding: if the best next token is an end token, the search continues with the second-best token.
 
     Raises:
         UsageError: a value of the wrong type or out of range.

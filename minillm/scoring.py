@@ -76,7 +76,7 @@ def score(
 
 
 def perplexity(llm: Host, text: Prompt, *, stride: int | None = None) -> float:
-    """Return ``exp`` of the mean negative log-probability of all tokens of a text but the first.
+    """Return a text's perplexity: ``exp`` of the mean negative log-probability of its tokens, without the first token.
 
     A text longer than the context is scored in windows of ``max_model_len`` tokens, each ``stride`` tokens after the
     previous one. Every token is scored once, in the first window that contains it. So, except in the first window,

@@ -137,7 +137,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def exit_status(code: int) -> str:
-    """Return how a process ended, as the end of a message, such as " with exit code 1" or " of signal 9"."""
+    """Return words that end a message about an ended process, such as " with exit code 1" or " of signal 9"."""
     return f" of signal {-code}" if code < 0 else f" with exit code {code}"
 
 
@@ -177,10 +177,11 @@ def no_interrupt_lost() -> Iterator[None]:
 
     Python loses a KeyboardInterrupt in two cases, which are common during imports:
 
-    - It is raised in a destructor or a weak reference callback, where Python ignores exceptions. SIGINT is then sent
-      again.
-    - It is raised while Python builds an ImportError. A TypeError then takes its place, at least in Python 3.11 to 3.13
-      (``PyErr_SetImportError`` without a message). This TypeError is converted back.
+    - The interrupt is raised in a destructor or a weak reference callback, where Python ignores exceptions. SIGINT is
+      then sent again.
+    - The interrupt is raised while Python builds an ImportError. A TypeError then takes its place, at least in Python
+      3.11 to 3.13 (``PyErr_SetImportError`` without a message). This TypeError is converted back to a
+      KeyboardInterrupt.
     """
     report = sys.unraisablehook
 

@@ -79,13 +79,11 @@ class UserConfig:
         return flag or os.environ.get("MINILLM_MODEL") or self.model or default_model()
 
     def request_values(self, given: Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return the parameters of a request.
-
-        It is a beam search if ``beam_width`` is among them, else a sampled request.
+        """Return the parameters of a request, either for sampling or for beam search (only these have ``beam_width``).
 
         Args:
-            given: the caller's parameters. A parameter that exists only for beam search, or only for sampling, decides
-                which of the two the request is. Otherwise this file decides.
+            given: the caller's parameters. If one of them exists for only one of the two methods, it decides the
+                method. Otherwise this file decides.
             defaults: the model's own defaults, which this file overrides.
         """
         values = with_defaults({**self.sampling, **given}, defaults)

@@ -55,8 +55,9 @@ class BeamStep:
     def in_turn(self) -> bool:
         """Return whether the groups of beams must be processed one after another.
 
-        They must if a repetition penalty or a logits processor is applied after the diversity penalty. The diversity
-        penalty of a group depends on the tokens that earlier groups chose.
+        The diversity penalty of a group depends on the tokens that earlier groups chose. A repetition penalty or a
+        logits processor is applied after the diversity penalty. So if the request has one of the two, each group waits
+        for the groups before it.
         """
         params = self.params
         follows = params.repetition_penalty != 1.0 or params.logits_processor is not None
@@ -196,12 +197,12 @@ def _in_turn(logits: Tensor, step: BeamStep) -> list[list[Candidate]]:
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, wanted: SequenceOf[tuple[int, int]], count: int) -> list[TokenLogprobs]:
-    """Return the log-probability of each wanted token, with the ``count`` most probable tokens at the same position.
+    """Return the log-probability of each wanted token, and the ``count`` most probable tokens at its position.
 
     Args:
         logits: ``[n, vocab]``.
         wanted: (row of logits, token id) pairs.
-        count: a negative number lists the whole vocabulary.
+        count: if it is negative, the whole vocabulary is listed.
     """
     if not wanted:
         return []

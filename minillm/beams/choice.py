@@ -28,9 +28,7 @@ class Hypothesis:
 class BeamState:
     """The beam searches of one request: one search for each group of beams.
 
-    ``beams`` lists each search's running beams.
-
-    The running beams of each search are sorted, best first.
+    ``beams`` has a list of running beams for each search, sorted with the best beam first.
     """
 
     searches: list[BeamSearch[Hypothesis]]

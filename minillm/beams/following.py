@@ -20,8 +20,8 @@ from minillm.sequence import Flight, SequenceGroup
 class Followed:
     """The pending decisions of one step's beam searches, as a `minillm.sequence.Flight`.
 
-    At least one search runs on the device. ``hosted`` has the searches that run on the CPU in the same step, or is
-    None.
+    At least one search runs on the device. ``hosted`` has the searches that the CPU runs in the same step; None without
+    any.
 
     Attributes:
         follow: the method `minillm.beams.method.Beams.follow`, which applies the device's choice for a group.

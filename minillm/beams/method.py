@@ -294,9 +294,9 @@ class Searches:
 
 
 def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
-    """Return one request's beams at this step. ``row_of``: row of logits by seq_id.
+    """Return a group's beams for this step. ``row_of`` maps the seq_id of a beam to its row of logits.
 
-    In the first step each search has one beam, the prompt.
+    In the first step, each search has one beam: the prompt.
     """
     beams = group.state.beams or [[group.sequences[0]]] * len(group.state.searches)
     return BeamStep(group, [Choice(group, [row_of[beam.seq_id] for beam in each], each) for each in beams])

@@ -55,9 +55,7 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class HostPart:
-    """The mean CPU time of one part of a step, such as the scheduler.
-
-    There is a field for each kind of run, in seconds.
+    """The mean CPU time of one part of a step, such as the scheduler, in each kind of run. Times are in seconds.
 
     The runs that `FormsResult` reports are not timed by part. So each kind of run is repeated to get these times.
     """
@@ -72,7 +70,7 @@ class HostPart:
 class FormsResult:
     """The result for one batch size: medians over the runs.
 
-    "Free" runs are unconstrained. In runs with one schema, one request follows the schema, and the others are
+    "Free" runs are unconstrained. In runs with one schema, one request follows the schema, and all other requests are
     unconstrained.
     """
 

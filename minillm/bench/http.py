@@ -37,7 +37,7 @@ class HttpResult:
     """The result of the comparison: medians over the runs.
 
     The engine in this process ("own") and the server's engine have the same configuration. While one engine works, the
-    other uses no CPU time.
+    other engine uses no CPU time.
     """
 
     num_streams: int = shown("streams at a time", ",")

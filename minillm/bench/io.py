@@ -43,7 +43,10 @@ class IoOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class IoResult:
-    """The result of one case. ``rate`` is in generated tokens per second. Its time includes computing the prompts."""
+    """The result of one case.
+
+    ``rate``: generated tokens per second of the whole run, including the prompts' computation.
+    """
 
     input_len: int = shown("prompt", ",")
     output_len: int = shown("answer", ",")

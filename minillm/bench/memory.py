@@ -300,7 +300,7 @@ def _model_beams(llm: LLM, lengths: Lengths, width: int) -> Iterator[BlockManage
 
 
 def shared_prefix(lengths: Lengths, prefix: int, batch: int) -> Iterator[BlockManager]:
-    """Simulate a batch of requests on the block manager alone. They share a cached prefix of ``prefix`` tokens.
+    """Simulate a batch of requests on the block manager alone. The requests share a cached prefix of ``prefix`` tokens.
 
     Yield the block manager once, when all requests have their full length.
     """

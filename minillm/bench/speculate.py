@@ -277,8 +277,8 @@ def _measure(
 def _later_turns(llm: LLM, tokenizer: Tokenizer, options: Options) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Generate the answers of all chats without speculation, for each seed. Return the prompts of the later turns.
 
-    The result maps the name of a turn, such as "second turn", to one prompt of token ids per chat and seed. A prompt
-    contains the whole chat before it.
+    The result maps the name of a turn, such as "second turn", to its prompts as token ids. There is one prompt per chat
+    and seed. It contains the whole chat before the turn.
     """
     engine = llm.engine
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS["chat"] for _ in range(_SEEDS)]

@@ -178,7 +178,10 @@ async def _opening() -> tuple[float, float]:
 
 
 async def _drawing() -> float:
-    """Return the fraction of a core that the app uses to draw a block pool, which changes `FRAMES` times a second."""
+    """Return the fraction of a core that the app uses to draw the blocks of a pool.
+
+    The pool changes `FRAMES` times a second.
+    """
     sequences = 64  # together, their blocks fill the pool
     async with _app({"num_blocks": 64}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
@@ -206,10 +209,10 @@ async def _drawing() -> float:
 
 
 async def _cycles() -> list[tuple[float, float]]:
-    """Return two speeds in tokens per second for each cycle: while the app draws, and while it is paused.
+    """Return (speed while the app draws, speed while it is paused) in tokens per second, for each cycle.
 
     An answer is generated in a pool of `NUM_BLOCKS` blocks. The machine's speed drifts by more than the two speeds
-    differ. So the speed while the app draws is the mean of two intervals, one just before the pause and one just after.
+    differ. So the speed while the app draws is the mean of two intervals: just before the pause and just after it.
     """
     # Speculation is off because steps are counted: a step with draft tokens yields several tokens and takes longer.
     engine = {"num_blocks": NUM_BLOCKS, "block_size": 1, "device": "cpu", "speculate": "off"}

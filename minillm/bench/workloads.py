@@ -68,9 +68,9 @@ def throughput(rng: random.Random, vocab: int, scale: float, count: int = 256) -
 
 
 def _alike(count: int, length: int, params: Params, *, shared: int = 0) -> MakeRequests:
-    """Return a function that makes ``count`` requests of the same shape, each for an answer of 128 tokens.
+    """Return a function that makes ``count`` requests with prompts of equal length. Each request asks for 128 tokens.
 
-    Each prompt begins with the same ``shared`` tokens, followed by ``length`` tokens of its own.
+    All prompts begin with the same ``shared`` tokens, followed by ``length`` random tokens of their own.
     """
 
     def make(rng: random.Random, vocab: int, scale: float) -> list[Request]:

@@ -28,9 +28,10 @@ _FLUSH_SECONDS = 10.0  # at the end of the process
 
 
 class DiskTier(StepObserver):
-    """Saves the full blocks of an engine to disk (``store``), finds the blocks of a prompt on disk, and reads them.
+    """Saves blocks of an engine to disk (``store``). Finds the saved blocks of a prompt, and reads them into the pool.
 
-    ``observers`` are the observers of the engine's runner. They are told which blocks of the pool a read replaces.
+    ``observers``: the observers of the engine's runner. After a read, they are notified of the blocks that it
+    overwrote.
 
     Attributes:
         from_disk: numbers of the pool's blocks that were read from disk.

@@ -53,7 +53,7 @@ class Machine:
 class FitRow:
     """A row of the table that `minillm fit` prints: one quantization of a model, or the unquantized model.
 
-    ``best`` marks the recommended row among those of one model.
+    ``best``: this row is recommended among all rows of the same model.
     """
 
     model: Sized

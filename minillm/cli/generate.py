@@ -91,7 +91,7 @@ class GenerateJob:
     def name(self) -> str:
         """Return a fingerprint of the requests and their settings: 16 hexadecimal digits.
 
-        A stopped run can only be resumed by a command with the same fingerprint.
+        A stopped run can be resumed only by a command with the fingerprint of the stopped run.
         """
         system, parse_special = self.arguments.system, self.arguments.parse_special
         about = [self.model, self.chat, system, parse_special, self.requests, self.params()]

@@ -27,8 +27,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser of a command or a subcommand. Errors are one line.
 
     Attributes:
-        fill: functions that add the parser's options when they are first needed. Adding all options of all commands
-            would take longer than everything else that ``--help`` does; most of them belong to `bench`.
+        fill: functions that add the parser's options when the options are first needed. Adding all options of all
+            commands would take longer than everything else that ``--help`` does. Most options belong to `bench`.
         essential: the options that ``--help`` shows, most important first; empty: all. ``--help-all`` shows all.
     """
 

@@ -78,8 +78,8 @@ def _is_piped() -> bool:
     """Return whether standard input has text to append to the prompts of the command line.
 
     The result is True for a file, and for a pipe that delivers something within `_PATIENCE` seconds. The limit is for
-    inherited pipes, which may never deliver anything. For a partly read file, the result is False, because a shell loop
-    is reading the file, such as ``while read line; do minillm generate "$line"; done``.
+    inherited pipes, which may never deliver anything. For a partly read file, the result is False: a shell loop is
+    probably reading the file, such as ``while read line; do minillm generate "$line"; done``.
     """
     try:
         mode = os.fstat(0).st_mode

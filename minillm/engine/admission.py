@@ -60,10 +60,10 @@ def blocks_promised(group: SequenceGroup, block_size: int) -> int:
 
 
 def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: BlockManager, num_pinned: int) -> bool:
-    """Return whether the predicted peak of the running groups and ``group`` fits into the pool.
+    """Return whether the pool can hold the predicted peak of the running groups together with ``group``.
 
-    The prediction assumes that all sequences reach their maximum lengths, which is rare. So it is skipped, and the
-    result is True, while more than half of the pool is free.
+    The prediction assumes that all sequences reach their maximum lengths, which is rare. So while more than half of the
+    pool is free, the prediction is skipped and the result is True.
     """
     if not running or 2 * cache.num_free > cache.num_blocks:
         return True

@@ -103,7 +103,7 @@ class DiskReads:
             self.idle.release(sequence)
 
     def release(self, groups: Collection[SequenceGroup]) -> None:
-        """Free the blocks that were read for these groups, which have been admitted or have ended."""
+        """Free the blocks that were read for ``groups``. Call this once the groups are admitted or have ended."""
         for group in groups:
             self._asked.discard(group)
             if (each := self.active.pop(group, None)) is not None:

@@ -135,8 +135,8 @@ class Driver:
     def step(self) -> list[Delta]:
         """Compute one step of the engine, with ctrl-c deferred. Return the deltas of requests that are not streamed.
 
-        The deltas of streamed requests are kept for their callers in `run`. If an exception ended requests, their
-        outputs have the error. The exception is raised only if it ended no request, or if the engine cannot continue.
+        The deltas of streamed requests are kept for their callers in `run`. An exception of the engine that ended
+        requests is stored in their outputs. It is raised only if it ended no request, or if the engine cannot continue.
         """
         others: list[Delta] = []
         with self._lock, deferred_interrupt():

@@ -67,7 +67,8 @@ class Engine:
 
     Args:
         methods: the decoding method for each type of parameters.
-        guard: returns a context manager, in which every step runs. It may replace an exception by another.
+        guard: returns a context manager, in which every step runs. The context manager may replace an exception by
+            another.
         on_close: called by `close`.
         source: where the weights came from, for display.
         defaults: sampling parameters from the model's own configuration.

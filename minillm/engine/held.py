@@ -10,12 +10,13 @@ from minillm.sequence import Sequence, SequenceGroup
 
 
 def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, RequestOutput]]:
-    """Run requests and keep their sequences. Return (idle sequence, output) of each request, in order.
+    """Run requests, and keep their sequences as idle sequences.
 
-    Each request must have one completion, and ``hold`` set.
+    Return (idle sequence, output) of each request, in order. Each request must ask for one completion, and have
+    ``hold`` set.
 
     Raises:
-        MinillmError: a request failed. The blocks of all these requests have been freed.
+        MinillmError: a request failed. The blocks of all ``requests`` have been freed.
     """
     groups: dict[int, SequenceGroup] = {}
     outputs: dict[int, RequestOutput] = {}

@@ -212,7 +212,7 @@ class Requests:
         return self.end([group for group in dict.fromkeys(failed) if group.request_id in self.groups])
 
     def retire(self, groups: SequenceOf[SequenceGroup]) -> None:
-        """Free everything that finished groups still hold, and make their outputs available."""
+        """Free the blocks and other resources of finished groups, and make their outputs available to `take`."""
         if groups:
             self.scheduler.remove(groups)
         for group in groups:

@@ -87,7 +87,7 @@ class ScoreOnly:
 
 @dataclass(slots=True)
 class Ends:
-    """The prompt-only requests that end with one step, as a `minillm.sequence.Flight`. Nothing is drawn for them."""
+    """The prompt-only requests that end with one step, as a `minillm.sequence.Flight`. No tokens are drawn for them."""
 
     requests: Requests
     groups: list[SequenceGroup]

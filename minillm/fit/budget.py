@@ -198,10 +198,10 @@ class Budget:
         return -(-min(self.config.max_model_len or shape.context, most) // block) * block
 
     def _unpacked_bytes_per_token(self, shape: Shape) -> int:
-        """Return the bytes per token of one layer's K and V after they are dequantized from 8 to 16 bits.
+        """Return the memory per token for one layer's K and V in 16 bits, dequantized from an 8-bit cache. In bytes.
 
-        While a GPU computes a prompt, it dequantizes one layer's 8-bit cache at a time. The result is 0 on a CPU and
-        for other caches.
+        A GPU dequantizes one layer's cache at a time while it computes a prompt. The result is 0 on a CPU, and if the
+        cache is not 8-bit.
         """
         unpacks = self.on_gpu and self.element_size == 2 and self.config.kv_cache_dtype == "int8"
         return self._on_a_rank(shape.kv_bytes_per_token(2) // shape.layers, shape) if unpacks else 0

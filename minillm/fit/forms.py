@@ -65,7 +65,7 @@ class Sized:
     def decided(self, budget: Budget) -> Budget:
         """Return the budget with the value of the option ``weights`` that applies to this model.
 
-        With "auto" on a CPU, a low-bit model is dequantized if the dequantized weights take at most half of the free
+        This matters for "auto" on a CPU: a low-bit model is dequantized if the result takes at most half of the free
         memory. Otherwise the model stays low-bit.
         """
         if self.kept:

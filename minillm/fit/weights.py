@@ -145,7 +145,7 @@ def _while_packed(tensor: StoredTensor) -> float:
     """Return the additional memory in bytes while a matrix is packed for low-bit matmuls.
 
     A matrix is packed at its first matmul. This memory holds two copies of the quantized integers, and the output of
-    that matmul. If the matrix is a layer's matrix stored in 16 or 32 bits, the memory also holds a float32 copy of it.
+    that matmul. If the matrix belongs to a layer and is stored in 16 or 32 bits, a float32 copy of it is added.
     """
     levels = 2 * tensor.count * 13 / 12 + 4 * _FIRST_ROWS * tensor.shape[0]
     is_table = tensor.name in (*_EMBEDDINGS, *_HEADS)
@@ -263,7 +263,8 @@ def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
 def expected_by_bits(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
     """Return the tensors that a low-bit model of ``size`` bytes probably has.
 
-    The layers get two neighboring types of 4, 6 and 8 bits, mixed so that all tensors add up to about ``size`` bytes.
+    The layers get two neighboring types of 4, 6 and 8 bits. The two types are mixed so that all tensors add up to about
+    ``size`` bytes.
     """
     bits = 8 * size / shape.count
     typical = {kind: 8 * BLOCKS[kind][1] / BLOCKS[kind][0] for kind in _TYPICAL}  # bits per weight

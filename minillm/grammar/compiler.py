@@ -24,9 +24,9 @@ _CHEAP_SECONDS = 0.05  # slower grammars are compiled only once
 
 @dataclass
 class _Kept:
-    """The matchers that the compiler keeps for one grammar. They are at the beginning of a text; requests get copies.
+    """The matchers of one grammar that the compiler keeps, all at the beginning of a text. Requests get copies of them.
 
-    Each matcher was compiled separately, because copies of one matcher cannot compute masks in parallel.
+    Each matcher was compiled separately, because copies of the same matcher cannot compute masks in parallel.
     """
 
     matchers: list[Matcher]
@@ -55,8 +55,8 @@ class Compiler:
         """Return a new matcher of ``grammar``, at the beginning of a text.
 
         Raises:
-            UsageError: the grammar takes too long to compile for this vocabulary, or allows no text that the tokens of
-                the vocabulary can spell.
+            UsageError: the grammar takes too long to compile for this vocabulary, or the vocabulary's tokens cannot
+                spell any text that the grammar allows.
         """
         with self._looking:
             kept = self._kept.get(grammar) or _Kept([], 0.0)

@@ -87,11 +87,11 @@ def _patterns(
 
     Args:
         allowed: the language of allowed property names; None: all names.
-        rest: the rewritten schema of properties that match none of the original patterns.
+        rest: the rewritten schema for properties that match none of the original patterns.
 
     Returns:
-        - the rewritten schemas of properties, by pattern;
-        - the rewritten schema of properties that match none of these patterns.
+        - the returned patterns, each with the rewritten schema for the properties that it matches;
+        - the rewritten schema for properties that match none of the returned patterns.
     """
     algebra, patterns = rewriter.algebra, mapping(schema, "patternProperties")
     if not patterns and allowed is None:
@@ -155,15 +155,16 @@ def _counted(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, Any]
 def _subsets(
     rewriter: Rewriting, optional: list[str], lacking: int, spare: int | None, bounds: dict[str, int], is_open: bool
 ) -> Schema:
-    """Return a schema for minProperties and maxProperties. It accepts all values that are not objects.
+    """Return a schema that accepts objects with the right number of properties, and all values that are not objects.
 
-    For objects, the schema has one alternative for each set of optional properties that may be present.
+    It has one alternative for each set of optional properties that an object may have.
 
     Args:
         optional: names of the optional properties.
         lacking: minimum number of properties in addition to the required properties.
         spare: maximum number of properties in addition to the required properties; None: no limit.
-        bounds: the original minProperties and maxProperties. Alternatives that allow unnamed properties contain them.
+        bounds: minProperties and maxProperties of the original schema. They are repeated in alternatives in which
+            properties without a name in the schema count.
         is_open: properties that the schema does not name are allowed.
     """
     ways: list[Schema] = [typed(set(KINDS) - {"object"})]

@@ -28,14 +28,14 @@ _MOST_NUMBERS = 20  # maximum numbers in an enum for which all gaps between the 
 
 
 def opposites(meaning: Meaning, schema: Schema, names: tuple[str, ...] = ()) -> Iterator[Schema | None]:
-    """Yield schemas that describe the values that ``schema`` rejects. A value that any of them accepts is rejected.
+    """Yield schemas that describe the values that ``schema`` rejects. Each of them accepts only rejected values.
 
-    Together, the yielded schemas accept all values that ``schema`` rejects, unless None is among them. None stands for
-    rejected values that no schema can describe.
+    Together, the yielded schemas accept all rejected values, unless None is yielded as well. None stands for rejected
+    values that no schema can describe.
 
     Args:
-        names: names of properties that may occur. If ``schema`` forbids additional properties, one of the yielded
-            schemas accepts objects that have such a property although ``schema`` does not mention it.
+        names: names of properties that may occur. Suppose that ``schema`` forbids additional properties. Then one of
+            the yielded schemas accepts objects with a property in ``names`` that ``schema`` does not mention.
     """
     if isinstance(schema, bool):
         if not schema:

@@ -100,7 +100,7 @@ class Algebra:
         return found
 
     def one_of(self, of: Chars) -> Language:
-        """Return the language of all texts that are one character of the set ``of``."""
+        """Return a language of single characters: it has one text for each character in ``of``."""
         return self._make("set", (), of=of) if of else self.nothing
 
     def text(self, text: str) -> Language:
@@ -270,10 +270,11 @@ class Algebra:
         return edges[-1].get(-2, self.nothing)
 
     def _automaton(self, of: Language) -> dict[int, dict[int, Language]]:
-        """Return the transitions of a deterministic automaton for ``of``, by source and target state.
+        """Return the transitions of a deterministic automaton for ``of``: source state -> target state -> language.
 
-        A transition is the language of its characters. State 1 is the initial state. Two states are added: state -1
-        leads to state 1, and accepting states lead to state -2. Both of these transitions are the empty text.
+        The language of a transition has one text for each of its characters. State 1 is the initial state. Two states
+        are added: state -1 leads to state 1, and accepting states lead to state -2. The language of these added
+        transitions is the empty text.
         """
         letters = _alphabet(of)
         numbers, waiting = {of: 1}, [of]

@@ -10,10 +10,10 @@ _TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_W
 
 
 def place(number: int, count: int, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield words that start the command of engine ``number`` of ``count``. They give it its own GPUs or cores.
+    """Yield the words of an ``env`` command that gives engine ``number`` of ``count`` its own GPUs or cores.
 
-    The words are an ``env`` command, such as ``env CUDA_VISIBLE_DEVICES=1``. The command of the engine follows these
-    words. ``options`` are the engine's options. Raises UsageError if they name one GPU, such as "cuda:0".
+    An example is ``env CUDA_VISIBLE_DEVICES=1``. The command line of the engine must follow these words. ``options``
+    are the engine's options. Raises UsageError if they name one GPU, such as "cuda:0".
     """
     device, size = options.get("device", "auto"), options.get("tensor_parallel_size", 1)
     if ":" in device:

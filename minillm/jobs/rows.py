@@ -84,8 +84,8 @@ class Style:
 def as_json(row: InputRow, output: RequestOutput, tokenizer: Tokenizer | None) -> Answer:
     """Return a row's answer as a JSON object.
 
-    It has the fields of RequestOutput, the row's index and name, the seed of sampling, and the text of each token
-    that has log-probabilities. Durations in seconds replace the clock readings of ``metrics``.
+    It has the fields of RequestOutput, the row's index and name, and the seed of sampling. Each token that has
+    log-probabilities also gets its text. Durations in seconds replace the clock readings of ``metrics``.
     """
     result = asdict(output)
     if "beam_width" not in row.params:

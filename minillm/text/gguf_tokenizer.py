@@ -91,8 +91,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Tokens) -> tuple[tokenizers
 def _sentencepiece(values: Values, tokens: Tokens) -> tokenizers.Tokenizer:
     """Return a BPE tokenizer that merges like SentencePiece.
 
-    SentencePiece always merges the pair that forms the token with the best score. BPE with merges sorted by score gives
-    the same result. Merges with equal or missing scores are sorted by token id, because SentencePiece numbers tokens in
+    SentencePiece always merges the pair that gives the token with the best score. BPE does the same if its merges are
+    sorted by score. Merges with equal or missing scores are sorted by token id, because SentencePiece numbers tokens in
     the order of their scores.
     """
     scores: Any = values.values.get("tokenizer.ggml.scores", [0.0] * len(tokens.texts))

@@ -18,14 +18,15 @@ _MOST_CHARACTERS = 1 << 21  # maximum characters of all kept pieces: their ids t
 
 
 class Pieces:
-    """Encodes a chat as separate pieces: the texts between added tokens. It keeps the ids of each piece for later
-    chats.
+    """Encodes a chat as separate pieces, the texts between added tokens.
 
-    It is thread-safe.
+    The ids of each piece are kept for later chats.
+
+    All methods are thread-safe.
 
     Args:
-        added: added tokens, as text -> id. It has only the tokens that the tokenizers library searches for before it
-            normalizes a text.
+        added: added tokens, as text -> id: only tokens that the tokenizers library searches for before it normalizes a
+            text.
         encode: returns the ids of one piece; it calls the tokenizers library.
     """
 

@@ -12,8 +12,8 @@ class Split:
     """The rules by which a byte-level tokenizer splits a text into pieces before it merges bytes within each piece.
 
     Attributes:
-        patterns: regular expressions. Each one splits the pieces that result from the previous one. A match is a piece,
-            and so is the text between two matches.
+        patterns: regular expressions, applied in order. Each pattern splits the pieces that the previous pattern gave.
+            A match is a piece, and so is the text between two matches.
         ignore_merges: a piece that is a vocabulary entry becomes one token, whatever the merges are.
         adds_bos: BOS is added before a text, unless the file says otherwise.
         composes: letters and their accents are composed first (NFC), as in the models' own tokenizers. llama.cpp skips

@@ -55,7 +55,7 @@ class ReasoningSplitter:
         return pieces
 
     def finish(self) -> Pieces:
-        """End the text. Return the text that was held back. It is an ordinary piece, because no tag follows."""
+        """End the text. Return the text that was held back because a tag could follow. It is ordinary text now."""
         held, self._held = self._held, ""
         return [(self.inside, held)] if held else []
 

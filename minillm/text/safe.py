@@ -93,9 +93,9 @@ def _finite(number: str) -> float:
 def json_line(value: object, *, ascii_only: bool = False) -> str:
     """Return ``value`` as JSON on one line that is safe for a terminal.
 
-    Every character that `clean` would replace is written as its ``\\u`` escape, so parsing the line gives the same
-    value. These characters include lone surrogates, which UTF-8 cannot encode, and U+2028, which some programs take for
-    the end of a line.
+    Every character that `clean` would replace is written as its ``\\u`` escape. So parsing the line gives the same
+    value. The escaped characters include lone surrogates (UTF-8 cannot encode them) and U+2028 (some programs take it
+    for the end of a line).
     """
     import json
 

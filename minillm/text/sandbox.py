@@ -99,7 +99,7 @@ class Sandbox:
 def quiet() -> Iterator[None]:
     """Hide the message that a library prints to stderr when it panics.
 
-    Everything that the ``with`` block writes to stderr is kept. It is printed afterwards only if the block raises no
+    The output of the ``with`` block to stderr is collected. It is printed at the end only if the block raises no
     exception.
     """
     with _QUIET, tempfile.TemporaryFile() as written:

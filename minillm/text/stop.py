@@ -102,7 +102,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class StreamingDetokenizer:
-    """Decodes one sequence token by token. It never splits a character, and loses none.
+    """Decodes one sequence token by token. A character is returned only when it is complete, and no character is lost.
 
     Every token stands for some bytes. Streaming needs only a table of these bytes and an incremental UTF-8 decoder. The
     bytes of an incomplete character wait for the next token. An invalid byte sequence becomes U+FFFD.
@@ -154,9 +154,10 @@ class StreamingDetokenizer:
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def _trim(self, text: str) -> str:
-        """Return ``text`` without the spaces that ``strips`` asks to drop.
+        """Return ``text`` without the leading and trailing spaces that ``strips`` says to drop.
 
-        Spaces at the end of ``text`` are held back, because they are dropped only if no more text follows.
+        Spaces at the end of ``text`` are held back until more text arrives, because only the last spaces of all are
+        dropped.
         """
         while self._leading and text:
             self._leading -= 1

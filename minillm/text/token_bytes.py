@@ -90,8 +90,8 @@ class TokenBytes:
 def _bytes() -> dict[int, int]:
     """Return a table for `str.translate` that inverts GPT-2's map from bytes to printable characters.
 
-    Each code point is mapped to the byte for which it stands (Radford et al. 2019). Code points below 256 that stand
-    for no byte are mapped to a code point that Latin-1 cannot encode, so encoding a wrong entry fails.
+    The table maps each of these characters to its byte (Radford et al. 2019). All other code points below 256 are
+    mapped to a character outside Latin-1. So encoding a wrong entry as Latin-1 fails.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

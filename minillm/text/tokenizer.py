@@ -110,10 +110,10 @@ class Tokenizer:
         self.has_thinking_switch = self._template is not None and self._template.has_thinking_switch
 
     def _obey_marks(self, steps: Mapping[str, Any] | None) -> Sandbox | None:
-        """Make the tokenizer respect two reserved characters in texts.
+        """Make the tokenizer remove two reserved characters, `BREAK` and `CONTINUES`, from texts.
 
-        It removes every `BREAK`. It adds no prefix to a text that begins with `CONTINUES`, and removes this character.
-        ``steps``: see the class. Return the sandbox in which the tokenizer runs, or None if it runs in this process.
+        It also adds no prefix to a text that begins with `CONTINUES`. ``steps``: see the class. Return the sandbox in
+        which the tokenizer runs, or None if it runs in this process.
         """
         backend, own = self._backend, steps
         if own is None:
@@ -251,7 +251,7 @@ class Tokenizer:
     def _ids_apart(self, text: str, continues: bool = False) -> list[int]:
         """Encode a text piece by piece, split at each `BREAK`. Return the ids of all pieces.
 
-        If the pieces are encoded together, some vocabularies merge them into a control token again. This prevents it.
+        Encode separately because some vocabularies would merge adjacent pieces into a control token again.
         """
         ids: list[int] = []
         for piece in text.split(BREAK):
