@@ -111,7 +111,7 @@ def attend_tile(
 
 @triton.jit
 def _part(context, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first token of part number ``split`` of the visible context, and the token after the part's last."""
+    """Return the first token of part ``split`` of the visible context, and the token after the part's last token."""
     seen = context
     if WINDOW is not None:
         seen = tl.minimum(context, WINDOW)

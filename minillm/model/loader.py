@@ -45,7 +45,7 @@ class TensorSource(Protocol):
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and the shape of every parameter of a model. A tied output head is not listed.
 
-    The names are those of Llama for all architectures, and those of GLM-4 for norms after attention and MLP.
+    All architectures use Llama's names. Norms after attention and MLP, which Llama does not have, use GLM-4's names.
     `minillm.model.llama_tensors` converts the names in a checkpoint to these.
     """
     c = config

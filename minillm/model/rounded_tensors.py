@@ -38,8 +38,8 @@ class RoundedTensors:
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
         """Return a slice of a matrix: as it is stored if the matrix is low-bit, else quantized.
 
-        Return None if the tensor stays unquantized. With int8 and int4, this includes matrices with a row length that
-        is not a multiple of 32.
+        Return None if the tensor stays unquantized. With int8 and int4, a matrix also stays unquantized if the length
+        of its rows is not a multiple of 32.
         """
         stored = self.source.low_bit(name, device, rows, columns)
         if stored is not None or not name.endswith(("_proj.weight", "lm_head.weight")):

@@ -118,7 +118,7 @@ class BlockReader(Generic[Key]):
             read.pieces.append((incoming, self._threads.submit(self._read_piece, read, incoming, wanted)))
 
     def _read_piece(self, read: BlockRead[Key], incoming: Incoming, wanted: Sequence[Key]) -> int:
-        """Read blocks in a thread, up to the first missing or damaged one. Return how many blocks were read."""
+        """Read blocks in a thread, up to the first missing or damaged block. Return the number of blocks read."""
         count = 0
         for key, buffers in zip(wanted, incoming.buffers, strict=True):
             if not self._read(key, buffers):

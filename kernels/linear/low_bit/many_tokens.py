@@ -255,7 +255,7 @@ def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
 def tile_for(layout: Layout, tokens: int, features: int, gated: int) -> Tile:
     """Return the built-in tile, measured on an H200.
 
-    For fewer rows, more programs divide the input, so that every multiprocessor has work.
+    If a matrix has few rows, more programs divide its input, so that every multiprocessor has work.
     """
     if INTERPRETED.value:
         return Tile(64, 16, 1, 4, 2)

@@ -178,7 +178,7 @@ class DeviceBeams:
         return found[0], found[1]
 
     def fork(self) -> None:
-        """Fork the beams' rows and blocks by the choices of rank 0."""
+        """Fork the beams' rows and blocks as rank 0 has chosen."""
         size = self._size
         self._graphs.run(("fork", size), lambda: self._fork(size, self._parents[:size]))
 

@@ -64,7 +64,7 @@ class DraftSteps:
         return out.copy_(state.logits[state.numbers(wanted, torch.int64)])
 
     def pass_over(self) -> None:
-        """Note that the present step is of another kind, so that `draw` returns None."""
+        """Record that the present step is of another kind, without draft tokens. `draw` then returns None."""
         self._last = None
 
     def draw(self, draws: list[Chunk], holders: list[Sequence]) -> Drawn | None:

@@ -62,7 +62,7 @@ class ShortPrompts:
         self._tables = torch.zeros(seqs, width, dtype=torch.int32, device=model.device)
 
     def takes(self, chunks: list[ChunkWork]) -> bool:
-        """Return whether the chunks are short, and none wants prompt scores or more than one row of logits."""
+        """Return whether the chunks are short, and no chunk wants prompt scores or more than one row of logits."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         if not self._sizes or num_tokens > self._sizes[-1] or len(chunks) > self._most_seqs:
             return False

@@ -110,7 +110,7 @@ class DeviceState:
         self.draws.clear()
 
     def numbers(self, values: list[Any], dtype: torch.dtype) -> Tensor:
-        """Return values as a tensor on the device, without waiting for it."""
+        """Return ``values`` as a tensor on the device, without waiting for the device."""
         return to_device(values, dtype, self.device)
 
     def begin(self, work: DecodeWork) -> int:
