@@ -50,7 +50,10 @@ class Branch:
         return self
 
     def sample(self, params: SamplingParams | None = None) -> CompletionOutput:
-        """Append and return the model's completion, without an end token. `LLM.sample` batches several branches."""
+        """Let the model continue the branch. Append the completion, without an end token, and return it.
+
+        `LLM.sample` continues several branches in one batch.
+        """
         return sample(self._driver, [self], [params or SamplingParams()])[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:

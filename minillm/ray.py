@@ -1,6 +1,7 @@
 """minillm on a Ray cluster: `Generate` for Ray Data, and the engines of ``minillm generate --ray``.
 
-Needs ``minillm[ray]``. Every machine of the cluster needs minillm and, unless it can download it, the model.
+Needs ``minillm[ray]``. Every machine of the cluster needs minillm. It also needs the model's files, or access to
+download them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _Actor:
         self._task = task
 
     async def load(self) -> Facts:
-        """Load the model. The constructor does not: Ray would hide the MinillmError of a failure there."""
+        """Load the model. This is not done in the constructor, because Ray would hide the MinillmError of a failure."""
         self._engine = _Engine(self._task)
         return Facts.of(self._engine.llm)
 

@@ -1,4 +1,4 @@
-"""The user's settings for all commands, which flags override: ``config.toml`` in the configuration directory.
+"""The user's settings for all commands: ``config.toml`` in the configuration directory. Flags override settings.
 
 model = "smollm2-360m"
 system = "You are brief."    # the chat's system prompt

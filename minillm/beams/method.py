@@ -325,9 +325,7 @@ def grammar_error(step: BeamStep) -> str | None:
 
 
 def places(group: SequenceGroup) -> dict[int, int]:
-    """Return the rank of each running beam among all answers so far, as a dictionary: seq_id -> rank.
-
-    The best rank is 0.
+    """Return the rank of each running beam among all answers so far: seq_id -> rank. The best rank is 0.
 
     Finished beams have ranks as well. If there are more beams than requested answers, the surplus beams rank last. The
     result is empty if the search is done.

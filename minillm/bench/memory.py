@@ -1,4 +1,4 @@
-"""``memory``: measure the memory that paging and sharing save, by replaying requests on the block manager alone."""
+"""``memory``: measure the memory that paging and sharing save, by simulating requests on the block manager alone."""
 
 import math
 import random

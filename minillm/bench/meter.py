@@ -62,7 +62,7 @@ class LoadLimits:
 
     @classmethod
     def measure(cls, device: torch.device, size: int = 1 << 29) -> LoadLimits:
-        """Measure copies of ``size`` bytes, and on a GPU also large matmuls."""
+        """Measure the bandwidth of copying ``size`` bytes. On a GPU, also measure the rate of large matmuls."""
         bandwidth = read_bandwidth(device, size)
         if device.type != "cuda":
             return cls(bandwidth)

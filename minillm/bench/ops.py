@@ -1,4 +1,4 @@
-"""The cases of ``minillm bench kernels``: inputs for each op and shape, a check of results, and its bytes and FLOPs."""
+"""The cases of ``minillm bench kernels``: for each op and shape, the inputs, a check of the result, bytes and FLOPs."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

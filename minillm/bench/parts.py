@@ -1,6 +1,6 @@
 """Measure the CPU time of an engine's steps, split into parts such as the scheduler.
 
-If one part calls another, the time of the called part counts only there.
+If one part calls another part, the time of that call counts only for the called part.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class BlockStore:
         return self.trim() if unsure or self.total > self.limit else []
 
     def read(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
-        """Read a block into ``buffers``. Return False, and remove the file, if it does not hold this block."""
+        """Read a block into ``buffers``. If the file does not hold this block, remove the file and return False."""
         return read_into(self.path(key), key.digest, buffers)
 
     def touch(self, key: BlockKey) -> None:
@@ -173,7 +173,7 @@ def _header(digest: bytes, buffers: Sequence[memoryview]) -> bytes:
 
 
 def read_into(path: str, digest: bytes | None, buffers: Sequence[memoryview]) -> bool:
-    """Read a block's file into ``buffers``. Return False, and remove the file, if it is damaged or of another size.
+    """Read a block's file into ``buffers``. If the file is damaged or has another size, remove it and return False.
 
     ``digest``: the key that the file must have; None: any key.
     """

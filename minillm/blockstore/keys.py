@@ -20,7 +20,10 @@ class BlockKey:
 
     @property
     def name(self) -> str:
-        """The name of the block's file. It links the block to its parent, which `files.eviction_order` needs."""
+        """The name of the block's file.
+
+        It contains the parent's hash, so that `files.eviction_order` finds the parent.
+        """
         return f"{self.index:06x}-{self.parent.hex()[:16]}-{self.digest.hex()[:32]}"
 
 

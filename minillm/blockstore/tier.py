@@ -247,7 +247,7 @@ class DiskTier(StepObserver):
         self._leaving.clear()  # the failed step may have written to these blocks
 
     def close(self) -> None:
-        """Write the blocks that are not on disk yet, and stop."""
+        """Write all blocks that are queued or unsaved, within `_FLUSH_SECONDS`. Then stop the writer's thread."""
         if self._note not in self._cache.subscribers:
             return
         self._cache.subscribers.remove(self._note)

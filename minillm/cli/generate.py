@@ -282,7 +282,7 @@ def _source(job: GenerateJob, *, for_chat: bool) -> Iterator[PromptSource]:
 
 @dataclass
 class Writer:
-    """Writes outputs in the order of their prompts. An output that finishes early waits for the previous ones."""
+    """Writes outputs in the order of their prompts. An output that finishes early waits for the outputs before it."""
 
     job: GenerateJob
     write_line: Callable[[str], None]

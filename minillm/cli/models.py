@@ -26,7 +26,7 @@ from minillm.weights.resolve import describe, find, resolve
 
 
 def models(arguments: argparse.Namespace) -> int:
-    """List the named models and the downloaded ones, and show which of them fit this machine."""
+    """List the named models and the downloaded models. Show which of them fit this machine."""
     manifest, gpu, config = load_manifest(), _gpu_memory(), EngineConfig(**read_config().engine)
     places = _places(config, gpu)
     here = {files.name: files for files in downloaded()}

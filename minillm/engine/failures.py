@@ -1,4 +1,7 @@
-"""Failures within a step. If a method fails for a request, only that request ends; if the device fails, all end."""
+"""Failures within a step. If a decoding method fails for a request, only that request ends.
+
+If the device fails, all requests of the step end.
+"""
 
 from torch import Tensor
 

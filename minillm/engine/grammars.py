@@ -12,7 +12,7 @@ from minillm.text.tokenizer import Tokenizer
 
 
 class Grammars:
-    """Compiles grammars. The first grammar builds the compiler, which takes time."""
+    """Compiles the grammars of requests. The compiler is created for the first grammar, because that takes time."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
@@ -30,7 +30,7 @@ class Grammars:
         return Compiler(Vocabulary(tokens, partial(tokenizer.encode, add_special_tokens=False)))
 
     def matcher(self, params: Params) -> Matcher | None:
-        """Return a matcher at the start of a request's grammar, or None if the request has none.
+        """Return a matcher at the start of a request's grammar, or None if the request has no grammar.
 
         Raises:
             UsageError: the model has no tokenizer, or cannot follow the grammar.

@@ -28,7 +28,7 @@ class Request:
 
     Attributes:
         prompt: the prompt's text, for the output.
-        parent: an idle sequence. If the prompt begins with the same tokens, these are not computed again.
+        parent: an idle sequence. Tokens that the beginning of the prompt has in common with it are not computed again.
         hold: keep the completions' blocks when they end: the sequences become idle and can be parents.
         salt: only requests with the same salt share blocks in the prefix cache.
         streamed: `Driver.run` also yields the request's deltas.

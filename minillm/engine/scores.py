@@ -1,4 +1,4 @@
-"""Prompt scores (the log-probabilities of a prompt's tokens), and the method of requests that want nothing else."""
+"""Prompt scores (the log-probabilities of a prompt's tokens), and the decoding method of prompt-only requests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ class Scoring:
 
 
 class ScoreOnly:
-    """The `minillm.sequence.Method` of requests with ``max_tokens`` 0: they end when their prompt is computed."""
+    """The decoding method of prompt-only requests, which end when their prompt is computed.
+
+    It implements `minillm.sequence.Method`.
+    """
 
     def __init__(self, requests: Requests) -> None:
         self.requests = requests

@@ -1,7 +1,7 @@
 """Compile each new grammar in a process that can be killed, before it is compiled in this process.
 
 Most grammars of reasonable size compile in milliseconds. Some grammars, such as an intersection of expressions or a
-large ``multipleOf``, would take hours, and the library cannot be interrupted.
+large ``multipleOf``, would take hours, and llguidance cannot be interrupted.
 """
 
 from __future__ import annotations

@@ -61,10 +61,9 @@ class Tokens:
 
 
 def read_tokens(values: Values) -> Tokens:
-    """Read the tokens of GGUF metadata. Correct the token types of known texts, such as end tokens marked as ordinary
-    text.
+    """Read the tokens of GGUF metadata, and correct the token types of known texts.
 
-    Raises WeightsError if the metadata is damaged.
+    For example, an end token may be marked as ordinary text. Raises WeightsError if the metadata is damaged.
     """
     found = texts_of(values.values, "tokens")
     kinds = values.values.get("tokenizer.ggml.token_type", [NORMAL] * len(found))

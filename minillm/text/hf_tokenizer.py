@@ -2,8 +2,8 @@
 
 A tokenizer.json comes with the model and is untrusted. Its steps (normalizer, pre-tokenizer, post-processor) can be
 harmful. For example, a regular expression may never end, a replacement may turn one character into a thousand, or data
-may make the library panic. If every step is known to take time linear in the text, the tokenizer runs in this process.
-Otherwise it runs in a `minillm.text.sandbox`.
+may make the tokenizers library panic. If every step is known to take time linear in the text, the tokenizer runs in
+this process. Otherwise it runs in a `minillm.text.sandbox`.
 """
 
 import json

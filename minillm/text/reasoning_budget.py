@@ -1,8 +1,8 @@
 """A sequence's reasoning, token by token, and the limit on its length.
 
 When the reasoning reaches the limit, minillm forces the next tokens, so that they spell a text that closes the
-reasoning. Then the answer follows. The position is derived from the sequence's tokens alone, so a forked or recomputed
-sequence has the right position as well.
+reasoning. Then the answer follows. Where a sequence is in its reasoning is derived from its tokens alone. So forked and
+recomputed sequences are right as well.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Texts get the same ids as in the library and in transformers, and ids the same t
 
 - A control token spelled out in a text (``</s>``, ``<|im_end|>``) is ordinary text, unless ``parse_special`` is set.
 - minillm searches for all control tokens before it normalizes a text. transformers searches for control tokens marked
-  ``normalized`` in the normalized text. It misses a ``</s>`` within a chat if the normalizer has put ``▁`` before it.
+  ``normalized`` in the normalized text. So it misses a ``</s>`` within a chat if the normalizer has put ``▁`` before
+  the ``</s>``.
 - transformers 5 drops the Prepend normalizer of a tokenizer.json with class LlamaTokenizer. minillm applies this
   normalizer, as transformers 4 and SentencePiece do. So a text's first word has other ids than in transformers 5.
 - Decoding drops one leading space of a text, as SentencePiece does. If the decoder is Metaspace, transformers drops all
@@ -110,10 +111,10 @@ class Tokenizer:
         self.has_thinking_switch = self._template is not None and self._template.has_thinking_switch
 
     def _obey_marks(self, steps: Mapping[str, Any] | None) -> Sandbox | None:
-        """Make the tokenizer remove two reserved characters, `BREAK` and `CONTINUES`, from texts.
+        """Make the tokenizer remove the reserved characters `BREAK` and `CONTINUES` from texts.
 
-        It also adds no prefix to a text that begins with `CONTINUES`. ``steps``: see the class. Return the sandbox in
-        which the tokenizer runs, or None if it runs in this process.
+        Also keep it from adding a prefix to a text that begins with `CONTINUES`. ``steps``: see the class. Return the
+        sandbox in which the tokenizer runs, or None if it runs in this process.
         """
         backend, own = self._backend, steps
         if own is None:

@@ -174,7 +174,7 @@ def knows_tools(template: str) -> bool:
 def written_down(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Write tools, tool calls and tool results into the texts of ordinary messages. Return these messages.
 
-    This is for templates without tool support.
+    Use this if the chat template does not support tools.
     """
     found: list[dict[str, Any]] = []
     for message in messages:
