@@ -153,13 +153,13 @@ def test_logits_are_of_the_scored_rows_alone_and_few_at_a_time(
 ) -> None:
     monkeypatch.setattr(scores, "_PIECE", 5 * VOCAB + 3)
     sizes: list[int] = []
-    original = Llama._logits
+    original = Llama.logits
 
-    def noted(self: Llama, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    def noted(self: Llama, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         sizes.append(len(x))
         return original(self, x, out)
 
-    monkeypatch.setattr(Llama, "_logits", noted)
+    monkeypatch.setattr(Llama, "logits", noted)
     engine = engine_for(models[1], on_device=False, max_num_batched_tokens=64)
     run(engine, [(list(range(5, 45)), SCORE)])
     assert max(sizes) == 5
