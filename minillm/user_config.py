@@ -79,11 +79,11 @@ class UserConfig:
         return flag or os.environ.get("MINILLM_MODEL") or self.model or default_model()
 
     def request_values(self, given: Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return the parameters of a request, either for sampling or for beam search (only these have ``beam_width``).
+        """Return the parameters of a request, for beam search or for sampling. A beam search has a ``beam_width``.
 
         Args:
-            given: the caller's parameters. If one of them exists for only one of the two methods, it decides the
-                method. Otherwise this file decides.
+            given: the caller's parameters. A parameter that only one of the two methods has decides the method.
+                Otherwise this file decides.
             defaults: the model's own defaults, which this file overrides.
         """
         values = with_defaults({**self.sampling, **given}, defaults)

@@ -112,7 +112,7 @@ class Meter(StepObserver):
             self._marks[-1][1:] = [now()]
 
     def conclude(self) -> None:
-        """Compute `idle_share` from the gaps between the end of a decode step and the start of the next decode step."""
+        """Compute `idle_share`: the fraction of time in which the GPU is idle between successive decode steps."""
         if self._marks:
             torch.cuda.synchronize()
         pairs = [(before, after) for before, after in pairwise(self._marks) if before and after]

@@ -102,9 +102,9 @@ class _Load:
         return [await asyncio.gather(*(one(*each, at) for each, at in zip(requests, due, strict=True)))]
 
     async def _conversations(self) -> list[list[Answer]]:
-        """Run all conversations concurrently. Each sends its next turn when the previous turn is answered.
+        """Run all conversations concurrently. A conversation sends its next turn when its previous turn is answered.
 
-        Return a list of answers for each turn.
+        Return one list per turn, with the answers of all conversations.
         """
         options, system = self._options, self._tokens(_SYSTEM)
         turns: list[list[Answer]] = [[] for _ in range(options.turns)]

@@ -254,7 +254,7 @@ def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
 
 
 def measure(options: NoOptions) -> UiFigures:
-    """Measure everything. This takes about five minutes on a CPU."""
+    """Measure all figures of the workload ``ui``. This takes about five minutes on a CPU."""
     paints = [asyncio.run(_first_paint()) for _ in range(6)][1:]  # the first run compiles the modules
     keys = sorted(asyncio.run(_keys()))
     openings = [asyncio.run(_opening()) for _ in range(_OPENINGS)]

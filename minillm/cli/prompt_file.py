@@ -128,7 +128,7 @@ def _check_keys(params: Mapping[str, Any], where: str) -> None:
 def _json_request(line: str, where: str) -> FileRequest:
     """Parse ``{"prompt": text or ids}`` or ``{"messages": […]}``, with an optional "id" and sampling parameters.
 
-    Raises UsageError if it is invalid. The message begins with ``where``.
+    Raises UsageError if the line is invalid. The message begins with ``where``.
     """
     try:
         value = parse_json(line)

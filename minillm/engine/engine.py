@@ -156,7 +156,7 @@ class Engine:
             return deltas + self.take_undelivered()
 
     def take_undelivered(self) -> list[Delta]:
-        """Return the deltas that no `step` has returned yet, for example because it raised. Each is returned once."""
+        """Return the deltas that no `step` has returned, for example because the step raised. Each is returned once."""
         deltas, self._undelivered = self._undelivered, []
         return deltas
 

@@ -26,7 +26,7 @@ class Scoring:
 
     @classmethod
     def launched(cls, requests: Requests, scored: Scored, schedule: Schedule) -> Scoring:
-        """Return the pending scores of a launched step: the prompt tokens that it scores.
+        """Return a `Scoring` for a step that was just launched. It lists the prompt tokens that the step scores.
 
         Call this before `Engine.note_computed`.
         """

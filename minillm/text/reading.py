@@ -30,7 +30,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, limit: int = _MAX_BYTES) -> bytes:
-    """Read a whole file. Raises OSError if it cannot be read, is not regular, or has more than ``limit`` bytes."""
+    """Read a whole file.
+
+    Raises OSError if the file cannot be read, is not regular, or has more than ``limit`` bytes.
+    """
     with open_regular(path) as stream:
         data = stream.read(limit + 1)
     if len(data) > limit:

@@ -148,7 +148,10 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], num_rows: int | None = None) -> Tokenizer:
-        """Rebuild a tokenizer from a GGUF file's metadata. Raises WeightsError if it is damaged or not supported."""
+        """Rebuild a tokenizer from a GGUF file's metadata.
+
+        Raises WeightsError if the metadata is damaged, or if the tokenizer is not supported.
+        """
         return cls(*rebuild(metadata), num_rows=num_rows, added_as_written=True)
 
     def save(self, directory: Path) -> None:
