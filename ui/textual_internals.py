@@ -93,10 +93,7 @@ class QuietApp(App[None]):
         return self._driver is not None and self._driver.can_suspend
 
     def set_window_title(self, title: str) -> None:
-        """Set the title of the terminal window. The original title is saved first.
-
-        ``title`` must not contain control characters.
-        """
+        """Save the terminal window's title, and set another one. ``title`` must have no control characters."""
         if self._driver is not None:
             keep = "" if self._has_titled else _KEEP_TITLE
             self._has_titled = True
@@ -153,10 +150,7 @@ class BearsRemovals:
     """
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
-        """Return the widget at a cell of the screen, and the position in the widget's text.
-
-        Return (None, None) for a widget that was removed.
-        """
+        """Return the widget at a cell and the position in its text: (None, None) for a removed widget."""
         widget: Widget | None
         widget, offset = super().get_widget_and_offset_at(x, y)  # type: ignore[misc]
         is_removed = widget is not None and widget is not self and widget.parent is None
@@ -262,10 +256,7 @@ class HearsOfGrowth:
     """Mixin for a Markdown block that is told when Textual has made it grow: `has_become` is called."""
 
     def has_become(self, block: MarkdownBlock) -> None:
-        """React to new text. This block now shows the text of ``block``, its later version.
-
-        A subclass implements this.
-        """
+        """React to new text: this block now shows ``block``, its later version. A subclass implements this."""
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:

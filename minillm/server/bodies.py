@@ -34,10 +34,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class BadField(UsageError):
-    """Raised if a field of the request is invalid.
-
-    ``field`` is the field's name. It is empty if the whole body is invalid.
-    """
+    """Raised if a field of the request is invalid. ``field`` is its name; empty if the whole body is invalid."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -92,10 +89,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     disable_fallback: bool = False  # has no effect: there is no fallback
 
     def forms(self) -> dict[str, dict[str, Any]]:
-        """Return the engine's parameter ``grammar`` for each field that is set.
-
-        A key of the dictionary is the field's name for error messages. The value is what to pass as ``grammar``.
-        """
+        """Return the engine's parameter ``grammar`` for each field that is set, by the field's name."""
         kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
         values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}
         return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}
@@ -407,10 +401,7 @@ def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Check sampling parameters. Return them without the parameters that are None.
-
-    Raises BadField for an invalid parameter.
-    """
+    """Return the sampling parameters that are not None. Raises BadField for an invalid parameter."""
     searches = "beam_width" in values
     values = {name: value for name, value in values.items() if value is not None}
     for name in values:

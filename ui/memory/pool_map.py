@@ -113,10 +113,7 @@ class Looks:
         return before[first:end] != self._sequence_of[first:end]
 
     def cells(self, first: int, end: int, *, on_host: bool, by_sequence: bool) -> list[tuple[str, str]]:
-        """Return (mark, component class) for each block from ``first`` to ``end - 1``.
-
-        The component class sets the mark's color.
-        """
+        """Return (mark, component class) for each block from ``first`` to ``end - 1``. The class sets the color."""
         if on_host:
             return [self._host_look(self.host.get(block), by_sequence) for block in range(first, end)]
         if by_sequence:
