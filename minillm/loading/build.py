@@ -368,7 +368,7 @@ def compile_ahead(
 def _missing(compiler: Compiler, work: Callable[[], object]) -> Sequence[Any]:
     """Return the variants that ``work`` needs and that are not compiled.
 
-    If ``work`` fails, return none, and ignore the error: it occurs again when the kernels are launched.
+    If ``work`` fails, return an empty sequence, and ignore the error: it occurs again when the kernels are launched.
     """
     try:
         return compiler.missing(work)

@@ -220,7 +220,7 @@ class DeviceRunner(Runner):
             yield Shape(partial(self._mixed, size, [_REHEARSED], None))
 
     def _mixtures(self) -> Iterator[tuple[int, list[int], WorkList | None]]:
-        """Yield steps with prompts as (number of decoding sequences, prompt lengths, work list or None).
+        """Yield mixed steps, each as a tuple (number of decoding sequences, prompt lengths, work list or None).
 
         The work list says how the decoding sequences read shared blocks; None: each sequence reads its own.
         """
