@@ -48,7 +48,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of a request on the `time.monotonic` clock, in seconds. A time is None until the request reaches it."""
+    """Times of a request on the `time.monotonic` clock, in seconds. None: the request has not come so far."""
 
     arrival_time: float
     first_scheduled_time: float | None = None

@@ -297,7 +297,7 @@ Params = SamplingParams | BeamSearchParams
 def params_list(params: Params | Sequence[Params] | None, count: int, default: Callable[[], Params]) -> list[Params]:
     """Return a list with the parameters of each of ``count`` prompts.
 
-    ``params`` is one set for all prompts, or a list with one set for each. If it is None, ``default`` is called. Raises
+    ``params`` is one set for all prompts, or a list with one set for each. For None, ``default`` is called. Raises
     UsageError if the list has another length than ``count``.
     """
     if params is None:

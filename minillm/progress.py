@@ -11,7 +11,7 @@ from minillm.text.safe import clean_line
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of one operation: ``done`` of ``total`` units are done. An unknown ``total`` is None."""
+    """Progress of one operation: ``done`` of ``total`` units are done. A ``total`` of None is unknown."""
 
     label: str
     done: int

@@ -216,13 +216,13 @@ class ModelScreen(Dialog[str]):
 def fit_of(entry: ModelEntry, places: Sequence[Place]) -> str:
     """Return a text for the list: where the model fits, the quantization that would be loaded, and its speed."""
     from minillm.fit.forms import sized_entry
-    from minillm.fit.verdicts import IN_FEW_BITS, verdicts
+    from minillm.fit.verdicts import IN_LOW_BITS, verdicts
 
     forms = entry.all_forms()
     found = verdicts([sized_entry(form) for form in forms], places)
     form, verdict = next((pair for pair in zip(forms, found, strict=True) if pair[1].taken), (entry, found[0]))
     if not verdict.taken:
-        return "low-bit" if any(each.where == IN_FEW_BITS for each in found) else "too large"
+        return "low-bit" if any(each.where == IN_LOW_BITS for each in found) else "too large"
     speed = "" if verdict.tokens_per_second is None else f"{rate(verdict.tokens_per_second):>4} tok/s"
     return f"{verdict.where} {form.form if entry.forms else '':<6} {speed}"
 

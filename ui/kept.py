@@ -77,7 +77,7 @@ class Kept:
         return known[name]
 
     def with_preset(self, name: str, sampling: Mapping[str, Any] | None) -> "Kept":
-        """Return a copy with a preset added or replaced. If ``sampling`` is None, the preset is deleted instead.
+        """Return a copy with a preset added or replaced. Without ``sampling``, the preset is deleted instead.
 
         Raises:
             UsageError: the name is invalid or built in, or there is no preset to delete.

@@ -93,7 +93,7 @@ class Endpoint:
         return answer
 
     async def model(self) -> str:
-        """Return the name of the first model that the server offers. Raises MinillmError if there is none."""
+        """Return the name of the first model that the server offers. Raises MinillmError if it offers no model."""
         answer = await self.ask("/models")
         try:
             return str(json.loads(answer.body)["data"][0]["id"])

@@ -227,8 +227,7 @@ def bytes_of(blocks: Iterable[BlockFile]) -> int:
 def trim(root: Path, limit: int) -> tuple[list[BlockFile], list[BlockFile]]:
     """Remove the least recently used blocks if the blocks below ``root`` take more than ``limit`` bytes in all.
 
-    Return the remaining blocks and the removed blocks. While another process removes blocks, remove none. Raises
-    OSError.
+    Return the remaining and the removed blocks. While another process removes blocks, remove none. Raises OSError.
     """
     blocks = eviction_order(listed(root))
     total, count = bytes_of(blocks), 0

@@ -20,18 +20,12 @@ class BlockKey:
 
     @property
     def name(self) -> str:
-        """The name of the block's file.
-
-        It contains the parent's hash, so that `files.eviction_order` finds the parent.
-        """
+        """The name of the block's file. `files.eviction_order` finds the parent's hash in it."""
         return f"{self.index:06x}-{self.parent.hex()[:16]}-{self.digest.hex()[:32]}"
 
 
 def root(identity: bytes, salt: str | None) -> bytes:
-    """Return the first hash of a sequence's chain of hashes. It covers the engine's ``identity`` and the salt.
-
-    ``identity``: a hash of 32 bytes over everything in an engine that changes K and V, such as the weights.
-    """
+    """Return the first hash of a sequence's chain: it covers the salt and the engine's ``identity`` (32 bytes)."""
     tenant = b"" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
     return hashlib.sha256(identity + tenant).digest()
 

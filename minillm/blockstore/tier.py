@@ -1,8 +1,7 @@
-"""The disk as a tier below the prefix cache of one engine.
+"""The disk as a tier below the prefix cache of one engine. The engine's thread calls all methods.
 
 Full blocks are copied out of the pool when they are committed to the prefix cache, and written in the background. While
-the writer's queue is full, blocks wait in the pool until the queue has space or they are evicted. The engine's thread
-calls all methods.
+the writer's queue is full, blocks wait in the pool until the queue has space or they are evicted.
 """
 
 import time
@@ -30,8 +29,7 @@ _FLUSH_SECONDS = 10.0  # at the end of the process
 class DiskTier(StepObserver):
     """Saves blocks of an engine to disk (``store``). Finds the saved blocks of a prompt, and reads them into the pool.
 
-    ``observers``: the observers of the engine's runner. After a read, they are notified of the blocks that it
-    overwrote.
+    ``observers``: the runner's observers, which are notified of the blocks that a read has overwritten.
 
     Attributes:
         from_disk: numbers of the pool's blocks that were read from disk.
@@ -163,11 +161,7 @@ class DiskTier(StepObserver):
         self._writes.append((self._writer.submit(self._write, fetch, found), len(blocks)))
 
     def _write(self, fetch: Callable[[], list[Buffers] | None], found: list[BlockKey]) -> None:
-        """Write blocks to disk; called in the writer's thread.
-
-        ``fetch`` returns the bytes of the blocks, in the order of their keys ``found``. If it returns None, nothing is
-        written.
-        """
+        """Write blocks in the writer's thread. ``fetch`` returns their bytes in order, or None to write nothing."""
         written = 0
         try:
             copies = None if self.problem else fetch()
@@ -190,9 +184,8 @@ class DiskTier(StepObserver):
         """Look for the blocks on disk that continue the first ``num_known`` tokens of a prompt.
 
         Return the blocks' keys, and the number of prompt tokens up to the end of the last block, which may be partly
-        filled. Return None if the disk has no such blocks, or if computing is faster than reading.
-
-        The prompt's last token is never read from disk: the engine must compute it to get its logits.
+        filled. Return None if the disk has no such blocks, or if computing is faster than reading. The prompt's last
+        token is never read from disk: the engine must compute it to get its logits.
         """
         size, limit = self._cache.block_size, len(token_ids) - 1
         if self.problem or limit <= num_known:

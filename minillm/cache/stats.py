@@ -36,7 +36,7 @@ class CacheStats:
     num_swapped_in: int = 0
     host_blocks_used: int = 0
     pinned_blocks: int = 0
-    disk_limit: int = 0  # quota of the disk cache in bytes; 0: there is none, or it has turned itself off
+    disk_limit: int = 0  # quota of the disk cache in bytes; 0: no disk cache, or it has turned itself off
     disk_bytes: int = 0  # bytes of all blocks on disk, including those of other models
     num_disk_saved: int = 0  # blocks written to disk, since the start
     num_disk_read: int = 0  # blocks read from disk, since the start

@@ -14,7 +14,7 @@ from minillm.cli.cache import remove_blocks
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
 from minillm.fit.forms import Sized, sized, sized_entry
-from minillm.fit.verdicts import IN_FEW_BITS, Place, Verdict, places_of, verdicts
+from minillm.fit.verdicts import IN_LOW_BITS, Place, Verdict, places_of, verdicts
 from minillm.loading.bandwidth import kept_rate, known_rate
 from minillm.progress import loading_bar, rate, say, size
 from minillm.system import import_torch
@@ -49,14 +49,14 @@ def models(arguments: argparse.Namespace) -> int:
         base, _, form = clean_line(row["name"]).partition(":")
         name = f"  :{form}" if form and base in manifest.models else base + (" (default)" if row["default"] else "")
         gated, path = "yes" if row["gated"] else "no", clean_line(row["path"] or "no", 1000)
-        fits = "CPU*" if row["fits"] == IN_FEW_BITS else row["fits"]
+        fits = "CPU*" if row["fits"] == IN_LOW_BITS else row["fits"]
         fits += ", taken" if row["taken"] and row["name"].partition(":")[0] in with_forms else ""
         speed = rate(row["tokens_per_second"])
         print(f"{name:34}{size(row['size']):>9}  {fits:12}{speed:>8}  {row['license']:21}{gated:7}{path}")
     memory = size(system.memory()[0])
     print(f"fits: this machine has {memory} of memory free, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
     print("taken: a chat with the name alone loads this quantization")
-    if any(row["fits"] == IN_FEW_BITS for row in rows):
+    if any(row["fits"] == IN_LOW_BITS for row in rows):
         print("CPU*: fits only quantized, with --weights stored or int8; `minillm fit MODEL` shows which")
     return 0
 

@@ -14,7 +14,7 @@ from minillm.config import EngineConfig
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
 from minillm.fit.forms import Sized, in_few_bits, ranked
 
-IN_FEW_BITS: Final = "CPU in few bits"  # the model fits the CPU only with an option --weights that saves memory
+IN_LOW_BITS: Final = "CPU in few bits"  # the model fits the CPU only with an option --weights that saves memory
 Where = Literal["GPU", "CPU", "CPU in few bits", "no", "?"]
 
 
@@ -106,7 +106,7 @@ def _verdict(model: Sized | None, taken: bool, places: Sequence[Place]) -> Verdi
     for place in places:
         for way in in_few_bits(model, place.budget):
             if (fit := way.fit(place.budget)).fits:
-                return Verdict(IN_FEW_BITS, _speed(way, fit, place))
+                return Verdict(IN_LOW_BITS, _speed(way, fit, place))
     return Verdict("no")
 
 

@@ -105,7 +105,7 @@ class Grammar:
 
 
 def grammar_of(name: str, value: Any) -> Grammar | None:
-    """Return the grammar that a parameter's ``value`` stands for. Return None if ``value`` is None.
+    """Return the grammar that a parameter's ``value`` stands for. Return None for None.
 
     Args:
         name: the parameter's name, for error messages.

@@ -177,7 +177,8 @@ def _check_length(what: str, items: Collection[object], most: int) -> None:
 def _check_numbers(numbers: Iterable[float]) -> None:
     """Raise ValueError for a negative or too large number.
 
-    The numbers are fields of types from other modules. Unlike the types in `messages.py`, these types do not limit their numbers.
+    The numbers are fields of types from other modules. Unlike the types in `messages.py`, these
+    types do not limit their numbers.
     """
     for number in numbers:
         if not 0 <= number <= _LARGEST:

@@ -59,7 +59,7 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the process's exit code. It is None while the process runs, and negative if a signal ended it."""
+        """Return the process's exit code. None: the process runs. A negative code: a signal ended it."""
         return self._process.returncode
 
     def last_words(self) -> str:

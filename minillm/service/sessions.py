@@ -128,8 +128,8 @@ class Sessions:
     def owners(self, reader: str | None) -> dict[int, Owner]:
         """Return the owners of all sessions' sequences, by seq_id.
 
-        An owner also says whether ``reader``, a tenant, may see the sequence's text. If ``reader`` is None, all text
-        may be seen.
+        An owner also says whether ``reader``, a tenant, may see the sequence's text. Without ``reader``, all text may
+        be seen.
         """
         found: dict[int, Owner] = {}
         for session in (*self.open_ones.values(), *self.ending):

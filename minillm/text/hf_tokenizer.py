@@ -139,7 +139,7 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template, or None if there is none.
+    """Return the chat template, or None for a model without one.
 
     The template is the text of the file ``path``. If this file is missing or empty, the template comes from the
     config's key ``chat_template``: a text, or a list of named templates, of which the one named "default" is used.

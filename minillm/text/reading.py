@@ -98,7 +98,7 @@ class Values:
         return WeightsError(f"{self.where}: {key} must be {wanted}, not {shown(self.values[key])}")
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e30) -> float:
-        """Return a finite number from ``least`` to ``most``. If ``default`` is None, the key is required."""
+        """Return a finite number from ``least`` to ``most``. Without ``default``, the key is required."""
         value = self._found(key, default)
         if type(value) not in (int, float) or not least <= value <= most:
             raise self.error(key, f"a number from {least:g} to {most:g}")
@@ -112,7 +112,7 @@ class Values:
         return value
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 62) -> int:
-        """Return an integer from ``least`` to ``most``. If ``default`` is None, the key is required."""
+        """Return an integer from ``least`` to ``most``. Without ``default``, the key is required."""
         value = self._found(key, default)
         if type(value) not in (int, float) or not least <= value <= most or value != int(value):
             raise self.error(key, f"a whole number from {least} to {most}")

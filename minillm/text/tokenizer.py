@@ -203,7 +203,7 @@ class Tokenizer:
         """Raise ContextLengthError if ``text`` certainly has more than ``max_tokens`` tokens.
 
         A lower bound for the number of tokens is the number of characters, divided by the length of the longest token.
-        Also raise the error if ``text`` is longer than a general maximum. If ``max_tokens`` is None, only the general
+        Also raise the error if ``text`` is longer than a general maximum. Without ``max_tokens``, only the general
         maximum applies.
         """
         # Tokenizing takes seconds per million characters, and a hundred times the text's memory.

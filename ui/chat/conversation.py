@@ -40,8 +40,8 @@ class Candidate:
 class Answer:
     """An answer: the raw model output, and figures about it. Times are in seconds.
 
-    During generation, ``finish_reason`` is None. Afterwards, it is the engine's "stop", "length" or "abort", or "lost"
-    if the engine process ended. If there are ``candidates``, ``text`` is empty until one is accepted.
+    ``finish_reason`` stays None during generation. Afterwards, it is the engine's "stop", "length" or "abort", or
+    "lost" if the engine process ended. If there are ``candidates``, ``text`` is empty until one is accepted.
     """
 
     request_id: str

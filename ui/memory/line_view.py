@@ -19,9 +19,9 @@ Parts = list[tuple[str, str]]
 
 @dataclass
 class BlockChosen(Message):
-    """The user has selected a block, or removed the selection. In the latter case, ``block`` is None.
+    """The user has selected a block, or has removed the selection (``block=None``).
 
-    If ``table`` is None, the block is on the device. Otherwise the block is in host memory and belongs to ``table``.
+    A block without ``table`` is on the device. Otherwise the block is in host memory and belongs to ``table``.
     """
 
     block: int | None

@@ -36,7 +36,7 @@ class Failed(Exception):
 
 
 def error_json(status: int, message: str, field: str = "", code: str | None = None) -> Json:
-    """Return an error in OpenAI's format. If ``code`` is None, use the usual code for ``status``."""
+    """Return an error in OpenAI's format. Without ``code``, use the usual code for ``status``."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
