@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,8 @@ class DiskModel(PoolModel):
         """Flip a byte of a block's file, or cut the file."""
         files = sorted(block.path for block in listed(self.directory))
         if files:
-            spoil(Path(rng.choice(files)), rng)
+            with suppress(FileNotFoundError):  # the writer's thread has just evicted it
+                spoil(Path(rng.choice(files)), rng)
 
 
 def random_disk_history(model: DiskModel, rng: random.Random, length: int) -> None:
