@@ -155,8 +155,8 @@ def _sixteenth(upper, lower, x, WARPS: tl.constexpr):
     for which in tl.static_range(2):
         a, b = (upper, x[0]) if which == 0 else (lower, x[1])
         a, b = tl.reshape(a, [WARPS, 8, 1, 4]), tl.reshape(b, [WARPS, 1, 8, 4])
-        for neighbour in tl.static_range(2):
-            total += tl.sum(pair(a)[neighbour] * pair(b)[neighbour], 3)
+        for neighbor in tl.static_range(2):
+            total += tl.sum(pair(a)[neighbor] * pair(b)[neighbor], 3)
     return total
 
 

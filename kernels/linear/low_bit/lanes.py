@@ -175,14 +175,14 @@ def eight_weights(
         result = ()
         for out in tl.static_range(4):
             halves = (word, word)
-            for neighbour in tl.static_range(2):
-                place: tl.constexpr = 16 * neighbour + 8 * (out % 2)
+            for neighbor in tl.static_range(2):
+                place: tl.constexpr = 16 * neighbor + 8 * (out % 2)
                 if BITS == 8 or TABLE:
                     level = (((other if out > 1 else word) >> place) & 255) - 128
                 else:
                     level = (word >> (place + 4 * (out // 2))) & 15
                     if BITS > 4:
-                        start: tl.constexpr = (BITS - 4) * (4 * (WORD % (4 // (BITS - 4))) + out) + 16 * neighbour
+                        start: tl.constexpr = (BITS - 4) * (4 * (WORD % (4 // (BITS - 4))) + out) + 16 * neighbor
                         level |= ((other >> start) & ((1 << (BITS - 4)) - 1)) << 4
                 number = (level - ZERO).to(tl.float32) * pair(scale)[0]
                 if SCALES == "super" or SCALES == "offset" or SCALES == "zeros":

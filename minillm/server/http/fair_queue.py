@@ -142,7 +142,7 @@ class FairQueue:
             if self.num_taken + first.count > self.total and not first.turn.done():
                 return
             self.waiting.remove(first)
-            if first.turn.done():  # cancelled, but its task has not run since
+            if first.turn.done():  # canceled, but its task has not run since
                 continue
             self.taken[first.tenant] += first.count
             first.turn.set_result(None)
