@@ -135,7 +135,7 @@ def idle(machine: Machine) -> Ahead:
 def test_without_idle_moments_all_kernels_of_a_step_compile_in_parallel() -> None:
     machine = Machine(compiled={"a"})
     ahead = Ahead(machine)
-    assert ahead.run(machine.kernels("a", "b", "c"), key="step") == ["a", "b", "c"]
+    assert ahead.run(machine.kernels("a", "b", "c")) == ["a", "b", "c"]
     assert machine.pending_at_waits == [["b", "c"], ["c"]]
     assert machine.launched[-3:] == ["a", "b", "c"]
     assert machine.compiled_at_launch == []
@@ -182,7 +182,7 @@ def test_a_step_does_not_wait_for_a_kernel_that_another_one_can_replace() -> Non
             machine.launch("general")
         machine.launch("last")
 
-    Ahead(machine).run(work, key="step")
+    Ahead(machine).run(work)
     assert machine.pending == ["fast"]
     assert machine.launched[-2:] == ["general", "last"]
     assert machine.compiled_at_launch == []

@@ -206,28 +206,26 @@ class Ahead:
                 return (work(),)
         return None
 
-    def run(
-        self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
-    ) -> Result:
+    def run(self, work: Callable[[], Result], kernels: Callable[[], object] | None = None) -> Result:
         """Run ``work``, and return its result. Missing kernels are compiled in parallel first. The arguments are those
         of `attempt`.
 
         Some kernels are optional: without them, ``work`` uses slower kernels. An example is Hopper's kernel for long
         prompts. This function does not wait for optional kernels.
         """
-        done, awaited = self.attempt(work, kernels, key), None
-        while done is None:
+        awaited = None
+        while True:
             try:
                 with self.compiler.only_compiled():
-                    done = (work(),)
+                    return work()
             except self.compiler.not_compiled as error:
                 (variant,) = error.args
-                if variant == awaited:  # no process can compile it
-                    return work()
-                awaited = variant
-                self.compiler.submit([variant], urgent=True)
-                self.compiler.wait([variant])
-        return done[0]
+            if variant == awaited:  # no process can compile it
+                return work()
+            awaited = variant
+            self.compiler.submit(self._missing(kernels or work), urgent=True)
+            self.compiler.submit([variant], urgent=True)  # before the others
+            self.compiler.wait([variant])
 
     def is_compiled(self, kernels: Callable[[], object], key: Hashable) -> bool:
         """Return whether all kernels that ``kernels`` launches are compiled. If not, queue them as urgent for the
