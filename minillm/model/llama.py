@@ -63,6 +63,10 @@ class Batch:
         """``block_tables`` and ``context_lens`` of the decoding sequences."""
         return self.block_tables[: self.num_decodes], self.context_lens[: self.num_decodes]
 
+    def with_logits(self, hidden: Tensor) -> Tensor:
+        """Return the rows of ``hidden [num_tokens, hidden]`` that need logits."""
+        return hidden if self.logit_rows is None else hidden[self.logit_rows]
+
     @cached_property
     def chunks(self) -> tuple[Tensor, Tensor]:
         """``block_tables`` and ``context_lens`` of the prefilling sequences."""
@@ -170,8 +174,7 @@ class Llama:
 
         If ``out`` is given, the logits are written to it.
         """
-        hidden, rows = self.hidden(batch, kv_cache), batch.logit_rows
-        return self.logits(hidden if rows is None else hidden[rows], out)
+        return self.logits(batch.with_logits(self.hidden(batch, kv_cache)), out)
 
     def hidden(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Write the tokens' K and V, and return the last layer's output ``[num_tokens, hidden]``."""

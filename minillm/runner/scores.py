@@ -62,7 +62,7 @@ class ScoringForward:
         hidden = self._hidden(batch)
         if any(chunk.targets for chunk in chunks):
             self._scored = score(self._model, hidden, chunks, first)
-        return self._model.logits(hidden if batch.logit_rows is None else hidden[batch.logit_rows], out)
+        return self._model.logits(batch.with_logits(hidden), out)
 
     def take(self) -> Scored | None:
         """Return the last step's scores and forget them. None if no chunk had targets."""
