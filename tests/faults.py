@@ -1164,7 +1164,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("bits-before-a-conversation", "ranked", "If 0", "pass", FITTING + "test_a_conversation_goes_before_bits"),
         ("guessed-though-here", "sized_entry", "IfExp 0", "None",
          "tests/cli/test_fit.py::test_what_is_downloaded_is_read_and_not_guessed"),
-        ("few-bits-are-none", "in_few_bits", "Tuple 0", "('int8',)",
+        ("few-bits-are-none", "in_low_bits", "Tuple 0", "('int8',)",
          "tests/cli/test_fit.py::test_a_file_and_a_directory_are_rows_of_their_own",
          FITTING + "test_a_cpu_is_told_that_few_bits_could_be_kept"),
         ("few-bits-by-the-file", "Sized.weights", "Compare 1", "False",

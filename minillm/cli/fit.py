@@ -14,7 +14,7 @@ from minillm.checks import parse_bytes
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.forms import READING_SPEED, Sized, in_few_bits, quantized, ranked, sized, sized_forms
+from minillm.fit.forms import READING_SPEED, Sized, in_low_bits, quantized, ranked, sized, sized_forms
 from minillm.fit.verdicts import budget_beforehand
 from minillm.fit.weights import QUANTIZED
 from minillm.loading.bandwidth import Bandwidth, measure
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if machine.budget.on_gpu:  # on a GPU, --quantize can quantize a model that has no quantized files
         groups = [[*group, *quantized(group[0])] if len(group) == 1 else group for group in groups]
     else:
-        groups = [[way for each in group for way in (each, *in_few_bits(each, machine.budget))] for group in groups]
+        groups = [[way for each in group for way in (each, *in_low_bits(each, machine.budget))] for group in groups]
     tables = [_rows(group, machine) for group in groups]
     if arguments.json:
         print(json.dumps(_as_json(machine, tables), indent=2))

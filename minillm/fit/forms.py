@@ -141,7 +141,7 @@ def quantized(model: Sized) -> list[Sized]:
     return [replace(model, quantize=kind) for kind in QUANTIZED] if plain else []
 
 
-def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
+def in_low_bits(model: Sized, budget: Budget) -> list[Sized]:
     """Return a copy of the model with an option ``--weights`` that saves memory on a CPU, as a list with one element.
 
     The option is "stored" (low-bit weights stay as stored) if this saves memory, otherwise "int8" (all weights in 8

@@ -12,9 +12,10 @@ from typing import Final, Literal
 
 from minillm.config import EngineConfig
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
-from minillm.fit.forms import Sized, in_few_bits, ranked
+from minillm.fit.forms import Sized, in_low_bits, ranked
 
-IN_LOW_BITS: Final = "CPU in few bits"  # the model fits the CPU only with an option --weights that saves memory
+# The model fits the CPU only with an option --weights that saves memory. The text is part of `minillm models --json`.
+IN_LOW_BITS: Final = "CPU in few bits"
 Where = Literal["GPU", "CPU", "CPU in few bits", "no", "?"]
 
 
@@ -104,7 +105,7 @@ def _verdict(model: Sized | None, taken: bool, places: Sequence[Place]) -> Verdi
         if (fit := model.fit(place.budget)).fits:
             return Verdict(place.name, _speed(model, fit, place), taken)
     for place in places:
-        for way in in_few_bits(model, place.budget):
+        for way in in_low_bits(model, place.budget):
             if (fit := way.fit(place.budget)).fits:
                 return Verdict(IN_LOW_BITS, _speed(way, fit, place))
     return Verdict("no")

@@ -82,7 +82,7 @@ def weights_in_memory(
     loading = 0.0
     for tensor in found:
         part = share(tensor)
-        if _has_products_of_few_bits(tensor, layout):
+        if _has_low_bit_matmuls(tensor, layout):
             is_embedding = tensor.name in _EMBEDDINGS
             table = part * _low_bit_table(tensor, layout) if is_embedding else 0.0
             kept, used = (part * each for each in _products(tensor, layout)) if tied or not is_embedding else (0.0, 0.0)
@@ -135,7 +135,7 @@ def _is_weight(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 2 and tensor.name.endswith(".weight")
 
 
-def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
+def _has_low_bit_matmuls(tensor: StoredTensor, layout: Layout) -> bool:
     """Return whether a tensor is a matrix that `kernels.cpu.low_bit` multiplies in 8 or 4 bits."""
     is_low_bit = tensor.kind in FP8 or tensor.is_in_blocks
     return _is_weight(tensor) and (layout.held == "int8" or (layout.held == "int4" and is_low_bit))

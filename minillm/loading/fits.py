@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.forms import Sized, in_few_bits, quantized, ranked, shape_of, sized_forms
+from minillm.fit.forms import Sized, in_low_bits, quantized, ranked, shape_of, sized_forms
 from minillm.fit.verdicts import order_of_choice
 from minillm.fit.weights import weights_in_memory
 from minillm.model.config import ModelConfig
@@ -58,8 +58,8 @@ def _instead(model: Sized, budget: Budget) -> str:
     if fitting := ranked([form for form in forms if form.name != name], budget):
         best, fit = fitting[0]
         return f"{best.name} ({size(fit.weights.memory)}) would fit: {best.command}"
-    others = [way for form in forms for way in in_few_bits(form, budget)]
-    if fitting := ranked(in_few_bits(model, budget), budget) or ranked(others, budget):
+    others = [way for form in forms for way in in_low_bits(form, budget)]
+    if fitting := ranked(in_low_bits(model, budget), budget) or ranked(others, budget):
         best, fit = fitting[0]
         return f"quantized further, {best.name} ({size(fit.weights.memory)}) would fit: {best.command}"
     advice = "use a smaller model, or the CPU" if budget.on_gpu else "use a smaller model"
