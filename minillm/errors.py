@@ -8,6 +8,7 @@ import difflib
 import re
 import traceback
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import PurePath
 
 # The messages of torch's allocators, CUDA, its libraries and NCCL when memory runs out.
@@ -15,9 +16,6 @@ _OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|CUDA\]?:? (driver error: |error: )?out of memory"
     r"|CUDA_ERROR_OUT_OF_MEMORY|CU(BLAS|SPARSE|SOLVER|DNN)_STATUS_ALLOC_FAILED|Cuda failure \d* ?'out of memory'"
 )
-# Messages of requests that end because of their own parameters begin with one of these.
-NO_TOKEN = "no token is possible any more: together the request's parameters"
-GRAMMAR_FAILED = "the grammar failed: "
 
 
 class MinillmError(Exception):
@@ -46,6 +44,19 @@ class DownloadError(MinillmError):
 
 class CapacityError(MinillmError):
     """A model does not fit into memory, or a request does not fit into the pool of blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """Why the engine ended a request early. It has no traceback, which would keep the step's tensors in memory.
+
+    Attributes:
+        text: the message for the user, of one line.
+        is_usage: whether the request's own parameters are the cause.
+    """
+
+    text: str
+    is_usage: bool = False
 
 
 @contextlib.contextmanager

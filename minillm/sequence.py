@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minillm.cache import BlockTable, HostMoves
+from minillm.errors import RequestError
 from minillm.grammar.matcher import Matcher
 from minillm.outputs import (
     CompletionOutput,
@@ -106,7 +107,7 @@ class SequenceGroup:
     owner: str | None = None  # see `minillm.engine.requests.Request`
     scores: PromptScores | None = None  # of the prompt, if the request wants any
     num_cached_tokens: int = 0
-    error: str | None = None  # why the group ends early
+    error: RequestError | None = None  # why the group ends early
     state: Any = None  # owned by the method
     device: Any = None  # owned by the device runner
 

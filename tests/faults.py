@@ -261,6 +261,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("stop-id-beyond-the-vocabulary", "check_ids", "Compare 0", "$left > $comparators[0]", BAD_WORDS),
     ],
     "minillm/service/engine_requests.py": [
+        ("usage-error-taken-for-internal", "EngineRequests._end", "IfExp 0", "$orelse",
+         "tests/service/test_engine_requests.py::test_parameters_that_exclude_every_token_are_a_usage_error"),
         ("remembered-tokens-never-subtracted", "EngineRequests._remember", "AugAssign 1",
          "id(old.prompt_ids) + $value.right",
          "tests/service/test_engine_requests.py::test_as_many_tokens_are_remembered_as_have_room"),
@@ -304,7 +306,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("everybody-fails-with-the-culprit", "launch_others", "Assign 1", "pass", ANY_CALL),
         ("failed-step-found-in-the-cache", "end_requests_of", "Expr 1", "pass",
          FAILURES + "test_blocks_of_a_failed_step_are_not_found"),
-        ("failed-step-ends-everybody", "end_requests_of", "Call 3", "list(requests.groups.values())",
+        ("failed-step-ends-everybody", "end_requests_of", "Call 4", "list(requests.groups.values())",
          ENGINE + "test_a_failing_device_ends_its_requests_and_nothing_else"),
         ("saved-in-a-failed-step", "end_requests_of", "Expr 3", "pass",
          FAILURES + "test_what_outlives_a_failure_has_its_own_tokens[False]"),

@@ -18,6 +18,7 @@ from minillm.beams.following import Followed
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
+from minillm.errors import RequestError
 from minillm.kernels import Search
 from minillm.outputs import CompletionOutput, Delta, TokenLogprobs
 from minillm.params import BeamSearchParams
@@ -318,7 +319,7 @@ def count_common_blocks(group: SequenceGroup, block_size: int) -> None:
     group.device.num_common_blocks = count
 
 
-def grammar_error(step: BeamStep) -> str | None:
+def grammar_error(step: BeamStep) -> RequestError | None:
     """Return the first grammar error among the step's beams, or None."""
     matchers = [beam.matcher for beams in step.beams for beam in beams if beam.matcher is not None]
     return next((matcher.error for matcher in matchers if matcher.error is not None), None)

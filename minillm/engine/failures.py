@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
+from minillm.errors import RequestError
 from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Stage
 
 
@@ -43,7 +44,7 @@ def end_requests_of(schedule: Schedule, error: Exception, requests: Requests) ->
             cache.distrust(chunk.sequence.table)
         if chunk.group.request_id in requests.groups:
             groups[chunk.group.request_id] = chunk.group
-            chunk.group.error = f"{type(error).__name__}: {error}"
+            chunk.group.error = RequestError(f"{type(error).__name__}: {error}")
     requests.end(list(groups.values()))
     for group in schedule.preempted:
         if group.stage is Stage.SAVED:
@@ -55,7 +56,7 @@ def fail_nan(requests: Requests, group: SequenceGroup) -> None:
 
     Logits are also NaN if a request's parameters exclude all tokens. Then the group already has an error, which stays.
     """
-    group.error = group.error or "the model produced NaN; another dtype may help: float32 or bfloat16"
+    group.error = group.error or RequestError("the model produced NaN; another dtype may help: float32 or bfloat16")
     for sequence in group.unfinished:
         if sequence.table is not None:
             requests.scheduler.cache.distrust(sequence.table)

@@ -11,7 +11,7 @@ from minillm.blockstore.tier import DiskTier
 from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.grammars import Grammars
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import MinillmError, UsageError, as_known
+from minillm.errors import MinillmError, RequestError, UsageError, as_known
 from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, RequestOutput
 from minillm.params import Params
 from minillm.prompt_scores import PromptScores
@@ -246,7 +246,7 @@ class Requests:
         try:
             outputs = self._with_reasoning(group, group.method.outputs(group))
         except Exception as error:
-            outputs, group.error = [], group.error or str(as_known(error))
+            outputs, group.error = [], group.error or RequestError(str(as_known(error)))
             for sequence in group.sequences:
                 self.scheduler.idle.release(sequence)
         return RequestOutput(
@@ -257,6 +257,6 @@ class Requests:
             finished=group.finished,
             num_cached_tokens=group.num_cached_tokens,
             metrics=group.metrics,
-            error=group.error,
+            error=None if group.error is None else group.error.text,
             prompt_logprobs=None if group.scores is None else list(group.scores.tokens),
         )

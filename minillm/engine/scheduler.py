@@ -16,7 +16,7 @@ from minillm.engine import admission as need
 from minillm.engine.disk_reads import DiskReads
 from minillm.engine.idle import shared_length
 from minillm.engine.preemption import Preemption
-from minillm.errors import as_known
+from minillm.errors import RequestError, as_known
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup, Stage
 
 
@@ -160,7 +160,7 @@ class Scheduler:
 
     def fail(self, group: SequenceGroup, error: Exception) -> None:
         """Record an exception that ends this group but no other. `Requests.end_failed` ends the group."""
-        group.error = group.error or str(as_known(error))
+        group.error = group.error or RequestError(str(as_known(error)))
         self.failed.append(group)
 
     def free(self, sequence: Sequence) -> None:

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from minillm.errors import GRAMMAR_FAILED, NO_TOKEN
+from minillm.errors import RequestError
 from minillm.grammar.vocabulary import Vocabulary
 from minillm.text.safe import clean_line
 
 if TYPE_CHECKING:
     import llguidance
 
-_NOTHING_ALLOWED = f"{NO_TOKEN} and its grammar exclude all of them"
+_NOTHING_ALLOWED = RequestError(
+    "no token is possible any more: together the request's parameters and its grammar exclude all of them",
+    is_usage=True,
+)
 
 
 @dataclass
@@ -37,7 +40,7 @@ class Matcher:
     __slots__ = ("error", "family", "state", "vocabulary")
 
     def __init__(
-        self, vocabulary: Vocabulary, state: llguidance.LLMatcher, family: Family, error: str | None = None
+        self, vocabulary: Vocabulary, state: llguidance.LLMatcher, family: Family, error: RequestError | None = None
     ) -> None:
         self.vocabulary, self.state, self.family, self.error = vocabulary, state, family, error
 
@@ -94,4 +97,5 @@ class Matcher:
         if not reason or reason.startswith("Parser Error: token "):  # the token was not allowed
             self.error = _NOTHING_ALLOWED
         else:
-            self.error, self.family.has_failed = f"{GRAMMAR_FAILED}{clean_line(reason)}", True
+            self.error = RequestError(f"the grammar failed: {clean_line(reason)}", is_usage=True)
+            self.family.has_failed = True

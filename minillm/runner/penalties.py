@@ -5,14 +5,16 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
-from minillm.errors import NO_TOKEN
+from minillm.errors import RequestError
 from minillm.kernels.decode_state.reference import penalized
 from minillm.params import LogitsProcessor
 from minillm.runner.masks import Masks, masks_of, needs_mask
 from minillm.sequence import Sequence, SequenceGroup
 
-NOTHING_ALLOWED = f"{NO_TOKEN} exclude all of them"
-_NOTHING_LEFT = "logits_processor has left NaN, infinity, or no token that is possible"
+NOTHING_ALLOWED = RequestError(
+    "no token is possible any more: together the request's parameters exclude all of them", is_usage=True
+)
+_NOTHING_LEFT = RequestError("logits_processor has left NaN, infinity, or no token that is possible")
 Owner = tuple[SequenceGroup, Sequence]  # the group and sequence that a row of logits predicts the next token of
 
 
@@ -81,10 +83,10 @@ def _penalize(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:
         logits[ids] = penalized(logits[ids], generated, *penalties)
 
 
-def _run(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) -> str | None:
+def _run(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) -> RequestError | None:
     """Replace the ``[vocab]`` logits of a sequence's next token by the result of ``processor``.
 
-    Return an error message of one line, or None.
+    Return the error, or None.
     """
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     if logits.isnan().any():
@@ -93,10 +95,10 @@ def _run(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) -> str 
         changed = processor(prompt, sequence.output_token_ids, logits.clone())
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:
             what = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-            return f"logits_processor must return a tensor {list(logits.shape)}, not {what}"
+            return RequestError(f"logits_processor must return a tensor {list(logits.shape)}, not {what}")
         if not changed.amax().isfinite():
             return _NOTHING_LEFT
         logits.copy_(changed)
     except Exception as error:
-        return f"logits_processor: {type(error).__name__}: {' '.join(str(error).split())}"
+        return RequestError(f"logits_processor: {type(error).__name__}: {' '.join(str(error).split())}")
     return None

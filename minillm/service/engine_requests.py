@@ -11,7 +11,7 @@ from minillm.checks import shown
 from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
-from minillm.errors import GRAMMAR_FAILED, NO_TOKEN, MinillmError, UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, finite
 from minillm.params import BeamSearchParams
 from minillm.sequence import Sequence, SequenceGroup
@@ -262,9 +262,9 @@ class EngineRequests:
     def _end(self, live: Live, output: RequestOutput) -> None:
         call, group = live.prepared.call, live.group
         self._remember(live, output)
-        if output.error is not None:
-            is_usage = output.error.startswith((NO_TOKEN, GRAMMAR_FAILED))
-            self.send(RequestFailed(call.request_id, output.error, "usage" if is_usage else "internal"))
+        if group.error is not None:
+            kind = "usage" if group.error.is_usage else "internal"
+            self.send(RequestFailed(call.request_id, group.error.text, kind))
             return
         self._begin(live)
         wanted = not call.streamed or isinstance(group.params, BeamSearchParams)

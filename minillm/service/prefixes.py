@@ -49,8 +49,10 @@ class Prefixes:
         if pin is None:
             return False
         try:
-            if group.error is not None or sequence.table is None:
-                raise MinillmError(group.error or "the pool has no memory for it")
+            if group.error is not None:
+                raise MinillmError(group.error.text)
+            if sequence.table is None:
+                raise MinillmError("the pool has no memory for it")
             held.pin(self.driver, sequence)
         except MinillmError as error:
             del self.pinned[name]

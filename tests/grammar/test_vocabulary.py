@@ -106,10 +106,25 @@ def test_a_token_that_may_not_follow_is_an_error_that_stays(vocabulary: tuple[li
         matcher = compiler.matcher(Grammar.regex("ab?"))
         matcher.advance(token_id, ends=ends)
         assert matcher.error is not None
+        assert matcher.error.is_usage
         assert not matcher.may_stop
         matcher.advance(tokens.index(b"a"))
         assert matcher.error is not None
         assert matcher.copy().error == matcher.error
+
+
+def test_a_grammar_that_exceeds_its_limits_is_a_usage_error(vocabulary: tuple[list[bytes], Vocabulary]) -> None:
+    tokens, ours = vocabulary
+    doubled = "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(30))  # 2**30 letters
+    matcher = Compiler(ours).matcher(Grammar.lark(f'start: r0\n{doubled}r30: "a"'))
+    matcher.advance(tokens.index(b"a"))
+    allowed(ours, [matcher])
+    if matcher.error is None:
+        matcher.note_error()
+    assert matcher.error is not None
+    assert matcher.error.text.startswith("the grammar failed: ")
+    assert matcher.error.is_usage
+    assert matcher.family.has_failed
 
 
 def test_texts_are_spelled_by_the_tokenizer_within_other_text(

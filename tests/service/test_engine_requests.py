@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from lib.engine import engine_for
 from lib.models import hf_model, ours
 from minillm.engine.driver import Driver
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.model.llama import Llama
-from minillm.params import SamplingParams
+from minillm.params import BeamSearchParams, SamplingParams
+from minillm.runner.penalties import NOTHING_ALLOWED
 from minillm.service import call_messages as messages
 from minillm.service import engine_requests
 from minillm.service.engine_requests import EngineRequests
@@ -129,3 +131,27 @@ def test_a_defect_in_one_request_refuses_that_one(model: Llama, monkeypatch: pyt
     assert isinstance(refused, RequestFailed)
     assert refused.kind == "internal"
     assert "IndexError: injected" in refused.error
+
+
+@pytest.mark.parametrize("cls", [SamplingParams, BeamSearchParams])
+def test_parameters_that_exclude_every_token_are_a_usage_error(model: Llama, cls: Any) -> None:
+    inside, events = around(model)
+    params = cls(max_tokens=9, ignore_eos=True, allowed_token_ids=[5, 6], no_repeat_ngram_size=1)
+    inside.add(replace(prepared("empty", [9, 8, 7]), params=params))
+    run(inside)
+    assert events == [RequestFailed("empty", NOTHING_ALLOWED.text, "usage")]
+
+
+def test_an_internal_error_with_the_text_of_a_usage_error_is_internal(
+    model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, events = around(model)
+    samples: Any = inside.engine._methods[SamplingParams]
+
+    def broken(*_: Any) -> Any:
+        raise MinillmError(NOTHING_ALLOWED.text)
+
+    monkeypatch.setattr(samples, "append", broken)
+    inside.add(prepared("broken", [9, 8, 7]))
+    run(inside)
+    assert events == [RequestFailed("broken", NOTHING_ALLOWED.text, "internal")]
