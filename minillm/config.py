@@ -153,7 +153,7 @@ class EngineConfig:
     tensor_parallel_size: int = integer(
         1, 1, _MOST,
         help="processes that share the model, each on its own GPU or all on this CPU. At most the model's number of "
-        "attention heads; under torchrun, its processes are used",
+        "attention heads",
     )  # fmt: skip
     enforce_eager: bool = flag(
         False,

@@ -6,9 +6,7 @@ import argparse
 import asyncio
 import ipaddress
 import os
-import signal
 import sys
-import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -46,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if torchrun is not None:
         replicas = _replicas(torchrun, arguments.replicas, options.get("tensor_parallel_size", 1))
         if torchrun.rank:
-            return _wait_for_the_end()
+            return 0  # the process of rank 0 runs the server and its engines
         server = replace(server, replicas=replicas)
     with ExitStack() as bar:
         report = bar.enter_context(loading_bar())
@@ -110,19 +108,6 @@ def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) 
     if asked not in (None, count):
         raise UsageError(f"--replicas {asked}: torchrun has started processes for {count}; leave the option out")
     return count
-
-
-def _wait_for_the_end() -> int:
-    """Wait until torchrun has ended, or until it sends this process a signal to end. Return the exit code.
-
-    Every process except rank 0 does this. The process of rank 0 runs the server and its engines.
-    """
-    parent, over = os.getppid(), threading.Event()
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, lambda *_: over.set())
-    while os.getppid() == parent and not over.wait(1):
-        pass
-    return 0
 
 
 def _keys(key: str, file: str | None) -> Mapping[str, str]:

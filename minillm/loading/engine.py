@@ -27,12 +27,11 @@ from minillm.loading.device import choose_device, choose_dtype
 from minillm.loading.disk import disk_tier
 from minillm.loading.fits import choose_form
 from minillm.loading.pool_size import budget_of
-from minillm.loading.rank import follow
 from minillm.loading.threads import clocks, follows_free_cores
 from minillm.model.config import ModelConfig
 from minillm.model.shard import check_size
 from minillm.parallel.channel import Leader
-from minillm.parallel.launch import Torchrun, join, lead
+from minillm.parallel.launch import Torchrun, lead
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import OnMessage, OnProgress, ignore_message, ignore_progress
 from minillm.runner import wire
@@ -58,24 +57,23 @@ def load_engine(
 ) -> Engine:
     """Load model ``name`` (None: the default model), and create an engine for it.
 
-    With ``tensor_parallel_size`` N, this starts N - 1 more processes, which end with the engine. Under torchrun, these
-    processes already exist and make the same call. In a process whose rank is not 0, the call never returns: it ends
-    the process when rank 0 has finished.
+    With ``tensor_parallel_size`` N, this starts N - 1 more processes, which end with the engine. Under torchrun, the
+    first of every N ranks does so, and the other ranks end.
 
     Raises:
+        SystemExit: under torchrun, another rank runs the engine.
         MinillmError: the model cannot be found, downloaded or read, or does not fit into memory.
     """
     name = name or default_model()
     torchrun, size = Torchrun.from_environment(), config.tensor_parallel_size
-    device = choose_device(config, 0 if torchrun is None else torchrun.local_rank)
+    if size > 1 and torchrun is not None and torchrun.num_replicas(size) and torchrun.rank % size:
+        raise SystemExit(0)
+    device = choose_device(config, 0 if torchrun is None else torchrun.rank)
     if device.type == "cuda":
         from minillm.kernels.compat import prepare_compiler
 
         threading.Thread(target=prepare_compiler, daemon=True).start()
-    if size > 1 and torchrun is not None and torchrun.num_replicas(size) and torchrun.rank % size:
-        follow(*join(torchrun, size), name, config, device)
-    if size > 1 and torchrun is None and device.type == "cuda" and size > torch.cuda.device_count():
-        there = torch.cuda.device_count()
+    if size > 1 and device.type == "cuda" and (device.index or 0) + size > (there := torch.cuda.device_count()):
         raise UsageError(f"tensor_parallel_size {size} needs {size} GPUs, but this machine has {there}")
     since = clocks() if follows_free_cores() else None
     description = describe(name, config, on_progress, on_message)
@@ -85,7 +83,7 @@ def load_engine(
     check_size(description.config, size)
     if device.type == "cpu" and torchrun is None:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    ranks, leader = lead(name, config, device, torchrun)
+    ranks, leader = lead(name, config, device)
     with leader.watched():
         runner, limits = build_runner(description, config, device, ranks, on_progress, on_message)
     runner.observers.append(Followers(leader))

@@ -1,27 +1,26 @@
 """The process of a rank other than 0. It computes the steps that rank 0 sends, until rank 0 has finished.
 
-Rank 0 starts this process as ``python -m minillm.loading.rank``, with its task as JSON on standard input. Under
-torchrun, the process runs the same command as rank 0, and calls `follow`.
+Rank 0 starts this process as ``python -m minillm.loading.rank``, with the number of its end of a socket to rank 0. The
+first message of rank 0 is this process's task, as JSON.
 """
 
 import json
 import os
-import signal
+import socket
 import sys
-import threading
 from typing import NoReturn
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, memory_errors
 from minillm.loading.build import build_runner
 from minillm.loading.describe import describe
 from minillm.loading.device import choose_device
-from minillm.parallel.channel import Follower
+from minillm.parallel.channel import Follower, receive_message, send_message
 from minillm.parallel.collectives import Ranks
-from minillm.parallel.launch import connect, open_store
+from minillm.parallel.launch import open_store
 from minillm.runner import wire
 
 
@@ -33,8 +32,6 @@ def follow(
     An error here is sent to rank 0, which raises it.
     """
     status = 0
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends ctrl-c to all ranks; this one ends with rank 0
     try:
         with memory_errors():
             ranks = Ranks(store, rank, config.tensor_parallel_size, device)
@@ -52,12 +49,12 @@ def follow(
 
 
 def main() -> None:
-    task = json.loads(sys.stdin.read())
-    follower = connect(task, task["rank"])  # first of all: from now on, each process notices if the other dies
-    config = EngineConfig(**task["config"])
-    store = open_store(task["directory"])
-    device = choose_device(config, task["rank"])
-    follow(follower, PrefixStore("collectives", store), task["rank"], task["model"], config, device)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    task = json.loads(receive_message(connection))
+    follower = Follower(connection, task["directory"])  # first of all: from now on, this process ends with rank 0
+    send_message(connection, b"")
+    config, store = EngineConfig(**task["config"]), open_store(task["directory"])
+    follow(follower, store, task["rank"], task["model"], config, choose_device(config, task["local_rank"]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Connections from rank 0 to the other ranks. They carry each step's work, and show each side if the other side dies.
 
-Each rank has a plain TCP connection to rank 0. The connection closes no matter how a process dies, while a collective
-would wait forever. A message is its length and its bytes. Rank 0 sends steps and gets no reply: the other ranks send a
+Each rank has a socket to rank 0. The connection closes no matter how a process dies, while a collective would wait
+forever. A message is its length and its bytes. Rank 0 sends steps and gets no reply: the other ranks send a
 message only if they fail, with the reason.
 """
 
@@ -20,13 +20,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from minillm.errors import MinillmError
 from minillm.system import exit_status
-
-if TYPE_CHECKING:
-    pass
 
 _LENGTH = struct.Struct("<I")
 _GRACE = 5.0  # seconds that a process gets to end or to notice a dead one by itself
@@ -34,15 +31,6 @@ _GRACE = 5.0  # seconds that a process gets to end or to notice a dead one by it
 
 class RankDied(MinillmError):
     """A process that shares the model has died, so the model cannot be used any more."""
-
-
-def set_up(connection: socket.socket) -> None:
-    """Configure a connection to send small messages without delay, and to close within 30 s if the host is lost."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    limits = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # s, s, times, ms
-    for name, value in {"TCP_NODELAY": 1, **limits}.items():
-        if hasattr(socket, name):  # not available on every system
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def send_message(connection: socket.socket, data: bytes) -> None:

@@ -630,9 +630,9 @@ def test_torchrun_joins_its_processes(tiny_model: Path) -> None:
 
 
 def test_processes_must_fill_whole_replicas() -> None:
-    assert Torchrun(0, 6, 0, 6).num_replicas(2) == 3
+    assert Torchrun(0, 6).num_replicas(2) == 3
     with pytest.raises(UsageError, match="not a multiple of tensor_parallel_size 4"):
-        Torchrun(0, 6, 0, 6).num_replicas(4)
+        Torchrun(0, 6).num_replicas(4)
 
 
 def test_too_many_ranks_are_refused_in_one_line(tiny_model: Path) -> None:
