@@ -28,6 +28,8 @@ from minillm.errors import MinillmError, UsageError
 
 _LONGEST = 600.0  # time limit of a request in seconds
 _KEY_VARIABLE = "OPENAI_API_KEY"
+# Fields of a completion request: the answer is streamed, with token ids and the number of tokens.
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,16 @@ class Endpoint:
         path = parts.path.rstrip("/") or "/v1"
         return cls(parts.hostname, port, path, parts.scheme == "https", os.environ.get(_KEY_VARIABLE, ""))
 
-    def message(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    def message(self, path: str, body: Mapping[str, Any] | None = None, *, keep_alive: bool = False) -> bytes:
         """Return the bytes of an HTTP request: POST if there is a ``body``, else GET.
 
-        The request tells the server to close the connection after its answer.
+        Unless ``keep_alive``, the request tells the server to close the connection after its answer.
         """
         data = b"" if body is None else json.dumps(body).encode()
         lines = [
             f"{'GET' if body is None else 'POST'} {self.path}{path} HTTP/1.1",
             f"host: {self.host}:{self.port}",
-            "connection: close",
+            f"connection: {'keep-alive' if keep_alive else 'close'}",
             "content-type: application/json",
             f"content-length: {len(data)}",
             *([f"authorization: Bearer {self.key}"] if self.key else []),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import socket
@@ -12,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minillm.bench.client import Endpoint, running_server
+from minillm.bench.client import STREAMED, Endpoint, running_server
 from minillm.bench.table import ScaleOptions, Subject, shown
 from minillm.bench.workloads import Request, drive, throughput, times_of
 from minillm.checks import integer
@@ -69,7 +68,6 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
     firsts: tuple[list[float], list[float], list[float]] = ([], [], [])
     with running_server(subject.name, llm.config) as url:
         endpoint = Endpoint.of(url)
-        host, port = endpoint.host, endpoint.port
         for run in range(options.runs + 1):
             llm.reset_prefix_cache()
             seconds, outputs = drive(llm.engine, requests)
@@ -77,11 +75,11 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
             llm.reset_prefix_cache()
             mine = [_alone(llm, request) for request in single]
             began = time.perf_counter()
-            count = asyncio.run(_streams(host, port, requests, options.num_streams, f"run {run}"))
+            count = asyncio.run(_streams(endpoint, requests, options.num_streams, f"run {run}"))
             taken = time.perf_counter() - began
             if count != tokens:
                 raise MinillmError(f"the server returned {count} tokens instead of {tokens}")
-            theirs = _one_by_one(host, port, single, f"alone {run}")
+            theirs = _one_by_one(endpoint, single, f"alone {run}")
             if run:  # the first run warms up
                 rates[0].append(tokens / seconds)
                 rates[1].append(tokens / taken)
@@ -98,7 +96,7 @@ def _alone(llm: LLM, request: Request) -> float:
     return times_of(drive(llm.engine, [request])[1][0])[0]
 
 
-async def _streams(host: str, port: int, requests: Sequence[Request], num_streams: int, salt: str) -> int:
+async def _streams(endpoint: Endpoint, requests: Sequence[Request], num_streams: int, salt: str) -> int:
     """Send all requests over ``num_streams`` connections. Each connection waits for an answer before its next request.
 
     Return the number of generated tokens. Runs with different values of ``salt`` share no prefix cache.
@@ -106,14 +104,14 @@ async def _streams(host: str, port: int, requests: Sequence[Request], num_stream
     left = iter(requests)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request) -> int:
-        writer.write(_message(request, salt))
+        writer.write(_message(endpoint, request, salt))
         stream = _Stream()
         while not stream.has_ended:
             stream.take(await reader.read(1 << 16))
         return stream.num_tokens
 
     async def one() -> int:
-        reader, writer = await asyncio.open_connection(host, port)
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         try:
             return sum([await answer(reader, writer, request) for request in left])
         finally:
@@ -122,7 +120,7 @@ async def _streams(host: str, port: int, requests: Sequence[Request], num_stream
     return sum(await asyncio.gather(*(one() for _ in range(num_streams))))
 
 
-def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, float]]:
+def _one_by_one(endpoint: Endpoint, requests: Sequence[Request], salt: str) -> list[tuple[float, float]]:
     """Send requests one after another over one connection. Return two times in seconds for each request.
 
     The first time is measured by this client, from sending the request to the arrival of the first token. The second
@@ -130,10 +128,10 @@ def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) ->
     so it adds almost nothing to the first time.
     """
     seconds = []
-    with socket.create_connection((host, port)) as connection:
+    with socket.create_connection((endpoint.host, endpoint.port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for request in requests:
-            message, stream = _message(request, salt), _Stream()
+            message, stream = _message(endpoint, request, salt), _Stream()
             time.sleep(_PAUSE)
             began = time.perf_counter()
             connection.sendall(message)
@@ -143,15 +141,13 @@ def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) ->
     return seconds
 
 
-def _message(request: Request, salt: str) -> bytes:
+def _message(endpoint: Endpoint, request: Request, salt: str) -> bytes:
     """Return the bytes of an HTTP request for a streamed answer. ``salt`` becomes the request's `cache_salt`."""
     prompt, params = request
     assert isinstance(params, SamplingParams)
     body = {"prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}
-    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    data = json.dumps({**body, "cache_salt": salt}).encode()
-    kind = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
-    return f"POST /v1/completions HTTP/1.1\r\n{kind}\r\n\r\n".encode() + data
+    body |= STREAMED | {"ignore_eos": True, "cache_salt": salt}
+    return endpoint.message("/completions", body, keep_alive=True)
 
 
 class _Stream:

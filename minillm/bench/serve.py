@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
-from minillm.bench.client import Answer, Endpoint, running_server
+from minillm.bench.client import STREAMED, Answer, Endpoint, running_server
 from minillm.bench.table import ServerOptions, shown, word
 from minillm.checks import integer, number
 from minillm.config import EngineConfig
@@ -126,8 +126,7 @@ class _Load:
 
     async def _ask(self, prompt: list[int], max_tokens: int) -> Answer:
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        stream = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        answer = await self._endpoint.ask("/completions", {**body, **stream})
+        answer = await self._endpoint.ask("/completions", body | STREAMED)
         if not answer.problem and not answer.times:
             answer.problem = "the answer has no tokens"
         return answer
