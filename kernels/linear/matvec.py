@@ -8,8 +8,7 @@ Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes per load; mo
 needs no extra pass: ``sum(x^2)`` is accumulated along with the product and applied to its result, because it is a
 single factor. All arithmetic is float32 without tensor cores, so several tokens are computed here only if the weight is
 small (`most_tokens`). FP8 weights take half the bytes; they are converted to float32 in registers, and their rows'
-scales are also factors of the result. `TILES` is measured; ``minillm bench matvec`` prints it again. `_tile_for`
-chooses the tiles of other shapes.
+scales are also factors of the result. `TILES` is measured. `_tile_for` chooses the tiles of other shapes.
 """
 
 import triton
@@ -22,7 +21,8 @@ from minillm.kernels.launch import launched
 from minillm.kernels.norm.activation import active
 
 # Tokens, rounded up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps), measured on an H200
-# with a cold L2. For one token, the 135m's shapes were measured in a chain of whole layers.
+# with a cold L2 by a benchmark that docs/decisions/one-token-matmuls.md names. For one token, the 135m's shapes were
+# measured in a chain of whole layers.
 TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     1: {
         (960, 576): (4, 1024, 4),
@@ -212,23 +212,19 @@ def launch(
     *,
     gated: int = False,
     add: bool = False,
-    tile: tuple[int, int, int] | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel: see `product`. Nothing is checked.
 
-    Args:
-        tile: rows, columns and warps of a program. By default, the tile recorded in `TILES`, or else one chosen by
-            shape.
-        scales: ``[out, 1]`` float32, the scales of an FP8 weight.
+    ``scales``: ``[out, 1]`` float32, the scales of an FP8 weight.
     """
     norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
     tokens = triton.next_power_of_2(x.shape[0])
     if scales is not None:
-        rows, width, warps = tile or _fp8_tile(tokens, features, columns)
+        rows, width, warps = _fp8_tile(tokens, features, columns)
     else:
-        rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
+        rows, width, warps = TILES[tokens].get((features, columns)) or _tile_for(tokens, features, columns)
     num_rows = features // 2 if gated else features
     _matvec_kernel[(triton.cdiv(num_rows, rows),)](
         out, x, weight if scales is None else readable(weight), scales,
@@ -238,11 +234,6 @@ def launch(
         num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
     return out
-
-
-def recorded_tile(num_tokens: int, features: int, columns: int) -> tuple[int, int, int] | None:
-    """Return the entry of `TILES` for this number of tokens and a weight ``[features, columns]``, or None."""
-    return TILES[triton.next_power_of_2(num_tokens)].get((features, columns))
 
 
 def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:

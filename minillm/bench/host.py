@@ -15,7 +15,7 @@ from typing import Any, cast
 from minillm.beams.candidates import BeamStep
 from minillm.beams.method import Beams, Searches, beam_step
 from minillm.beams.search import Candidate
-from minillm.bench.form_steps import form_steps
+from minillm.bench.grammar_steps import grammar_steps
 from minillm.bench.table import NoOptions, shown
 from minillm.cache import BlockManager
 from minillm.engine.engine import Engine, Step
@@ -68,7 +68,7 @@ def measure(options: NoOptions) -> Iterator[HostResult]:
     known = None if default is None or default.path.is_file() else Tokenizer.from_directory(default.path)
     for vocab, tokenizer in ((_VOCAB, known), (128256, None)):
         for num_seqs in (1, 16, 64):
-            parts, name = form_steps(num_seqs, vocab, tokenizer), f"step, {num_seqs} with a schema, {vocab:,} tokens"
+            parts, name = grammar_steps(num_seqs, vocab, tokenizer), f"step, {num_seqs} with a schema, {vocab:,} tokens"
             yield HostResult(name, 1e6 * sum(parts.values()))
             for part, taken in parts.items():
                 yield HostResult(f"  {part}", 1e6 * taken)

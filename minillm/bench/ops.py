@@ -162,13 +162,11 @@ def prefix_attention(
     tail: int,
     in_8_bits: bool = False,
     *,
-    planned_tail: int | None = None,
     costs: Costs = FREE,
 ) -> Case:
     """Return the `Case` of attention for ``seqs`` sequences with a common prefix of ``prefix`` tokens.
 
-    After the prefix, each sequence has ``tail`` own tokens. The attention plan (`plan_attention`) is made for sequences
-    with ``planned_tail`` own tokens (by default ``tail``). This measures a step that uses a plan from an earlier step.
+    After the prefix, each sequence has ``tail`` own tokens.
     """
     heads, kv_heads, dim = shape
     shared, own = prefix // _BLOCK_SIZE, -(-tail // _BLOCK_SIZE)
@@ -182,8 +180,7 @@ def prefix_attention(
     chip = torch.cuda.get_device_properties(DEVICE)
     row = kv_row_bytes(dim, 1 if in_8_bits else DTYPE.itemsize)
     attention = AttentionShape(heads, kv_heads, dim, DTYPE.itemsize, chip.multi_processor_count, row)
-    then = prefix + (tail if planned_tail is None else planned_tail)
-    plan = plan_attention(tables[0].tolist(), [then] * seqs, _BLOCK_SIZE, attention, costs=costs)
+    plan = plan_attention(tables[0].tolist(), [prefix + tail] * seqs, _BLOCK_SIZE, attention, costs=costs)
     assert plan is not None
     work = WorkList.allocate(seqs, attention, DEVICE).fill(plan)
     lens = torch.full((seqs,), prefix + tail, device=DEVICE, dtype=torch.int32)

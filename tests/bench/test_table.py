@@ -94,15 +94,11 @@ FIELDS = {
     "normalised_latency num_failed request_rate longest_gap goodput good_share by_turn",
     "profile.Profile": "batch_size context step_microseconds kernels",
     "profile.KernelShare": "kernel launches launches_per_layer microseconds bytes fraction",
-    "kernels.MatvecResult": "op features columns floor cublas ours tile recorded",
-    "kernels.ChunkAttentionResult": "prompt completion copied shared ours",
     "kernels.LoadLimits": "copy_bandwidth matmul_rate",
     "kernels.KernelResult": "op shape microseconds bytes flops bound fraction error",
     "memory.MemoryResult": "table lengths setting value",
     "memory.SwapResult": "block_size num_tokens swap_out swap_in recompute",
     "host.HostResult": "what microseconds",
-    "forms.FormsResult": "batch_size num_tokens free formed one_formed lost lost_by_one host",
-    "forms.HostPart": "part free one_formed formed",
     "http.HttpResult": "num_streams num_requests own_rate http_rate lost own_first http_first http_costs",
     "ui.UiFigures": "first_paint key_median key_p95 open_seconds open_mb drawing_share tokens_per_second_watched "
     "tokens_per_second_held slowdowns slowdown",
@@ -112,8 +108,8 @@ FIELDS = {
 def some(hint: Any) -> Any:
     """A value of a field's type; the type may be a string."""
     written = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-    kinds = {"int": 3, "float": 0.25, "str": "text", "list[KernelShare]": [], "list[HostPart]": []}
-    kinds |= {"tuple[int, int, int]": (1, 2, 3), "tuple[float, ...]": (0.5, 0.25)}
+    kinds = {"int": 3, "float": 0.25, "str": "text", "list[KernelShare]": []}
+    kinds |= {"tuple[float, ...]": (0.5, 0.25)}
     return kinds.get(written.split(" | ")[0], (0.1, 0.2, 0.3))
 
 

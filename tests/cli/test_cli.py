@@ -23,7 +23,7 @@ import pytest
 import tokenizers
 import torch
 
-from minillm.bench import form_steps, host
+from minillm.bench import grammar_steps, host
 from minillm.cli.main import main
 from minillm.text.safe import clean
 
@@ -513,16 +513,16 @@ def test_beams_come_best_first_with_their_scores(tiny_model: Path) -> None:
 
 
 def test_bench_host_prints_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host, form_steps):
+    for module in (host, grammar_steps):
         monkeypatch.setattr(module, "_STEPS", 2)
-    monkeypatch.setattr(form_steps, "_WARM_UP", 4)
-    measure = form_steps.form_steps
+    monkeypatch.setattr(grammar_steps, "_WARM_UP", 4)
+    measure = grammar_steps.grammar_steps
 
     def of_few(num_seqs: int, vocab: int, tokenizer: Any) -> dict[str, float]:
         """Measure few sequences and tokens: of many, all rarely decode, and lexers of 128,256 tokens take long."""
         return measure(min(num_seqs, 8), vocab if tokenizer else 4096, tokenizer)
 
-    monkeypatch.setattr(host, "form_steps", of_few)
+    monkeypatch.setattr(host, "grammar_steps", of_few)
     result = minillm("bench", "host", "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
