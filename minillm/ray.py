@@ -13,15 +13,13 @@ import os
 import threading
 import traceback
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from minillm.errors import MinillmError, UsageError
-from minillm.jobs.engines import Engines, Facts, RowEngine, Task
+from minillm.jobs.engines import Died, Engines, Facts, Task
 from minillm.jobs.rows import Answer, InputRow, Style, num_tokens
-from minillm.llm import LLM
 from minillm.params import BeamSearchParams
-from minillm.progress import say
 from minillm.text.chat_template import plain_messages
 
 try:
@@ -40,30 +38,27 @@ _ROWS_PER_CALL = 8  # rows sent to an engine at a time: a Ray call costs about a
 
 
 class _Engine:
-    """An engine for several coroutines, which share its batch.
-
-    If the engine fails, Ray or `RayEngines` starts another one.
-    """
+    """An engine for several coroutines, which share its batch. If it fails, its process ends, and Ray reports that."""
 
     def __init__(self, task: Task) -> None:
-        self.llm = LLM(task.model, on_progress=lambda progress: None, **task.engine)
-        self._engine = RowEngine(self.llm, task.style)
-        self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[int, asyncio.Future[Answer]]] = {}  # the caller's index and the answer to come
+        from minillm.jobs.row_engine import RowEngine  # not at the top: the driver needs no torch
+        from minillm.llm import LLM
+
+        llm = LLM(task.model, on_progress=lambda progress: None, **task.engine)
+        self.rows = RowEngine(llm, task.style)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}  # by the row's index
         threading.Thread(target=self._work, daemon=True).start()
 
     async def answer(self, row: InputRow) -> Answer:
-        """Answer a row, batched with the rows of other calls."""
-        number = next(self._numbers)  # rows of several calls may have one index
-        self._waiting[number] = row.index, asyncio.get_running_loop().create_future()
-        self._engine.submit(replace(row, index=number, name=row.name or f"request-{row.index}"))
-        return await self._waiting[number][1]
+        """Answer a row, batched with the rows of other calls. No other row may have its index."""
+        self._waiting[row.index] = asyncio.get_running_loop().create_future()
+        self.rows.submit(row)
+        return await self._waiting[row.index]
 
     def _work(self) -> None:
         try:
-            for answer in self._engine.work():
-                index, future = self._waiting.pop(answer["index"])
-                answer["index"] = index
+            for answer in self.rows.work():
+                future = self._waiting.pop(answer["index"])
                 future.get_loop().call_soon_threadsafe(future.set_result, answer)
         except BaseException:
             traceback.print_exc()
@@ -79,7 +74,7 @@ class _Actor:
     async def load(self) -> Facts:
         """Load the model. This is not done in the constructor, because Ray would hide the MinillmError of a failure."""
         self._engine = _Engine(self._task)
-        return Facts.of(self._engine.llm)
+        return self._engine.rows.facts()
 
     async def answer(self, rows: list[InputRow]) -> list[Answer]:
         """Return the answers of rows, in the rows' order."""
@@ -115,7 +110,7 @@ class Generate:
         parse_special: bool = False,
         **engine: Any,
     ) -> None:
-        self._params = params
+        self._params, self._numbers = params, itertools.count()
         self._engine = _Engine(Task(model, engine, Style(chat, system, parse_special)))
 
     async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, np.ndarray]]:
@@ -124,13 +119,13 @@ class Generate:
 
         count = len(next(iter(batch.values()), ()))
         given = [{name: column[i] for name, column in batch.items()} for i in range(count)]
-        found = await asyncio.gather(*map(self._row, range(count), given))
+        found = await asyncio.gather(*map(self._row, given))
         names = ("text", "outputs", "num_tokens", "finish_reason", "error")
         yield {**batch, **{name: np.array([each[name] for each in found]) for name in names}}
 
-    async def _row(self, index: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def _row(self, given: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            answer = await self._engine.answer(self._parsed(index, given))
+            answer = await self._engine.answer(self._parsed(given))
         except (UsageError, ValueError, TypeError) as error:
             return {"text": "", "outputs": "[]", "num_tokens": 0, "finish_reason": "", "error": str(error)}
         first = answer["outputs"][0] if answer["outputs"] else {"text": "", "finish_reason": ""}
@@ -142,11 +137,11 @@ class Generate:
             "error": answer["error"] or "",
         }
 
-    def _parsed(self, index: int, given: Mapping[str, Any]) -> InputRow:
+    def _parsed(self, given: Mapping[str, Any]) -> InputRow:
         own = given.get("params")
         own = json.loads(own or "{}") if isinstance(own, str) else dict(own or {})
         own = {name: _plain(value) for name, value in own.items() if value is not None}  # Arrow adds absent fields
-        common = dict(self._engine.llm.engine.defaults if self._params is None and not own else self._params or {})
+        common = dict(self._engine.rows.defaults() if self._params is None and not own else self._params or {})
         if "beam_width" in own:  # beams know fewer parameters
             common = {name: value for name, value in common.items() if name in _OF_BEAMS}
         prompt, messages = _plain(given.get("prompt")), _plain(given.get("messages"))
@@ -154,7 +149,7 @@ class Generate:
             raise UsageError('a row has either "prompt" or "messages"')
         if messages is not None:
             messages = plain_messages(messages)
-        return InputRow(index, prompt, messages, {**common, **own})
+        return InputRow(next(self._numbers), prompt, messages, {**common, **own})
 
 
 def _plain(value: Any) -> Any:
@@ -180,54 +175,42 @@ class RayEngines(Engines):
         self._task = ray.put(task)
         self._new: Any = ray.remote(actor).options(**_needs(task.engine, count), max_concurrency=1_000_000)
         self._calls: dict[Any, int] = {}  # pending Ray call -> number of its engine
-        self._actors: list[Any] = [self._start(number) for number in range(count)]
-
-    def __enter__(self) -> Self:
-        return self
+        self._actors: dict[int, Any] = {}
 
     def __exit__(self, *raised: object) -> None:
         ray.shutdown()
+
+    def start(self, number: int) -> None:
+        self._calls = {call: each for call, each in self._calls.items() if each != number}
+        self._actors[number] = self._new.remote(self._task)
+        self._calls[self._actors[number].load.remote()] = number
 
     def send(self, number: int, rows: list[InputRow]) -> None:
         for start in range(0, len(rows), _ROWS_PER_CALL):
             self._calls[self._actors[number].answer.remote(rows[start : start + _ROWS_PER_CALL])] = number
 
-    def receive(self) -> tuple[int, list[Answer] | None]:
+    def receive(self) -> tuple[int, Facts | list[Answer] | Died | MinillmError]:
+        number = -1
         try:
             [call], _ = ray.wait(list(self._calls), num_returns=1)
             number = self._calls.pop(call)
-            try:
-                value = ray.get(call)
-            except ray.exceptions.RayActorError as error:
-                self._replace(number, error)
-                return number, None
+            return number, ray.get(call)
+        except ray.exceptions.RayActorError as error:
+            last_line = str(error).strip().splitlines()[-1][:200]
+            return number, Died("" if number in self.facts else f" while loading ({last_line})")
         except ray.exceptions.RayTaskError as error:
-            kind = UsageError if isinstance(error.cause, UsageError) else MinillmError
-            raise kind(f"engine {number}: {error.cause}") from None
+            return number, (UsageError if isinstance(error.cause, UsageError) else MinillmError)(str(error.cause))
         except ray.exceptions.RayError as error:
             raise MinillmError(f"the Ray cluster has failed: {_first_line(error)}") from None
-        if isinstance(value, Facts):
-            self.facts[number] = value
-            return number, []
-        return number, value
-
-    def _start(self, number: int) -> Any:
-        actor = self._new.remote(self._task)
-        self._calls[actor.load.remote()] = number
-        return actor
-
-    def _replace(self, number: int, error: Exception) -> None:
-        """Start another engine in place of an engine that has died with ``error``."""
-        self._calls = {call: each for call, each in self._calls.items() if each != number}
-        why = "" if number in self.facts else f" while loading ({str(error).strip().splitlines()[-1][:200]})"
-        say(f"engine {number} has died{why}; another takes its rows")
-        self.facts.pop(number, None)
-        self._actors[number] = self._start(number)
 
 
 def connect(address: str) -> None:
     """Connect to a cluster, or start one if ``address`` is "local". Raises UsageError if that fails."""
-    options = {"include_dashboard": False} if address == "local" else {}
+    options = {}
+    if address == "local":
+        options["include_dashboard"] = False
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no idle worker for each core
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for tries_left in reversed(range(_TRIES)):
         try:
             ray.init(address=address, logging_level="ERROR", log_to_driver=False, **options)

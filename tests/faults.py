@@ -77,7 +77,7 @@ TEXT_PREFIX = "tests/text/test_dummy_prefix.py"
 CHAT = "tests/text/test_chat_template.py::"
 PARAMS = "tests/test_params.py"
 LINE = "tests/parallel/test_tensor_parallel.py::"
-PARTS = "tests/jobs/test_part_files.py::"
+PARTS = "tests/jobs/test_part_file.py::"
 ENGINES = "tests/jobs/test_engines.py::"
 KERNELS = "tests/kernels/"
 FORKS = "tests/server/test_forks.py::"
@@ -635,9 +635,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("bias-added-by-every-rank", "Shard.holds", "Compare 0", "True",
          LINE + "test_ranks_compute_what_one_rank_computes[biases-2]"),
     ],
-    "minillm/jobs/part_files.py": [
-        ("broken-line-kept", "PartFiles.open", "BinOp 0", "len(known)",
-         PARTS + "test_parts_are_merged_in_order_and_a_broken_line_is_forgotten"),
+    "minillm/jobs/part_file.py": [
+        ("broken-line-kept", "PartFile.open", "If 0.test", "True",
+         PARTS + "test_answers_are_merged_in_order_and_a_broken_line_is_forgotten"),
     ],
     "minillm/model/architecture_keys.py": [
         ("windows-in-the-lower-layers", "qwen3", "Call 0", "range($args[0])",

@@ -9,18 +9,20 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from minillm.cli.grammars import given_grammar
 from minillm.cli.options import given
-from minillm.cli.prompt_file import FileRequest, read_requests
+from minillm.cli.prompt_file import read_requests
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError
-from minillm.jobs.rows import Answer, InputRow, Style, as_json, num_tokens
+from minillm.jobs.engines import Engines, Task
+from minillm.jobs.part_file import PartFile, check_output, failures
+from minillm.jobs.rows import InputRow, Style, as_json, num_tokens
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, loading_bar, say
@@ -29,7 +31,7 @@ from minillm.text.safe import clean, clean_line, json_line
 from minillm.user_config import CALM_SAMPLING, CHAT_SAMPLING, UserConfig, read_config
 
 if TYPE_CHECKING:
-    from minillm.jobs.engines import RowEngine
+    from minillm.jobs.row_engine import RowEngine
     from minillm.llm import LLM
     from minillm.text.tokenizer import Tokenizer
 
@@ -42,9 +44,8 @@ class GenerateJob:
 
     arguments: argparse.Namespace
     config: UserConfig
-    requests: list[FileRequest]
-    grammar: Mapping[str, Any] = field(default_factory=dict)  # the parameter ``grammar``, if it is set
-    first: int = 0  # with --shard, the number of requests in earlier shards
+    requests: list[InputRow]
+    grammar: Mapping[str, Any]  # the parameter ``grammar``, if it is set
 
     @property
     def model(self) -> str:
@@ -69,32 +70,16 @@ class GenerateJob:
         ``defaults`` are the values of parameters that neither the request, the command line nor the configuration sets.
         """
         flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams), **self.grammar}
-        return [
-            InputRow(
-                self.first + i,
-                each.prompt,
-                each.messages,
-                self.config.request_values({**flags, **each.params}, defaults),
-                each.name,
-                each.where,
-            )
-            for i, each in enumerate(self.requests)
-        ]
-
-    def params(self) -> list[Params]:
-        """Return the sampling parameters of each request, without the model's defaults.
-
-        Raises UsageError if a parameter is invalid.
-        """
-        return [row.sampling() for row in self.rows()]
+        values = [self.config.request_values({**flags, **each.params}, defaults) for each in self.requests]
+        return [replace(each, params=its) for each, its in zip(self.requests, values, strict=True)]
 
     def name(self) -> str:
         """Return a fingerprint of the requests and their settings: 16 hexadecimal digits.
 
-        A stopped run can be resumed only by a command with the fingerprint of the stopped run.
+        A stopped run can be resumed only by a command with the fingerprint of the stopped run. Raises UsageError if a
+        parameter is invalid.
         """
-        system, parse_special = self.arguments.system, self.arguments.parse_special
-        about = [self.model, self.chat, system, parse_special, self.requests, self.params()]
+        about = [self.model, self.style, self.requests, [row.sampling() for row in self.rows()]]
         if template := EngineConfig(chat_template=self.engine.get("chat_template")).chat_template:
             about.append(template)
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
@@ -110,29 +95,28 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
     if arguments.parse_special and (arguments.chat or arguments.system):
         raise UsageError("--parse-special is for raw prompts; in a chat, only the template adds control tokens")
     requests = read_requests(arguments.prompts, arguments.file, arguments.form)
-    shard = _shard(arguments.shard, len(requests)) if arguments.shard else range(len(requests))
-    job = GenerateJob(arguments, config, requests[shard.start : shard.stop], given_grammar(arguments), shard.start)
+    if arguments.shard:
+        requests = requests[_shard(arguments.shard, len(requests))]
+    job = GenerateJob(arguments, config, requests, given_grammar(arguments))
     _check_torchrun(int(job.engine.get("tensor_parallel_size", 1)))
-    job.params()  # report errors in the requests before the model is loaded
+    name = job.name()  # reports errors in the requests before the model is loaded
     output = _output(arguments) if arguments.output else None
     if output is not None:
-        from minillm.jobs.part_files import PartFiles
-
-        PartFiles.check(output)
-        failed = None if arguments.force else PartFiles(output, job.name()).failures(len(job.requests))
+        check_output(output)
+        failed = None if arguments.force else failures(output, name, len(requests))
         if failed is not None:
-            say(f"{output} is finished: {_prompts(len(job.requests))}, {failed} failed; --force computes all again")
+            say(f"{output} is finished: {_prompts(len(requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0
-    with _source(job, for_chat=for_chat) as source:
+    with _engines(job, for_chat=for_chat) as (source, llm):
         defaults = _sampling(source.defaults(), CHAT_SAMPLING if for_chat else CALM_SAMPLING)
         rows = [_with_seed(row) for row in job.rows(defaults)]
         params = [row.sampling() for row in rows]
-        if isinstance(source, ThisProcess):
-            _suggest_template(job, source.llm, params)
+        if llm is not None:
+            _suggest_template(job, llm, params)
         if output is not None:
-            return _to_file(job, source, rows, output)
-        assert isinstance(source, ThisProcess)
-        return _to_stdout(job, source.llm, rows)
+            return _to_file(source, rows, PartFile(output, name), quiet=arguments.quiet)
+        assert llm is not None, "several engines need an output file"
+        return _to_stdout(job, llm, rows)
 
 
 def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -147,10 +131,8 @@ def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[s
 
 def _suggest_template(job: GenerateJob, llm: LLM, params: list[Params]) -> None:
     """Print a hint if raw prompts go to a model that has a chat template."""
-    from minillm.parallel.launch import Torchrun
-
-    arguments, tokenizer, torchrun = job.arguments, llm.engine.tokenizer, Torchrun.from_environment()
-    if job.chat or arguments.parse_special or arguments.quiet or arguments.json or (torchrun and torchrun.rank):
+    arguments, tokenizer = job.arguments, llm.engine.tokenizer
+    if job.chat or arguments.parse_special or arguments.quiet or arguments.json:
         return
     if tokenizer is None or not tokenizer.has_chat_template:
         return
@@ -170,9 +152,6 @@ def _with_seed(row: InputRow) -> InputRow:
 
 def _check_engines(arguments: argparse.Namespace) -> None:
     """Raise UsageError if options about several engines contradict each other or lack a required option."""
-    if arguments.data_parallel:
-        more = "on several machines, --ray ADDRESS --engines N, or --shard I/N"
-        raise UsageError(f"--data-parallel is gone: --replicas N starts N engines on this machine; {more}")
     several = {"--replicas": arguments.replicas, "--ray": arguments.ray, "--shard": arguments.shard}
     for option in [name for name, value in several.items() if value is not None]:
         if not arguments.output:
@@ -196,10 +175,10 @@ def _check_torchrun(tensor_parallel_size: int) -> None:
         raise UsageError(f"torchrun has started {count} engines, and each would complete every prompt; {ways}")
 
 
-def _shard(text: str, total: int) -> range:
-    """Return the indices of the requests that belong to the shard ``text``, such as ``0/8`` for the first of eight.
+def _shard(text: str, total: int) -> slice:
+    """Return which requests belong to the shard ``text``, such as ``0/8`` for the first of eight.
 
-    The indices are consecutive, so that the shards' output files can be concatenated.
+    They are consecutive, so that the shards' output files can be concatenated.
 
     Raises UsageError if ``text`` is not a valid shard of ``total`` requests.
     """
@@ -209,7 +188,7 @@ def _shard(text: str, total: int) -> range:
         raise UsageError(f"--shard is I/N with I from 0 to N - 1, such as 0/8, not {text[:40]!r}")
     if total < count:
         raise UsageError(f"--shard {text}: there are only {_prompts(total)}; use at most {total} shards")
-    return range(index * total // count, (index + 1) * total // count)
+    return slice(index * total // count, (index + 1) * total // count)
 
 
 def _output(arguments: argparse.Namespace) -> Path:
@@ -221,54 +200,27 @@ def _output(arguments: argparse.Namespace) -> Path:
     return path.with_name(f"{path.stem}.{int(index):0{len(str(int(count)))}}-of-{int(count)}{path.suffix}")
 
 
-class PromptSource(Protocol):
-    """Anything that computes answers: the engine of this process, or several engines in other processes."""
-
-    def defaults(self) -> Mapping[str, Any]:
-        """Return the model's own sampling parameters."""
-
-    def answers(self, rows: list[InputRow]) -> Iterator[Answer]:
-        """Yield the answer of each row, as it finishes."""
-
-
-@dataclass
-class ThisProcess:
-    """Compute answers with an engine in this process."""
-
-    llm: LLM
-    engine: RowEngine
-
-    def defaults(self) -> Mapping[str, Any]:
-        """Return the model's own sampling parameters."""
-        return self.llm.engine.defaults
-
-    def answers(self, rows: list[InputRow]) -> Iterator[Answer]:
-        """Yield the answer of each row, as it finishes."""
-        for row in rows:
-            self.engine.submit(row)
-        self.engine.close()
-        return self.engine.work()
-
-
 @contextmanager
-def _source(job: GenerateJob, *, for_chat: bool) -> Iterator[PromptSource]:
-    """Start the engines that the command line asks for. Stop them when the context closes."""
-    arguments = job.arguments
-    import_torch()
+def _engines(job: GenerateJob, *, for_chat: bool) -> Iterator[tuple[RowEngine | Engines, LLM | None]]:
+    """Start the engines that the command line asks for. Stop them when the context closes.
+
+    Also yield the model if it is in this process.
+    """
+    arguments, task = job.arguments, Task(job.model, job.engine, job.style)
     with ExitStack() as stack:
         report = stack.enter_context(loading_bar(enabled=not arguments.quiet))
-        from minillm.jobs.engines import RowEngine, Task
-
-        task = Task(job.model, job.engine, job.style)
         if arguments.ray:
             from minillm.ray import RayEngines
 
-            yield stack.enter_context(RayEngines(task, arguments.engines or 1, arguments.ray))
+            yield stack.enter_context(RayEngines(task, arguments.engines or 1, arguments.ray)), None
         elif (arguments.replicas or 1) > 1:
             from minillm.jobs.engine_processes import EngineProcesses
 
-            yield stack.enter_context(EngineProcesses(task, arguments.replicas, report))
+            yield stack.enter_context(EngineProcesses(task, arguments.replicas, report)), None
         else:
+            import_torch()  # engines in other processes need no torch in this one
+            from minillm.jobs.row_engine import RowEngine
+
             if for_chat:
                 from minillm.cli.chat import load
 
@@ -277,53 +229,7 @@ def _source(job: GenerateJob, *, for_chat: bool) -> Iterator[PromptSource]:
                 from minillm.llm import LLM
 
                 llm = LLM(job.model, on_progress=report, on_message=say, **job.engine)
-            yield ThisProcess(llm, RowEngine(llm, job.style))
-
-
-@dataclass
-class Writer:
-    """Writes outputs in the order of their prompts. An output that finishes early waits for the outputs before it."""
-
-    job: GenerateJob
-    write_line: Callable[[str], None]
-    rows: list[InputRow]
-    tokenizer: Tokenizer | None
-    several: bool  # there are several texts, so each gets a heading
-    written: int = 0  # answers without failures
-    _waiting: dict[int, RequestOutput] = field(default_factory=dict)
-    _next: int = 0
-
-    def add(self, index: int, output: RequestOutput) -> None:
-        self._waiting[index] = output
-        while self._next in self._waiting:
-            self._write(self._next, self._waiting.pop(self._next))
-            self._next += 1
-
-    def flush(self) -> None:
-        """Write all waiting outputs, in order. Do not wait for missing outputs before them."""
-        for index in sorted(self._waiting):
-            self._write(index, self._waiting.pop(index))
-
-    def _write(self, index: int, output: RequestOutput) -> None:
-        self.written += output.error is None
-        request = self.job.requests[index]
-        if self.job.arguments.json:
-            in_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
-            fields = as_json(self.rows[index], output, self.tokenizer)
-            self.write_line(json_line(fields, ascii_only=not in_utf8))
-            return
-        if output.error is not None:
-            say(f"{request.where or 'prompt'}: {output.error}")
-        elif output.prompt_logprobs is not None:
-            for line in prompt_table(output, self.tokenizer):
-                self.write_line(line)
-        for completion in output.outputs:
-            if self.several:
-                number = f"{index + 1}.{completion.index + 1}" if len(output.outputs) > 1 else str(index + 1)
-                score = "" if completion.score is None else f" (score {completion.score:.2f})"
-                self.write_line(f"--- {number}{score} ---")
-            if completion.token_ids or output.prompt_logprobs is None:
-                self.write_line(clean(completion.text))
+            yield RowEngine(llm, job.style), llm
 
 
 def _to_stdout(job: GenerateJob, llm: LLM, rows: list[InputRow]) -> int:
@@ -334,46 +240,79 @@ def _to_stdout(job: GenerateJob, llm: LLM, rows: list[InputRow]) -> int:
             print(clean(delta.text), end="", flush=True)
         print()
         return 0
+    several = len(prompts) > 1 or params[0].num_sequences > 1
+    finished: dict[int, RequestOutput] = {}
+
+    def show(index: int) -> None:
+        for line in _lines(job, rows[index], finished[index], llm.engine.tokenizer, several=several):
+            bar.print(line)
+
     with GenerationBar(len(prompts), enabled=not job.arguments.quiet) as bar:
-        several = len(prompts) > 1 or params[0].num_sequences > 1
-        writer = Writer(job, bar.print, rows, llm.engine.tokenizer, several)
+        following = 0
         try:
             for index, output in llm.as_completed(prompts, params):
-                writer.add(index, output)
+                finished[index] = output
+                while following in finished:  # an output that finishes early waits for the outputs before it
+                    show(following)
+                    following += 1
                 bar.advance(sum(len(completion.token_ids) for completion in output.outputs))
         except KeyboardInterrupt:
-            writer.flush()
-            say(f"stopped; {writer.written} of {_prompts(len(prompts))} are finished")
+            for index in sorted(index for index in finished if index >= following):
+                show(index)
+            ok = sum(output.error is None for output in finished.values())
+            say(f"stopped; {ok} of {_prompts(len(prompts))} are finished")
             return 130
-    return _tell_failures(len(prompts) - writer.written, len(prompts))
+    return _tell_failures(sum(output.error is not None for output in finished.values()), len(prompts))
 
 
-def _to_file(job: GenerateJob, source: PromptSource, rows: list[InputRow], path: Path) -> int:
-    """Compute the answers, and write them to the file ``path``. Skip answers that an earlier run has finished.
+def _lines(
+    job: GenerateJob, row: InputRow, output: RequestOutput, tokenizer: Tokenizer | None, *, several: bool
+) -> Iterator[str]:
+    """Yield the lines that show an output on stdout. If it failed, write a message to stderr.
+
+    ``several``: more than one text is shown, so each gets a heading.
+    """
+    if job.arguments.json:
+        in_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+        yield json_line(as_json(row, output, tokenizer), ascii_only=not in_utf8)
+        return
+    if output.error is not None:
+        say(f"{row.where or 'prompt'}: {output.error}")
+    elif output.prompt_logprobs is not None:
+        yield from prompt_table(output, tokenizer)
+    for completion in output.outputs:
+        if several:
+            number = f"{row.index + 1}.{completion.index + 1}" if len(output.outputs) > 1 else str(row.index + 1)
+            score = "" if completion.score is None else f" (score {completion.score:.2f})"
+            yield f"--- {number}{score} ---"
+        if completion.token_ids or output.prompt_logprobs is None:
+            yield clean(completion.text)
+
+
+def _to_file(source: RowEngine | Engines, rows: list[InputRow], part: PartFile, *, quiet: bool) -> int:
+    """Compute the answers, and write them to the output file of ``part``. Skip answers of an earlier run.
 
     Return the exit code.
     """
-    from minillm.jobs.part_files import PartFiles
-
-    kept = f"finished answers are kept next to {path}; the same command resumes the run"
+    kept = f"finished answers are kept next to {part.output}; the same command resumes the run"
     try:
-        with closing(PartFiles(path, job.name())) as parts:
-            parts.open()
-            finished = parts.finished()
+        with closing(part):
+            part.open()
+            finished = part.finished()
             left = [row for row in rows if row.index not in finished]
             began, count = time.monotonic(), 0
-            with GenerationBar(len(left), enabled=not job.arguments.quiet) as bar:
+            with GenerationBar(len(left), enabled=not quiet) as bar:
                 for answer in source.answers(left):
-                    parts.add(answer)
+                    part.add(answer)
                     count += num_tokens(answer)
                     bar.advance(num_tokens(answer))
             seconds = time.monotonic() - began
-            failed = parts.merge([row.index for row in rows])
+            failed = part.merge([row.index for row in rows])
     except KeyboardInterrupt:
         say(f"stopped; {kept}")
         return 130
     except OSError as error:
-        raise MinillmError(f"cannot write {error.filename or path}: {error.strerror}; {kept}") from None
+        raise MinillmError(f"cannot write {error.filename or part.output}: {error.strerror}; {kept}") from None
     except UsageError:
         raise
     except MinillmError as error:

@@ -119,7 +119,6 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         option("--ray", metavar="ADDRESS", help="run the engines on Ray: local, auto, HOST:PORT or ray://HOST:PORT"),
         option("--engines", type=int, metavar="N", help="number of engines on Ray (default: 1)"),
         option("--shard", metavar="I/N", help="complete part I (0 to N-1) of N parts, to an output file of its own"),
-        _switch("--data-parallel", help=argparse.SUPPRESS),
         *(_QUIET, _CONFIG, add_model_options, partial(add_sampling_options, defaults=CALM_SAMPLING), _add_grammars),
     ),
     "serve": (

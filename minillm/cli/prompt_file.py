@@ -4,11 +4,12 @@ import os
 import select
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from minillm.checks import check_names
 from minillm.errors import UsageError
+from minillm.jobs.rows import InputRow
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.progress import say
 from minillm.text.chat_template import plain_messages
@@ -18,19 +19,8 @@ _MAX_BYTES = 256 << 20
 _PATIENCE = 10.0  # seconds to wait for piped text; with ``--file -`` there is no limit
 
 
-@dataclass(frozen=True)
-class FileRequest:
-    """A prompt or a conversation, with parameters that override the command line's."""
-
-    prompt: str | list[int] | None
-    messages: list[dict[str, str]] | None
-    params: dict[str, Any]
-    name: str | None  # the "id" of its JSON object, if it has one
-    where: str  # for error messages: where the request is from, such as "prompts.txt:3"
-
-
-def read_requests(prompts: Sequence[str], file: str | None, form: str | None) -> list[FileRequest]:
-    """Return all requests, in order.
+def read_requests(prompts: Sequence[str], file: str | None, form: str | None) -> list[InputRow]:
+    """Return all requests, in order. Their parameters override the command line's.
 
     Raises UsageError if there are none, or if a request is invalid. The message names the invalid request's line.
 
@@ -44,7 +34,7 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
         if file not in (None, "-"):
             raise UsageError("give prompts either as arguments or with --file, not both")
         tail = _tail(_read("-") if file == "-" or _is_piped() else "")
-        return [_text_request(text, f"prompt {i}", tail) for i, text in enumerate(prompts, 1)]
+        return [_text_request(i, text, f"prompt {i + 1}", tail) for i, text in enumerate(prompts)]
     source = file or "-"
     asked = file is None and os.isatty(0)
     text = "" if asked else _read(source)
@@ -55,11 +45,11 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
     split = text.replace("\r\n", "\n").split("\n")  # `str.splitlines` also splits text and JSON at U+2028
     lines = [(f"{name}:{number}", line) for number, line in enumerate(split, 1) if line.strip()]
     if form == "jsonl" or (source.endswith(".jsonl") and form is None):
-        requests = [_json_request(line, where) for where, line in lines]
+        requests = [_json_request(index, line, where) for index, (where, line) in enumerate(lines)]
     elif form == "lines":
-        requests = [_text_request(line, where) for where, line in lines]
+        requests = [_text_request(index, line, where) for index, (where, line) in enumerate(lines)]
     else:
-        requests = [_text_request(text.removesuffix("\n"), name)]
+        requests = [_text_request(0, text.removesuffix("\n"), name)]
     if not requests:
         raise UsageError(f"{name} holds no prompt")
     return requests
@@ -110,10 +100,10 @@ def _read(source: str) -> str:
     return data.decode("utf-8-sig", errors="replace")
 
 
-def _text_request(text: str, where: str, tail: str = "") -> FileRequest:
+def _text_request(index: int, text: str, where: str, tail: str = "") -> InputRow:
     if not text.strip():
         raise UsageError(f"{where} is empty")
-    return FileRequest(text + tail, None, {}, None, where)
+    return InputRow(index, text + tail, where=where)
 
 
 def _check_keys(params: Mapping[str, Any], where: str) -> None:
@@ -125,7 +115,7 @@ def _check_keys(params: Mapping[str, Any], where: str) -> None:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _json_request(line: str, where: str) -> FileRequest:
+def _json_request(index: int, line: str, where: str) -> InputRow:
     """Parse ``{"prompt": text or ids}`` or ``{"messages": […]}``, with an optional "id" and sampling parameters.
 
     Raises UsageError if the line is invalid. The message begins with ``where``.
@@ -152,4 +142,4 @@ def _json_request(line: str, where: str) -> FileRequest:
             raise UsageError(f"{where}: the prompt is empty")
     elif not (isinstance(prompt, list) and all(type(each) is int for each in prompt)):
         raise UsageError(f'{where}: "prompt" is text or a list of token ids')
-    return FileRequest(prompt, messages, params, None if name is None else str(name), where)
+    return InputRow(index, prompt, messages, params, None if name is None else str(name), where)

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         return chat(argparse.Namespace(**{**options, **opened}))
     options["system"] = arguments.system or read_config(arguments.config).system
     fixed = {"chat": True, "parse_special": False, "file": None, "form": None, "output": None}
-    fixed |= {"data_parallel": False, "replicas": None, "ray": None, "engines": None, "shard": None}
+    fixed |= {"replicas": None, "ray": None, "engines": None, "shard": None}
     prompts = [question] if question else []
     return generate.run(argparse.Namespace(**{**options, **fixed, "prompts": prompts}), for_chat=True)
 

@@ -1,20 +1,16 @@
-"""Engines that answer rows (prompts of a file): one in this process, or several that are restarted when they die."""
+"""Several engines in other processes that answer rows (prompts of a file), and are restarted when they die."""
 
 from __future__ import annotations
 
-import queue
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Self
 
-from minillm.errors import MinillmError
-from minillm.jobs.rows import Answer, InputRow, Style, as_json
-from minillm.llm import LLM, refusal
-from minillm.params import Params
-from minillm.text.prompts import Prompt
+from minillm.errors import MinillmError, UsageError
+from minillm.jobs.rows import Answer, InputRow, Style
+from minillm.progress import say
 
 _MOST_DEATHS = 3  # maximum number of times that an engine may die without an answer in between
 
@@ -47,58 +43,16 @@ class Facts:
     max_num_seqs: int
     device: str
 
-    @classmethod
-    def of(cls, llm: LLM) -> Facts:
-        return cls(llm.engine.defaults, llm.config.max_num_seqs, llm.engine.runner.model.device.type)
 
+@dataclass(frozen=True)
+class Died:
+    """An engine has died. ``how`` ends the message about it, such as " of signal 9"."""
 
-class RowEngine:
-    """Answers rows with one engine. Rows may arrive at any time, and join the engine's running batch.
-
-    Any thread may call `submit` and `close`. One thread iterates over `work`.
-    """
-
-    def __init__(self, llm: LLM, style: Style) -> None:
-        self._llm, self._style = llm, style
-        self._rows: queue.SimpleQueue[InputRow | None] = queue.SimpleQueue()
-        self._num_running = 0
-        self._closed = False
-
-    def submit(self, row: InputRow) -> None:
-        """Queue a row."""
-        self._rows.put(row)
-
-    def close(self) -> None:
-        """End `work` as soon as the rows submitted so far are answered."""
-        self._rows.put(None)
-
-    def work(self) -> Generator[Answer, None, None]:
-        """Yield each row's answer when it is finished. End when `close` was called and all rows are answered.
-
-        If a row fails, its answer contains the error. An exception means that the engine itself failed. Closing the
-        iterator early aborts the running rows.
-        """
-        for row, output in self._llm.work_off(self._take, lambda row, error: refusal(row.prompt or "", error)):
-            self._num_running -= 1
-            yield as_json(row, output, self._llm.engine.tokenizer)
-
-    def _take(self, room: int) -> list[tuple[InputRow, Callable[[], tuple[Prompt, Params]]]] | None:
-        taken: list[tuple[InputRow, Callable[[], tuple[Prompt, Params]]]] = []
-        while len(taken) < room and not self._closed:
-            try:
-                row = self._rows.get(block=not taken and not self._num_running)
-            except queue.Empty:
-                break
-            if row is None:
-                self._closed = True
-            else:
-                taken.append((row, partial(self._style.request, row, self._llm)))
-        self._num_running += len(taken)
-        return None if not taken and not self._closed else taken
+    how: str = ""
 
 
 class Engines(ABC):
-    """Several engines, numbered from 0.
+    """Several engines, numbered from 0. The ``with`` statement starts them, and ends them with all their processes.
 
     Attributes:
         facts: the facts of the engines that are ready, by number.
@@ -107,28 +61,40 @@ class Engines(ABC):
     def __init__(self, count: int) -> None:
         self.count = count
         self.facts: dict[int, Facts] = {}
+        self._waiting: deque[InputRow] = deque()
+        self._given: list[dict[int, InputRow]] = [{} for _ in range(count)]  # by the row's index
+        self._deaths = [0] * count
+
+    def __enter__(self) -> Self:
+        for number in range(self.count):
+            self.start(number)
+        return self
+
+    @abstractmethod
+    def __exit__(self, *raised: object) -> None: ...
+
+    @abstractmethod
+    def start(self, number: int) -> None:
+        """Start an engine, for the first time or in place of one that has died."""
 
     @abstractmethod
     def send(self, number: int, rows: list[InputRow]) -> None:
         """Send rows to an engine that is ready."""
 
     @abstractmethod
-    def receive(self) -> tuple[int, list[Answer] | None]:
-        """Wait until an engine has answers, becomes ready, or dies. Return its number and its answers.
+    def receive(self) -> tuple[int, Facts | list[Answer] | Died | MinillmError]:
+        """Wait until an engine becomes ready, has answers, dies, or fails. Return its number and the event.
 
-        The answers are an empty list if the engine has become ready. They are None if it has died, and its unanswered
-        rows are lost. Raises MinillmError if an engine cannot be started.
+        The rows of an engine that has died are lost. A failure is one that restarting the engine cannot mend.
         """
 
     def defaults(self) -> Mapping[str, Any]:
-        """Wait until an engine is ready, and return the model's sampling defaults.
+        """Wait until an engine is ready, and return the model's own sampling parameters.
 
-        Raises MinillmError if too many engines die while they load the model.
+        Raises MinillmError if an engine fails, or dies again and again.
         """
-        deaths = 0
         while not self.facts:
-            if self.receive()[1] is None and (deaths := deaths + 1) > _MOST_DEATHS:
-                raise MinillmError(f"engines have died {deaths} times while loading the model")
+            self._receive()
         return next(iter(self.facts.values())).defaults
 
     def answers(self, rows: list[InputRow]) -> Iterator[Answer]:
@@ -138,26 +104,39 @@ class Engines(ABC):
 
         While many rows are left, an engine gets many rows at a time. Near the end it gets single rows, so that all
         engines finish together (guided self-scheduling, Polychronopoulos and Kuck 1987). Raises MinillmError if an
-        engine dies again and again.
+        engine fails, or dies again and again.
         """
-        waiting = deque(rows)
-        given: list[dict[int, InputRow]] = [{} for _ in range(self.count)]
-        deaths = [0] * self.count
-        while waiting or any(given):
+        self._waiting.extend(rows)
+        while self._waiting or any(self._given):
             for number, facts in self.facts.items():
-                room = facts.max_num_seqs - len(given[number])
-                some = [waiting.popleft() for _ in range(min(room, -(-len(waiting) // (2 * self.count))))]
-                if some:
-                    given[number] |= {row.index: row for row in some}
+                room = facts.max_num_seqs - len(self._given[number])
+                count = min(room, -(-len(self._waiting) // (2 * self.count)))
+                if some := [self._waiting.popleft() for _ in range(count)]:
+                    self._given[number] |= {row.index: row for row in some}
                     self.send(number, some)
-            number, answers = self.receive()
-            if answers is None:
-                waiting.extendleft(reversed(given[number].values()))
-                given[number] = {}
-                deaths[number] += 1
-                if deaths[number] > _MOST_DEATHS:
-                    raise MinillmError(f"engine {number} has died {deaths[number]} times without an answer between")
-            for answer in answers or ():
-                if given[number].pop(answer["index"], None) is not None:
-                    deaths[number] = 0
-                    yield answer
+            yield from self._receive()
+
+    def _receive(self) -> list[Answer]:
+        """Wait for an event, and return the answers that are new."""
+        number, event = self.receive()
+        match event:
+            case Facts():
+                self.facts[number] = event
+                if len({each.device for each in self.facts.values()}) > 1:
+                    raise UsageError(f"engine {number} has found no GPU of its own: start fewer engines")
+            case Died(how):
+                say(f"engine {number} has died{how}; another takes its rows")
+                self._deaths[number] += 1
+                if self._deaths[number] > _MOST_DEATHS:
+                    raise MinillmError(f"engine {number} has died {self._deaths[number]} times without an answer")
+                self.facts.pop(number, None)
+                self._waiting.extendleft(reversed(self._given[number].values()))
+                self._given[number] = {}
+                self.start(number)
+            case MinillmError():
+                kind = UsageError if isinstance(event, UsageError) else MinillmError
+                raise kind(f"engine {number}: {event}")
+            case answers:
+                self._deaths[number] = 0
+                return [answer for answer in answers if self._given[number].pop(answer["index"], None) is not None]
+        return []

@@ -16,8 +16,8 @@ import pytest
 
 from lib.rows import answers, command, requests_file
 from minillm.cli.main import main
-from minillm.errors import MinillmError
-from minillm.jobs.engines import Answer, Engines, Facts
+from minillm.errors import MinillmError, UsageError
+from minillm.jobs.engines import Answer, Died, Engines, Facts
 from minillm.jobs.rows import InputRow
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,7 +29,7 @@ class Scripted(Engines):
     def __init__(self, count: int, rng: random.Random, deaths: int) -> None:
         super().__init__(count)
         self.rng, self.deaths = rng, deaths
-        self.starting = set(range(count))
+        self.starting: set[int] = set()
         self.rows: list[deque[InputRow]] = [deque() for _ in range(count)]
         self.most = 0
 
@@ -38,50 +38,63 @@ class Scripted(Engines):
         self.rows[number].extend(rows)
         self.most = max(self.most, len(self.rows[number]))
 
-    def receive(self) -> tuple[int, list[Answer] | None]:
+    def start(self, number: int) -> None:
+        self.starting.add(number)
+        self.rows[number].clear()
+
+    def receive(self) -> tuple[int, Facts | list[Answer] | Died | MinillmError]:
         number = self.rng.choice([n for n in range(self.count) if n in self.starting or self.rows[n]])
         if self.deaths and self.rng.random() < 0.1:
             self.deaths -= 1
-            self.starting.add(number)
-            self.facts.pop(number, None)
-            self.rows[number].clear()
-            return number, None
+            return number, Died()
         if number in self.starting:
             self.starting.remove(number)
-            self.facts[number] = Facts({"top_k": 5}, 8, "cpu")
-            return number, []
+            return number, Facts({"top_k": 5}, 8, "cpu")
         return number, [{"index": self.rows[number].popleft().index}]
+
+    def __exit__(self, *raised: object) -> None:
+        pass
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_row_is_answered_once_whichever_engines_die(seed: int) -> None:
     rng = random.Random(seed)
-    engines = Scripted(rng.randint(1, 5), rng, deaths=3)
     total = rng.randint(0, 300)
-    assert engines.defaults() == {"top_k": 5}
-    found = [answer["index"] for answer in engines.answers([InputRow(i, "x") for i in range(total)])]
+    with Scripted(rng.randint(1, 5), rng, deaths=3) as engines:
+        assert engines.defaults() == {"top_k": 5}
+        found = [answer["index"] for answer in engines.answers([InputRow(i, "x") for i in range(total)])]
     assert sorted(found) == list(range(total))
     assert engines.most <= 8, "as many as it computes at a time"
 
 
 def test_few_rows_are_given_to_all_engines() -> None:
     """An engine gets half of its share at first: one that is slow has few rows when the others have none."""
-    engines = Scripted(4, random.Random(0), deaths=0)
-    while engines.starting:
-        engines.receive()
+    engines = Scripted(4, random.Random(0), deaths=0).__enter__()
+    while len(engines.facts) < 4:
+        assert engines._receive() == []
     next(engines.answers([InputRow(i, "x") for i in range(16)]))
     assert sorted(map(len, engines.rows)) in ([1, 2, 2, 2], [1, 1, 2, 2], [2, 2, 2, 2], [1, 2, 2, 1])
 
 
 def test_an_engine_that_only_dies_ends_the_run() -> None:
-    engines = Scripted(1, random.Random(0), deaths=0)
-    engines.defaults()
-    engines.receive = lambda: (0, None)  # type: ignore[method-assign]
-    with pytest.raises(MinillmError, match="engine 0 has died 4 times without an answer between"):
-        list(engines.answers([InputRow(0, "x")]))
-    engines.facts.clear()
-    with pytest.raises(MinillmError, match="have died 4 times while loading"):
+    for call in (Engines.defaults, lambda engines: list(engines.answers([InputRow(0, "x")]))):
+        with Scripted(1, random.Random(0), deaths=100) as engines:
+            engines.rng.random = lambda: 0.0  # type: ignore[method-assign]
+            with pytest.raises(MinillmError, match="engine 0 has died 4 times without an answer"):
+                call(engines)
+
+
+def test_an_engine_that_fails_ends_the_run() -> None:
+    engines = Scripted(2, random.Random(0), deaths=0)
+    engines.receive = lambda: (1, UsageError("no"))  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="engine 1: no"):
         engines.defaults()
+    kinds = iter(["cpu", "cuda"])
+    engines.receive = lambda: (0, Facts({}, 8, next(kinds)))  # type: ignore[method-assign]
+    engines.defaults()
+    engines.receive = lambda: (1, Facts({}, 8, next(kinds)))  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="engine 1 has found no GPU of its own: start fewer engines"):
+        list(engines.answers([InputRow(0, "x")]))
 
 
 def children(process: int) -> list[int]:
@@ -110,7 +123,7 @@ def test_engines_that_are_killed_lose_no_row_and_nothing_is_computed_again(tiny_
     process.send_signal(signal.SIGINT)
     errors = process.communicate()[1]
     assert process.returncode == 130, errors
-    assert "has ended of signal 9; another takes its rows" in errors
+    assert "has died of signal 9; another takes its rows" in errors
     assert "the same command resumes the run" in errors
     before = finished()
     assert 8 <= before < 24
@@ -150,7 +163,6 @@ def test_shards_concatenated_are_the_whole(tiny_model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--data-parallel"], "--data-parallel is gone: --replicas N starts N engines"),
         (["--replicas", "0"], "--replicas must be from 1"),
         (["--replicas", "2", "--ray", "local"], "--replicas starts engines without Ray"),
         (["--engines", "2"], "say --ray ADDRESS as well"),

@@ -210,8 +210,11 @@ def test_without_ray_one_line_says_how_to_install_it(
     assert "Ray is not installed: pip install" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["minillm", "minillm.cli.generate", "minillm.jobs.engine_processes"])
-def test_nothing_else_imports_ray(module: str) -> None:
-    program = f"import sys, {module}; print(sorted(name for name in sys.modules if name.split('.')[0] == 'ray'))"
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [("minillm", []), ("minillm.cli.generate", []), ("minillm.jobs.engine_processes", []), ("minillm.ray", ["ray"])],
+)
+def test_nothing_else_imports_ray_and_a_driver_imports_no_torch(module: str, imported: list[str]) -> None:
+    program = f"import sys, {module}; print(sorted({{'ray', 'torch'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert result.stdout == "[]\n", result.stderr
+    assert result.stdout == f"{imported}\n", result.stderr

@@ -1,4 +1,4 @@
-"""Test part files: no answer is computed twice or lost, and the output is in order."""
+"""Test the part file: no answer is computed twice or lost, and the output is in order."""
 
 from __future__ import annotations
 
@@ -11,37 +11,34 @@ import pytest
 from lib.rows import answers, command, requests_file
 from minillm.cli.main import main
 from minillm.errors import MinillmError, UsageError
-from minillm.jobs.part_files import PartFiles
+from minillm.jobs.part_file import PartFile
 
 
-def test_parts_are_merged_in_order_and_a_broken_line_is_forgotten(tmp_path: Path) -> None:
+def test_answers_are_merged_in_order_and_a_broken_line_is_forgotten(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    for number, indices in ((3, (4, 1)), (0, (2, 0))):
-        parts = PartFiles(output, "job")
-        parts.open()
+    for indices in ((), (4, 1), (2, 0)):
+        part = PartFile(output, "job")
+        part.open()
         for index in indices:
-            parts.add({"index": index, "error": None})
-        parts.close()
-        if number:  # as a version with several part files has written it
-            (tmp_path / "out.jsonl.part0").rename(tmp_path / f"out.jsonl.part{number}")
+            part.add({"index": index, "error": None})
+        part.close()
     with (tmp_path / "out.jsonl.part0").open("ab") as stream:
         stream.write(b'{"index": 3, "err')
-    (tmp_path / "out.jsonl.part9").touch()  # it died before its first line
-    parts = PartFiles(output, "job")
-    assert sorted(parts.finished()) == [0, 1, 2, 4]
+    part.open()
+    assert sorted(part.finished()) == [0, 1, 2, 4]
     with pytest.raises(UsageError, match="1 of 5 prompts are not finished"):
-        parts.merge(range(5))
-    parts.open()
-    parts.add({"index": 3, "error": "no"})
-    assert sorted(parts.finished()) == [0, 1, 2, 4], "what failed is tried again"
-    assert parts.merge(range(5)) == 1
+        part.merge(range(5))
+    part.add({"index": 3, "error": "no"})
+    assert sorted(part.finished()) == [0, 1, 2, 4], "what failed is tried again"
+    assert part.merge(range(5)) == 1
     assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == [0, 1, 2, 3, 4]
     assert list(tmp_path.iterdir()) == [output]
+    part.close()
 
 
 def test_two_runs_do_not_write_one_part(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    first, second = PartFiles(output, "job"), PartFiles(output, "job")
+    first, second = PartFile(output, "job"), PartFile(output, "job")
     first.open()
     first.add({"index": 0, "error": None})
     before = (tmp_path / "out.jsonl.part0").read_bytes()
@@ -49,7 +46,7 @@ def test_two_runs_do_not_write_one_part(tmp_path: Path) -> None:
         second.open()
     assert (tmp_path / "out.jsonl.part0").read_bytes() == before
     first.merge([0])
-    third = PartFiles(output, "job")
+    third = PartFile(output, "job")
     third.open()  # the first has deleted its part, which it still holds
     third.add({"index": 0, "error": None})
     assert sorted(third.finished()) == [0]
@@ -61,7 +58,7 @@ def test_links_in_the_place_of_files_to_write_are_not_followed(tmp_path: Path) -
     output, precious = tmp_path / "out", tmp_path / "precious"
     precious.write_text("precious")
     (tmp_path / "out.merging").symlink_to(precious)
-    parts = PartFiles(output, "job")
+    parts = PartFile(output, "job")
     parts.open()
     parts.add({"index": 0, "error": None})
     assert parts.merge([0]) == 0
@@ -70,14 +67,16 @@ def test_links_in_the_place_of_files_to_write_are_not_followed(tmp_path: Path) -
     assert json.loads(output.read_text())["index"] == 0
     (tmp_path / "out.part0").symlink_to(precious)
     with pytest.raises(UsageError, match="symbolic links"):
-        PartFiles(output, "job").open()
+        PartFile(output, "job").open()
     assert precious.read_text() == "precious"
 
 
 def test_parts_of_another_job_are_refused(tmp_path: Path) -> None:
-    PartFiles(tmp_path / "out", "one").open()
+    part = PartFile(tmp_path / "out", "one")
+    part.open()
+    part.close()
     with pytest.raises(UsageError, match="answers to other requests"):
-        PartFiles(tmp_path / "out", "two").finished()
+        PartFile(tmp_path / "out", "two").open()
 
 
 @pytest.mark.parametrize("text", ["junk", "[]", "3", "{}", '{"job": "one"}\njunk', '{"job": "one"}\n{}', "[" * 5000])
@@ -85,9 +84,7 @@ def test_a_file_that_is_no_part_is_left_alone(tmp_path: Path, text: str) -> None
     part = tmp_path / "out.part0"
     part.write_text(text + "\n")
     with pytest.raises(UsageError, match="part0 holds no answers"):
-        PartFiles(tmp_path / "out", "one").finished()
-    with pytest.raises(UsageError, match="part0 holds no answers"):
-        PartFiles(tmp_path / "out", "one").open()
+        PartFile(tmp_path / "out", "one").open()
     assert part.read_text() == text + "\n"
 
 
