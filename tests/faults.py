@@ -1345,7 +1345,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          REPLICAS + "test_an_engine_that_is_stopped_is_told_by_health"),
     ],
     "minillm/server/anthropic/answers.py": [
-        ("thoughts-without-a-signature", "MessageForm._close", "IfExp 0", "[]",
+        ("thoughts-without-a-signature", "MessageWriter._close", "IfExp 0", "[]",
          MESSAGES + "test_thoughts_come_back_and_may_be_omitted"),
         ("cached-tokens-counted-twice", "_usage", "BinOp 0", "$left",
          MESSAGES + "test_tokens_are_counted_as_they_are_used"),

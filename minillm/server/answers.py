@@ -13,6 +13,7 @@ from minillm.server.engine_process import Answer
 from minillm.service.call_messages import Completion, Ended, Token
 
 Json = dict[str, Any]
+PING = b": alive\n\n"  # a comment in a stream of events, which clients ignore
 
 
 @dataclass
@@ -31,13 +32,14 @@ class Usage:
         self.completion += num_tokens
         self.reasoning += ended.num_reasoning_tokens
 
-    def json(self) -> Json:
+    def json(self, prompt: str = "prompt", completion: str = "completion") -> Json:
+        """Return the usage in OpenAI's format. ``prompt`` and ``completion`` are the beginnings of field names."""
         return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
+            f"{prompt}_tokens": self.prompt,
+            f"{completion}_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+            f"{prompt}_tokens_details": {"cached_tokens": self.cached},
+            f"{completion}_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
 
@@ -48,13 +50,13 @@ class Frame:
     It implements `minillm.server.generating.Framing`. Every chunk of a response contains the fields of this class.
     """
 
-    ping: ClassVar[bytes] = b": alive\n\n"
+    ping: ClassVar[bytes] = PING
     id: str
     model: str
     kind: str  # "chat.completion" or "text_completion"
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
+    def response(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
         """Return a complete response. ``prompt`` contains the response's fields about the prompt."""
         return {**self._head(self.kind), "choices": choices, "usage": usage.json(), **prompt}
 

@@ -20,6 +20,8 @@ from minillm.text.safe import clean_line
 
 MAX_N = 64
 MAX_PROMPTS = 256  # maximum prompts of a request
+_LIMITS = {**dict.fromkeys(("n", "beam_width", "best_of"), (1, MAX_N)), "logprobs": (0, 20), "top_logprobs": (0, 20)}
+_GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}  # vLLM's names -> ours
 _MOST_SHOWN = 300  # maximum characters of an error message: a field name may be as long as the body
 MAX_ALLOWED = 1 << 18  # maximum number of ids in allowed_token_ids; the largest vocabularies have this size
 NO_LIMIT = -1  # value of ``max_tokens`` for an answer that only the context limits, as in llama.cpp
@@ -64,10 +66,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     schema: dict[str, Any] | None = None  # only allowed with the type "json_object", as in llama.cpp and Together
 
     def grammar(self) -> dict[str, Any] | None:
-        """Return the engine's parameter ``grammar``, or None if the answer is free text.
-
-        Raises BadField for an invalid combination of fields.
-        """
+        """Return the engine's parameter ``grammar``, or None for free text. Raises BadField if fields contradict."""
         if self.type == "json_schema" and self.json_schema is None:
             raise BadField("response_format: json_schema is missing", "response_format")
         if self.schema is not None and self.type != "json_object":
@@ -90,8 +89,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
     def forms(self) -> dict[str, dict[str, Any]]:
         """Return the engine's parameter ``grammar`` for each field that is set, by the field's name."""
-        kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-        values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}
+        values = {kind: getattr(self, name) for name, kind in _GRAMMARS.items()}
+        values["json_object"] = self.json_object or None
         return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}
 
 
@@ -103,15 +102,25 @@ class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
     num_tokens: int | None = None
 
 
-class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that chat requests, completion requests and requests of the Responses API share."""
+class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that requests of all routes that generate text share."""
 
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    stop: str | list[str] | None = None
+    # fields of our own, which at least one of the protocols does not have
     seed: int | None = None
+    top_k: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
+    priority: int = 0  # among requests of one key, lower values run first
+
+
+class CommonFields(SharedFields):
+    """The fields that chat requests, completion requests and requests of the Responses API share."""
+
+    stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -120,7 +129,6 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None  # a label that the client sets; has no effect
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # has no effect
     # fields of our own, which are not in OpenAI's API
-    top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
@@ -130,11 +138,8 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str | list[int]] | None = None
     allowed_token_ids: list[int] | None = None
     max_reasoning_tokens: int | None = None
-    structured_outputs: StructuredOutputs | None = None
-    cache_salt: str | None = None
     prompt_cache_key: str | None = None  # a field of OpenAI; has no effect, because prefixes are found without it
     prompt_cache_retention: str | None = None  # has no effect: prefixes stay cached as long as there is memory
-    priority: int = 0  # among requests of one key, lower values run first
 
 
 class _Generation(CommonFields):
@@ -186,17 +191,12 @@ class _Generation(CommonFields):
         return "json_schema" in form or "json_object" in form
 
     def grammar(self) -> dict[str, Any] | None:
-        """Return the engine's parameter ``grammar``, or None if the answer is free text.
-
-        Raises BadField if several fields set a grammar.
-        """
+        """Return the engine's parameter ``grammar``, or None for free text. Raises BadField for several grammars."""
         found = {} if self.structured_outputs is None else self.structured_outputs.forms()
         if self.response_format is not None and (format_ := self.response_format.grammar()) is not None:
             found["response_format"] = format_
-        kinds = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"}
-        for name, kind in {**kinds, "guided_grammar": "lark", "regex": "regex"}.items():
-            if (value := getattr(self, name)) is not None:
-                found[name] = {kind: value}
+        fields = {f"guided_{name}": kind for name, kind in _GRAMMARS.items()} | {"regex": "regex"}
+        found |= {name: {kind: value} for name, kind in fields.items() if (value := getattr(self, name)) is not None}
         if len(found) > 1:
             raise BadField(f"{' and '.join(found)}: an answer follows one grammar; give one", list(found)[1])
         return next(iter(found.values()), None)
@@ -209,10 +209,10 @@ class _Generation(CommonFields):
             raise BadField("stream_options: only with stream", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise BadField("prompt_logprobs: leave stream out", "prompt_logprobs")
-        for name in ("n", "beam_width", "best_of"):
+        for name, (low, high) in _LIMITS.items():
             value = getattr(self, name, None)
-            if value is not None and not 1 <= value <= MAX_N:
-                raise BadField(f"{name} must be from 1 to {MAX_N}, not {value}", name)
+            if value is not None and not low <= value <= high:
+                raise BadField(f"{name} must be from {low} to {high}, not {value}", name)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
             if len(self.allowed_token_ids) > MAX_ALLOWED:
@@ -260,8 +260,6 @@ class CompletionBody(_Generation):
             raise BadField(f"best_of {self.best_of} is below n {self.n}", "best_of")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
             raise BadField("best_of: the best answers are known only at the end; leave stream out", "best_of")
-        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
-            raise BadField(f"logprobs must be from 0 to 20, not {self.logprobs}", "logprobs")
 
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
         """Return the engine's sampling parameters. ``defaults`` are the model's own defaults. Raises BadField."""
@@ -315,8 +313,6 @@ class ChatBody(_Generation):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise BadField("top_logprobs: only with logprobs", "top_logprobs")
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
-            raise BadField(f"top_logprobs must be from 0 to 20, not {self.top_logprobs}", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise BadField("max_tokens and max_completion_tokens mean the same; give one", "max_tokens")
 

@@ -41,6 +41,11 @@ class Answer:
     ended: messages.Ended | RequestFailed | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)  # set when an event has arrived
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Return whether the answer begins inside the reasoning."""
+        return self.began is not None and self.began.in_reasoning
+
     def take(self) -> list[messages.Text]:
         """Return the texts that arrived since the last call. Texts of the same completion are joined."""
         texts, self.texts = self.texts, []

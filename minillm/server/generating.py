@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -39,7 +39,7 @@ class Framing(Protocol):
 
     ping: ClassVar[bytes]  # sent on a stream that has nothing to send
 
-    def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
+    def response(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
         """Return a complete response. ``prompt`` contains the response's fields about the prompt."""
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
@@ -91,7 +91,7 @@ class Asked:
     streamed: bool
     has_usage: bool = False  # the stream ends with the token usage
     counts: bool = False  # each chunk of the stream has the token usage so far
-    grammar_field: str = ""  # the request's field that set the grammar; error messages name it; empty: ``grammar``
+    names: Mapping[str, str] = field(default_factory=dict)  # fields in the engine's errors -> fields of the request
     priority: int = 0
 
     @property
@@ -265,12 +265,12 @@ class Generating:
             await news.wait()
             news.clear()
             self._look_at(answers)
-            _raise_refused(answers, self.asked.grammar_field)
+            _raise_refused(answers, self.asked.names)
         choices: list[Json] = []
         for number, answer in enumerate(answers):
             choices += self._end(number, answer)
         prompt = self.asked.form.prompt(answers)
-        await send_json(send, 200, self.asked.frame.whole(choices, self.usage, prompt))
+        await send_json(send, 200, self.asked.frame.response(choices, self.usage, prompt))
 
     def _end(self, number: int, answer: Answer) -> list[Json]:
         """Return the choices of an answer that has ended, and count its tokens."""
@@ -299,7 +299,7 @@ class Generating:
             self._look_at(answers)
             choices: list[Json] = []
             if not self._accepted.is_set():
-                _raise_refused(answers, self.asked.grammar_field)
+                _raise_refused(answers, self.asked.names)
                 if all(answer.began is not None or answer.ended is not None for answer in answers):
                     self._accepted.set()
                     self._opening = frame.opening(answers)
@@ -310,7 +310,7 @@ class Generating:
                 texts = answer.take()
                 ended = answer.ended
                 if isinstance(ended, RequestFailed):
-                    _raise_refused(answers, self.asked.grammar_field)
+                    _raise_refused(answers, self.asked.names)
                 elif ended is not None:
                     left.discard(number)
                     texts += [_as_text(answer.request_id, each) for each in ended.completions]
@@ -369,13 +369,14 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _raise_refused(answers: Sequence[Answer], grammar_field: str) -> None:
+def _raise_refused(answers: Sequence[Answer], names: Mapping[str, str]) -> None:
     for answer in answers:
         if isinstance(answer.ended, RequestFailed):
             status, error = {"internal": 500, "gone": 503}.get(answer.ended.kind, 400), answer.ended.error
-            if grammar_field and error.startswith("grammar: "):
-                raise Failed(status, f"{grammar_field}: {error.removeprefix('grammar: ')}", field=grammar_field)
-            raise Failed(status, error, code=CONTEXT_LENGTH if answer.ended.kind == "context" else None)
+            name, colon, rest = error.partition(":")
+            field = names.get(name, "")
+            code = CONTEXT_LENGTH if answer.ended.kind == "context" else None
+            raise Failed(status, f"{field or name}{colon}{rest}", field=field, code=code)
 
 
 def _so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:

@@ -216,7 +216,6 @@ class Ended(ServerEvent):
     num_prompt_tokens: int
     num_cached_tokens: int
     completions: list[Completion] = []
-    in_reasoning: bool = False  # the template has opened the model's <think> section
     num_reasoning_tokens: int = 0  # sum over all completions
 
 

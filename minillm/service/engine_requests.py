@@ -274,7 +274,6 @@ class EngineRequests:
                 len(live.token_ids),
                 output.num_cached_tokens,
                 [self._completion(each, call.wants_ids) for each in output.outputs] if wanted else [],
-                live.prepared.in_reasoning,
                 sum(each.reasoning_tokens for each in output.outputs),
             )
         )

@@ -2,71 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 
 from minillm.server.answers import Json, Usage, event
+from minillm.server.completions.forms import EventWriter
 from minillm.server.engine_process import Answer
 from minillm.server.http.sending import CONTEXT_LENGTH, error_json
-from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, Reader, TextPart
-from minillm.service.call_messages import Completion, Ended, Text
+from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
 from minillm.text.safe import parse_strict_json
 
 # Types of errors by status.
 _KINDS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error"}
-_NAMES = {"max_reasoning_tokens": "thinking.budget_tokens", "stop": "stop_sequences"}  # our field names -> Anthropic's
 
 
-@dataclass
-class MessageForm:
-    """Formats an answer as the events of a stream, or as the fields of one complete message.
-
-    It implements `minillm.server.generating.Form`. In a stream, each choice is an event. A complete response has one
-    choice, a dictionary with the message's content blocks and the reason for its end.
+@dataclass(eq=False)
+class MessageWriter(EventWriter):
+    """Writes one message.
 
     Attributes:
-        reader: creates a reader of the answer's text. Its argument is whether the answer begins inside the reasoning.
-        signature: the signature of thinking blocks. Clients drop thinking blocks without a signature. This server never
-            checks the signature.
+        id: the message's id. It is also the signature of thinking blocks. Clients drop thinking blocks without a
+            signature. This server never checks the signature.
         omits_thoughts: send thinking blocks without the text of the reasoning.
         stop: the fields of the message that say why the answer ended.
     """
 
-    reader: Callable[[bool], Reader]
-    signature: str
+    ping: ClassVar[bytes] = event({"type": "ping"}, "ping")
+    id: str
+    model: str
     omits_thoughts: bool = False
     stop: Json = field(default_factory=lambda: {"stop_reason": None, "stop_sequence": None})
-    _reading: Reader = field(init=False)
     _block: str = ""  # type of the open content block; empty: none is open
     _index: int = -1  # index of the open block, or of the last block
     _has_called: bool = False
 
-    def first(self, number: int, index: int, answer: Answer) -> Json | None:
-        self._reading = self.reader(answer.began is not None and answer.began.in_reasoning)
-        return None
-
-    def pieces(self, number: int, text: Text | Completion) -> list[Json]:
-        parts = self._reading.push(text.text)
-        if text.finish_reason:
-            parts += self._reading.finish()
-        found = [each for part in parts for each in self._events(part)]
-        if text.finish_reason:
-            found += self._close()
-            self.stop = self._stopped(text.finish_reason, text.stop_reason)
-        return found
-
-    def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
-        [completion] = completions
-        self._reading = self.reader(isinstance(answer.ended, Ended) and answer.ended.in_reasoning)
-        return [{"content": _joined(self.pieces(number, completion)), **self.stop}]
-
-    def prompt(self, answers: Sequence[Answer]) -> Json:
-        return {}
-
-    def _events(self, part: Part) -> Iterator[Json]:
+    def add(self, part: Part) -> Iterator[Json]:
         match part:
             case CallPart(_, name, function):
                 self._has_called = True
@@ -83,6 +56,14 @@ class MessageForm:
                 if not self.omits_thoughts:
                     yield self._delta({"type": "thinking_delta", "thinking": part.text})
 
+    def end(self, reason: str, stop: str | int | None) -> list[Json]:
+        if isinstance(stop, str):
+            self.stop = {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        else:
+            ends = "tool_use" if self._has_called else "end_turn"
+            self.stop = {"stop_reason": "max_tokens" if reason == "length" else ends, "stop_sequence": None}
+        return self._close()
+
     def _open(self, block: Json) -> list[Json]:
         """Begin a content block. Return the events that close the open block, if there is one, and begin ``block``."""
         closing = self._close()
@@ -92,57 +73,33 @@ class MessageForm:
     def _close(self) -> list[Json]:
         if not self._block:
             return []
-        signature = {"type": "signature_delta", "signature": self.signature}
-        signed = [self._delta(signature)] if self._block == "thinking" else []
+        signed = [self._delta({"type": "signature_delta", "signature": self.id})] if self._block == "thinking" else []
         self._block = ""
         return [*signed, {"type": "content_block_stop", "index": self._index}]
 
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
-    def _stopped(self, reason: str, stop: str | int | None) -> Json:
-        if isinstance(stop, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        ends = "tool_use" if self._has_called else "end_turn"
-        return {"stop_reason": "max_tokens" if reason == "length" else ends, "stop_sequence": None}
-
-
-@dataclass
-class MessageFrame:
-    """Encodes one message as a response or as a stream of events. ``form`` formats the content of the message."""
-
-    id: str
-    model: str
-    form: MessageForm
-    ping: ClassVar[bytes] = event({"type": "ping"}, "ping")
-
-    def whole(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
-        return self._message(_usage(usage), **choices[0])
+    def response(self, choices: list[Json], usage: Usage, prompt: Json) -> Json:
+        return self._message(usage, content=_joined(choices))
 
     def opening(self, answers: Sequence[Answer]) -> bytes:
         count = sum(answer.began.num_prompt_tokens for answer in answers if answer.began is not None)
-        message = self._message(_usage(Usage(prompt=count)), content=[], **self.form.stop)
-        return _encoded([{"type": "message_start", "message": message}])
-
-    def chunks(self, choices: list[Json], usage: Usage | None, prompt: Json, *, has_usage: bool) -> bytes:
-        return _encoded(choices)
+        return self.encoded([{"type": "message_start", "message": self._message(Usage(prompt=count), content=[])}])
 
     def closing(self, usage: Usage, *, has_usage: bool) -> bytes:
-        last = {"type": "message_delta", "delta": self.form.stop, "usage": _usage(usage)}
-        return _encoded([last, {"type": "message_stop"}])
+        last = {"type": "message_delta", "delta": self.stop, "usage": _usage(usage)}
+        return self.encoded([last, {"type": "message_stop"}])
 
     def error(self, error: Json, status: int) -> Json:
         return message_error(error, status)
 
     def failed(self, error: Json, status: int) -> bytes:
-        return _encoded([message_error(error, status)])
+        return self.encoded([message_error(error, status)])
 
-    def _message(self, usage: Json, **fields: Any) -> Json:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, **fields, "usage": usage}
-
-
-def _encoded(events: list[Json]) -> bytes:
-    return b"".join(event(each, each["type"]) for each in events)
+    def _message(self, usage: Usage, content: list[Json]) -> Json:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        return {**head, "content": content, **self.stop, "usage": _usage(usage)}
 
 
 def _joined(events: list[Json]) -> list[Json]:
@@ -190,8 +147,6 @@ def message_error(error: Json, status: int) -> Json:
     error's type in OpenAI's format.
     """
     message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
-    for ours, theirs in _NAMES.items():
-        message = message.replace(ours, theirs) if message.startswith((f"{ours}:", f"{ours} ")) else message
     if code == CONTEXT_LENGTH:  # clients look for these words, and then shorten the conversation
         message = f"prompt is too long: {message}"
     kind = _KINDS.get(status, "api_error" if kind == "server_error" else kind)

@@ -12,18 +12,19 @@ from starlette.responses import Response
 
 from minillm.checks import shown
 from minillm.server import bodies
-from minillm.server.anthropic.answers import MessageForm, MessageFrame
-from minillm.server.bodies import BadField, ChatBody
-from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens, generating
+from minillm.server.anthropic.answers import MessageWriter
+from minillm.server.bodies import BadField, ChatBody, SharedFields
+from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens
 from minillm.server.generating import Generating
 from minillm.server.service import Service, json_response
 from minillm.text.reasoning import CLOSE
 
-# Fields that have the same name and meaning in the body of a chat request.
-_SAME = (
-    *("model", "max_tokens", "stream", "temperature", "top_p", "top_k"),
-    *("seed", "cache_salt", "priority", "structured_outputs"),
-)
+# Names of a chat request's fields -> names of the same fields in this API.
+_NAMES = {
+    "max_reasoning_tokens": "thinking.budget_tokens",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
 # Types of content blocks that a message may have, by role.
 _BLOCKS = {
     "system": ("text",),
@@ -71,18 +72,13 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: JsonFormat | None = None
 
 
-class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class MessagesBody(SharedFields):
     """The body of ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
-    model: str | None = None
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -96,11 +92,6 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
     speed: str | None = None
     user_profile_id: str | None = None
-    # fields of our own, which are not in Anthropic's API
-    seed: int | None = None
-    cache_salt: str | None = None
-    priority: int = 0
-    structured_outputs: bodies.StructuredOutputs | None = None
 
     def chat(self, *, can_think: bool) -> ChatBody:
         """Return the chat request that this body asks for. Raises BadField if it is invalid.
@@ -116,8 +107,9 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         schema = None if config.format is None else bodies.SchemaFormat(config.format.schema)
         effort, budget = (None, None) if self.thinking is None else self.thinking.limits(config.effort)
         return ChatBody(
-            **{name: getattr(self, name) for name in _SAME},
+            **{name: getattr(self, name) for name in SharedFields.__struct_fields__},
             messages=conversation,
+            max_tokens=self.max_tokens,
             continue_final_message=last.get("role") == "assistant",
             stop=self.stop_sequences or None,
             tools=[_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools or ())] or None,
@@ -224,25 +216,21 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatBody, ChatCall]:
-    """Return the body of a request, the equivalent chat request, and the engine's call. Raises BadField."""
+def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatCall]:
+    """Return the body of a request, and the engine's call for the equivalent chat request. Raises BadField."""
     body = bodies.read_body(MessagesBody, request.state.body)
     chat = body.chat(can_think=service.facts.has_thinking_switch or CLOSE in service.facts.chat_template)
-    chat.check()
-    service.check_model(chat.model)
-    return body, chat, chat_call(service, request.state.tenant, name, chat)
+    return body, chat_call(service, request.state.tenant, name, chat, _NAMES)
 
 
 async def create_message(service: Service, request: Request) -> Generating:
     name = f"msg_{secrets.token_hex(12)}"
-    body, chat, made = _read(service, request, name)
+    body, made = _read(service, request, name)
     omits = body.thinking is not None and body.thinking.display == "omitted"
-    form = MessageForm(made.reader, name, omits)
-    frame, tenant = MessageFrame(name, service.names[0], form), request.state.tenant
-    field = made.grammar_field or ("output_config.format" if chat.response_format is not None else "")
-    return generating(service, chat, tenant, [made.call], frame, form, grammar_field=field)
+    writer = MessageWriter(made.reader, name, service.names[0], omits)
+    return made.response(service, writer, writer)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    call = _read(service, request, "")[2].call
-    return json_response({"input_tokens": await count_prompt_tokens(service, call)})
+    _, made = _read(service, request, "")
+    return json_response({"input_tokens": await count_prompt_tokens(service, made.call)})

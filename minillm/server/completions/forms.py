@@ -1,15 +1,18 @@
-"""The formats of completions in a response: chat messages and plain text. See `minillm.server.generating.Form`."""
+"""The formats of completions in a response: chat messages, plain text, and events of other protocols.
+
+See `minillm.server.generating.Form`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from minillm.server.answers import Json, chat_logprobs, extras, prompt_entry, text_logprobs
+from minillm.server.answers import PING, Json, Usage, chat_logprobs, event, extras, prompt_entry, text_logprobs
 from minillm.server.engine_process import Answer
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, Reader, TextPart, ThoughtPart
-from minillm.service.call_messages import Completion, Ended, Text, Token
+from minillm.service.call_messages import Completion, Text, Token
 
 
 @dataclass
@@ -26,14 +29,11 @@ class ChatForm:
     _calling: set[int] = field(default_factory=set)  # completions that have called a tool
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
-        self._readers[index] = self.reader(answer.began is not None and answer.began.in_reasoning)
+        self._readers[index] = self.reader(answer.in_reasoning)
         return _choice(index, delta={"role": "assistant", "content": ""})
 
     def pieces(self, number: int, text: Text) -> list[Json]:
-        reader = self._readers[text.index]
-        parts = reader.push(text.text)
-        if text.finish_reason:
-            parts += reader.finish()
+        parts = parts_of(self._readers[text.index], text)
         if any(isinstance(part, CallPart) for part in parts):
             self._calling.add(text.index)
         deltas = [_delta(part) for part in parts]
@@ -48,8 +48,7 @@ class ChatForm:
         return [*found[:-1], with_ids(last, text)]
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
-        opened = isinstance(answer.ended, Ended) and answer.ended.in_reasoning
-        return [self._whole(each, self.reader(opened)) for each in completions]
+        return [self._whole(each, self.reader(answer.in_reasoning)) for each in completions]
 
     def prompt(self, answers: Sequence[Answer]) -> Json:
         [began] = [answer.began for answer in answers]
@@ -61,11 +60,64 @@ class ChatForm:
         return found
 
     def _whole(self, each: Completion, reader: Reader) -> Json:
-        message = _message([*reader.push(each.text), *reader.finish()])
+        message = _message(parts_of(reader, each))
         logprobs = chat_logprobs(each.tokens) if self.has_logprobs else None
         reason = _reason(each.finish_reason, "tool_calls" in message)
         found = {"index": each.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return with_ids({**found, **extras(each)}, each)
+
+
+@dataclass(eq=False)
+class EventWriter:
+    """Writes the response to a request that has one answer, complete or as a stream of events with a type.
+
+    It implements `Form` and `Framing` of `minillm.server.generating`. The choices of its answer are events. Subclasses
+    implement ``add``, ``end`` and the other methods of ``Framing``.
+
+    Attributes:
+        reader: creates a reader for the answer's text. Its argument is whether the answer begins inside the reasoning.
+        answer: the engine's answer; None before it begins.
+    """
+
+    ping: ClassVar[bytes] = PING
+    reader: Callable[[bool], Reader]
+    answer: Answer | None = field(default=None, init=False)
+    _reader: Reader = field(init=False)
+
+    def add(self, part: Part) -> Iterable[Json]:
+        """Return the events for the next part of the answer."""
+        raise NotImplementedError
+
+    def end(self, reason: str, stop: str | int | None) -> Iterable[Json]:
+        """Return the events after the last part. ``reason`` is the finish reason, ``stop`` the text that ended it."""
+        raise NotImplementedError
+
+    def first(self, number: int, index: int, answer: Answer) -> None:
+        self.answer, self._reader = answer, self.reader(answer.in_reasoning)
+
+    def pieces(self, number: int, text: Text | Completion) -> list[Json]:
+        events = [each for part in parts_of(self._reader, text) for each in self.add(part)]
+        return [*events, *self.end(text.finish_reason, text.stop_reason)] if text.finish_reason else events
+
+    def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
+        self.first(number, 0, answer)
+        return self.pieces(number, completions[0])
+
+    def prompt(self, answers: Sequence[Answer]) -> Json:
+        return {}
+
+    def chunks(self, choices: list[Json], usage: Usage | None, prompt: Json, *, has_usage: bool) -> bytes:
+        return self.encoded(choices)
+
+    def encoded(self, events: Iterable[Json]) -> bytes:
+        """Return server-sent events. The field ``type`` of each value is the event's type."""
+        return b"".join(event(each, each["type"]) for each in events)
+
+
+def parts_of(reader: Reader, text: Text | Completion) -> list[Part]:
+    """Return the parts of an answer that its next ``text`` completes."""
+    parts = reader.push(text.text)
+    return parts + reader.finish() if text.finish_reason else parts
 
 
 def _message(parts: list[Part]) -> Json:

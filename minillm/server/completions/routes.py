@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from minillm.server import bodies
 from minillm.server.answers import Frame
-from minillm.server.bodies import ChatBody, CompletionBody
+from minillm.server.bodies import BadField, ChatBody, CompletionBody
 from minillm.server.completions.forms import ChatForm, TextForm
 from minillm.server.generating import Asked, Form, Framing, Generating
 from minillm.server.parsers.thoughts import ThoughtReader, template_options, with_effort
@@ -27,17 +27,36 @@ class ChatCall:
 
     Attributes:
         reader: creates a reader for an answer's text. Its argument is whether the answer begins inside the reasoning.
-        grammar_field: the request's field that makes tool calls follow a grammar. Error messages name this field. It is
-            empty if tool calls follow no grammar.
+        names: `Asked.names`, for the engine's errors.
     """
 
+    body: ChatBody
     call: messages.Complete
     reader: Callable[[bool], ThoughtReader]
-    grammar_field: str
+    names: Mapping[str, str]
+
+    def response(self, service: Service, frame: Framing, form: Form) -> Generating:
+        """Return the response that generates the answer."""
+        return generating(service, self.body, [self.call], frame, form, self.names)
 
 
-def chat_call(service: Service, tenant: str, name: str, body: ChatBody) -> ChatCall:
-    """Return the engine's call for a chat request. ``name`` is the request's id. Raises BadField."""
+def chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: Mapping[str, str] = {}) -> ChatCall:
+    """Return the engine's call for a chat request. Raises BadField, or Missing for an unknown model.
+
+    Args:
+        name: the request's id.
+        names: fields of a chat request -> names of the same fields in the request's own API. Errors use these names.
+    """
+    try:
+        return _chat_call(service, tenant, name, body, names)
+    except BadField as error:
+        field = names.get(error.field, error.field)
+        raise BadField(str(error).replace(error.field, field, 1), field) from None
+
+
+def _chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: Mapping[str, str]) -> ChatCall:
+    body.check()
+    service.check_model(body.model)
     choice = choice_of(body)
     template, has_switch = service.facts.chat_template, service.facts.has_thinking_switch
     options = template_options(body, template, has_switch=has_switch)
@@ -64,38 +83,29 @@ def chat_call(service: Service, tenant: str, name: str, body: ChatBody) -> ChatC
     def reader(opened: bool) -> ThoughtReader:
         return ThoughtReader(choice.reader(calls, formats), opened=opened)
 
-    return ChatCall(call, reader, "tools" if choice.schemas else "")
+    grammar = "tools" if choice.schemas else "" if body.response_format is None else names.get("response_format", "")
+    return ChatCall(body, call, reader, {**names, "grammar": grammar})
 
 
 async def chat(service: Service, request: Request) -> Generating:
-    body = bodies.read_body(ChatBody, request.state.body)
-    body.check()
-    service.check_model(body.model)
-    name, tenant = f"chatcmpl-{secrets.token_hex(12)}", request.state.tenant
-    made = chat_call(service, tenant, name, body)
-    frame = Frame(name, service.names[0], "chat.completion")
+    body, name = bodies.read_body(ChatBody, request.state.body), f"chatcmpl-{secrets.token_hex(12)}"
+    made = chat_call(service, request.state.tenant, name, body)
     form = ChatForm(bool(body.logprobs), made.reader, body.prompt_logprobs is not None)
-    return generating(service, body, tenant, [made.call], frame, form, grammar_field=made.grammar_field)
+    return made.response(service, Frame(name, service.names[0], "chat.completion"), form)
 
 
 async def complete(service: Service, request: Request) -> Generating:
     body = bodies.read_body(CompletionBody, request.state.body)
     body.check()
     service.check_model(body.model)
-    name, tenant, prompts, params = (
-        f"cmpl-{secrets.token_hex(12)}",
-        request.state.tenant,
-        body.prompts(),
-        body.params(service.facts.defaults),
-    )
-    echo = body.echo or body.prompt_logprobs is not None
+    name, tenant, prompts = f"cmpl-{secrets.token_hex(12)}", request.state.tenant, body.prompts()
     one = messages.Complete(
         name,
         tenant,
         None,
-        params,
+        body.params(service.facts.defaults),
         streamed=bool(body.stream),
-        echo=echo,
+        echo=body.echo or body.prompt_logprobs is not None,
         wants_ids=body.return_token_ids,
         keep=body.keep,
         fork=body.fork,
@@ -107,22 +117,20 @@ async def complete(service: Service, request: Request) -> Generating:
         calls[0].request_id = name
     form = TextForm(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
     frame = Frame(name, service.names[0], "text_completion")
-    return generating(service, body, tenant, calls, frame, form)
+    return generating(service, body, calls, frame, form)
 
 
 def generating(
     service: Service,
     body: ChatBody | CompletionBody,
-    tenant: str,
     calls: list[messages.Complete],
     frame: Framing,
     form: Form,
-    grammar_field: str = "",
+    names: Mapping[str, str] = {},
 ) -> Generating:
-    """Return the response that generates the answers to ``calls``."""
-    asked = Asked(
-        tenant, calls, frame, form, bool(body.stream), body.has_usage, body.counts, grammar_field, body.priority
-    )
+    """Return the response that generates the answers to ``calls``. ``names``: see `Asked`."""
+    streamed = bool(body.stream)
+    asked = Asked(calls[0].tenant, calls, frame, form, streamed, body.has_usage, body.counts, names, body.priority)
     return Generating(asked, service.engine, service.queue, service.metrics, service.send_seconds)
 
 

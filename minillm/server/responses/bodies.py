@@ -5,8 +5,7 @@ https://platform.openai.com/docs/api-reference/responses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,8 +20,9 @@ Summary = Literal["auto", "concise", "detailed"]
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second has no effect: items contain reasoning as text
 _NOT_SUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
+_MOST_REFERENCED = 16 << 20  # maximum size in bytes of the items that a request refers to
 # Names of a chat request's fields -> names of the same fields in this API.
-_NAMES = {
+NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -104,8 +104,6 @@ class ResponseBody(CommonFields):
         for each in self.include or ():
             if each not in _INCLUDES:
                 raise BadField(f"include: {shown(each)} is not supported; known: {', '.join(_INCLUDES)}", "include")
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
-            raise BadField(f"top_logprobs must be from 0 to 20, not {self.top_logprobs}", "top_logprobs")
 
     @property
     def has_logprobs(self) -> bool:
@@ -113,15 +111,11 @@ class ResponseBody(CommonFields):
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def chat(self, conversation: Sequence[Json]) -> ChatBody:
-        """Return the equivalent chat request. Raises BadField.
-
-        The messages of the chat request are the instructions, if there are any, and then ``conversation``.
-        """
-        values = {name: getattr(self, name) for name in CommonFields.__struct_fields__}
+        """Return the equivalent chat request, in which ``conversation`` follows the instructions. Raises BadField."""
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        has_format = self.text is not None and self.text.format is not None
-        body = ChatBody(
-            **values,
+        format_ = None if self.text is None else self.text.format
+        return ChatBody(
+            **{name: getattr(self, name) for name in CommonFields.__struct_fields__},
             messages=[*told, *conversation],
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.has_logprobs,
@@ -131,32 +125,12 @@ class ResponseBody(CommonFields):
             parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-            response_format=self.text.format.of_chat() if has_format else None,  # type: ignore[union-attr]
+            response_format=None if format_ is None else format_.of_chat(),
         )
-        with own_names():
-            body.check()
-        return body
 
 
 class NoBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a request without fields."""
-
-
-@contextmanager
-def own_names() -> Iterator[None]:
-    """Make errors name the fields of this API.
-
-    If the ``with`` block raises BadField, the error names a field of a chat request. Replace this name by the name of
-    the same field in this API.
-    """
-    try:
-        yield
-    except BadField as error:
-        name = _NAMES.get(error.field, error.field)
-        message = str(error)
-        if message.startswith(error.field):
-            message = name + message[len(error.field) :]
-        raise BadField(message, name) from None
 
 
 def _tool(tool: Json, number: int) -> Json:
@@ -180,16 +154,17 @@ def _choice(wanted: str | Json | None) -> str | Json | None:
     return {"type": "function", "function": {"name": wanted["name"]}}
 
 
-def messages_of(items: str | Sequence[Json], stored: Callable[[str], Json | None]) -> list[Json]:
+def messages_of(items: str | Sequence[Json], stored: Callable[[str], bytes | None] = lambda name: None) -> list[Json]:
     """Convert input items to messages of a chat request. Raises BadField.
 
     Args:
         items: the items, or the text of a user message.
-        stored: returns the stored item with a given id; None if no such item is stored.
+        stored: returns the stored item with a given id, as JSON; None if no such item is stored.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Json] = []
+    num_bytes = 0  # of the stored items
     for number, item in enumerate(items):
         where = f"input[{number}]"
         kind = item.get("type") or ("message" if "role" in item else "item_reference")
@@ -198,7 +173,11 @@ def messages_of(items: str | Sequence[Json], stored: Callable[[str], Json | None
             found = stored(name) if isinstance(name, str) else None
             if found is None:
                 raise BadField(f"{where}: no item {shown(name)} is stored; send the item itself", "input")
-            item, kind = found, found["type"]
+            num_bytes += len(found)
+            if num_bytes > _MOST_REFERENCED:  # a short body may refer to a long item many times
+                raise BadField(f"input: item references stand for more than {_MOST_REFERENCED:,} bytes", "input")
+            item = msgspec.json.decode(found)
+            kind = item["type"]
         _add(messages, item, kind, where)
     return messages
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,10 +15,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minillm.checks import shown
 from minillm.errors import UsageError
-from minillm.server.bodies import BadField, ChatBody, read_body
-from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens, generating
-from minillm.server.responses.answers import ResponseFrame, ResponseWriter, response_of
-from minillm.server.responses.bodies import Json, NoBody, ResponseBody, messages_of, own_names
+from minillm.server.bodies import BadField, read_body
+from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens
+from minillm.server.responses.answers import ResponseWriter
+from minillm.server.responses.bodies import NAMES, Json, NoBody, ResponseBody, messages_of
 from minillm.server.responses.store import Stored
 from minillm.server.service import Missing, Service, json_response
 from minillm.service import call_messages as messages
@@ -27,7 +28,6 @@ _RETURNED = (
     "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
     "safety_identifier", "top_logprobs", "user",
 )  # fmt: skip
-_MOST_REFERENCED = 16 << 20  # maximum size in bytes of the items that a request refers to
 
 
 async def respond(service: Service, request: Request) -> ASGIApp:
@@ -37,17 +37,10 @@ async def respond(service: Service, request: Request) -> ASGIApp:
     """
     body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
     name = f"resp_{secrets.token_hex(24)}"
-    chat, made, conversation, key = _turn(service, tenant, name, body)
+    made, keep = _turn(service, tenant, name, body)
     made.call.wants_ids = body.store is not False
-    head = _head(service, name, body, made.call.params)
-
-    def keep(response: Json, token_ids: Sequence[int]) -> None:
-        answer = messages_of(response["output"], lambda name: None) or [{"role": "assistant", "content": ""}]
-        service.responses.put(tenant, name, Stored.of(response, [*conversation, *answer], key, token_ids))
-
-    writer = ResponseWriter(head, made.reader, body.has_logprobs, keep)
-    field = made.grammar_field or ("text.format" if chat.response_format is not None else "")
-    response = generating(service, chat, tenant, [made.call], ResponseFrame(writer), writer, grammar_field=field)
+    writer = ResponseWriter(made.reader, _head(service, name, body, made.call.params), keep)
+    response = made.response(service, writer, writer)
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         service.running[tenant, name] = writer
@@ -61,17 +54,16 @@ async def respond(service: Service, request: Request) -> ASGIApp:
 
 async def count_input_tokens(service: Service, request: Request) -> Response:
     """Return the number of prompt tokens. `respond` would compute these tokens for the same request body."""
-    body, tenant = read_body(ResponseBody, request.state.body), request.state.tenant
-    count = await count_prompt_tokens(service, _turn(service, tenant, "", body)[1].call)
+    made, _ = _turn(service, request.state.tenant, "", read_body(ResponseBody, request.state.body))
+    count = await count_prompt_tokens(service, made.call)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def read_response(service: Service, request: Request) -> Response:
     """Return a response that is stored or running."""
-    name, tenant = request.path_params["name"], request.state.tenant
     if request.query_params.get("stream", "false") != "false":
         raise BadField("stream: a stored response cannot be streamed again; leave it out", "stream")
-    return _response(service, tenant, name)
+    return _response(service, request.state.tenant, request.path_params["name"])
 
 
 async def delete_response(service: Service, request: Request) -> Response:
@@ -95,44 +87,42 @@ async def cancel_response(service: Service, request: Request) -> Response:
     return _response(service, tenant, name)
 
 
-Turn = tuple[ChatBody, ChatCall, list[Json], bytes]
-
-
-def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> Turn:
+def _turn(
+    service: Service, tenant: str, name: str, body: ResponseBody
+) -> tuple[ChatCall, Callable[[Json, Sequence[int]], None]]:
     """Convert a request to a chat request. Raises BadField, or Missing if the earlier response is unknown.
 
-    Returns:
-        The chat request.
-        The engine's call for the chat request.
-        The messages of the conversation, without the instructions.
-        The instructions, tools and template variables as JSON (`Stored.key`).
+    Return the engine's call for the chat request, and a function that stores the finished response. The arguments of
+    this function are those of `ResponseWriter.keep`.
     """
     body.check()
-    service.check_model(body.model)
     before: Stored | None = None
     if (previous := body.previous_response_id) is not None:
         before = _stored(service, tenant, previous, "previous_response_id", "previous_response_not_found")
     history: list[Json] = [] if before is None else msgspec.json.decode(before.messages)
     if body.input is None and before is None:
         raise BadField("input is missing", "input")
-    conversation = [*history, *messages_of(body.input or [], _items(service, tenant))]
-    chat = body.chat(conversation)
-    with own_names():
-        made = chat_call(service, tenant, name, chat)
+    conversation = [*history, *messages_of(body.input or [], partial(service.responses.item, tenant))]
+    made = chat_call(service, tenant, name, body.chat(conversation), NAMES)
     prompt = made.call.prompt
     assert isinstance(prompt, messages.Conversation)
     key = msgspec.json.encode([body.instructions or "", prompt.tools, prompt.template_options])
     if before is not None and before.key == key:
         prompt.known_ids = before.token_ids.tolist()
         prompt.num_known = len(prompt.messages) - len(conversation) + len(history)
-    return chat, made, conversation, key
+
+    def keep(response: Json, token_ids: Sequence[int]) -> None:
+        answer = messages_of(response["output"]) or [{"role": "assistant", "content": ""}]
+        service.responses.put(tenant, name, Stored.of(response, [*conversation, *answer], key, token_ids))
+
+    return made, keep
 
 
 def _response(service: Service, tenant: str, name: str) -> Response:
     """Return a response that is stored or running. Raises Missing for an unknown id."""
     writer = service.running.get((tenant, name))
     if writer is not None and service.responses.get(tenant, name) is None:
-        return json_response(writer.response("cancelled" if writer.is_cancelled else "in_progress"))
+        return json_response(writer.now("cancelled" if writer.is_cancelled else "in_progress"))
     return Response(_stored(service, tenant, name).response, media_type="application/json")
 
 
@@ -140,32 +130,9 @@ def _stored(service: Service, tenant: str, name: str, field: str = "", code: str
     """Return a stored response. Raises Missing if the tenant has none with this id."""
     found = service.responses.get(tenant, name)
     if found is None:
-        raise Missing(
-            404, f"Response with id {shown(name)} not found: it has expired, or was never stored", field, code
-        )
+        why = f"Response with id {shown(name)} not found: it has expired, or was never stored"
+        raise Missing(404, why, field, code)
     return found
-
-
-def _items(service: Service, tenant: str) -> Callable[[str], Json | None]:
-    """Return a function that returns an output item of a stored response, given the item's id.
-
-    The function returns None for an unknown id. It raises BadField once the items that it has returned have more than
-    `_MOST_REFERENCED` bytes in total.
-    """
-    num_bytes = 0
-
-    def item(name: str) -> Json | None:
-        nonlocal num_bytes
-        found = service.responses.get(tenant, response_of(name))
-        if found is None or name not in found.items:
-            return None
-        num_bytes += len(found.items[name])
-        if num_bytes > _MOST_REFERENCED:  # a short body may refer to a long item many times
-            raise BadField(f"input: item references stand for more than {_MOST_REFERENCED:,} bytes", "input")
-        value: Json = msgspec.json.decode(found.items[name])
-        return value
-
-    return item
 
 
 def _head(service: Service, name: str, body: ResponseBody, params: Json) -> Json:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from minillm.server.responses.answers import response_of
+
 MOST_RESPONSES = 1_000  # maximum number of responses of a tenant
 MOST_BYTES = 64 << 20  # maximum size of the responses of a tenant
 MOST_TOTAL_BYTES = 512 << 20  # maximum size of all responses
@@ -80,6 +82,11 @@ class ResponseStore:
             found.used = self.clock()
             own.move_to_end(name)
         return found
+
+    def item(self, tenant: str, name: str) -> bytes | None:
+        """Return an output item of a tenant's responses, as JSON; None for an unknown id."""
+        found = self.get(tenant, response_of(name))
+        return None if found is None else found.items.get(name)
 
     def delete(self, tenant: str, name: str) -> bool:
         """Delete a tenant's response. Return whether it was stored."""

@@ -7,8 +7,8 @@ import codecs
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,8 +21,8 @@ from minillm.server import engine_process
 from minillm.server.bodies import BadField
 from minillm.server.parsers.parts import PlainReader
 from minillm.server.parsers.thoughts import ThoughtReader
-from minillm.server.responses import routes as response_routes
-from minillm.server.responses.answers import ResponseFrame, ResponseWriter, item_id, response_of
+from minillm.server.responses import bodies as response_bodies
+from minillm.server.responses.answers import ResponseWriter, item_id, response_of
 from minillm.server.responses.bodies import messages_of
 from minillm.server.responses.store import ResponseStore, Stored
 from minillm.service.call_messages import Text, Token
@@ -315,7 +315,7 @@ def test_a_response_ends_with_its_client(client: openai.OpenAI, server: Server) 
 
 
 def test_a_stream_that_fails_ends_with_the_error() -> None:
-    frame = ResponseFrame(ResponseWriter({"id": "resp_1"}, lambda opened: PlainReader()))
+    frame = ResponseWriter(lambda opened: PlainReader(), {"id": "resp_1"})
     for code, expected in ((None, "server_error"), ("rate_limit_exceeded", "rate_limit_exceeded")):
         name, data = frame.failed({"error": {"message": "It broke", "code": code}}, 500).decode().split("\n", 1)
         last = json.loads(data.removeprefix("data: "))
@@ -331,7 +331,7 @@ def test_logprobs_are_of_the_message_also_after_bytes_that_are_no_text(num_texts
     message = [b"\n\xe3\x81", b"\x82", b"A\xf0", b"\x9f\x8e", b"\x89", b"B", b"."]
     tokens = [Token(number, "", raw, -1.0) for number, raw in enumerate(thought + message)]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    writer = ResponseWriter({"id": "resp_1"}, lambda opened: ThoughtReader(PlainReader(), opened=opened), True)
+    writer = ResponseWriter(lambda opened: ThoughtReader(PlainReader(), opened=opened), {"id": "resp_1"})
     writer.first(0, 0, engine_process.Answer("1", news=asyncio.Event()))
     step = len(tokens) // num_texts
     for start in range(0, len(tokens), step):
@@ -344,17 +344,18 @@ def test_logprobs_are_of_the_message_also_after_bytes_that_are_no_text(num_texts
 
 
 def test_references_cannot_make_a_short_body_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_routes, "_MOST_REFERENCED", 1_000)
+    monkeypatch.setattr(response_bodies, "_MOST_REFERENCED", 1_000)
     item = {"id": "msg_1_0", "type": "message", "role": "assistant", "content": "x" * 400}
-    service: Any = SimpleNamespace(responses=ResponseStore())
-    service.responses.put("anna", "resp_1", Stored.of({"output": [item]}, [], b"", []))
+    store = ResponseStore()
+    store.put("anna", "resp_1", Stored.of({"output": [item]}, [], b"", []))
+    stored = partial(store.item, "anna")
     for count in (1, 2):
-        assert len(messages_of([{"id": "msg_1_0"}] * count, response_routes._items(service, "anna"))) == count
+        assert len(messages_of([{"id": "msg_1_0"}] * count, stored)) == count
     with pytest.raises(BadField, match="stand for more than"):
-        messages_of([{"id": "msg_1_0"}] * 3, response_routes._items(service, "anna"))
+        messages_of([{"id": "msg_1_0"}] * 3, stored)
     for name in ("fc_1_0", "msg_1_1", "msg_2_0", "", "_", "msg_", "msg_1_", "msg_1_0_0", "msg_1_\u0660", "\ud800"):
-        assert response_routes._items(service, "anna")(name) is None
-    assert response_routes._items(service, "ben")("msg_1_0") is None
+        assert stored(name) is None
+    assert store.item("ben", "msg_1_0") is None
 
 
 def test_ids_of_items_name_their_response() -> None:
