@@ -11,7 +11,8 @@ import sys
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,31 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{processor:9.1f}{clock:9.1f}{count:7.0f}  {name}")
 
 
+_FORKING = pytest.StashKey[ExitStack]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Fork the workers, and the commands of their tests, from processes that import all modules once."""
+    from lib.programs import warm
+
+    stack = config.stash[_FORKING] = ExitStack()
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forking-")))
+    stack.enter_context(warm.forking(directory, "scripted", "minillm", "worker", options=config.invocation_params.args))
+    for spec in specs:
+        spec.python = str(warm.program(directory, "worker"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["forking"] = str(Path(node.gateway.spec.python).parent)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _FORKING in config.stash:
+        config.stash[_FORKING].close()
+
+
 def listing(*directories: Path) -> set[tuple[str, int]]:
     """List every file below these directories, with the time of its last change."""
     files = [path for directory in directories for path in directory.rglob("*") if path.is_file()]
@@ -115,19 +141,32 @@ def _styles_are_parsed_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _scripted_engine_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """If tests of the chat run, start a process that forks for each scripted engine."""
-    ui = sys.modules.get("lib.ui")
-    if ui is None:
-        yield
-        return
+@pytest.fixture(scope="session")
+def forking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """Return a function that starts a process of a kind of `lib.programs.warm`, and returns a program that asks it.
+
+    The workers of pytest-xdist share these processes.
+    """
     from lib.programs import warm
 
-    path = tmp_path_factory.mktemp("scripted") / "engine"
-    with warm.program(path, is_scripted=True):
-        ui.FAKE[:] = [str(path)]
-        yield
+    shared = getattr(request.config, "workerinput", {}).get("forking")
+    with ExitStack() as stack:
+
+        @functools.cache
+        def program(kind: str) -> str:
+            directory = Path(shared or tmp_path_factory.mktemp("forking"))
+            if not shared:
+                stack.enter_context(warm.forking(directory, kind))
+            return str(warm.program(directory, kind))
+
+        yield program
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _scripted_engine_forks(forking: Callable[[str], str]) -> None:
+    """If tests of the chat run, let each scripted engine be a fork."""
+    if ui := sys.modules.get("lib.ui"):
+        ui.FAKE[:] = [forking("scripted")]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -161,13 +200,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def minillm_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+def minillm_command(forking: Callable[[str], str]) -> tuple[str, ...]:
     """Return a command that runs ``minillm``, without the seconds that importing torch takes. It passes SIGINT on."""
-    from lib.programs import warm
-
-    path = tmp_path_factory.mktemp("warm") / "python"
-    with warm.program(path):
-        yield (str(path),)
+    return (forking("minillm"),)
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,8 @@ class Shell:
             "NO_PROXY": "localhost,127.0.0.1",
             "OMP_NUM_THREADS": "1",
         }
-        with warm.program(home / "bin/minillm", environment):
+        warm.program(home, "minillm", home / "bin/minillm")
+        with warm.forking(home, "minillm", environment=environment):
             yield cls(home, root, tiny, home, environment)
 
     @contextmanager

@@ -1,7 +1,10 @@
-"""A process that has imported all modules and forks for each command, and the program that asks it.
+"""Processes that have imported modules and fork for each command, and the programs that ask them.
 
-The commands are those of `minillm`, and ``-m minillm.service`` for an engine process. A command then takes a tenth of a
-second to start, where a new process takes three. Another process has imported only the scripted engine, and runs that.
+A command then takes a tenth of a second to start, where a new process takes three. There are three kinds of process:
+
+- ``scripted`` has imported the scripted engine, and runs it.
+- ``minillm`` runs the commands of `minillm`, and ``-m minillm.service`` for an engine process.
+- ``worker`` has collected all tests, and runs the workers of pytest-xdist.
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ import atexit
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,35 +42,62 @@ sys.exit(int(asked.recv(16) or b"70"))
 
 
 @contextmanager
-def program(path: Path, environment: Mapping[str, str] | None = None, *, is_scripted: bool = False) -> Iterator[None]:
-    """Write the program ``path``, and run the process that it asks. ``is_scripted``: it runs the scripted engine."""
-    address = f"{path}.socket"
-    path.write_text(PROGRAM.format(python=sys.executable, address=address))
-    path.chmod(0o755)
-    command = [sys.executable, __file__, address, *["scripted"] * is_scripted]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+def forking(
+    directory: Path, *kinds: str, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Run a process of each kind. `program` writes the programs that ask them.
+
+    Args:
+        directory: holds the sockets.
+        kinds: in an order in which the imports of one are among those of the next.
+        options: the options and paths of pytest, for ``worker``.
+    """
+    command = [sys.executable, __file__, str(directory), ",".join(kinds), *options]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield
     finally:
-        process.kill()
+        process.stdin.close()
         process.wait()
 
 
-def serve(address: str, run: Run) -> None:
-    """Answer until this process is killed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.freeze()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(address)
-    listener.listen()
-    print("ready", flush=True)
-    while True:
-        asked, _ = listener.accept()
-        if os.fork() == 0:
-            _answer(asked, run)
-        asked.close()
+def program(directory: Path, kind: str, path: Path | None = None) -> Path:
+    """Write a program that passes commands to the process of this kind, and return its path."""
+    path = path or directory / f"{kind}-program"
+    new = path.with_name(f"{path.name}-{os.getpid()}")
+    new.write_text(PROGRAM.format(python=sys.executable, address=str(directory / kind)))
+    new.chmod(0o755)
+    return new.replace(path)
+
+
+def serve(directory: Path, kinds: Sequence[str]) -> None:
+    """Import the modules of each kind. Run commands until stdin is closed."""
+    ready = os.dup(1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    for kind in kinds:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        run = KINDS[kind]()
+        listener.bind(str(directory / kind))
+        listener.listen()
+        if kind == kinds[-1]:
+            os.write(ready, b"ready\n")
+        elif os.fork():
+            listener.close()
+            continue
+        os.close(ready)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        gc.freeze()
+        while 0 not in select.select([listener.fileno(), 0], [], [])[0]:
+            asked, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                _answer(asked, run)
+            asked.close()
+        os._exit(0)
 
 
 def _answer(asked: socket.socket, run: Run) -> None:
@@ -99,6 +130,17 @@ def _answer(asked: socket.socket, run: Run) -> None:
         os._exit(0)
 
 
+def scripted_engine() -> Run:
+    """Import the scripted engine. Return the function that runs it."""
+    from lib.programs import fake_engine
+
+    def run(arguments: list[str]) -> int:
+        fake_engine.main()
+        return 0
+
+    return run
+
+
 def commands() -> Run:
     """Import the modules of `minillm`. Return the function that runs a command."""
     import torch
@@ -120,17 +162,22 @@ def commands() -> Run:
     return run
 
 
-def scripted_engine() -> Run:
-    """Import the scripted engine. Return the function that runs it."""
-    from lib.programs import fake_engine
+def worker() -> Run:
+    """Collect all tests, so that a worker finds their modules. Return the function that runs one."""
+    import pytest
+
+    pytest.main([*sys.argv[3:], "-n0", "--dist=no", "--collect-only", "-qq"])
 
     def run(arguments: list[str]) -> int:
-        fake_engine.main()
+        sys.argv = ["-c"]
+        exec(arguments[-1], {"__name__": "__main__"})
         return 0
 
     return run
 
 
+KINDS: dict[str, Callable[[], Run]] = {"scripted": scripted_engine, "minillm": commands, "worker": worker}
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    serve(sys.argv[1], scripted_engine() if sys.argv[2:] else commands())
+    serve(Path(sys.argv[1]), sys.argv[2].split(","))
