@@ -215,7 +215,5 @@ class EngineConfig:
             raise UsageError(f"quantize {self.quantize} and weights {self.weights} exclude each other: leave one out")
         if self.disk_cache and not self.enable_prefix_caching:
             raise UsageError("disk_cache needs prefix caching: leave one of the two options out")
-        if self.disk_cache and self.tensor_parallel_size > 1:
-            raise UsageError("disk_cache needs tensor_parallel_size 1: leave it out")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise UsageError(f"device {self.device!r}: with tensor_parallel_size each rank takes a GPU; say 'cuda'")

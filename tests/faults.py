@@ -184,6 +184,12 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("nan-saved", "PoolBlocks._checked", "return None", "pass",
          "tests/engine/test_disk_cache.py::test_nan_never_reaches_the_disk"),
     ],
+    "minillm/runner/sharded_blocks.py": [
+        ("rank-0s-part-on-all-ranks", "ShardedBlocks._take_part", "self._ranks.rank", "0",
+         "tests/parallel/test_tensor_parallel.py::test_ranks_read_their_own_heads_from_disk"),
+        ("short-parts-not-padded-apart", "ShardedBlocks.snapshot", "self._sizes[rank]", "self._sizes[0]",
+         "tests/parallel/test_tensor_parallel.py::test_ranks_read_their_own_heads_from_disk"),
+    ],
     "minillm/engine/disk_reads.py": [
         ("blocks-of-a-read-kept-for-ever", "DiskReads.release", "self.idle.release(sequence)", "pass",
          "tests/engine/test_disk_cache.py::test_a_damaged_block_ends_the_part_that_is_read"),

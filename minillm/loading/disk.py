@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from minillm.loading.describe import Description
 from minillm.progress import OnMessage
 from minillm.runner.pool_blocks import PoolBlocks
 from minillm.runner.runner import Runner
+from minillm.runner.sharded_blocks import ShardedBlocks
 
 _FORMAT = 1  # version of the files and of the arithmetic: increase it when a kernel's results change
 _CHAT_LIMIT, _FREE_SHARE = 2 * 10**9, 0.1  # maximum size in bytes; maximum fraction of the free disk space
@@ -30,18 +31,25 @@ _NETWORK = {
 
 
 def disk_tier(
-    config: EngineConfig, runner: Runner, cache: BlockManager, description: Description, on_message: OnMessage
+    config: EngineConfig,
+    runner: Runner,
+    cache: BlockManager,
+    description: Description,
+    on_message: OnMessage,
+    send: Callable[[bytes], object] | None,
 ) -> DiskTier | None:
     """Return the disk tier that ``config`` asks for. Return None if it asks for none.
 
     If the disk cannot be used, report this to ``on_message`` in one line, and return None.
+
+    ``send``: sends a message to the other ranks of the model; None: there are none.
     """
     if not config.disk_cache:
         return None
     facts = _facts(config, runner, description)
     identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     root = blocks_dir()
-    pool = PoolBlocks(runner.kv_cache.tensors, config.block_size)
+    pool = PoolBlocks(runner.kv_cache.tensors, config.block_size) if send is None else ShardedBlocks(runner, send)
     about = {"model": description.name, "dtype": facts["dtype"], "device": facts["device"]}
     about |= {"block_size": config.block_size, "block_bytes": pool.num_bytes}
     try:
@@ -72,15 +80,16 @@ def with_chat_cache(options: Mapping[str, Any]) -> dict[str, Any]:
     The size is not added if ``options`` set it or exclude a disk cache.
     """
     config = EngineConfig(**options)
-    excluded = "disk_cache" in options or config.tensor_parallel_size > 1 or not config.enable_prefix_caching
+    excluded = "disk_cache" in options or not config.enable_prefix_caching
     return {**({} if excluded else {"disk_cache": _chat_limit()}), **options}
 
 
 def _facts(config: EngineConfig, runner: Runner, description: Description) -> dict[str, Any]:
     """Return everything, apart from the tokens, that determines the K and V of a block: model, dtype, device, …"""
     model = runner.model
-    on_gpu = model.device.type == "cuda"
+    on_gpu, num_ranks = model.device.type == "cuda", config.tensor_parallel_size
     return {
+        **({"ranks": num_ranks} if num_ranks > 1 else {}),  # without it, blocks of earlier versions are found
         "format": _FORMAT,
         "weights": description.identity,
         "config": {

@@ -91,7 +91,11 @@ def load_engine(
     # Called in reverse order, because the runner's graphs use the ranks' collectives.
     for end in (ranks.close, runner.close, leader.close):
         endings.callback(end)
-    engine = new_engine(runner, config, limits, description, leader.watched, endings.close)
+    engine = new_engine(
+        runner, config, limits, description, leader.watched, endings.close, on_message, send=leader.send
+    )
+    if engine.disk is not None:
+        endings.callback(engine.disk.tier.close)  # before ``leader.close``, since it gathers the last blocks
     weakref.finalize(engine, endings.close)  # at the latest when the interpreter ends
     return engine
 
@@ -144,8 +148,10 @@ def new_engine(
     guard: Callable[[], AbstractContextManager[None]],
     on_close: Callable[[], object],
     on_message: OnMessage = ignore_message,
+    *,
+    send: Callable[[bytes], object] | None = None,
 ) -> Engine:
-    """Create an engine from a runner. ``guard`` and ``on_close``: see `Engine`."""
+    """Create an engine from a runner. ``guard`` and ``on_close``: see `Engine`. ``send``: see `disk_tier`."""
     model, tokenizer = runner.model, description.tokenizer
     if tokenizer is not None and config.chat_template is not None:
         tokenizer.use_template(config.chat_template)
@@ -174,9 +180,9 @@ def new_engine(
         eos_token_ids=frozenset(eos),
         longest_plain_prompt=model.config.rope_changes_beyond,
     )
-    tier = disk_tier(config, runner, cache, description, on_message)
+    tier = disk_tier(config, runner, cache, description, on_message, send)
     if tier is not None:
-        runner.observers.append(tier)
+        runner.observers.insert(0, tier)  # before the step is sent: ranks copy evicted blocks before they compute it
         scheduler.disk_reads = DiskReads(tier, cache, preemption.idle, requests.new_seq_id)
     engine = Engine(
         runner,

@@ -22,6 +22,8 @@ from minillm.parallel.channel import Follower, receive_message, send_message
 from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import open_store
 from minillm.runner import wire
+from minillm.runner.sharded_blocks import ShardedBlocks
+from minillm.runner.step import StepWork
 
 
 def follow(
@@ -36,8 +38,13 @@ def follow(
         with memory_errors():
             ranks = Ranks(store, rank, config.tensor_parallel_size, device)
             runner, _ = build_runner(describe(name, config), config, device, ranks)
+            blocks = ShardedBlocks(runner)
             for message in follower.messages():
-                runner.observed(wire.decode(message))
+                work = wire.decode(message)
+                if isinstance(work, StepWork):
+                    runner.observed(work)
+                else:
+                    blocks.follow(work)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # other ranks may wait for this rank in an all-reduce
     except Exception as error:

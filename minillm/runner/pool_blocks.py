@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minillm import kernels
+from minillm.runner.to_host import ToHost
 
 Buffers = list[memoryview]  # one block's bytes, in order
 # By data type: an unsigned integer of the same size, and the exponent bits, which are all set for inf and NaN.
@@ -63,18 +65,10 @@ class PoolBlocks:
             # One array for each block: small arrays come from the heap. Its pages are mapped already.
             copies = [[planes[:, block].copy() for planes in self._planes] for block in blocks]
             return lambda: self._checked(copies, valid)
-        hosts = []
-        ids = torch.tensor(list(blocks), device=self._tensors[0].device)
-        for tensor in self._tensors:
-            staging = tensor.new_empty((len(blocks), *tensor.shape[:2], *tensor.shape[3:]))
-            kernels.gather_blocks(tensor, ids, staging)
-            host = torch.empty(staging.shape, dtype=staging.dtype, pin_memory=True)
-            hosts.append(host.copy_(staging, non_blocking=True))
-        event = torch.cuda.Event()
-        event.record()
+        copies_of_tensors = ToHost(self._gathered(blocks))
 
         def fetch() -> list[Buffers] | None:
-            event.synchronize()
+            hosts = copies_of_tensors.tensors()
             arrays = [host.view(torch.uint8).numpy().reshape(len(blocks), host.shape[1] * 2, -1) for host in hosts]
             return self._checked([[array[number] for array in arrays] for number in range(len(blocks))], valid)
 
@@ -95,13 +89,25 @@ class PoolBlocks:
 
     def put(self, incoming: Incoming) -> None:
         """Copy the blocks from ``incoming`` to the pool. Work that is launched later sees the new content."""
-        for tensor, host in zip(self._tensors, incoming.staging, strict=False):
-            staging = host.to(tensor.device, non_blocking=True)
-            kernels.scatter_blocks(tensor, torch.tensor(incoming.blocks, device=tensor.device), staging)
+        device = self._tensors[0].device
+        self._scatter(incoming.blocks, [host.to(device, non_blocking=True) for host in incoming.staging])
+
+    def _gathered(self, blocks: Sequence[int]) -> list[Tensor]:
+        """Return copies of blocks on the device, of each tensor of the pool: ``[blocks, layers, 2, ...]``."""
+        copies = [tensor.new_empty((len(blocks), *tensor.shape[:2], *tensor.shape[3:])) for tensor in self._tensors]
+        ids = torch.tensor(list(blocks), device=self._tensors[0].device)
+        for tensor, copy in zip(self._tensors, copies, strict=True):
+            kernels.gather_blocks(tensor, ids, copy)
+        return copies
+
+    def _scatter(self, blocks: Sequence[int], copies: Sequence[Tensor]) -> None:
+        """Write ``copies`` into blocks of the pool: the inverse of `_gathered`."""
+        for tensor, copy in zip(self._tensors, copies, strict=False):
+            kernels.scatter_blocks(tensor, torch.tensor(list(blocks), device=tensor.device), copy)
 
     def _checked(self, copies: list[list[NDArray[np.uint8]]], valid: int | None) -> list[Buffers] | None:
         for arrays in copies:
-            for array, tensor in zip(arrays, self._tensors, strict=True):
+            for array, tensor in zip(arrays, cycle(self._tensors), strict=False):
                 if valid is not None:
                     self._clear_after(array, valid, is_scales=tensor.dim() == 5)
                 if tensor.dtype in _EXPONENTS:

@@ -22,6 +22,10 @@ class ToHost:
 
     def wait(self) -> list[Any]:
         """Wait for the copies. Return the values of each tensor as nested lists."""
+        return [each.tolist() for each in self.tensors()]
+
+    def tensors(self) -> list[Tensor]:
+        """Wait for the copies. Return them, on the CPU."""
         if self._event is not None:
             self._event.synchronize()
-        return [each.tolist() for each in self._tensors]
+        return self._tensors

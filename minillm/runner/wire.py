@@ -1,11 +1,24 @@
-"""Encode a step's work as a JSON message for the other ranks, so that exchanging it needs no further library."""
+"""Encode work for the other ranks as a JSON message, so that exchanging it needs no further library."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from minillm.cache import HostMoves
 from minillm.runner.device.work import DecodeWork
 from minillm.runner.step import ChunkWork, StepWork
+
+
+@dataclass(frozen=True)
+class BlockMove:
+    """A copy of all ranks' parts of ``blocks`` to rank 0, or if ``writes`` is set from rank 0 into the pools."""
+
+    blocks: list[int]
+    writes: bool
+
+
+def encode_blocks(move: BlockMove) -> bytes:
+    return json.dumps([move.blocks, move.writes], separators=(",", ":")).encode()
 
 
 def encode(work: StepWork) -> bytes:
@@ -14,8 +27,11 @@ def encode(work: StepWork) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
 
-def decode(message: bytes) -> StepWork:
-    moves, copies, decoded, chunks, num_decodes = json.loads(message)
+def decode(message: bytes) -> StepWork | BlockMove:
+    fields = json.loads(message)
+    if len(fields) == 2:
+        return BlockMove(*fields)
+    moves, copies, decoded, chunks, num_decodes = fields
     works = [ChunkWork(*chunk) for chunk in chunks]
     return StepWork(HostMoves(*moves), copies, None if decoded is None else DecodeWork(*decoded), works, num_decodes)
 

@@ -237,7 +237,6 @@ def test_an_llm_finds_the_blocks_of_an_earlier_one(tiny_model: Path, tmp_path: P
         ({"disk_cache": "much"}, "disk_cache must be a size like 12GiB"),
         ({"disk_cache": -1}, "disk_cache must be at least 0"),
         ({"disk_cache": "1GB", "enable_prefix_caching": False}, "disk_cache needs prefix caching"),
-        ({"disk_cache": 1, "tensor_parallel_size": 2}, "disk_cache needs tensor_parallel_size 1"),
     ],
 )
 def test_a_wrong_disk_cache_is_reported(options: dict[str, Any], reason: str) -> None:

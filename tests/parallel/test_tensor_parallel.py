@@ -25,11 +25,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lib.engine import run
+from lib.engine import identity_of, run
 from lib.models import StateDict, hf_model
 from lib.torchrun import of_two_ranks, torchrun
 from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
+from minillm.blockstore.files import BlockStore, listed
+from minillm.blockstore.tier import DiskTier
 from minillm.cache import BlockManager, HostMoves, SwapSpace
+from minillm.engine.disk_reads import DiskReads
 from minillm.engine.engine import Engine
 from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
@@ -49,10 +52,13 @@ from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import Torchrun
 from minillm.params import Params
 from minillm.runner import scores, wire
+from minillm.runner.block_reads import BlockReader
 from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.device.work import DecodeWork
 from minillm.runner.runner import Runner
+from minillm.runner.sharded_blocks import ShardedBlocks
 from minillm.runner.step import ChunkWork, StepWork
+from minillm.runner.wire import BlockMove
 
 CPU = torch.device("cpu")
 
@@ -126,10 +132,13 @@ def test_a_step_survives_the_line() -> None:
         StepWork(HostMoves(), [], None, [chunk, chunk], 1),
     ):
         back = wire.decode(wire.encode(work))
+        assert isinstance(back, StepWork)
         assert wire.encode(back) == wire.encode(work)
         assert (back.decode, back.chunks, back.num_decodes) == (work.decode, work.chunks, work.num_decodes)
         for ours_, theirs in ((back.moves.out, work.moves.out), (back.moves.back, work.moves.back)):
             assert list(map(tuple, ours_)) == theirs
+    move = BlockMove([3, 1], writes=True)
+    assert wire.decode(wire.encode_blocks(move)) == move
 
 
 # --- ranks in threads -------------------------------------------------------------------------------------------------
@@ -174,7 +183,9 @@ def tensors_of(model: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
 
 
-def engine_over(model: Llama, line: Line | None, *, num_blocks: int, host_blocks: int = 0, **options: Any) -> Engine:
+def engine_over(
+    model: Llama, line: Line | None, *, num_blocks: int, host_blocks: int = 0, disk: Path | None = None, **options: Any
+) -> Engine:
     if model.rotary.dynamic:
         runner = Runner(model, num_blocks, 4, host_blocks)
     else:
@@ -183,8 +194,15 @@ def engine_over(model: Llama, line: Line | None, *, num_blocks: int, host_blocks
         )
     if line is not None:
         runner.observers.append(Followers(line))  # type: ignore[arg-type]
-    scheduler = Scheduler(Preemption(BlockManager(num_blocks, 4), SwapSpace(host_blocks)), 32, 48, **options)
+    cache = BlockManager(num_blocks, 4, prefix_caching=disk is not None)
+    scheduler = Scheduler(Preemption(cache, SwapSpace(host_blocks)), 32, 48, **options)
     requests = Requests(scheduler, None, model.config.vocab_size, min(256, num_blocks * 4), frozenset([2]))
+    if disk is not None and line is not None:
+        store = BlockStore(disk, identity_of(model, 4), {}, 1 << 30)
+        tier = DiskTier(store, scheduler.cache, ShardedBlocks(runner, line.send), pytest.fail, runner.observers)
+        tier.reader.measure = lambda step: None  # type: ignore[method-assign]  # read whatever is on disk
+        runner.observers.insert(0, tier)
+        scheduler.disk_reads = DiskReads(tier, scheduler.cache, scheduler.idle, requests.new_seq_id)
     return Engine(runner, requests, methods_for(requests, runner))
 
 
@@ -211,8 +229,13 @@ def team(
     def follow(rank: int) -> None:
         try:
             engine = engine_over(load(rank), None, num_blocks=num_blocks, host_blocks=host_blocks, **options)
+            blocks = ShardedBlocks(engine.runner)
             while message := line.queues[rank - 1].get():
-                engine.runner.compute(wire.decode(message))
+                work = wire.decode(message)
+                if isinstance(work, BlockMove):
+                    blocks.follow(work)
+                else:
+                    engine.runner.compute(work)
         except BaseException as error:
             os.write(2, f"rank {rank}: {error!r}\n".encode())
             os._exit(1)  # the others would wait for it forever
@@ -224,6 +247,8 @@ def team(
     try:
         yield engine
     finally:
+        if engine.disk is not None:
+            engine.disk.tier.close()
         line.close()
         for thread in threads:
             thread.join()
@@ -377,6 +402,23 @@ def test_a_pool_that_preempts_changes_no_token(host_blocks: int, in_8_bits: bool
         assert (stats.num_swapped_in > 0) == (host_blocks > 0)
 
 
+@pytest.mark.parametrize(("size", "in_8_bits"), [(2, True), (4, False)])
+def test_ranks_read_their_own_heads_from_disk(tmp_path: Path, size: int, in_8_bits: bool) -> None:
+    """Save blocks while the pool evicts them. A later team reads them, with 3 KV heads on 2 or 4 ranks."""
+    model = hf_model(**MODELS["3 KV heads, uneven"])
+    requests = mixed(random.Random(7), 96, 20)
+    config, tensors = tensors_of(model)
+    whole = load_llama(
+        LlamaTensors(StateDict(tensors), config), config, device=CPU, dtype=torch.float32, max_positions=256
+    )
+    expected = tokens(run(engine_over(replace(whole, kv_in_8_bits=in_8_bits), None, num_blocks=300), requests))
+    for restart in (False, True):
+        with team(model, size, num_blocks=40, disk=tmp_path, in_8_bits=in_8_bits) as engine:
+            assert tokens(run(engine, requests)) == expected
+            assert engine.disk is not None
+            assert not restart or engine.disk.tier.num_read > 20
+
+
 def test_a_steady_step_sends_next_to_nothing() -> None:
     model = hf_model()
     with team(model, 2, num_blocks=64) as engine:
@@ -459,6 +501,32 @@ def test_two_processes_say_what_one_says() -> None:
     llm.close()
     with pytest.raises(RankDied, match="load the model again"):
         llm.generate(PROMPTS[0], GREEDY)
+
+
+def test_a_conversation_of_two_processes_goes_on_after_a_restart(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINILLM_DISK_CACHE", str(tmp_path))
+    monkeypatch.setattr(BlockReader, "measure", lambda self, step: None)  # read whatever is on disk
+    options: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "disk_cache": "1GB", "tensor_parallel_size": 2}
+    prompt, params = list(range(10, 60)), SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+
+    def check(num_cached: int) -> None:
+        with LLM(str(tiny_model), **options) as llm:
+            [output] = llm.generate(prompt, params)
+        assert output.num_cached_tokens == num_cached
+        [one], [other] = output.outputs, expected.outputs
+        assert one.token_ids == other.token_ids
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
+
+    with LLM(str(tiny_model), **{**options, "tensor_parallel_size": 1}) as llm:
+        [expected] = llm.generate(prompt, params)
+    check(0)  # one rank's blocks are not those of two
+    paths = [Path(block.path) for block in listed(tmp_path) if block.index == 1]
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")  # the end of rank 1's part
+    check(16)
+    check(48)
 
 
 def line_of(engine: Engine) -> Any:
