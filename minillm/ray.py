@@ -20,6 +20,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Died, Engines, Facts, Task
 from minillm.jobs.rows import Answer, InputRow, Style, num_tokens
 from minillm.params import BeamSearchParams
+from minillm.progress import ignore_progress
 from minillm.text.chat_template import plain_messages
 
 try:
@@ -38,47 +39,40 @@ _ROWS_PER_CALL = 8  # rows sent to an engine at a time: a Ray call costs about a
 
 
 class _Engine:
-    """An engine for several coroutines, which share its batch. If it fails, its process ends, and Ray reports that."""
+    """The Ray actor that runs an engine. Calls of `answer` share the engine's batch. No two rows may have one index."""
 
     def __init__(self, task: Task) -> None:
+        self._task = task
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}  # by the row's index
+
+    def load(self) -> Facts:
+        """Load the model. This is not done in the constructor, because Ray would hide the MinillmError of a failure."""
         from minillm.jobs.row_engine import RowEngine  # not at the top: the driver needs no torch
         from minillm.llm import LLM
 
-        llm = LLM(task.model, on_progress=lambda progress: None, **task.engine)
-        self.rows = RowEngine(llm, task.style)
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}  # by the row's index
+        self._engine = RowEngine(
+            LLM(self._task.model, on_progress=ignore_progress, **self._task.engine), self._task.style
+        )
         threading.Thread(target=self._work, daemon=True).start()
+        return self._engine.facts()
 
-    async def answer(self, row: InputRow) -> Answer:
-        """Answer a row, batched with the rows of other calls. No other row may have its index."""
-        self._waiting[row.index] = asyncio.get_running_loop().create_future()
-        self.rows.submit(row)
-        return await self._waiting[row.index]
+    async def answer(self, rows: list[InputRow]) -> list[Answer]:
+        """Return the answers of rows, in the rows' order."""
+        loop = asyncio.get_running_loop()
+        futures = {row.index: loop.create_future() for row in rows}
+        self._waiting |= futures
+        for row in rows:
+            self._engine.submit(row)
+        return await asyncio.gather(*futures.values())
 
     def _work(self) -> None:
         try:
-            for answer in self.rows.work():
+            for answer in self._engine.work():
                 future = self._waiting.pop(answer["index"])
                 future.get_loop().call_soon_threadsafe(future.set_result, answer)
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
-
-
-class _Actor:
-    """The Ray actor that runs one engine of `RayEngines`."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    async def load(self) -> Facts:
-        """Load the model. This is not done in the constructor, because Ray would hide the MinillmError of a failure."""
-        self._engine = _Engine(self._task)
-        return self._engine.rows.facts()
-
-    async def answer(self, rows: list[InputRow]) -> list[Answer]:
-        """Return the answers of rows, in the rows' order."""
-        return await asyncio.gather(*map(self._engine.answer, rows))
+            os._exit(1)  # Ray reports the actor's death
 
 
 class Generate:
@@ -112,6 +106,7 @@ class Generate:
     ) -> None:
         self._params, self._numbers = params, itertools.count()
         self._engine = _Engine(Task(model, engine, Style(chat, system, parse_special)))
+        self._defaults = self._engine.load().defaults
 
     async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, np.ndarray]]:
         """Answer a batch of rows, given as columns. Yield the batch with the new columns."""
@@ -125,7 +120,7 @@ class Generate:
 
     async def _row(self, given: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            answer = await self._engine.answer(self._parsed(given))
+            [answer] = await self._engine.answer([self._parsed(given)])
         except (UsageError, ValueError, TypeError) as error:
             return {"text": "", "outputs": "[]", "num_tokens": 0, "finish_reason": "", "error": str(error)}
         first = answer["outputs"][0] if answer["outputs"] else {"text": "", "finish_reason": ""}
@@ -141,7 +136,7 @@ class Generate:
         own = given.get("params")
         own = json.loads(own or "{}") if isinstance(own, str) else dict(own or {})
         own = {name: _plain(value) for name, value in own.items() if value is not None}  # Arrow adds absent fields
-        common = dict(self._engine.rows.defaults() if self._params is None and not own else self._params or {})
+        common = dict(self._defaults if self._params is None and not own else self._params or {})
         if "beam_width" in own:  # beams know fewer parameters
             common = {name: value for name, value in common.items() if name in _OF_BEAMS}
         prompt, messages = _plain(given.get("prompt")), _plain(given.get("messages"))
@@ -169,7 +164,7 @@ class RayEngines(Engines):
         UsageError: the cluster cannot be reached, or has fewer GPUs or cores than the engines need.
     """
 
-    def __init__(self, task: Task, count: int, address: str, actor: type = _Actor) -> None:
+    def __init__(self, task: Task, count: int, address: str, actor: type = _Engine) -> None:
         super().__init__(count)
         connect(address)
         self._task = ray.put(task)

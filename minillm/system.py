@@ -7,13 +7,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from minillm.errors import UsageError
+
+if TYPE_CHECKING:
+    import socket
+    import subprocess
 
 _MAX_PATH = 4096  # bytes
 _TRIM, _MMAP = -1, -3  # glibc's M_TRIM_THRESHOLD (free memory kept at the heap's end) and M_MMAP_THRESHOLD
@@ -119,6 +124,35 @@ def child_environment() -> dict[str, str]:
     """
     places = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def start_module(
+    module: str, words: Iterable[str] = (), environment: Mapping[str, str] = {}
+) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+    """Start ``python -m module NUMBER`` as a child process without the terminal's ctrl-c.
+
+    Return a socket to the process, and the process. NUMBER is the file descriptor of its end of the socket. Its stdout
+    is this process's stderr.
+
+    Args:
+        words: a command that runs the command line after it, such as ``env``.
+        environment: variables to add.
+    """
+    import socket  # not at the top: ``minillm --help`` imports this file
+    import subprocess
+
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            # -P: a module of the current directory must not replace one of the standard library.
+            (*words, sys.executable, "-P", "-m", module, str(theirs.fileno())),
+            env={**child_environment(), **environment},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            process_group=0,
+        )
+    return ours, process
 
 
 def end_with_parent(parent: int | None = None) -> None:

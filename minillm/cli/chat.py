@@ -77,7 +77,7 @@ def chat(arguments: argparse.Namespace) -> int:
         gc.enable()
 
 
-def load(model: str, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
+def load(model: str | None, engine: Mapping[str, Any], report: OnProgress) -> "LLM":
     """Load a model as the chat does: the best quantization that fits, with memory left for other programs."""
     from minillm.llm import LLM
     from minillm.loading.disk import with_chat_cache

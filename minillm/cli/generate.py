@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,12 @@ from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Engines, Task
 from minillm.jobs.part_file import PartFile, check_output, failures
-from minillm.jobs.rows import InputRow, Style, as_json, num_tokens
-from minillm.outputs import RequestOutput
+from minillm.jobs.rows import Answer, InputRow, Style, num_tokens
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, loading_bar, say
 from minillm.system import expanded, import_torch
 from minillm.text.safe import clean, clean_line, json_line
-from minillm.user_config import CALM_SAMPLING, CHAT_SAMPLING, UserConfig, read_config
+from minillm.user_config import CALM_SAMPLING, CHAT_SAMPLING, read_config
 
 if TYPE_CHECKING:
     from minillm.jobs.row_engine import RowEngine
@@ -38,68 +37,29 @@ if TYPE_CHECKING:
 MOST_ENGINES = 4096
 
 
-@dataclass(frozen=True)
-class GenerateJob:
-    """The requests of one `minillm generate` command, with the settings from its options and the configuration file."""
-
-    arguments: argparse.Namespace
-    config: UserConfig
-    requests: list[InputRow]
-    grammar: Mapping[str, Any]  # the parameter ``grammar``, if it is set
-
-    @property
-    def model(self) -> str:
-        return self.config.choose_model(self.arguments.model)
-
-    @property
-    def chat(self) -> bool:
-        return bool(self.arguments.chat or self.arguments.system)
-
-    @property
-    def engine(self) -> dict[str, Any]:
-        """Return the engine's options. The command line overrides the configuration file."""
-        return {**self.config.engine, **given(self.arguments, EngineConfig)}
-
-    @property
-    def style(self) -> Style:
-        return Style(self.chat, self.arguments.system, bool(self.arguments.parse_special))
-
-    def rows(self, defaults: Mapping[str, Any] = {}) -> list[InputRow]:
-        """Return the requests with their sampling parameters.
-
-        ``defaults`` are the values of parameters that neither the request, the command line nor the configuration sets.
-        """
-        flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams), **self.grammar}
-        values = [self.config.request_values({**flags, **each.params}, defaults) for each in self.requests]
-        return [replace(each, params=its) for each, its in zip(self.requests, values, strict=True)]
-
-    def name(self) -> str:
-        """Return a fingerprint of the requests and their settings: 16 hexadecimal digits.
-
-        A stopped run can be resumed only by a command with the fingerprint of the stopped run. Raises UsageError if a
-        parameter is invalid.
-        """
-        about = [self.model, self.style, self.requests, [row.sampling() for row in self.rows()]]
-        if template := EngineConfig(chat_template=self.engine.get("chat_template")).chat_template:
-            about.append(template)
-        return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-
-
 def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
     """Complete the prompts. Return the exit code.
 
     With ``for_chat``, load the model as the chat does, and use the chat's sampling defaults.
     """
     _check_engines(arguments)
-    config = read_config(arguments.config)
+    config, grammar = read_config(arguments.config), given_grammar(arguments)
     if arguments.parse_special and (arguments.chat or arguments.system):
         raise UsageError("--parse-special is for raw prompts; in a chat, only the template adds control tokens")
     requests = read_requests(arguments.prompts, arguments.file, arguments.form)
     if arguments.shard:
         requests = requests[_shard(arguments.shard, len(requests))]
-    job = GenerateJob(arguments, config, requests, given_grammar(arguments))
-    _check_torchrun(int(job.engine.get("tensor_parallel_size", 1)))
-    name = job.name()  # reports errors in the requests before the model is loaded
+    style = Style(bool(arguments.chat or arguments.system), arguments.system, bool(arguments.parse_special))
+    options = {**config.engine, **given(arguments, EngineConfig)}
+    task = Task(config.choose_model(arguments.model), options, style)
+    _check_torchrun(int(options.get("tensor_parallel_size", 1)))
+    flags = {**given(arguments, SamplingParams), **given(arguments, BeamSearchParams), **grammar}
+
+    def rows(defaults: Mapping[str, Any]) -> list[InputRow]:
+        """Return the requests with their parameters. ``defaults`` have the lowest precedence."""
+        return [replace(row, params=config.request_values({**flags, **row.params}, defaults)) for row in requests]
+
+    name = _fingerprint(task, requests, rows({}))  # reports errors in the requests before the model is loaded
     output = _output(arguments) if arguments.output else None
     if output is not None:
         check_output(output)
@@ -107,16 +67,29 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
         if failed is not None:
             say(f"{output} is finished: {_prompts(len(requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0
-    with _engines(job, for_chat=for_chat) as (source, llm):
+    with _engines(task, arguments, for_chat=for_chat) as source:
         defaults = _sampling(source.defaults(), CHAT_SAMPLING if for_chat else CALM_SAMPLING)
-        rows = [_with_seed(row) for row in job.rows(defaults)]
-        params = [row.sampling() for row in rows]
-        if llm is not None:
-            _suggest_template(job, llm, params)
-        if output is not None:
-            return _to_file(source, rows, PartFile(output, name), quiet=arguments.quiet)
-        assert llm is not None, "several engines need an output file"
-        return _to_stdout(job, llm, rows)
+        complete = [_with_seed(row) for row in rows(defaults)]
+        params = [row.sampling() for row in complete]
+        raw = not (style.chat or style.parse_special or arguments.quiet or arguments.json)
+        if raw and not isinstance(source, Engines):
+            _suggest_template(source.llm, complete, params)
+        if isinstance(source, Engines) or output is not None:
+            assert output is not None, "several engines need an output file"
+            return _to_file(source, complete, PartFile(output, name), quiet=arguments.quiet)
+        return _to_stdout(source, style, complete, in_json=arguments.json, quiet=arguments.quiet)
+
+
+def _fingerprint(task: Task, requests: list[InputRow], rows: list[InputRow]) -> str:
+    """Return a fingerprint of the requests and their settings: 16 hexadecimal digits.
+
+    A stopped run can be resumed only by a command with the fingerprint of the stopped run. Raises UsageError if a
+    parameter is invalid.
+    """
+    about = [task.model, task.style, requests, [row.sampling() for row in rows]]
+    if template := EngineConfig(chat_template=task.engine.get("chat_template")).chat_template:
+        about.append(template)
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
 
 def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -129,14 +102,12 @@ def _sampling(of_model: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[s
     return {**ours, **of_model}
 
 
-def _suggest_template(job: GenerateJob, llm: LLM, params: list[Params]) -> None:
+def _suggest_template(llm: LLM, rows: list[InputRow], params: list[Params]) -> None:
     """Print a hint if raw prompts go to a model that has a chat template."""
-    arguments, tokenizer = job.arguments, llm.engine.tokenizer
-    if job.chat or arguments.parse_special or arguments.quiet or arguments.json:
-        return
+    tokenizer = llm.engine.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
         return
-    if any(isinstance(each.prompt, str) and of.max_tokens for each, of in zip(job.requests, params, strict=True)):
+    if any(isinstance(row.prompt, str) and its.max_tokens for row, its in zip(rows, params, strict=True)):
         say("completing the text as it is; this is a chat model, and --chat applies its chat template")
 
 
@@ -201,22 +172,18 @@ def _output(arguments: argparse.Namespace) -> Path:
 
 
 @contextmanager
-def _engines(job: GenerateJob, *, for_chat: bool) -> Iterator[tuple[RowEngine | Engines, LLM | None]]:
-    """Start the engines that the command line asks for. Stop them when the context closes.
-
-    Also yield the model if it is in this process.
-    """
-    arguments, task = job.arguments, Task(job.model, job.engine, job.style)
+def _engines(task: Task, arguments: argparse.Namespace, *, for_chat: bool) -> Iterator[RowEngine | Engines]:
+    """Start the engines that the command line asks for. Stop them when the context closes."""
     with ExitStack() as stack:
         report = stack.enter_context(loading_bar(enabled=not arguments.quiet))
         if arguments.ray:
             from minillm.ray import RayEngines
 
-            yield stack.enter_context(RayEngines(task, arguments.engines or 1, arguments.ray)), None
+            yield stack.enter_context(RayEngines(task, arguments.engines or 1, arguments.ray))
         elif (arguments.replicas or 1) > 1:
             from minillm.jobs.engine_processes import EngineProcesses
 
-            yield stack.enter_context(EngineProcesses(task, arguments.replicas, report)), None
+            yield stack.enter_context(EngineProcesses(task, arguments.replicas, report))
         else:
             import_torch()  # engines in other processes need no torch in this one
             from minillm.jobs.row_engine import RowEngine
@@ -224,69 +191,89 @@ def _engines(job: GenerateJob, *, for_chat: bool) -> Iterator[tuple[RowEngine | 
             if for_chat:
                 from minillm.cli.chat import load
 
-                llm = load(job.model, job.engine, report)
+                llm = load(task.model, task.engine, report)
             else:
                 from minillm.llm import LLM
 
-                llm = LLM(job.model, on_progress=report, on_message=say, **job.engine)
-            yield RowEngine(llm, job.style), llm
+                llm = LLM(task.model, on_progress=report, on_message=say, **task.engine)
+            yield RowEngine(llm, task.style)
 
 
-def _to_stdout(job: GenerateJob, llm: LLM, rows: list[InputRow]) -> int:
-    prompts, params = zip(*(job.style.request(row, llm) for row in rows), strict=True)
-    alone = len(prompts) == 1 and params[0].num_sequences == 1 and isinstance(params[0], SamplingParams)
-    if alone and not job.arguments.json and params[0].prompt_logprobs is None:
-        for delta in llm.stream(prompts[0], params[0]):
+def _to_stdout(source: RowEngine, style: Style, rows: list[InputRow], *, in_json: bool, quiet: bool) -> int:
+    """Print the answers in the order of their prompts. Return the exit code."""
+    prompt, params = style.request(rows[0], source.llm)  # raises what is wrong with all rows, such as --chat
+    alone = len(rows) == 1 and params.num_sequences == 1
+    if alone and isinstance(params, SamplingParams) and params.prompt_logprobs is None and not in_json:
+        for delta in source.llm.stream(prompt, params):
             print(clean(delta.text), end="", flush=True)
         print()
         return 0
-    several = len(prompts) > 1 or params[0].num_sequences > 1
-    finished: dict[int, RequestOutput] = {}
+    answers: dict[int, Answer] = {}
+    following = 0  # an answer that is early waits for those before it
+    with GenerationBar(len(rows), enabled=not quiet) as bar:
 
-    def show(index: int) -> None:
-        for line in _lines(job, rows[index], finished[index], llm.engine.tokenizer, several=several):
-            bar.print(line)
+        def show(index: int) -> None:
+            where, tokenizer = rows[index].where, source.llm.engine.tokenizer
+            for line in _lines(answers[index], where, tokenizer, in_json=in_json, alone=alone):
+                bar.print(line)
 
-    with GenerationBar(len(prompts), enabled=not job.arguments.quiet) as bar:
-        following = 0
         try:
-            for index, output in llm.as_completed(prompts, params):
-                finished[index] = output
-                while following in finished:  # an output that finishes early waits for the outputs before it
-                    show(following)
-                    following += 1
-                bar.advance(sum(len(completion.token_ids) for completion in output.outputs))
+            for answer in source.answers(rows):
+                answers[answer["index"]] = answer
+                while following in answers:
+                    following += 1  # first: an interrupted line is not written again
+                    show(following - 1)
+                bar.advance(num_tokens(answer))
         except KeyboardInterrupt:
-            for index in sorted(index for index in finished if index >= following):
+            for index in sorted(index for index in answers if index >= following):
                 show(index)
-            ok = sum(output.error is None for output in finished.values())
-            say(f"stopped; {ok} of {_prompts(len(prompts))} are finished")
+            finished = sum(answer["error"] is None for answer in answers.values())
+            say(f"stopped; {finished} of {_prompts(len(rows))} are finished")
             return 130
-    return _tell_failures(sum(output.error is not None for output in finished.values()), len(prompts))
+    return _tell_failures(sum(answer["error"] is not None for answer in answers.values()), len(rows))
 
 
-def _lines(
-    job: GenerateJob, row: InputRow, output: RequestOutput, tokenizer: Tokenizer | None, *, several: bool
-) -> Iterator[str]:
-    """Yield the lines that show an output on stdout. If it failed, write a message to stderr.
+def _lines(answer: Answer, where: str, tokenizer: Tokenizer | None, *, in_json: bool, alone: bool) -> Iterator[str]:
+    """Yield the lines that show an answer on stdout. If the request failed, write a message to stderr.
 
-    ``several``: more than one text is shown, so each gets a heading.
+    Args:
+        where: the origin of the prompt, for the message.
+        alone: only one text is shown, so it gets no heading.
     """
-    if job.arguments.json:
+    if in_json:
         in_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
-        yield json_line(as_json(row, output, tokenizer), ascii_only=not in_utf8)
+        yield json_line(answer, ascii_only=not in_utf8)
         return
-    if output.error is not None:
-        say(f"{row.where or 'prompt'}: {output.error}")
-    elif output.prompt_logprobs is not None:
-        yield from prompt_table(output, tokenizer)
-    for completion in output.outputs:
-        if several:
-            number = f"{row.index + 1}.{completion.index + 1}" if len(output.outputs) > 1 else str(row.index + 1)
-            score = "" if completion.score is None else f" (score {completion.score:.2f})"
-            yield f"--- {number}{score} ---"
-        if completion.token_ids or output.prompt_logprobs is None:
-            yield clean(completion.text)
+    if answer["error"] is not None:
+        say(f"{where or 'prompt'}: {answer['error']}")
+    elif answer["prompt_logprobs"] is not None:
+        yield from _prompt_table(answer, tokenizer)
+    for completion in answer["outputs"]:
+        if not alone:
+            number = answer["index"] + 1
+            name = f"{number}.{completion['index'] + 1}" if len(answer["outputs"]) > 1 else str(number)
+            score = "" if completion["score"] is None else f" (score {completion['score']:.2f})"
+            yield f"--- {name}{score} ---"
+        if completion["token_ids"] or answer["prompt_logprobs"] is None:
+            yield clean(completion["text"])
+
+
+def _prompt_table(answer: Answer, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Yield a table of the scores of a prompt's tokens: a heading, a line per token, and the sum."""
+
+    def text(token_id: int) -> str:
+        return str(token_id) if tokenizer is None else clean_line(repr(tokenizer.token_text(token_id)), 40)
+
+    yield f"{'logprob':>9} {'rank':>6}  token"
+    total, count = 0.0, 0
+    for token_id, token in zip(answer["prompt_token_ids"], answer["prompt_logprobs"], strict=True):
+        if token is None:
+            yield f"{'-':>9} {'-':>6}  {text(token_id)}"
+            continue
+        best = ", ".join(f"{text(other)} {logprob:.3f}" for other, logprob in token["top"])
+        yield f"{token['logprob']:9.3f} {token['rank']:6}  {text(token_id)}" + (f"  (best: {best})" if best else "")
+        total, count = total + token["logprob"], count + 1
+    yield f"{total:9.3f} total" + (f", {total / count:.3f} per token" if count else "")
 
 
 def _to_file(source: RowEngine | Engines, rows: list[InputRow], part: PartFile, *, quiet: bool) -> int:
@@ -322,24 +309,6 @@ def _to_file(source: RowEngine | Engines, rows: list[InputRow], part: PartFile, 
         f"{count / max(seconds, 1e-9):,.0f} tokens a second"
     )
     return _tell_failures(failed, len(rows))
-
-
-def prompt_table(output: RequestOutput, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a table of the scores of a prompt's tokens: a heading, a line per token, and the sum."""
-
-    def text(token_id: int) -> str:
-        return str(token_id) if tokenizer is None else clean_line(repr(tokenizer.token_text(token_id)), 40)
-
-    lines, total, count = [f"{'logprob':>9} {'rank':>6}  token"], 0.0, 0
-    for token_id, token in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
-        if token is None:
-            lines.append(f"{'-':>9} {'-':>6}  {text(token_id)}")
-            continue
-        best = ", ".join(f"{text(other)} {logprob:.3f}" for other, logprob in token.top)
-        lines.append(f"{token.logprob:9.3f} {token.rank:6}  {text(token_id)}" + (f"  (best: {best})" if best else ""))
-        total, count = total + token.logprob, count + 1
-    mean = f", {total / count:.3f} per token" if count else ""
-    return [*lines, f"{total:9.3f} total{mean}"]
 
 
 def _tell_failures(failed: int, total: int) -> int:

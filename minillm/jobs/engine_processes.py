@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from minillm.errors import MinillmError, UsageError
@@ -19,10 +19,7 @@ from minillm.jobs.engines import Died, Engines, Facts, Task
 from minillm.jobs.placement import place
 from minillm.jobs.rows import Answer, InputRow
 from minillm.progress import OnProgress, Progress, say
-from minillm.system import child_environment, exit_status
-
-# -P: a module of the current directory must not replace one of the standard library.
-_COMMAND = (sys.executable, "-P", "-m", "minillm.jobs.engine_processes")
+from minillm.system import exit_status, start_module
 
 
 class EngineProcesses(Engines):
@@ -45,17 +42,9 @@ class EngineProcesses(Engines):
             process.wait()
 
     def start(self, number: int) -> None:
-        ours, theirs = Pipe()
-        with theirs:
-            self._processes[number] = subprocess.Popen(
-                (*place(number, self.count, self._task.engine), *_COMMAND, str(theirs.fileno())),
-                env=child_environment(),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                process_group=0,  # only this process handles ctrl-c
-            )
-        self._connections[number] = ours
+        words = place(number, self.count, self._task.engine)
+        connection, self._processes[number] = start_module("minillm.jobs.engine_processes", words)
+        self._connections[number] = Connection(connection.detach())
         self._send(number, self._task)
 
     def send(self, number: int, rows: list[InputRow]) -> None:

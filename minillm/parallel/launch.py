@@ -9,10 +9,8 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import weakref
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -21,7 +19,7 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel import channel
 from minillm.parallel.channel import Leader, Lines, RankDied
-from minillm.system import child_environment, exit_status
+from minillm.system import exit_status, start_module
 
 if TYPE_CHECKING:
     import torch
@@ -71,17 +69,24 @@ def lead(model: str, config: EngineConfig, device: torch.device) -> tuple[Ranks,
     Raises:
         RankDied: a rank ended before it was ready.
     """
+    import torch
+
     from minillm.parallel.collectives import Ranks
 
     size = config.tensor_parallel_size
+    # Ranks on one CPU share its cores: more threads than cores make all of them many times slower.
+    environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     connections: dict[int, socket.socket] = {}
     processes: dict[int, subprocess.Popen] = {}
     # Only this user can open it: torch's TCP store listens on all interfaces without a password.
     directory = tempfile.mkdtemp(prefix="minillm-")
     try:
         for rank in range(1, size):
+            connections[rank], processes[rank] = start_module("minillm.loading.rank", environment=environment)
             task = {"rank": rank, "local_rank": (device.index or 0) + rank, "directory": directory}
-            connections[rank], processes[rank] = _start({**task, "model": model, "config": asdict(config)})
+            with contextlib.suppress(OSError):  # the process has already ended, which is noticed below
+                data = json.dumps({**task, "model": model, "config": asdict(config)}).encode()
+                channel.send_message(connections[rank], data)
         for rank, connection in connections.items():
             try:
                 channel.receive_message(connection)
@@ -108,24 +113,3 @@ def open_store(directory: str) -> Store:
     store = FileStore(os.path.join(directory, "store"))
     store.set_timeout(_PATIENCE)
     return store
-
-
-def _start(task: Mapping[str, object]) -> tuple[socket.socket, subprocess.Popen]:
-    """Start the process of another rank, `minillm.loading.rank`. Send ``task`` through the returned connection."""
-    import torch
-
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            # -P: a module of the current directory must not replace one of the standard library.
-            (sys.executable, "-P", "-m", "minillm.loading.rank", str(theirs.fileno())),
-            # Ranks on one CPU share its cores: more threads than cores make all of them many times slower.
-            env={**child_environment(), "OMP_NUM_THREADS": str(torch.get_num_threads())},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # stdout is for answers
-            process_group=0,  # only rank 0 handles ctrl-c: the others end with it
-        )
-    with contextlib.suppress(OSError):  # it has already ended, which `lead` notices
-        channel.send_message(ours, json.dumps(task).encode())
-    return ours, process

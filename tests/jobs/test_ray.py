@@ -37,7 +37,7 @@ def actors(session: int) -> list[int]:
         try:
             if not entry.name.isdigit() or os.getsid(int(entry.name)) != session:
                 continue
-            if (entry / "cmdline").read_bytes().startswith(b"ray::_Actor"):
+            if (entry / "cmdline").read_bytes().startswith(b"ray::_Engine"):
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -149,7 +149,7 @@ class Stub:
     def __init__(self, task: Any) -> None:
         pass
 
-    async def load(self) -> Facts:
+    def load(self) -> Facts:
         return Facts({}, 256, "cpu")
 
     async def answer(self, rows: list[InputRow]) -> list[dict[str, Any]]:

@@ -603,7 +603,7 @@ def test_a_rank_that_fails_says_why(tiny_model: Path) -> None:
 
 
 def test_a_rank_that_never_starts_is_reported(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minillm.parallel.launch.sys.executable", "/bin/false")
+    monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(MinillmError, match="rank 1 of 2 ended with exit code 1 before it was ready"):
         LLM(str(tiny_model), device="cpu", tensor_parallel_size=2)
 
