@@ -113,11 +113,13 @@ def extras(each: Completion) -> Json:
 
 def chat_logprobs(tokens: Sequence[Token]) -> Json:
     """Return log-probabilities in the format of OpenAI's chat completions."""
-    return {"content": [{**_entry(t.text, t.raw, t.logprob), "top_logprobs": _top(t)} for t in tokens], "refusal": None}
+    return {"content": token_logprobs(tokens), "refusal": None}
 
 
-def _top(token: Token) -> list[Json]:
-    return [_entry(*each) for each in token.top]
+def token_logprobs(tokens: Sequence[Token]) -> list[Json]:
+    """Return log-probabilities in the format of OpenAI's Responses API."""
+    top = [[_entry(*each) for each in token.top] for token in tokens]
+    return [{**_entry(t.text, t.raw, t.logprob), "top_logprobs": best} for t, best in zip(tokens, top, strict=True)]
 
 
 def _entry(text: str, raw: bytes, logprob: float | None) -> Json:

@@ -57,11 +57,9 @@ class MessageWriter(EventWriter):
                     yield self._delta({"type": "thinking_delta", "thinking": part.text})
 
     def end(self, reason: str, stop: str | int | None) -> list[Json]:
-        if isinstance(stop, str):
-            self.stop = {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        else:
-            ends = "tool_use" if self._has_called else "end_turn"
-            self.stop = {"stop_reason": "max_tokens" if reason == "length" else ends, "stop_sequence": None}
+        text = stop if isinstance(stop, str) else None
+        why = "max_tokens" if reason == "length" else "tool_use" if self._has_called else "end_turn"
+        self.stop = {"stop_reason": why if text is None else "stop_sequence", "stop_sequence": text}
         return self._close()
 
     def _open(self, block: Json) -> list[Json]:
@@ -127,12 +125,8 @@ def _input(arguments: str) -> Any:
 
 
 def _usage(usage: Usage) -> Json:
-    """Return the token usage in Anthropic's format.
-
-    The field ``input_tokens`` does not include cached tokens, because clients add the number of cached tokens to it.
-    """
     return {
-        "input_tokens": usage.prompt - usage.cached,
+        "input_tokens": usage.prompt - usage.cached,  # clients add the number of cached tokens
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.completion,
@@ -141,11 +135,7 @@ def _usage(usage: Usage) -> Json:
 
 
 def message_error(error: Json, status: int) -> Json:
-    """Convert an error from OpenAI's format to Anthropic's.
-
-    The type of the new error follows from ``status`` if `_KINDS` contains this status. Otherwise it follows from the
-    error's type in OpenAI's format.
-    """
+    """Convert an error from OpenAI's format to Anthropic's. Its type depends on ``status`` first (`_KINDS`)."""
     message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
     if code == CONTEXT_LENGTH:  # clients look for these words, and then shorten the conversation
         message = f"prompt is too long: {message}"

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from minillm.checks import shown
 from minillm.server import bodies
+from minillm.server.answers import Json
 from minillm.server.anthropic.answers import MessageWriter
 from minillm.server.bodies import BadField, ChatBody, SharedFields
 from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens
@@ -64,7 +65,7 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
 
 class JsonFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["json_schema"]
-    schema: dict[str, Any]
+    schema: Json
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,30 +76,26 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 class MessagesBody(SharedFields):
     """The body of ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
+    messages: list[Json]
+    system: str | list[Json] | None = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Json] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     # labels and hints for Anthropic's own service; they have no effect
-    metadata: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None  # also allowed in content blocks and tools; prefixes are always cached
-    context_management: dict[str, Any] | None = None
-    diagnostics: dict[str, Any] | None = None
+    metadata: Json | None = None
+    cache_control: Json | None = None  # also allowed in content blocks and tools; prefixes are always cached
+    context_management: Json | None = None
+    diagnostics: Json | None = None
     inference_geo: str | None = None
     service_tier: str | None = None
     speed: str | None = None
     user_profile_id: str | None = None
 
-    def chat(self, *, can_think: bool) -> ChatBody:
-        """Return the chat request that this body asks for. Raises BadField if it is invalid.
-
-        Args:
-            can_think: the chat template supports reasoning, so ``reasoning_effort`` has an effect.
-        """
+    def chat(self) -> ChatBody:
+        """Return the equivalent chat request. Raises BadField."""
         conversation, choice = self._conversation(), self.tool_choice
         last = conversation[-1] if conversation else {}
         if "tool_calls" in last:
@@ -115,16 +112,15 @@ class MessagesBody(SharedFields):
             tools=[_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools or ())] or None,
             tool_choice=None if choice is None else _choice(choice),
             parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
-            reasoning_effort=effort if can_think else None,
+            reasoning_effort=effort,
             max_reasoning_tokens=budget,
             response_format=None if schema is None else bodies.ResponseFormat("json_schema", schema),
         )
 
-    def _conversation(self) -> list[dict[str, Any]]:
+    def _conversation(self) -> list[Json]:
         """Return the messages of the chat request. Adjacent messages with the same role become one."""
-        found: list[dict[str, Any]] = []
-        given = [] if self.system is None else [{"role": "system", "content": self.system}]
-        places = [("system", each) for each in given]
+        found: list[Json] = []
+        places = [] if self.system is None else [("system", {"role": "system", "content": self.system})]
         places += [(f"messages[{number}]", each) for number, each in enumerate(self.messages)]
         for where, message in places:
             role = message.get("role")
@@ -140,19 +136,17 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
     The place, such as ``messages[0]``, is for error messages.
     """
-    if isinstance(content, str):
-        yield where, {"type": "text", "text": content}
-    elif not isinstance(content, list):
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
         raise BadField(f"{where}: content must be text or a list of content blocks, not {shown(content)}", "messages")
-    else:
-        for number, block in enumerate(content):
-            place = f"{where}.content[{number}]"
-            if not isinstance(block, Mapping):
-                raise BadField(f'{place} must be {{"type": "text", "text": "…"}}, not {shown(block)}', "messages")
-            yield place, block
+    for number, block in enumerate(blocks):
+        place = f"{where}.content[{number}]"
+        if not isinstance(block, Mapping):
+            raise BadField(f'{place} must be {{"type": "text", "text": "…"}}, not {shown(block)}', "messages")
+        yield place, block
 
 
-def _add(found: list[dict[str, Any]], role: str, block: Mapping[str, Any], where: str) -> None:
+def _add(found: list[Json], role: str, block: Mapping[str, Any], where: str) -> None:
     """Add a content block of a message with ``role`` to ``found``, the messages of the chat request. Raises BadField.
 
     ``where`` names the block in error messages.
@@ -196,7 +190,7 @@ def _text(block: Mapping[str, Any], name: str, where: str) -> str:
     return text
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _tool(tool: Mapping[str, Any], where: str) -> Json:
     """Convert a tool to OpenAI's format. Raises BadField."""
     kind, schema = tool.get("type") or "custom", tool.get("input_schema")
     if kind != "custom":
@@ -207,7 +201,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": schema}}
 
 
-def _choice(choice: ToolChoice) -> str | dict[str, Any]:
+def _choice(choice: ToolChoice) -> str | Json:
     """Convert the field ``tool_choice`` to OpenAI's format. Raises BadField."""
     if choice.type != "tool":
         return "required" if choice.type == "any" else choice.type
@@ -219,7 +213,9 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
 def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatCall]:
     """Return the body of a request, and the engine's call for the equivalent chat request. Raises BadField."""
     body = bodies.read_body(MessagesBody, request.state.body)
-    chat = body.chat(can_think=service.facts.has_thinking_switch or CLOSE in service.facts.chat_template)
+    chat = body.chat()
+    if not service.facts.has_thinking_switch and CLOSE not in service.facts.chat_template:
+        chat.reasoning_effort = None  # the model does not reason
     return body, chat_call(service, request.state.tenant, name, chat, _NAMES)
 
 

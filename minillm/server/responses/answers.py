@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any
 
-from minillm.server.answers import Json, Usage, chat_logprobs
+from minillm.server.answers import Json, Usage, token_logprobs
 from minillm.server.completions.forms import EventWriter
 from minillm.server.engine_process import Answer
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart, ThoughtPart
@@ -22,7 +22,12 @@ from minillm.service.call_messages import Completion, Text, Token
 _TYPES = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item -> type of its content, in events
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # type of an item -> prefix of its id
 # Further fields of a new item, by its type.
-_FIELDS: Json = {"message": {"role": "assistant", "content": []}, "reasoning": {"summary": [], "content": []}}
+_FIELDS: Json = {
+    "message": {"role": "assistant", "content": []},
+    "reasoning": {"summary": [], "content": []},
+}
+
+Keep = Callable[[Json, Sequence[int]], object]
 
 
 def item_id(kind: str, response_id: str, number: int) -> str:
@@ -46,7 +51,7 @@ class ResponseWriter(EventWriter):
     """
 
     head: Json
-    keep: Callable[[Json, Sequence[int]], object] = lambda response, token_ids: None
+    keep: Keep = lambda response, token_ids: None
     output: list[Json] = field(default_factory=list)  # finished items
     is_cancelled: bool = False
     _item: Json | None = None  # the open item
@@ -70,7 +75,7 @@ class ResponseWriter(EventWriter):
             case TextPart(text):
                 yield from self._open("message")
                 self._tokens += (tokens := self._tokens_of(text))
-                yield self._extend("output_text", text, content_index=0, logprobs=_logprobs(tokens))
+                yield self._extend("output_text", text, content_index=0, logprobs=token_logprobs(tokens))
             case ThoughtPart(text):
                 yield from self._open("reasoning")
                 self._tokens_of(text)
@@ -143,7 +148,7 @@ class ResponseWriter(EventWriter):
 
     def _part(self, kind: str, text: str) -> Json:
         """Return ``text``, the text of the open item of type ``kind``, as a content part in the format of the API."""
-        more = {"annotations": [], "logprobs": _logprobs(self._tokens)} if kind == "message" else {}
+        more = {"annotations": [], "logprobs": token_logprobs(self._tokens)} if kind == "message" else {}
         return {"type": _TYPES[kind], "text": text, **more}
 
     def _event(self, kind: str, **fields: Any) -> Json:
@@ -193,8 +198,3 @@ class ResponseWriter(EventWriter):
 
     def encoded(self, events: Iterable[Json]) -> bytes:
         return super().encoded({**each, "sequence_number": next(self._numbers)} for each in events)
-
-
-def _logprobs(tokens: Sequence[Token]) -> list[Json]:
-    found: list[Json] = chat_logprobs(tokens)["content"]
-    return found

@@ -12,13 +12,13 @@ import msgspec
 
 from minillm.checks import check_names, shown
 from minillm.errors import UsageError
+from minillm.server.answers import Json
 from minillm.server.bodies import BadField, ChatBody, CommonFields, Effort, ResponseFormat, SchemaFormat
 
-Json = dict[str, Any]
 Summary = Literal["auto", "concise", "detailed"]
 
-LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second has no effect: items contain reasoning as text
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")  # the second has no effect: items contain reasoning as text
 _NOT_SUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
 _MOST_REFERENCED = 16 << 20  # maximum size in bytes of the items that a request refers to
 # Names of a chat request's fields -> names of the same fields in this API.
@@ -105,21 +105,17 @@ class ResponseBody(CommonFields):
             if each not in _INCLUDES:
                 raise BadField(f"include: {shown(each)} is not supported; known: {', '.join(_INCLUDES)}", "include")
 
-    @property
-    def has_logprobs(self) -> bool:
-        """Return whether the response's texts have log-probabilities."""
-        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
-
     def chat(self, conversation: Sequence[Json]) -> ChatBody:
         """Return the equivalent chat request, in which ``conversation`` follows the instructions. Raises BadField."""
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         format_ = None if self.text is None else self.text.format
+        has_logprobs = bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
         return ChatBody(
             **{name: getattr(self, name) for name in CommonFields.__struct_fields__},
             messages=[*told, *conversation],
             max_completion_tokens=self.max_output_tokens,
-            logprobs=self.has_logprobs,
-            top_logprobs=self.top_logprobs if self.has_logprobs else None,
+            logprobs=has_logprobs,
+            top_logprobs=self.top_logprobs if has_logprobs else None,
             tools=None if self.tools is None else [_tool(tool, number) for number, tool in enumerate(self.tools)],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
@@ -134,10 +130,7 @@ class NoBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _tool(tool: Json, number: int) -> Json:
-    """Convert a tool to the format of a chat request, where the function's fields are nested in ``function``.
-
-    Raises BadField.
-    """
+    """Convert a tool to the format of a chat request, in which ``function`` has the other fields. Raises BadField."""
     kind = tool.get("type")
     if kind != "function":
         raise BadField(f"tools[{number}]: the type {shown(kind)} is not supported; only functions are", "tools")
@@ -225,10 +218,7 @@ def _text(item: Json, name: str, where: str) -> str:
 
 
 def _content(value: Any, where: str) -> str:
-    """Return the text of an item's content, which is a string or a list of text parts. Raises BadField.
-
-    Parts are joined by newlines.
-    """
+    """Return an item's content, which is a string or a list of texts, as one text of several lines. Raises BadField."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -236,7 +226,7 @@ def _content(value: Any, where: str) -> str:
     texts = []
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(part, Mapping) or kind not in _TEXTS:
+        if kind not in _TEXTS:
             raise BadField(f"{where}[{number}]: a part of type {shown(kind)}: only text is supported", "input")
-        texts.append(_text(dict(part), "refusal" if kind == "refusal" else "text", f"{where}[{number}]"))
+        texts.append(_text(part, "refusal" if kind == "refusal" else "text", f"{where}[{number}]"))
     return "\n".join(texts)

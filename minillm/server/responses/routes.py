@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minillm.checks import shown
 from minillm.errors import UsageError
+from minillm.server.answers import Json
 from minillm.server.bodies import BadField, read_body
 from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens
-from minillm.server.responses.answers import ResponseWriter
-from minillm.server.responses.bodies import NAMES, Json, NoBody, ResponseBody, messages_of
+from minillm.server.responses.answers import Keep, ResponseWriter
+from minillm.server.responses.bodies import NAMES, NoBody, ResponseBody, messages_of
 from minillm.server.responses.store import Stored
 from minillm.server.service import Missing, Service, json_response
 from minillm.service import call_messages as messages
@@ -87,13 +88,10 @@ async def cancel_response(service: Service, request: Request) -> Response:
     return _response(service, tenant, name)
 
 
-def _turn(
-    service: Service, tenant: str, name: str, body: ResponseBody
-) -> tuple[ChatCall, Callable[[Json, Sequence[int]], None]]:
-    """Convert a request to a chat request. Raises BadField, or Missing if the earlier response is unknown.
+def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> tuple[ChatCall, Keep]:
+    """Return the engine's call for a request, and the function that stores the finished response.
 
-    Return the engine's call for the chat request, and a function that stores the finished response. The arguments of
-    this function are those of `ResponseWriter.keep`.
+    Raises BadField, or Missing if the model or the earlier response is unknown.
     """
     body.check()
     before: Stored | None = None
