@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -216,12 +217,8 @@ class Flight(Protocol):
         """Return whether the next step's logits can be computed before the CPU knows these decisions."""
 
     @property
-    def groups(self) -> list[SequenceGroup]:
-        """Return the groups of the sequences that these decisions continue, each group once."""
-
-    @property
-    def is_wanted(self) -> bool:
-        """Return whether any of the sequences that these decisions continue is still running."""
+    def groups(self) -> Iterable[SequenceGroup]:
+        """Return the groups of the sequences that these decisions continue. A group may be repeated."""
 
     def wait(self) -> None:
         """Wait until the device has computed the decisions."""

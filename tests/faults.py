@@ -1051,7 +1051,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          LOW_BIT_MLP + "test_no_input_is_beyond_the_bound[awq]"),
     ],
     "kernels/linear/low_bit/many_tokens.py": [
-        ("dot-of-small-scales", "_load_small", "BinOp 4", "$left * 0", LOW_BIT + "test_dozens_of_tokens[q5_0-shape0]"),
         ("dot-gate-is-up", "_dot_kernel", "If 0.body[0].value.right", "$left * 0",
          LOW_BIT + "test_dozens_of_tokens[q4_1-shape0]"),
         ("dot-parts-overlap", "_dot_kernel", "Assign 10.value", "tl.program_id(2) * 0",
@@ -1093,6 +1092,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          TILES + "test_a_gate_of_two_layouts_has_no_gate_in_its_products"),
     ],
     "kernels/linear/low_bit/lanes.py": [
+        ("dot-of-small-scales", "_load_small", "BinOp 4", "$left * 0", LOW_BIT + "test_dozens_of_tokens[q5_0-shape0]"),
         ("low-bit-scale-of-the-other-half", "eight_weights", "IfExp 0", "$orelse",
          LOW_BIT + "test_products[q6_k-2-shape0]"),
         ("low-bit-lane-of-another-group", "row_factors", "BinOp 1", "$left % 4",

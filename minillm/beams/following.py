@@ -44,10 +44,6 @@ class Followed:
     def groups(self) -> list[SequenceGroup]:
         return [*self.following] if self.hosted is None else [*self.following, *self.hosted.groups]
 
-    @property
-    def is_wanted(self) -> bool:
-        return any(not group.finished for group in self.groups)
-
     def wait(self) -> None:
         self.found = self.chosen.wait()
         if self.hosted is not None:

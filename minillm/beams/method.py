@@ -245,10 +245,6 @@ class Searches:
     def groups(self) -> list[SequenceGroup]:
         return [group for group, _ in self.searching]
 
-    @property
-    def is_wanted(self) -> bool:
-        return any(not group.finished for group in self.groups)
-
     def wait(self) -> None:
         steps = [beam_step(group, row_of) for group, row_of in self.searching if not group.finished]
         try:

@@ -47,7 +47,7 @@ class Step:
 
     @property
     def is_wanted(self) -> bool:
-        return any(flight.is_wanted for flight in self.flights)
+        return any(not group.finished for flight in self.flights for group in flight.groups)
 
     @property
     def may_run_ahead(self) -> bool:

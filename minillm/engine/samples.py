@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -163,12 +164,8 @@ class Draws:
     results: tuple[list[int], list[TokenLogprobs | None], list[bool]] = ([], [], [])
 
     @property
-    def groups(self) -> list[SequenceGroup]:
-        return list({id(chunk.group): chunk.group for chunk in self.chunks}.values())
-
-    @property
-    def is_wanted(self) -> bool:
-        return any(chunk.sequence.finish_reason is None for chunk in self.chunks)
+    def groups(self) -> Iterator[SequenceGroup]:
+        return (chunk.group for chunk in self.chunks)
 
     def wait(self) -> None:
         self.results = self.drawn.wait()

@@ -42,10 +42,6 @@ class Scoring:
     def groups(self) -> list[SequenceGroup]:
         return [group for group, _ in self.parts]
 
-    @property
-    def is_wanted(self) -> bool:
-        return any(not group.finished for group in self.groups)
-
     def wait(self) -> None:
         self.results = self.scored.wait()
 
@@ -96,10 +92,6 @@ class Ends:
     groups: list[SequenceGroup]
     may_run_ahead: bool = True
     may_compute_ahead: bool = True
-
-    @property
-    def is_wanted(self) -> bool:
-        return any(not group.finished for group in self.groups)
 
     def wait(self) -> None:
         """Return at once: no result from the device is needed."""

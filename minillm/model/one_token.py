@@ -188,19 +188,9 @@ def compile_layer(shape: LayerShape, path: Path) -> None:
         exported = torch.export.export(Layer(shape), (*arguments, weights), dynamic_shapes=dynamic)
         # The function uses as many threads as torch when it runs: see `minillm.loading.threads`. Precompiling headers
         # would not pay, because each one is read only once.
-        options = {"cpp.dynamic_threads": True, "pattern_matcher": False, **_without_precompiled_headers()}
+        options = {"cpp.dynamic_threads": True, "pattern_matcher": False, "cpp_cache_precompile_headers": False}
+        options["aot_inductor.precompile_headers"] = False
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
-
-
-def _without_precompiled_headers() -> dict[str, bool]:
-    """Return the inductor settings that disable precompiled headers, if this torch version has such settings."""
-    config = torch._inductor.config
-    settings: dict[str, bool] = {}
-    if hasattr(config, "cpp_cache_precompile_headers"):
-        settings["cpp_cache_precompile_headers"] = False
-    if hasattr(config.aot_inductor, "precompile_headers"):
-        settings["aot_inductor.precompile_headers"] = False
-    return settings
 
 
 def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:

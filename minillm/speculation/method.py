@@ -9,10 +9,11 @@ parameters, but takes fewer steps.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from torch import Tensor
@@ -192,12 +193,8 @@ class PlainDraws:
         return self.draws.may_compute_ahead and not self._expects()
 
     @property
-    def groups(self) -> list[SequenceGroup]:
+    def groups(self) -> Iterator[SequenceGroup]:
         return self.draws.groups
-
-    @property
-    def is_wanted(self) -> bool:
-        return self.draws.is_wanted
 
     def wait(self) -> None:
         self.draws.wait()
@@ -229,13 +226,8 @@ class Verification:
     may_compute_ahead: bool = False
 
     @property
-    def groups(self) -> list[SequenceGroup]:
-        groups = [] if self.plain is None else self.plain.groups
-        return list(dict.fromkeys([*groups, *(chunk.group for chunk in self.chunks)]))
-
-    @property
-    def is_wanted(self) -> bool:
-        return any(not group.finished for group in self.groups)
+    def groups(self) -> Iterator[SequenceGroup]:
+        return chain(() if self.plain is None else self.plain.groups, (chunk.group for chunk in self.chunks))
 
     def wait(self) -> None:
         if self.plain is not None:

@@ -75,11 +75,19 @@ def columns4(words, LANES: tl.constexpr):
 
 
 @triton.jit
+def _load_small(ptr, at, BITS: tl.constexpr):
+    """Load elements of 8 or 16 bits by loading the 32-bit words around them: smaller loads are not pipelined."""
+    SHARE: tl.constexpr = 32 // BITS
+    words = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at // SHARE)
+    return (words >> (at % SHARE * BITS)).to(tl.int8 if BITS == 8 else tl.int16)
+
+
+@triton.jit
 def load_row(
     levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
-    BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PIPELINED: tl.constexpr = False,
 ):  # fmt: skip
-    """Load one group of weights of a row for each lane, still packed.
+    """Load one group of weights of a row for each lane, still packed. PIPELINED: load scales as `_load_small` does.
 
     Returns, for the group: its first four words ``[lanes, 4]``; with 8 bits, its other four words; the words of the
     higher plane; the scales; the unit of the scales. Results that the layout does not have are placeholders.
@@ -99,12 +107,22 @@ def load_row(
     if SCALES == "super":
         scales = tl.load((scales_ptr + (row * (num_groups // 8) + group // 8) * 4)[:, None] + four)
     elif SCALES == "bytes":
-        scales = tl.load(scales_ptr + at)  # with groups of 16, both
-        unit = tl.load(units_ptr + row * (num_groups // 8) + group // 8)
-    elif GROUP == 0:
-        scales = tl.load(scales_ptr + row)
+        unit_at = row * (num_groups // 8) + group // 8
+        if PIPELINED:
+            scales = _load_small(scales_ptr, at, 16 if GROUP == 16 else 8)
+            unit = _load_small(units_ptr, unit_at, 16).to(tl.float16, bitcast=True)
+        else:
+            scales = tl.load(scales_ptr + at)  # with groups of 16, both
+            unit = tl.load(units_ptr + unit_at)
     else:
-        scales = tl.load(scales_ptr + row * (num_groups // (GROUP // 32)) + group // (GROUP // 32))
+        if GROUP == 0:
+            at = row
+        else:
+            at = row * (num_groups // (GROUP // 32)) + group // (GROUP // 32)
+        if PIPELINED and SCALES == "plain" and scales_ptr.dtype.element_ty.primitive_bitwidth == 16:
+            scales = _load_small(scales_ptr, at, 16).to(scales_ptr.dtype.element_ty, bitcast=True)
+        else:
+            scales = tl.load(scales_ptr + at)
     return words, more, high, scales, unit
 
 

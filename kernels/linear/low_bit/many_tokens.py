@@ -23,7 +23,7 @@ from torch import Tensor
 from minillm.kernels.compat import INTERPRETED, dot, finished, has_wgmma, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.few_tokens import HalfActivations
-from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, row_factors
+from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, load_row, row_factors
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit
 from minillm.kernels.linear.low_bit.planes import constants_of, planes_of
 from minillm.kernels.norm.activation import active
@@ -33,51 +33,6 @@ from minillm.kernels.norm.activation import active
 _TOKENS, _TOKENS_OF_8_BITS = range(17, 257), range(17, 129)
 _PROGRAMS = 132  # programs of the largest tile that run at a time: an H200's multiprocessors
 _COLUMNS = 1024
-
-
-@triton.jit
-def _load_small(ptr, at, BITS: tl.constexpr):
-    """Load elements of 8 or 16 bits by loading the 32-bit words around them: smaller loads are not pipelined."""
-    SHARE: tl.constexpr = 32 // BITS
-    words = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at // SHARE)
-    return (words >> (at % SHARE * BITS)).to(tl.int8 if BITS == 8 else tl.int16)
-
-
-@triton.jit
-def _load_groups(
-    levels_ptr, high_ptr, scales_ptr, units_ptr, row, group, num_groups,
-    BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Load the same tensors as `low_bit.lanes.load_row`. Read every element as part of a 32-bit word: see
-    `_load_small`.
-    """
-    at = row.to(tl.int64) * num_groups + group
-    four = tl.arange(0, 4)[None, :]
-    words_at = (levels_ptr + at * (8 if BITS == 8 else 4))[:, None] + four
-    words = tl.load(words_at, eviction_policy="evict_first")
-    more = words
-    if BITS == 8:
-        more = tl.load(words_at + 4, eviction_policy="evict_first")
-    high, unit = row, row
-    if BITS == 5:
-        high = tl.load(high_ptr + at, eviction_policy="evict_first")
-    elif BITS == 6:
-        high = tl.load((high_ptr + at * 2)[:, None] + tl.arange(0, 2)[None, :], eviction_policy="evict_first")
-    if SCALES == "super":
-        scales = tl.load((scales_ptr + (row * (num_groups // 8) + group // 8) * 4)[:, None] + four)
-    elif SCALES == "bytes":
-        scales = _load_small(scales_ptr, at, 16 if GROUP == 16 else 8)
-        unit = _load_small(units_ptr, row * (num_groups // 8) + group // 8, 16).to(tl.float16, bitcast=True)
-    else:
-        if GROUP == 0:
-            at = row
-        else:
-            at = row * (num_groups // (GROUP // 32)) + group // (GROUP // 32)
-        if SCALES == "plain" and scales_ptr.dtype.element_ty.primitive_bitwidth == 16:
-            scales = _load_small(scales_ptr, at, 16).to(scales_ptr.dtype.element_ty, bitcast=True)
-        else:
-            scales = tl.load(scales_ptr + at)
-    return words, more, high, scales, unit
 
 
 @triton.jit
@@ -107,7 +62,7 @@ def _weights(
     groups, group, BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     TABLE: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Convert the result of `_load_groups` to the tile of weights ``[ROWS, 128]`` float16.
+    """Convert the result of `load_row` to the tile of weights ``[ROWS, 128]`` float16.
 
     Rows are in order. Columns are ordered by word, pair, group and weight, as in `HalfActivations.x` by tokens.
     """
@@ -148,8 +103,8 @@ def _dot_kernel(
     for turn in range(begin, tl.minimum(begin + share, num_turns)):
         x = tl.load(x_ptr + x_at + turn * 128)
         group = tl.minimum(turn * 4 + t, num_groups - 1)  # x has zeros after its end
-        groups = _load_groups(
-            levels_ptr, high_ptr, scales_ptr, units_ptr, lane_rows, group, num_groups, BITS, SCALES, GROUP
+        groups = load_row(
+            levels_ptr, high_ptr, scales_ptr, units_ptr, lane_rows, group, num_groups, BITS, SCALES, GROUP, True
         )
         weights = _weights(groups, group, BITS, SCALES, GROUP, ZERO, TABLE, CODES, ROWS, WARPS)
         total = finished(dot(weights, x, total))
