@@ -21,7 +21,7 @@ from minillm.cli.prompt_file import read_requests
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Engines, Task
-from minillm.jobs.part_file import PartFile, check_output, failures
+from minillm.jobs.part_file import PartFile, check_output
 from minillm.jobs.rows import Answer, InputRow, Style, num_tokens
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, loading_bar, say
@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
     name = _fingerprint(task, requests, rows({}))  # reports errors in the requests before the model is loaded
     output = _output(arguments) if arguments.output else None
     if output is not None:
-        check_output(output)
-        failed = None if arguments.force else failures(output, name, len(requests))
+        failed = check_output(output, name, len(requests), overwrite=arguments.force)
         if failed is not None:
             say(f"{output} is finished: {_prompts(len(requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0

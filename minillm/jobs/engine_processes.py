@@ -12,7 +12,6 @@ import sys
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Died, Engines, Facts, Task
@@ -92,7 +91,7 @@ def main() -> int:
         return error.exit_code
     engine = RowEngine(llm, task.style)
 
-    def read() -> Any:
+    def read() -> None:
         with suppress(EOFError, OSError):
             while True:
                 for row in connection.recv():

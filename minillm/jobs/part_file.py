@@ -25,36 +25,31 @@ class _Line(NamedTuple):
     failed: bool
 
 
-def check_output(output: Path) -> None:
-    """Raise UsageError if the output cannot be written. Call this before anything is computed."""
-    try:
-        if output.exists():
-            open_regular(output).close()
-    except OSError as error:
-        raise UsageError(f"cannot write {output}: {error.strerror}") from None
+def check_output(output: Path, job: str, total: int, *, overwrite: bool) -> int | None:
+    """Check the output file before anything is computed.
+
+    Return None if the answers must be computed. If the file has them, return how many of the ``total`` requests failed.
+
+    Raises UsageError if the file cannot be written. Without ``overwrite``, also if it holds anything other than the
+    answers to these requests.
+    """
     if not os.access(output.parent, os.W_OK):
         raise UsageError(f"cannot write {output}: its directory is not there, or cannot be written")
-
-
-def failures(output: Path, job: str, total: int) -> int | None:
-    """Return how many of the job's ``total`` requests failed according to the output; None if there is no output.
-
-    Raises UsageError if the output file holds anything other than the answers to these requests.
-    """
     try:
         with open_regular(output) as stream:
-            answers = [(line["job"], line["error"] is not None) for line in map(parse_json, stream)]
-        if not answers:
-            return None
-        if [each for each, _ in answers] == [job] * total:
-            return sum(failed for _, failed in answers)
+            answers = [] if overwrite else [(line["job"], line["error"]) for line in map(parse_json, stream)]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not a readable output of this program
-    raise UsageError(
-        f"{output} holds something other than these answers; choose another --output, or add --force to overwrite it"
-    )
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        answers = [("", None)]  # not an output of this program
+    if not answers:
+        return None
+    if [each for each, _ in answers] != [job] * total:
+        way_out = "choose another --output, or add --force to overwrite it"
+        raise UsageError(f"{output} holds something other than these answers; {way_out}")
+    return sum(error is not None for _, error in answers)
 
 
 class PartFile:
