@@ -106,20 +106,23 @@ def load_row(
         high = tl.load((high_ptr + at * 2)[:, None] + tl.arange(0, 2)[None, :], eviction_policy="evict_first")
     if SCALES == "super":
         scales = tl.load((scales_ptr + (row * (num_groups // 8) + group // 8) * 4)[:, None] + four)
-    elif SCALES == "bytes":
-        unit_at = row * (num_groups // 8) + group // 8
-        if PIPELINED:
-            scales = _load_small(scales_ptr, at, 16 if GROUP == 16 else 8)
-            unit = _load_small(units_ptr, unit_at, 16).to(tl.float16, bitcast=True)
-        else:
+    elif not PIPELINED:
+        if SCALES == "bytes":
             scales = tl.load(scales_ptr + at)  # with groups of 16, both
-            unit = tl.load(units_ptr + unit_at)
+            unit = tl.load(units_ptr + row * (num_groups // 8) + group // 8)
+        elif GROUP == 0:
+            scales = tl.load(scales_ptr + row)
+        else:
+            scales = tl.load(scales_ptr + row * (num_groups // (GROUP // 32)) + group // (GROUP // 32))
+    elif SCALES == "bytes":
+        scales = _load_small(scales_ptr, at, 16 if GROUP == 16 else 8)
+        unit = _load_small(units_ptr, row * (num_groups // 8) + group // 8, 16).to(tl.float16, bitcast=True)
     else:
         if GROUP == 0:
             at = row
         else:
             at = row * (num_groups // (GROUP // 32)) + group // (GROUP // 32)
-        if PIPELINED and SCALES == "plain" and scales_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        if SCALES == "plain" and scales_ptr.dtype.element_ty.primitive_bitwidth == 16:
             scales = _load_small(scales_ptr, at, 16).to(scales_ptr.dtype.element_ty, bitcast=True)
         else:
             scales = tl.load(scales_ptr + at)
