@@ -12,15 +12,17 @@ import functools
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITCallable
@@ -74,8 +76,11 @@ class Variant:
         """Return whether the variant is in Triton's cache."""
         return _is_cached(self.key)
 
-    def compile(self) -> None:
+    def compile(self, *, with_launcher: bool = False) -> None:
         """Compile the variant into Triton's cache. This needs no GPU: without a GPU, call `pretend` first.
+
+        ``with_launcher``: also build the C function with which Python launches it. Triton 3.6 runs a C compiler for
+        that, which takes 0.3 s for each signature; later versions need none.
 
         Raises any exception of Triton's compiler.
         """
@@ -83,7 +88,11 @@ class Variant:
         _hash_in_order(kernel)
         signature, constants, attributes, options = self.arguments
         kernel.device_caches[0]  # sets the next two attributes
-        kernel.compile(kernel.ASTSource(kernel, signature, constants, attributes), target=self.target, options=options)
+        source = kernel.ASTSource(kernel, signature, constants, attributes)
+        compiled = kernel.compile(source, target=self.target, options=options)
+        if self.target.backend == "cuda" and with_launcher:
+            with suppress(Exception):  # for example, there is no C compiler: the first launch reports it
+                CudaLauncher(compiled.src, compiled.metadata)
 
 
 def _to_json(value: Any) -> Any:
@@ -135,8 +144,19 @@ class Kernel:
         return self.jit.warmup(*args, grid=grid, **{"enable_fp_fusion": True, **options})
 
     def _find(self, *args: Any, grid: Any, **options: Any) -> None:
+        launch = self, *map(_as_argument, args), *options.items()
+        if launch in _mode.seen:  # all layers launch the same variants, and Triton needs 0.3 ms to find one
+            return
+        _mode.seen.add(launch)
         with suppress(NotCompiledError):  # `_compile` has noted it
             self.jit.run(*args, grid=grid, warmup=True, **{"enable_fp_fusion": True, **options})
+
+
+def _as_argument(value: Any) -> Any:
+    """Return all that a variant of a kernel can depend on in an argument, as a hashable value."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16
+    return value if isinstance(value, bool | int | float | str | None) else object()  # others equal nothing
 
 
 def launched(jit: Any) -> Any:
@@ -146,23 +166,24 @@ def launched(jit: Any) -> Any:
 
 class _Mode(threading.local):
     found: list[Variant] | None = None  # of `missing_variants`
+    seen: set[Any] = set()  # noqa: RUF012 (each call of `missing_variants` sets its own): launches
     only_compiled = False
+    unfinished: Collection[str] = ()
 
 
 _mode = _Mode()
 
 
-def missing_variants(work: Callable[[], object]) -> list[Variant]:
+def missing_variants(work: Callable[[], object], unfinished: Collection[str] = ()) -> list[Variant]:
     """Run ``work`` without launching kernels. Return the variants that must be compiled before ``work`` can run.
 
     PyTorch's own operations run as usual, so the work's results are meaningless, and must not be used as indices.
+    ``unfinished``: keys of variants that another process is compiling. They count as missing even if they are already
+    in Triton's cache: their launchers may not be.
     """
-    kept, _mode.found = _mode.found, []
-    try:
+    with _as_mode(found=[], seen=set(), unfinished=unfinished):
         work()
-        return list(dict.fromkeys(_mode.found))
-    finally:
-        _mode.found = kept
+        return list(dict.fromkeys(_mode.found or []))
 
 
 def finds_variants() -> bool:
@@ -171,13 +192,24 @@ def finds_variants() -> bool:
 
 
 @contextmanager
-def only_compiled() -> Iterator[None]:
-    """Raise `NotCompiledError` instead of compiling a kernel, in this thread."""
-    kept, _mode.only_compiled = _mode.only_compiled, active_mode is not None
+def only_compiled(unfinished: Collection[str] = ()) -> Iterator[None]:
+    """Raise `NotCompiledError` instead of compiling a kernel, in this thread.
+
+    ``unfinished``: see `missing_variants`.
+    """
+    with _as_mode(only_compiled=active_mode is not None, unfinished=unfinished):
+        yield
+
+
+@contextmanager
+def _as_mode(**values: Any) -> Iterator[None]:
+    """Set attributes of this thread's mode."""
+    kept = {name: getattr(_mode, name) for name in values}
+    vars(_mode).update(values)
     try:
         yield
     finally:
-        _mode.only_compiled = kept
+        vars(_mode).update(kept)
 
 
 class _NotCachedError(Exception):
@@ -189,7 +221,7 @@ class _FromCache:
 
     def submit(self, key: str, load: Callable[[], Any], finish: Callable[[Any], object], *_rest: object) -> Any:
         digest = hashlib.sha256(key.encode()).hexdigest()
-        if not _is_cached(digest):
+        if digest in _mode.unfinished or not _is_cached(digest):
             raise _NotCachedError(digest)
         kernel = load()
         finish(kernel)

@@ -252,9 +252,11 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
     """Return the number of parts into which to split each context, so that there are enough programs to fill the GPU.
 
     The number depends only on shapes. A context of ``max_context`` tokens gets parts of about ``least`` tokens or more.
+    The number is a power of two, because each padded number has its own variant of `_merge_splits_kernel`.
     """
     processors = num_multiprocessors(device) if device.type == "cuda" else 4
-    return max(1, min(most_parts(num_seqs, num_kv_heads, processors), -(-max_context // least)))
+    most = max(1, min(most_parts(num_seqs, num_kv_heads, processors), -(-max_context // least)))
+    return 1 << (most.bit_length() - 1)
 
 
 class _Parts(NamedTuple):
@@ -303,7 +305,7 @@ def attended_halves(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScal
 
 
 def _num_splits(q: Tensor, pages: Pages) -> int:
-    least = TOKENS.value if attention_lanes.takes(q, pages) else max(64, _tiling(q, pages)[0])
+    least = TOKENS.value if attention_lanes.takes(q, pages) else max(32, _tiling(q, pages)[0])
     return num_splits_for(q.shape[0], pages.k.shape[2], _longest(pages), q.device, least)
 
 

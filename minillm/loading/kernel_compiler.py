@@ -53,11 +53,15 @@ class KernelCompiler:
 
     def missing(self, work: Callable[[], object]) -> list[Variant]:
         """Return the variants that must be compiled before ``work`` can run: see `launch.missing_variants`."""
-        return launch.missing_variants(work)
+        return launch.missing_variants(work, self._unfinished())
 
     def only_compiled(self) -> AbstractContextManager[None]:
         """Return a context in which launches raise `not_compiled` instead of compiling: see `launch.only_compiled`."""
-        return launch.only_compiled()
+        return launch.only_compiled(self._unfinished())
+
+    def _unfinished(self) -> frozenset[str]:
+        with self._changed:
+            return frozenset(each.key for each in self._sent)
 
     @property
     def num_pending(self) -> int:

@@ -50,6 +50,7 @@ def main() -> None:
     lines = "".join(f"{variant.encode()}\n" for variant in missing)
     subprocess.run([sys.executable, "-W", "error", "-c", COMPILER], input=lines, text=True, check=True)
     after, compiled = [variant.is_compiled for variant in missing], entries()
+    unfinished = launch.missing_variants(work, {missing[0].key})
     left = launch.missing_variants(work)
     with suppress(AttributeError):  # the launch itself, which needs a driver
         rms_norm.rms_norm(x, weight, 1e-5)
@@ -67,6 +68,7 @@ def main() -> None:
                 "refused": refused,
                 "after": after,
                 "left": len(left),
+                "unfinished": [each.name for each in unfinished],
                 "launch compiles": len(launched) - len(compiled),
                 "without contraction": [each.name for each in other],
             }

@@ -35,6 +35,32 @@ def test_variants_are_compiled_into_the_cache(tmp_path: Path) -> None:
     assert second == {**first, "missing": 0, "done": 0}
 
 
+LAUNCH = """
+import torch
+from triton.runtime import build
+from minillm.kernels.norm import rms_norm
+from minillm.loading.kernel_compiler import KernelCompiler
+
+def fail(*args, **options):
+    raise SystemExit("a C compiler was started")
+
+x = torch.ones(4, 64, dtype=torch.bfloat16, device="cuda")
+compiler = KernelCompiler(print, 2)
+missing = compiler.missing(lambda: rms_norm.rms_norm(x, x[0], 1e-5))
+compiler.submit(missing)
+compiler.wait(missing)
+build._build = fail
+print(len(missing), rms_norm.rms_norm(x, x[0], 1e-5).sum().item())
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_launch_of_a_compiled_kernel_runs_no_c_compiler(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", LAUNCH], env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("1 256.0\n", "")
+
+
 def test_without_compilers_kernels_compile_later(tmp_path: Path) -> None:
     result = run(tmp_path, "killed")
     (message,) = result.pop("messages")
