@@ -21,8 +21,7 @@ from minillm.kernels.launch import launched
 from minillm.kernels.norm.activation import active
 
 # Tokens, rounded up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps), measured on an H200
-# with a cold L2 by a benchmark that docs/decisions/one-token-matmuls.md names. For one token, the 135m's shapes were
-# measured in a chain of whole layers.
+# in whole models. Only tiles that are faster than those of `_tile_for` are listed.
 TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     1: {
         (960, 576): (4, 1024, 4),
@@ -30,27 +29,8 @@ TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
         (3072, 576): (8, 1024, 16),
         (576, 1536): (8, 2048, 4),
         (49152, 576): (8, 256, 2),
-        (3072, 2048): (4, 1024, 4),
-        (2048, 2048): (4, 2048, 8),
-        (16384, 2048): (4, 512, 2),
-        (2048, 8192): (4, 2048, 8),
-        (128256, 2048): (4, 1024, 4),
         (6144, 4096): (4, 2048, 4),
         (4096, 4096): (8, 1024, 8),
-        (28672, 4096): (2, 4096, 4),
-        (4096, 14336): (4, 1024, 2),
-        (128256, 4096): (4, 4096, 4),
-        # shapes of the 8b on two ranks, then on four
-        (3072, 4096): (4, 2048, 2),
-        (4096, 2048): (8, 1024, 8),
-        (14336, 4096): (2, 4096, 4),
-        (4096, 7168): (8, 1024, 4),
-        (64128, 4096): (4, 4096, 4),
-        (1536, 4096): (4, 4096, 4),
-        (4096, 1024): (8, 1024, 8),
-        (7168, 4096): (2, 1024, 2),
-        (4096, 3584): (8, 1024, 8),
-        (32064, 4096): (4, 4096, 4),
     },
     2: {
         (960, 576): (4, 1024, 2),
@@ -60,7 +40,6 @@ TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
         (3072, 2048): (4, 1024, 4),
         (2048, 2048): (4, 2048, 8),
         (2048, 8192): (2, 2048, 4),
-        (4096, 4096): (4, 1024, 2),
     },
     4: {
         (960, 576): (4, 1024, 2),
@@ -70,6 +49,7 @@ TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     },
 }
 MOST_TOKENS = max(TILES)
+_SMALL = 1 << 24  # elements of a weight: see `_tile_for`
 # Tokens -> maximum elements of a weight. With larger weights, a norm and then cuBLAS are as fast.
 _LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
 
@@ -224,7 +204,8 @@ def launch(
     if scales is not None:
         rows, width, warps = _fp8_tile(tokens, features, columns)
     else:
-        rows, width, warps = TILES[tokens].get((features, columns)) or _tile_for(tokens, features, columns)
+        matrices = 2 if gated else 1
+        rows, width, warps = TILES[tokens].get((features, columns)) or _tile_for(tokens, features, columns, matrices)
     num_rows = features // 2 if gated else features
     _matvec_kernel[(triton.cdiv(num_rows, rows),)](
         out, x, weight if scales is None else readable(weight), scales,
@@ -236,11 +217,24 @@ def launch(
     return out
 
 
-def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
-    """Choose a tile by shape: whole rows if they are short, and enough programs to keep every multiprocessor busy."""
-    width = min(2048 if tokens == 1 else 1024, max(16, triton.next_power_of_2(columns)))
-    rows = max(1, min(8 if tokens == 1 else 4, 8192 // width, triton.next_power_of_2(features) // 512))
-    return rows, width, (4 if width <= 1024 else 8) if tokens == 1 else 2
+def _tile_for(tokens: int, features: int, columns: int, matrices: int) -> tuple[int, int, int]:
+    """Choose a tile by shape, as measured in whole models.
+
+    For one token and a large weight, a thread loads 64 numbers. Programs have two warps: so many of them fit on a
+    multiprocessor that some always have loads in flight. A small weight is spread over more threads. ``matrices``: 2
+    for gate and up; a program loads one tile of each.
+    """
+    most = triton.next_power_of_2(features) // 512  # enough programs to keep every multiprocessor busy
+    widest = 2048 if tokens == 1 and features * columns <= _SMALL else 1024
+    width = min(widest, max(16, triton.next_power_of_2(columns)))
+    if tokens > 1:
+        return max(1, min(4, most)), width, 2
+    if features * columns > _SMALL:
+        rows = max(1, min(4096 // width // matrices, most))
+        return rows, width, max(1, rows * width * matrices // 2048)
+    while width > 512 and triton.cdiv(columns, width) * width > 1.25 * columns:  # padding
+        width //= 2
+    return max(1, min(8, 8192 // width, most)), width, 4 if width <= 1024 else 8
 
 
 def _fp8_tile(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
