@@ -116,15 +116,11 @@ def _endpoint(service: Service, handler: Callable[[Service, Request], Awaitable[
         path = request.scope["path"]
         try:
             return await handler(service, request)
-        except BadField as error:
-            return json_response(error_at(path, 400, str(error), error.field), 400)
-        except EngineDied as error:
-            return json_response(error_at(path, 503, str(error)), 503)
-        except UsageError as error:
-            code = CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None
-            return json_response(error_at(path, 400, str(error), code=code), 400)
         except MinillmError as error:
-            return json_response(error_at(path, 500, str(error)), 500)
+            status = 400 if isinstance(error, UsageError) else 503 if isinstance(error, EngineDied) else 500
+            field = error.field if isinstance(error, BadField) else ""
+            code = CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None
+            return json_response(error_at(path, status, str(error), field, code), status)
 
     endpoint.__name__ = handler.__name__
     return endpoint
@@ -191,27 +187,28 @@ async def _metrics(service: Service, request: Request) -> Response:
 async def _tokenize(service: Service, request: Request) -> Response:
     body = bodies.read_body(bodies.TokenizeBody, request.state.body)
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise BadField("give either prompt or messages", "prompt")
-    prompt: Any = body.prompt
-    if body.messages is not None:
-        prompt = messages.Conversation(body.messages, body.add_generation_prompt, tools=shown_tools(body.tools))
     make = partial(
         messages.Tokenize,
         tenant=request.state.tenant,
-        prompt=prompt,
+        prompt=_prompt_of(body, add_generation_prompt=body.add_generation_prompt),
         add_special_tokens=body.add_special_tokens,
         parse_special=body.parse_special,
     )
     found = await service.engine.ask(make)
-    value = {
-        "tokens": found["tokens"],
-        "count": len(found["tokens"]),
-        "max_model_len": service.facts.max_model_len,
-    }
+    ids = found["tokens"]
+    value = {"tokens": ids, "count": len(ids), "max_model_len": service.facts.max_model_len}
     if body.return_token_strs:
         value["token_strs"] = found["texts"]
     return json_response(value)
+
+
+def _prompt_of(body: bodies.TokenizeBody | bodies.PrefixBody, *, add_generation_prompt: bool) -> Any:
+    """Return the prompt or the conversation of a body. Raises BadField unless the body has exactly one of them."""
+    if (body.prompt is None) == (body.messages is None):
+        raise BadField("give either prompt or messages", "prompt")
+    if body.messages is None:
+        return body.prompt
+    return messages.Conversation(body.messages, add_generation_prompt, tools=shown_tools(body.tools))
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
@@ -237,12 +234,8 @@ async def _list_prefixes(service: Service, request: Request) -> Response:
 
 async def _pin(service: Service, request: Request) -> Response:
     body = bodies.read_body(bodies.PrefixBody, request.state.body)
-    if (body.prompt is None) == (body.messages is None):
-        raise BadField("give either prompt or messages", "prompt")
-    prompt: Any = body.prompt
-    if body.messages is not None:
-        prompt = messages.Conversation(body.messages, add_generation_prompt=False, tools=shown_tools(body.tools))
-    elif not prompt:
+    prompt = _prompt_of(body, add_generation_prompt=False)
+    if not prompt:
         raise BadField("prompt is empty; give at least one token", "prompt")
     tenant = request.state.tenant
     salt = service.salt(tenant, body.cache_salt)

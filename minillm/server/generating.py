@@ -21,7 +21,7 @@ from minillm.server.engine_process import Answer, EngineDied
 from minillm.server.http.fair_queue import FairQueue, Full, Place, num_seats
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.sending import CONTEXT_LENGTH, Failed, body_message, send_json
-from minillm.server.replicas import Engine
+from minillm.server.replicas import Replicas
 from minillm.service.call_messages import Complete, Completion, Ended, Text
 from minillm.service.messages import RequestFailed
 
@@ -70,7 +70,7 @@ class Form(Protocol):
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
         """Return the choice to send before a completion's first text. None: there is nothing to send."""
 
-    def pieces(self, number: int, text: Text) -> list[Json]:
+    def pieces(self, number: int, text: Text | Completion) -> list[Json]:
         """Return the choices for the next text of a streamed completion; empty if nothing can be sent yet."""
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
@@ -105,7 +105,7 @@ class Generating:
     """An ASGI response that generates its content while it is sent."""
 
     asked: Asked
-    engine: Engine
+    engine: Replicas
     queue: FairQueue
     metrics: Metrics
     send_seconds: float  # maximum seconds for a client to read a message
@@ -307,20 +307,20 @@ class Generating:
                         await self._send_start(send)
             for number in sorted(left):
                 answer = answers[number]
-                texts = answer.take()
+                texts: list[Text | Completion] = [*answer.take()]
                 ended = answer.ended
                 if isinstance(ended, RequestFailed):
                     _raise_refused(answers, self.asked.names)
                 elif ended is not None:
                     left.discard(number)
-                    texts += [_as_text(answer.request_id, each) for each in ended.completions]
+                    texts += ended.completions
                 for text in texts:
                     if (number, text.index) not in seen:
                         seen.add((number, text.index))
                         if (first := form.first(number, text.index, answer)) is not None:
                             choices.append(first)
                     counts[number] += text.num_tokens
-                    engine_seconds = engine_seconds or text.first_seconds
+                    engine_seconds = engine_seconds or (text.first_seconds if isinstance(text, Text) else 0.0)
                     choices += form.pieces(number, text)
                 if ended is not None:
                     self._count(answer, counts[number])
@@ -383,16 +383,3 @@ def _so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:
     """Return the token usage so far: the tokens of prompts that have started, and the generated tokens."""
     began = [answer.began for answer in answers if answer.began is not None]
     return Usage(prompt=sum(each.num_prompt_tokens for each in began), completion=sum(counts))
-
-
-def _as_text(request_id: str, each: Completion) -> Text:
-    return Text(
-        request_id,
-        each.index,
-        each.text,
-        each.num_tokens,
-        each.tokens,
-        each.finish_reason,
-        each.stop_reason,
-        each.token_ids,
-    )

@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -30,49 +30,6 @@ _MOST_HOMES = 1 << 14  # number of answers, prefixes and sessions with a stored 
 _SLACK = 4  # an engine is too busy to be preferred if it has more than 2 * (requests of the idlest engine) + _SLACK
 _MOST_RESTARTS = 5  # maximum restarts of an engine in _RESTART_WINDOW seconds
 _RESTART_WINDOW = 600.0
-
-
-class Engine(Protocol):
-    """The interface through which routes use the engine, which is one process or several."""
-
-    @property
-    def ended(self) -> asyncio.Event:
-        """Return an event that is set when the engine has ended for good."""
-
-    @property
-    def serves(self) -> bool:
-        """Return whether at least one engine accepts requests."""
-
-    @property
-    def trouble(self) -> str:
-        """Return which engines accept no requests, and why; empty if all engines accept requests."""
-
-    @property
-    def prepared(self) -> tuple[int, int]:
-        """Return the number of step shapes with prepared CUDA graphs and kernels, and the number of all step shapes.
-
-        Both are 0 if nothing needs to be prepared.
-        """
-
-    @property
-    def listeners(self) -> dict[str, Callable[[Any], object]]:
-        """Return the callbacks that receive events, by session name."""
-
-    @property
-    def answered(self) -> dict[str, Callable[[str], object]]:
-        """Return the sessions' callbacks by session name. Each is called with the request id of an ended answer."""
-
-    def send(self, call: messages.SessionCall) -> None:
-        """Send a call that has no result."""
-
-    def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Start a request and return its answer. ``news`` is set whenever an event of the answer arrives."""
-
-    def leave(self, answer: Answer) -> None:
-        """Drop an answer. If the answer's request has not ended, abort the request."""
-
-    async def ask(self, make: Callable[[str], messages.Call]) -> Any:
-        """Send a call and return its result. ``make`` creates the call from the call's id."""
 
 
 @dataclass
@@ -122,6 +79,8 @@ class Replicas:
 
     Attributes:
         begin: starts an engine, given its index.
+        listeners: callbacks that receive events, by session name.
+        answered: callbacks that are called with the request id of an ended answer, by session name.
         lost: called with the index of an engine that has ended. All data of this engine is gone.
         ended: set when no engine is left and none will be restarted.
     """
@@ -244,7 +203,10 @@ class Replicas:
 
     @property
     def prepared(self) -> tuple[int, int]:
-        """Return `Engine.prepared`, summed over all engines."""
+        """Return the number of step shapes with prepared CUDA graphs and kernels, and the number of all step shapes.
+
+        Both are sums over all engines, and 0 if nothing needs to be prepared.
+        """
         pairs = [each.prepared for each in self.engines if not each.ended.is_set()]
         return sum(done for done, _ in pairs), sum(total for _, total in pairs)
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from minillm.checks import shown
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
-from minillm.server.replicas import Engine
+from minillm.server.replicas import Replicas
 from minillm.server.responses.answers import ResponseWriter
 from minillm.server.responses.store import ResponseStore
 from minillm.server.sessions.questions import Questions
@@ -38,7 +38,7 @@ class Missing(HTTPException):
 class Service:
     """The state that all routes share."""
 
-    engine: Engine
+    engine: Replicas
     facts: Loaded
     names: tuple[str, ...]  # the model's names for clients
     queue: FairQueue

@@ -22,7 +22,7 @@ from minillm.server.http.access import AccessRules
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.protocol import BoundedProtocol
-from minillm.server.replicas import Engine, Replicas
+from minillm.server.replicas import Replicas
 from minillm.server.service import Service
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -169,7 +169,7 @@ class _Server(uvicorn.Server):
         late.cancel()
 
 
-async def _end_with_engine(engine: Engine, server: uvicorn.Server) -> None:
+async def _end_with_engine(engine: Replicas, server: uvicorn.Server) -> None:
     await engine.ended.wait()
     server.should_exit = True
 

@@ -32,7 +32,7 @@ class ChatForm:
         self._readers[index] = self.reader(answer.in_reasoning)
         return _choice(index, delta={"role": "assistant", "content": ""})
 
-    def pieces(self, number: int, text: Text) -> list[Json]:
+    def pieces(self, number: int, text: Text | Completion) -> list[Json]:
         parts = parts_of(self._readers[text.index], text)
         if any(isinstance(part, CallPart) for part in parts):
             self._calling.add(text.index)
@@ -176,7 +176,7 @@ class TextForm:
             found["logprobs"] = self._logprobs(number, index, began.prompt_tokens)
         return _with_prompt_ids(found, answer)
 
-    def pieces(self, number: int, text: Text) -> list[Json]:
+    def pieces(self, number: int, text: Text | Completion) -> list[Json]:
         if not (text.text or text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)):
             return []
         found = self._choice(number, text.index, text.text, text.finish_reason)

@@ -1,10 +1,13 @@
-"""JSON schemas of the responses, for the OpenAPI document."""
+"""The routes, with the types of their bodies and the JSON schemas of their responses, for the OpenAPI document."""
 
 from __future__ import annotations
 
 from typing import Any
 
-Json = dict[str, Any]
+from minillm.server import bodies
+from minillm.server.answers import Json
+from minillm.server.anthropic.routes import MessagesBody
+from minillm.server.responses.bodies import NoBody, ResponseBody
 
 _TEXT: Json = {"type": "string"}
 _COUNT: Json = {"type": "integer", "minimum": 0}
@@ -143,63 +146,62 @@ _BLOCK: Json = {
 }
 _TABLE = _record("replica", seq_id=_COUNT, request=_TEXT, index=_COUNT, state=_TEXT, num_tokens=_COUNT, blocks=_IDS)
 
-# The content of each route's response, by media type.
-ANSWERS: dict[tuple[str, str], dict[str, Json]] = {
-    ("post", "/v1/chat/completions"): {
-        "application/json": _completion(
-            "chat.completion", "ChatChoice", prompt_token_ids=_IDS, prompt_logprobs=_SCORES
-        ),
-        "text/event-stream": {},
-    },
-    ("post", "/v1/completions"): {
-        "application/json": _completion("text_completion", "TextChoice"),
-        "text/event-stream": {},
-    },
-    ("post", "/v1/messages"): {
-        "application/json": _record(
-            id=_TEXT,
-            type={"const": "message"},
-            role={"const": "assistant"},
-            model=_TEXT,
-            content=_list(_BLOCK),
-            stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-            stop_sequence=_or_null(_TEXT),
-            usage=_record(
-                input_tokens=_COUNT,
-                cache_creation_input_tokens=_COUNT,
-                cache_read_input_tokens=_COUNT,
-                output_tokens=_COUNT,
-                output_tokens_details=_record(thinking_tokens=_COUNT),
-            ),
-        ),
-        "text/event-stream": {},
-    },
-    ("post", "/v1/messages/count_tokens"): {"application/json": _record(input_tokens=_COUNT)},
-    ("post", "/v1/responses"): {"application/json": _ref("Response"), "text/event-stream": {}},
-    ("post", "/v1/responses/input_tokens"): {
-        "application/json": _record(object={"const": "response.input_tokens"}, input_tokens=_COUNT)
-    },
-    ("get", "/v1/responses/{name}"): {"application/json": _ref("Response")},
-    ("delete", "/v1/responses/{name}"): {
-        "application/json": _record(id=_TEXT, object={"const": "response"}, deleted={"const": True})
-    },
-    ("post", "/v1/responses/{name}/cancel"): {"application/json": _ref("Response")},
-    ("get", "/v1/models"): {"application/json": _record(object={"const": "list"}, data=_list(_ref("Model")))},
-    ("get", "/v1/models/{name}"): {"application/json": _ref("Model")},
-    ("get", "/health"): {"application/json": _record(status=_TEXT, warm_up=_record(done=_COUNT, total=_COUNT))},
-    ("get", "/version"): {"application/json": _record(version=_TEXT)},
-    ("get", "/metrics"): {"text/plain": _TEXT},
-    ("post", "/tokenize"): {
-        "application/json": _record(
-            "token_strs", tokens=_IDS, count=_COUNT, max_model_len=_COUNT, token_strs=_list(_TEXT)
-        )
-    },
-    ("post", "/detokenize"): {"application/json": _record(prompt=_TEXT)},
-    ("get", "/v1/prefixes"): {"application/json": _record(object={"const": "list"}, data=_list(_ref("Prefix")))},
-    ("post", "/v1/prefixes"): {"application/json": _ref("Prefix")},
-    ("delete", "/v1/prefixes/{name}"): {"application/json": _record(id=_TEXT, deleted={"const": True})},
-    ("get", "/v1/cache"): {
-        "application/json": _record("cached_blocks", "replicas", figures={"type": "object"}, tables=_list(_TABLE))
-    },
-    ("get", "/v1/cache/events"): {"text/event-stream": {}},
-}
+_MESSAGE = _record(
+    id=_TEXT,
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model=_TEXT,
+    content=_list(_BLOCK),
+    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_sequence=_or_null(_TEXT),
+    usage=_record(
+        input_tokens=_COUNT,
+        cache_creation_input_tokens=_COUNT,
+        cache_read_input_tokens=_COUNT,
+        output_tokens=_COUNT,
+        output_tokens_details=_record(thinking_tokens=_COUNT),
+    ),
+)
+_EVENTS: Json = {"text/event-stream": {}}
+
+
+def _json(schema: Json) -> Json:
+    return {"application/json": schema}
+
+
+# Method, path, summary and type of the body of each route, and the content of its response by media type.
+ROUTES: tuple[tuple[str, str, str, Any, Json], ...] = (
+    ("post", "/v1/chat/completions", "Answer a conversation", bodies.ChatBody,
+     _json(_completion("chat.completion", "ChatChoice", prompt_token_ids=_IDS, prompt_logprobs=_SCORES)) | _EVENTS),
+    ("post", "/v1/completions", "Complete prompts", bodies.CompletionBody,
+     _json(_completion("text_completion", "TextChoice")) | _EVENTS),
+    ("post", "/v1/messages", "Answer a conversation, as Anthropic's Messages API", MessagesBody,
+     _json(_MESSAGE) | _EVENTS),
+    ("post", "/v1/messages/count_tokens", "Count the tokens of a conversation", MessagesBody,
+     _json(_record(input_tokens=_COUNT))),
+    ("post", "/v1/responses", "Answer an input, or continue a response", ResponseBody,
+     _json(_ref("Response")) | _EVENTS),
+    ("post", "/v1/responses/input_tokens", "Count the tokens of an input", ResponseBody,
+     _json(_record(object={"const": "response.input_tokens"}, input_tokens=_COUNT))),
+    ("get", "/v1/responses/{name}", "Show a stored response", None, _json(_ref("Response"))),
+    ("delete", "/v1/responses/{name}", "Delete a stored response", None,
+     _json(_record(id=_TEXT, object={"const": "response"}, deleted={"const": True}))),
+    ("post", "/v1/responses/{name}/cancel", "End a running response", NoBody, _json(_ref("Response"))),
+    ("get", "/v1/models", "List the served model", None,
+     _json(_record(object={"const": "list"}, data=_list(_ref("Model"))))),
+    ("get", "/v1/models/{name}", "Describe the served model", None, _json(_ref("Model"))),
+    ("get", "/health", "Check that the engine runs", None,
+     _json(_record(status=_TEXT, warm_up=_record(done=_COUNT, total=_COUNT)))),
+    ("get", "/version", "Show the version of minillm", None, _json(_record(version=_TEXT))),
+    ("get", "/metrics", "Export metrics for Prometheus", None, {"text/plain": _TEXT}),
+    ("post", "/tokenize", "Convert text or a conversation to token ids", bodies.TokenizeBody,
+     _json(_record("token_strs", tokens=_IDS, count=_COUNT, max_model_len=_COUNT, token_strs=_list(_TEXT)))),
+    ("post", "/detokenize", "Convert token ids to text", bodies.DetokenizeBody, _json(_record(prompt=_TEXT))),
+    ("get", "/v1/prefixes", "List the pinned prefixes", None,
+     _json(_record(object={"const": "list"}, data=_list(_ref("Prefix"))))),
+    ("post", "/v1/prefixes", "Compute a prefix and pin its blocks", bodies.PrefixBody, _json(_ref("Prefix"))),
+    ("delete", "/v1/prefixes/{name}", "Unpin a prefix", None, _json(_record(id=_TEXT, deleted={"const": True}))),
+    ("get", "/v1/cache", "Show the block tables and figures of the pool", None,
+     _json(_record("cached_blocks", "replicas", figures={"type": "object"}, tables=_list(_TABLE)))),
+    ("get", "/v1/cache/events", "Stream the changes in the pool", None, _EVENTS),
+)  # fmt: skip

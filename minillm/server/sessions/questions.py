@@ -10,7 +10,7 @@ import msgspec
 
 from minillm.server.bodies import MAX_N, BadField
 from minillm.server.http.fair_queue import FairQueue, Full, num_seats
-from minillm.server.replicas import Engine
+from minillm.server.replicas import Replicas
 from minillm.service import call_messages as messages
 from minillm.service import messages as chat
 
@@ -25,7 +25,7 @@ class Questions:
 
     session: str
     tenant: str
-    engine: Engine
+    engine: Replicas
     queue: FairQueue
     tell: Callable[[bytes], object]
     _asked: dict[str, _Asked] = field(default_factory=dict)  # by request id, which the app chooses
