@@ -570,7 +570,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("rows-not-told", "Rows.work_for", "Compare 0", "len($left) == len($comparators[0])", AHEAD + "[0]"),
         ("stale-plan", "Rows._rows_of", "AugAssign 0", "False and $value.values[0] or $value.values[1]",
          "= a plan shares full blocks, and of a table only the last block is ever replaced, where it is partly filled"),
-        ("forked-row-told-old-books", "Rows._rows_of", "If 4.body[0]", "pass",
+        ("forked-row-sent-old-blocks", "Rows._rows_of", "If 4.body[0]", "pass",
          DEVICE_BEAMS + "test_searches_run_ahead_where_nothing_needs_the_host"),
         ("plan-of-tables-that-fork", "Rows._plan", "Call 2",
          "$func($args[0], $args[1], $args[2], $args[3], $args[4], $args[5])",

@@ -37,15 +37,15 @@ class Masks:
     def apply(self, logits: Tensor) -> None:
         """Set the logits of banned tokens to -inf, in place, in the rows of ``logits [n, vocab]`` that have a mask."""
         if self.rows:
-            places = to_device(self.places(len(logits)), torch.int32, logits.device)
-            kernels.mask_logits(logits, places, self.words.to(logits.device, non_blocking=True), logits)
+            mask_rows = to_device(self.mask_rows(len(logits)), torch.int32, logits.device)
+            kernels.mask_logits(logits, mask_rows, self.words.to(logits.device, non_blocking=True), logits)
 
-    def places(self, count: int) -> list[int]:
+    def mask_rows(self, count: int) -> list[int]:
         """Return for each of ``count`` rows of logits the index of its mask in ``words``, or -1 if it has none."""
-        places = [-1] * count
+        mask_rows = [-1] * count
         for number, row in enumerate(self.rows):
-            places[row] = number
-        return places
+            mask_rows[row] = number
+        return mask_rows
 
 
 def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, device: torch.device) -> Masks:

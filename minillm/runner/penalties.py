@@ -78,8 +78,8 @@ def _penalize(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:
     penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     tokens = sequence.output_token_ids if penalties[0] == 1.0 else sequence.token_ids
     if params.has_penalties and tokens:
-        ids, places = torch.tensor(tokens, device=device).unique(return_inverse=True)
-        generated = places[len(tokens) - sequence.num_output_tokens :].bincount(minlength=len(ids))
+        ids, inverse = torch.tensor(tokens, device=device).unique(return_inverse=True)
+        generated = inverse[len(tokens) - sequence.num_output_tokens :].bincount(minlength=len(ids))
         logits[ids] = penalized(logits[ids], generated, *penalties)
 
 

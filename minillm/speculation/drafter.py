@@ -69,7 +69,7 @@ class Drafter(StepObserver):
     def __init__(self, runner: Runner, num_blocks: int, num_host_blocks: int, other: Llama, most_tokens: int) -> None:
         self.runner, self._most_tokens = runner, most_tokens
         self.price, self._vocab_size = price(runner.model, other), other.config.vocab_size
-        self._books = Drafted(num_blocks, runner.block_size, num_host_blocks)
+        self._drafted = Drafted(num_blocks, runner.block_size, num_host_blocks)
         self._groups: dict[
             SequenceGroup, SequenceGroup
         ] = {}  # of the last draft tokens, with the parameters of their draws
@@ -77,23 +77,23 @@ class Drafter(StepObserver):
     def prepare(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
         moves = schedule.moves
         if moves.out or moves.back or copies:
-            self._books.move(moves, copies)
+            self._drafted.move(moves, copies)
             self.runner.compute(StepWork(moves, copies, None, [], 0))
         for chunk in schedule.chunks:
             first = chunk.sequence.num_computed
-            self._books.overwrite(chunk.sequence.blocks, first, first + chunk.count + chunk.optional)
+            self._drafted.overwrite(chunk.sequence.blocks, first, first + chunk.count + chunk.optional)
         wanted = [chunk for chunk in schedule.extended if isinstance(chunk, DraftChunk) and not chunk.proposed]
         if wanted:
             self._propose(wanted)
 
     def replace(self, blocks: SequenceOf[int]) -> None:
-        self._books.overwrite(blocks, 0, len(blocks) * self.runner.block_size)
+        self._drafted.overwrite(blocks, 0, len(blocks) * self.runner.block_size)
 
     def prepare_ahead(self) -> bool:
         return self.runner.prepare_ahead()
 
     def forget(self) -> None:
-        self._books.forget()
+        self._drafted.forget()
         self.runner.forget()
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Drafter(StepObserver):
             sequence = draft.sequence
             drafted = sequence.token_ids[draft.chunk.sequence.num_tokens :]
             draft.chunk.proposed = tuple(takewhile(lambda token_id: token_id < self._vocab_size, drafted))
-            self._books.note(sequence.blocks, first, sequence.num_computed)
+            self._drafted.note(sequence.blocks, first, sequence.num_computed)
         self.runner.give_up([draft.sequence for draft in drafts])
 
     def _sequence(self, sequence: Sequence) -> Sequence:
@@ -129,7 +129,7 @@ class Drafter(StepObserver):
             ids = [token_id if token_id < vocab_size else 0 for token_id in ids]
         drafted = Sequence(sequence.seq_id, ids, sequence.num_prompt_tokens, sequence.index, sequence.seed)
         drafted.table = sequence.table
-        drafted.num_computed = min(self._books.length(sequence.blocks), len(ids) - 1)
+        drafted.num_computed = min(self._drafted.length(sequence.blocks), len(ids) - 1)
         return drafted
 
     def _unseen(self, drafts: list[_Draft]) -> Schedule:

@@ -55,7 +55,7 @@ class Witness:
         monkeypatch.setattr(Followed, "conclude", compared)
 
     def compare(self, group: SequenceGroup, rows: list[list[int]]) -> None:
-        held, size = self.runner.state.books._held, self.cache.block_size
+        held, size = self.runner.state.cpu_rows._row_of, self.cache.block_size
         for beam in group.unfinished:
             if beam.table is None or beam.seq_id not in held:  # preempted meanwhile
                 continue
@@ -272,11 +272,11 @@ def test_logits_of_nan_end_the_request_alone(models: tuple[Any, Any], monkeypatc
     assert isinstance(engine.runner, DeviceRunner)
     choose, steps = engine.runner.beams.choose, []
 
-    def poisoned(logits: torch.Tensor, places: list[int], searches: Any, **options: Any) -> Chosen:
-        steps.append(places)
+    def poisoned(logits: torch.Tensor, logit_rows: list[int], searches: Any, **options: Any) -> Chosen:
+        steps.append(logit_rows)
         if len(steps) == 4:
-            logits[places[1]] = float("nan")
-        return choose(logits, places, searches, **options)
+            logits[logit_rows[1]] = float("nan")
+        return choose(logits, logit_rows, searches, **options)
 
     monkeypatch.setattr(engine.runner.beams, "choose", poisoned)
     engine.add_request("bad", [9, 9], params)

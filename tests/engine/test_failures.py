@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lib.engine import check_books, engine_for, everything_is_back, run
+from lib.engine import check_cache, engine_for, everything_is_back, run
 from lib.models import hf_model, ours
 from minillm.engine import held
 from minillm.engine.driver import Driver
@@ -57,7 +57,7 @@ def test_aborts_at_every_step_give_every_block_back(model: Llama, on_device: boo
             if rng.random() < 0.3:
                 engine.abort(str(rng.randrange(10)))
             engine.step()
-            check_books(engine)
+            check_cache(engine)
             steps += 1
             if steps == seed:  # then all at once
                 for number in range(10):
@@ -95,7 +95,7 @@ def test_a_device_that_fails_at_any_step_fails_that_steps_requests_only(model: L
                 engine.step()
             except RuntimeError:
                 failed += 1
-            check_books(engine)
+            check_cache(engine)
         outputs = engine.take_finished()
         assert len(outputs) == 10
         assert all(output.error is None or "device is gone" in output.error for output in outputs)

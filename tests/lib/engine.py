@@ -35,7 +35,7 @@ from minillm.speculation.drafter import Drafter
 from minillm.text.tokenizer import Tokenizer
 
 
-def check_books(engine: Engine) -> None:
+def check_cache(engine: Engine) -> None:
     check(engine.cache)
     engine.scheduler.preemption.swap.check()
 
@@ -47,7 +47,7 @@ def step(conversations: Conversations) -> None:
 
 
 def everything_is_back(engine: Engine) -> None:
-    check_books(engine)
+    check_cache(engine)
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
     assert (swap := engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"
     assert not engine.requests.groups

@@ -87,7 +87,7 @@ def assert_known_is_right(engine: Engine) -> int:
     for group in engine.scheduler.running:
         for sequence in group.sequences:
             if sequence.table is not None:
-                known = min(drafter._books.length(sequence.blocks), sequence.num_computed, len(sequence.token_ids))
+                known = min(drafter._drafted.length(sequence.blocks), sequence.num_computed, len(sequence.token_ids))
                 if known:
                     expected = kv_of(drafter.runner.model, sequence.token_ids[:known])
                     at = torch.arange(known, device=cache.device)

@@ -78,7 +78,7 @@ class DeviceBeams:
         self._words, self._kv_cache, self._block_size = words, kv_cache, block_size
         self._vocab, self._ranks, device = vocab, ranks, words.device
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=device)
-        self._places = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._logit_rows = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._searches = torch.zeros(capacity, SearchField.WORDS, dtype=torch.int32, device=device)
         self._parents = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._graphs = Graphs(self._rows, enabled=graphs)
@@ -87,7 +87,7 @@ class DeviceBeams:
     def forget(self) -> None:
         """Forget what the device knows, because a step has failed: the next step sends everything again."""
         self._size = 0
-        self._told: tuple[list[int], list[Search]] | None = None
+        self._sent: tuple[list[int], list[Search]] | None = None
         self._choices: tuple[list[SequenceGroup], Chosen] | None = None  # of the last step, until they are taken
 
     def close(self) -> None:
@@ -99,14 +99,14 @@ class DeviceBeams:
             self._size = len(rows)
             self._rows[: self._size].copy_(to_device(rows, torch.int32, self._rows.device))
 
-    def run(self, logits: Tensor, recorded: Tensor, decodes: list[Chunk], books: Rows) -> None:
+    def run(self, logits: Tensor, recorded: Tensor, decodes: list[Chunk], cpu_rows: Rows) -> None:
         """Advance the beam searches among ``decodes`` by one step, and keep the choices for `take_choices`.
 
         Args:
             logits: the step's logits ``[n, vocab]``.
             recorded: the buffer from which CUDA graphs read logits. If ``logits`` is elsewhere, no graph is used.
             decodes: the step's decodes.
-            books: the CPU's record of the device state.
+            cpu_rows: the CPU's record of the device state.
         """
         if self._ranks is not None and self._ranks.rank:
             self.fork()
@@ -115,9 +115,9 @@ class DeviceBeams:
         groups = list(dict.fromkeys(chunk.group for chunk in beams))
         searches = [group.device.search for group in groups]
         is_recorded = logits.data_ptr() == recorded.data_ptr()
-        places = [chunk.row for chunk in beams]
-        chosen = self.choose(recorded if is_recorded else logits, places, searches, recorded=is_recorded)
-        books.note_drawn(beams)
+        logit_rows = [chunk.row for chunk in beams]
+        chosen = self.choose(recorded if is_recorded else logits, logit_rows, searches, recorded=is_recorded)
+        cpu_rows.note_drawn(beams)
         self._choices = groups, chosen
 
     def take_choices(self) -> tuple[list[SequenceGroup], Chosen] | None:
@@ -129,22 +129,22 @@ class DeviceBeams:
         choices, self._choices = self._choices, None
         return choices
 
-    def choose(self, logits: Tensor, places: list[int], searches: list[Search], *, recorded: bool) -> Chosen:
+    def choose(self, logits: Tensor, logit_rows: list[int], searches: list[Search], *, recorded: bool) -> Chosen:
         """Choose the best continuations of each search, and fork the beams' rows and blocks accordingly.
 
         Args:
             logits: ``[n, vocab]``.
-            places: each beam's row of logits; the beams of a search are consecutive.
+            logit_rows: each beam's row of logits; the beams of a search are consecutive.
             searches: the settings of each search.
             recorded: ``logits`` is in the buffer that CUDA graphs read, so a graph can be used.
         """
-        if self._told != (places, searches):
-            self._tell(places, searches)
-            self._told = places, searches
+        if self._sent != (logit_rows, searches):
+            self._send_searches(logit_rows, searches)
+            self._sent = logit_rows, searches
         size, number = self._size, padded_size(len(searches))
         count = min(_power_of_two(max(search.num_candidates for search in searches)), self._vocab)
         width = _power_of_two(max(search.width for search in searches))
-        whole = places == list(range(len(places))) and len(logits) >= size
+        whole = logit_rows == list(range(len(logit_rows))) and len(logits) >= size
         key = size, number, count, width, whole
         work = partial(self._choose, logits, *key)
         logprobs, choices = self._graphs.run(("choose", *key), work) if recorded else work()
@@ -166,7 +166,7 @@ class DeviceBeams:
 
         ``whole``: the beams' logits are the first rows of ``logits``.
         """
-        beams = logits[:size] if whole else logits.index_select(0, self._places[:size])
+        beams = logits[:size] if whole else logits.index_select(0, self._logit_rows[:size])
         values, ids = kernels.top_log_probabilities(beams, count)
         parents, *found = kernels.choose_beams(
             self._words, self._rows[:size], self._searches[:number], values, ids, self._vocab, width
@@ -189,7 +189,7 @@ class DeviceBeams:
         for tensor in self._kv_cache.tensors:
             kernels.block_copy(tensor, copies)
 
-    def _tell(self, places: list[int], searches: list[Search]) -> None:
+    def _send_searches(self, logit_rows: list[int], searches: list[Search]) -> None:
         """Send to the device the settings of each search, and the index of each beam's row of logits."""
         words: list[int] = []
         first = 0
@@ -201,8 +201,8 @@ class DeviceBeams:
         words += [0] * SearchField.WORDS * (padded_size(len(searches)) - len(searches))
         device = self._words.device
         self._searches.view(-1)[: len(words)].copy_(to_device(words, torch.int32, device))
-        padding = [0] * (self._size - len(places))
-        self._places[: self._size].copy_(to_device(places + padding, torch.int64, device))
+        padding = [0] * (self._size - len(logit_rows))
+        self._logit_rows[: self._size].copy_(to_device(logit_rows + padding, torch.int64, device))
 
 
 def _power_of_two(n: int) -> int:

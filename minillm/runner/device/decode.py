@@ -30,13 +30,13 @@ class DecodeSteps:
         self._ahead = ahead
         self._state, capacity, device = state, state.capacity, state.device
         self._masks = torch.zeros(capacity, state.vocab // 32 + 1, dtype=torch.int32, device=device)
-        self._mask_places = torch.zeros(capacity, dtype=torch.int32, device=device)  # of each row of logits
+        self._mask_rows = torch.zeros(capacity, dtype=torch.int32, device=device)  # of each row of logits
         self._work_list = WorkList.allocate(capacity, state.shape, device)
         self.forget()
 
     def forget(self) -> None:
         """Forget what the device knows about masks, because a step has failed."""
-        self._told_places: list[int] = []
+        self._sent_mask_rows: list[int] = []
 
     def compute(self, work: DecodeWork) -> None:
         """Compute a step's tokens, and write their logits to the state's ``logits``.
@@ -109,13 +109,13 @@ class DecodeSteps:
         penalized = any(draw.group.params.has_penalties for draw in draws)
         # If no request wants log-probabilities, they are only used to detect NaN.
         wanted = wants_logprobs(draws)
-        told, count = (penalized or masked) and wanted, num_listed(draws, vocab) if wanted else 0
-        work = partial(self.draw_rows, size, penalized=penalized, masked=masked, told=told, count=count)
-        key = size, penalized, masked, told, count
+        raw_logprobs, count = (penalized or masked) and wanted, num_listed(draws, vocab) if wanted else 0
+        work = partial(self.draw_rows, size, penalized=penalized, masked=masked, raw_logprobs=raw_logprobs, count=count)
+        key = size, penalized, masked, raw_logprobs, count
         if state.draws.lacks(key):  # without this, it would be interrupted after it has changed the state
             self._ahead.run_once(partial(state.draws.record, key, work), work)
         found = state.draws.run(key, work)
-        state.books.note_drawn(draws)
+        state.cpu_rows.note_drawn(draws)
         return found, wanted
 
     def _send(self, masks: Masks, rows: list[int]) -> None:
@@ -125,12 +125,12 @@ class DecodeSteps:
             masks: the masks of the draws. `Masks.rows` are indices of draws.
             rows: for each draw, its row of logits.
         """
-        places = [-1] * self._state.size
-        for row, place in zip(rows, masks.places(len(rows)), strict=True):
-            places[row] = place
-        if places != self._told_places:
-            self._mask_places[: len(places)].copy_(self._state.numbers(places, torch.int32))
-            self._told_places = places
+        mask_rows = [-1] * self._state.size
+        for row, mask_row in zip(rows, masks.mask_rows(len(rows)), strict=True):
+            mask_rows[row] = mask_row
+        if mask_rows != self._sent_mask_rows:
+            self._mask_rows[: len(mask_rows)].copy_(self._state.numbers(mask_rows, torch.int32))
+            self._sent_mask_rows = mask_rows
         self._masks[: len(masks.words)].copy_(masks.words, non_blocking=True)
 
     # --- prepared ahead -----------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class DecodeSteps:
         """
         state = self._state
         for size in self.sizes():
-            work = partial(self.draw_rows, size, penalized=False, masked=False, told=False, count=0)
+            work = partial(self.draw_rows, size, penalized=False, masked=False, raw_logprobs=False, count=0)
             yield Shape(work, partial(state.draws.record, (size, False, False, False, 0), work))
         for size in self.sizes():
             for blocks in sorted({state.blocks_for(size, length) for length in self._lengths()}):
@@ -160,11 +160,11 @@ class DecodeSteps:
         for size in (1, most):
             for penalized in (False, True):
                 for masked in (False, True):
-                    ways = {"penalized": penalized, "masked": masked, "told": penalized or masked}
+                    ways = {"penalized": penalized, "masked": masked, "raw_logprobs": penalized or masked}
                     yield Shape(partial(self.draw_rows, size, **ways, count=0))
             for count in LISTED:
                 if count <= self._state.vocab:
-                    plain = {"penalized": False, "masked": False, "told": False}
+                    plain = {"penalized": False, "masked": False, "raw_logprobs": False}
                     yield Shape(partial(self.draw_rows, size, **plain, count=count))
 
     def shared_shapes(self) -> Iterator[Shape]:
@@ -179,7 +179,7 @@ class DecodeSteps:
     def work_lists(self, size: int) -> Iterator[WorkList]:
         """Yield a work list for each possible `WorkList.launch` of ``size`` sequences. Yield none without sharing."""
         shape, longest = self._state.shape, self._state.width * self._state.block_size
-        ways = {at_a_time for at_a_time, _ in shape.ways(size)} if self._state.books.may_share else ()
+        ways = {at_a_time for at_a_time, _ in shape.ways(size)} if self._state.cpu_rows.may_share else ()
         splits = {shape.tail_splits(size, tokens) for tokens in (0, longest)}
         for at_a_time, tail_splits in sorted((way, split) for way in ways for split in splits):
             yield replace(self._work_list.first(size), at_a_time=at_a_time, tail_splits=tail_splits)
@@ -214,12 +214,12 @@ class DecodeSteps:
         """
         self._state.forward(self._state.gather(size), size, blocks, shared)
 
-    def draw_rows(self, size: int, *, penalized: bool, masked: bool, told: bool, count: int) -> Found:
+    def draw_rows(self, size: int, *, penalized: bool, masked: bool, raw_logprobs: bool, count: int) -> Found:
         """Draw from the first ``size`` rows of logits, and write the tokens to the sequences' rows of the state.
 
         Args:
             penalized, masked: apply penalties, masks.
-            told: return log-probabilities from before penalties and masks.
+            raw_logprobs: return log-probabilities from before penalties and masks.
             count: number of most probable tokens to list for each row.
         """
         state = self._state
@@ -230,8 +230,8 @@ class DecodeSteps:
             kernels.penalize(raw, state.words, state.counts, rows, logits)
         if masked:
             possible = torch.empty_like(logits) if logits is raw else logits
-            kernels.mask_logits(logits, self._mask_places[:size], self._masks, possible)
+            kernels.mask_logits(logits, self._mask_rows[:size], self._masks, possible)
             logits = possible
         tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(state.words, state.counts, rows, tokens)
-        return tokens, kernels.log_probabilities(raw, tokens) if told else logprobs, *listed(raw, count)
+        return tokens, kernels.log_probabilities(raw, tokens) if raw_logprobs else logprobs, *listed(raw, count)

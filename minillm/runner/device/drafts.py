@@ -78,7 +78,7 @@ class DraftSteps:
         if self._last is None or any(needs_processing(draw.group, draw.sequence) for draw in draws):
             return None
         state = self._state
-        state.books.outdate(holders)  # these sequences have no penalties
+        state.cpu_rows.outdate(holders)  # these sequences have no penalties
         (size, wanted), count = self._last, num_listed(draws, state.vocab)
         found = state.draws.run((size, "each", count), lambda: self._draw(size, count))
         rows = [wanted[draw.row] for draw in draws]

@@ -70,9 +70,9 @@ class MixedSteps:
     def draw(self, logits: Tensor, draws: list[Chunk], masks: Masks, decodes: list[Chunk]) -> Drawn:
         """Draw from any rows of logits, without a graph. ``decodes``: the step's decoding sequences."""
         state = self._state
-        rows = state.books.rows_for(draws, decodes)
+        rows = state.cpu_rows.rows_for(draws, decodes)
         state.count_tokens()
-        state.change(*state.books.take_changes())
+        state.change(*state.cpu_rows.take_changes())
         raw = processed = state.as_drawn_from(logits[state.numbers([draw.row for draw in draws], torch.int64)])
         indices = state.numbers([row.index for row in rows], torch.int32)
         params = [draw.group.params for draw in draws]
@@ -88,6 +88,6 @@ class MixedSteps:
             run_processors(processed, [(draw.group, draw.sequence) for draw in draws], masks)
         tokens = draw_tokens(processed, draws)
         kernels.end_decode(state.words, state.counts, indices, tokens)
-        state.books.note_drawn(draws)
+        state.cpu_rows.note_drawn(draws)
         logprobs = kernels.log_probabilities(raw, tokens)
         return Drawn(draws, tokens, logprobs, raw, may_run_ahead=runs_ahead(draws), may_compute_ahead=True)

@@ -77,17 +77,17 @@ class Rows:
 
     def forget(self) -> None:
         """Free every row, because the state of the device is unknown after a failure."""
-        self._held: dict[int, Row] = {}  # rows in use, by seq_id
+        self._row_of: dict[int, Row] = {}  # rows in use, by seq_id
         self._free = list(range(self._count - 1, -1, -1))
         self._changes: dict[int, int] = {}  # flat index of a changed word -> new value
         self._counted: list[tuple[int, Sequence]] = []  # for `take_counted`
-        self._told: list[int] = []  # the rows of the last step
+        self._last_rows: list[int] = []  # the rows of the last step
         self._planned: tuple[list[int], int] = ([], 0)  # rows and batch size of the last plan
         self._replan = True  # tables have changed since the last plan, other than by growing
         self._shares = False  # the last plan reads shared blocks once
         self._common = 0  # blocks shared by all beams at the last plan, summed over beams
         self._good_for: float = math.inf  # steps until sequences have outgrown the last plan
-        self._told_beams: list[int] = []
+        self._last_beam_rows: list[int] = []
 
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
         """Return the work to compute one token of each sequence. ``joins``: the batch also has chunks of prompts."""
@@ -95,15 +95,15 @@ class Rows:
         rows, longest = self._rows_of(chunks)
         rows += [-1] * (padded_size(n) - n)
         plan = self._plan(chunks, rows, n if joins else len(rows))
-        places, values = self.take_changes()
-        same, self._told = rows == self._told, rows
-        work = DecodeWork(n, longest, None if same else rows, places, values, self._shares, plan)
+        indices, values = self.take_changes()
+        same, self._last_rows = rows == self._last_rows, rows
+        work = DecodeWork(n, longest, None if same else rows, indices, values, self._shares, plan)
         beams = [row for row, chunk in zip(rows, chunks, strict=False) if chunk.group.device]
         if beams:
             work.num_beams = len(beams)
             beams += [-1] * (padded_size(len(beams)) - len(beams))
-            work.beam_rows = None if beams == self._told_beams else beams
-            self._told_beams = beams
+            work.beam_rows = None if beams == self._last_beam_rows else beams
+            self._last_beam_rows = beams
         return work
 
     def take_counted(self) -> list[tuple[int, Sequence]]:
@@ -123,12 +123,12 @@ class Rows:
         """Return a row for each sequence that is about to sample. Beams among ``decodes`` keep their rows."""
         current = {chunk.sequence.seq_id for chunk in chunks}
         current |= {chunk.sequence.seq_id for chunk in decodes if chunk.group.device}
-        return [self._held.get(chunk.sequence.seq_id) or self._take(chunk, current) for chunk in chunks]
+        return [self._row_of.get(chunk.sequence.seq_id) or self._take(chunk, current) for chunk in chunks]
 
     def note_drawn(self, chunks: list[Chunk]) -> None:
         """Record that the device has written the drawn tokens to the rows of these sequences."""
         for chunk in chunks:
-            self._held[chunk.sequence.seq_id].has_token = True
+            self._row_of[chunk.sequence.seq_id].has_token = True
 
     def give_up(self, sequences: list[Sequence]) -> None:
         """Free the rows of sequences that another step has advanced, because their rows are out of date.
@@ -136,14 +136,14 @@ class Rows:
         When such a sequence decodes again, it gets a new row.
         """
         for sequence in sequences:
-            row = self._held.pop(sequence.seq_id, None)
+            row = self._row_of.pop(sequence.seq_id, None)
             if row is not None:
                 self._free.append(row.index)
 
     def outdate(self, sequences: list[Sequence]) -> None:
         """Record that the rows of these sequences lack the last token, because another step computed it."""
         for sequence in sequences:
-            if (row := self._held.get(sequence.seq_id)) is not None:
+            if (row := self._row_of.get(sequence.seq_id)) is not None:
                 row.has_token = False
 
     def _rows_of(self, chunks: list[Chunk]) -> tuple[list[int], int]:
@@ -151,12 +151,12 @@ class Rows:
 
         Record the words of these rows that must change on the device: see `take_changes`.
         """
-        held, changes, width = self._held, self._changes, self._width
+        row_of, changes, width = self._row_of, self._changes, self._width
         current: set[int] | None = None
         rows, longest = [], 0
         for chunk in chunks:
             sequence = chunk.sequence
-            row = held.get(sequence.seq_id)
+            row = row_of.get(sequence.seq_id)
             if row is None:
                 current = current or {each.sequence.seq_id for each in chunks}
                 row = self._take(chunk, current)
@@ -203,9 +203,9 @@ class Rows:
         """
         sequence, params = chunk.sequence, chunk.group.params
         if not self._free:
-            for seq_id in [seq_id for seq_id in self._held if seq_id not in current]:
-                self._free.append(self._held.pop(seq_id).index)
-        row = self._held[sequence.seq_id] = Row(self._free.pop())
+            for seq_id in [seq_id for seq_id in self._row_of if seq_id not in current]:
+                self._free.append(self._row_of.pop(seq_id).index)
+        row = self._row_of[sequence.seq_id] = Row(self._free.pop())
         self._changes[row.index * self._width + Field.FORKS] = 0
         if isinstance(params, SamplingParams):
             if params.has_penalties:

@@ -105,7 +105,7 @@ class DeviceRunner(Runner):
             chunks = [self.chunk_work(chunk) for chunk in schedule.chunks]
             return StepWork(schedule.moves, copies, None, chunks, len(chunks))
         self._decodes, prefills = schedule.decodes, schedule.prefills + schedule.extended
-        decode = self.state.books.work_for(schedule.decodes, joins=bool(prefills)) if schedule.decodes else None
+        decode = self.state.cpu_rows.work_for(schedule.decodes, joins=bool(prefills)) if schedule.decodes else None
         self.state.count_tokens()
         return StepWork(schedule.moves, copies, decode, [self.chunk_work(chunk) for chunk in prefills], 0)
 
@@ -133,7 +133,7 @@ class DeviceRunner(Runner):
         elif work.decode is not None:
             self.decode.compute(work.decode)
         if work.decode is not None and work.decode.num_beams:
-            self.beams.run(logits, self.state.logits, self._decodes, self.state.books)
+            self.beams.run(logits, self.state.logits, self._decodes, self.state.cpu_rows)
         return logits
 
     @torch.inference_mode()
@@ -243,7 +243,7 @@ class DeviceRunner(Runner):
         return ChunkWork([0] * length, 0, [0] * -(-length // self.block_size), length, 1)
 
     def give_up(self, sequences: list[Sequence]) -> None:
-        self.state.books.give_up(sequences)
+        self.state.cpu_rows.give_up(sequences)
 
     def rehearsals(self) -> list[Callable[[], object]]:
         """Return functions that run the kernels of a first request, so that threads can compile these in parallel.
@@ -256,13 +256,13 @@ class DeviceRunner(Runner):
             lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),
             lambda: self._mixed(0, [_LONG], None),
             lambda: self.decode.forward(1, self.state.blocks_for(1, _REHEARSED), None),
-            lambda: self.decode.draw_rows(1, penalized=False, masked=False, told=False, count=0),
+            lambda: self.decode.draw_rows(1, penalized=False, masked=False, raw_logprobs=False, count=0),
             lambda: kernels.log_probabilities(row, row.argmax(-1)),
         ]
 
     def forget(self) -> None:
         super().forget()
-        self.state.books.forget()
+        self.state.cpu_rows.forget()
         for kind in (self.decode, self.drafts, self.beams):
             kind.forget()
 

@@ -67,7 +67,7 @@ class DeviceState:
         counts: ``[max_num_seqs, vocab]`` int32, each sequence's counts of tokens, for penalties; the encoding is that
             of `kernels.decode_state.reference.penalize`.
         logits: ``[capacity, vocab]`` in the model's dtype.
-        books: the CPU's record of the rows.
+        cpu_rows: the CPU's record of the rows.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DeviceState:
         self.forwards = Graphs(self.rows, self.tokens.rows, enabled=graphs)
         self.draws = Graphs(self.rows, self.tokens.rows, enabled=graphs)
         plans = None if sharing is None else Sharing(self.shape, sharing)
-        self.books = Rows(max_num_seqs, self.words.shape[1], block_size, plans)
+        self.cpu_rows = Rows(max_num_seqs, self.words.shape[1], block_size, plans)
 
     @property
     def vocab(self) -> int:
@@ -121,16 +121,16 @@ class DeviceState:
             self.rows[: self.size].copy_(self.numbers(work.rows, torch.int32))
         return self.size
 
-    def change(self, places: list[int], values: list[int]) -> None:
-        """Write ``values`` to ``words`` at the flat indices ``places``."""
-        if places:
-            source = torch.tensor([places, values], pin_memory=self.tokens.pinned)
+    def change(self, indices: list[int], values: list[int]) -> None:
+        """Write ``values`` to ``words`` at the flat indices ``indices``."""
+        if indices:
+            source = torch.tensor([indices, values], pin_memory=self.tokens.pinned)
             at, words = source.to(self.device, non_blocking=True)
             self.words.view(-1)[at] = words.to(torch.int32)
 
     def count_tokens(self) -> None:
         """Initialize the token counts of sequences with penalties that have just taken a row."""
-        for row, sequence in self.books.take_counted():
+        for row, sequence in self.cpu_rows.take_counted():
             counts = torch.zeros(self.vocab, dtype=torch.int32)
             counts[torch.tensor(sequence.token_ids[: sequence.num_prompt_tokens])] = 1
             generated = torch.tensor(sequence.output_token_ids, dtype=torch.int64)
