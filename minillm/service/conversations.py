@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -42,6 +43,7 @@ class Conversations:
         self.reporter = Reporter(self.engine, self.send, self._owners)
         self._pinning: SequenceGroup | None = None  # the request that computes a system prompt to pin
         self._pinned: Sequence | None = None  # the pinned system prompt
+        self._opened: dict[str, SequenceGroup] = {}  # by conversation: the request that reads its blocks ahead
         self._closed = False
 
     def handle(self, command: messages.Command) -> None:
@@ -63,6 +65,11 @@ class Conversations:
                     if answer.command.conversation == conversation:
                         self._drop(answer.command.request_id)
                 self._files.let_go(conversation)
+                if (opened := self._opened.pop(conversation, None)) is not None:
+                    self.engine.abort(opened.request_id)
+            case messages.ReadAhead():
+                with suppress(MinillmError):  # the next question reports it
+                    self._read_ahead(command)
             case messages.Erase(owner) if (disk := self.engine.requests.disk) is not None and owner:
                 disk.erase(self._owner(owner))
             case messages.Pin(system):
@@ -108,10 +115,24 @@ class Conversations:
         group = engine.add_request(command.request_id, token_ids, params, **options)
         opened = is_opened(engine.tokenizer.decode, token_ids)
         answer = self.answers[command.request_id] = Answer(command, group, opened)
+        answer.read_ahead = self._opened.pop(command.conversation, None)
         if command.num_pinned:
             first = command.messages[: command.num_pinned]
             told = engine.tokenizer.apply_chat_template(first, add_generation_prompt=False, thinks=command.thinks)
             answer.num_pinned_tokens = common_length(told, token_ids)
+
+    def _read_ahead(self, command: messages.ReadAhead) -> None:
+        """Read the blocks of a conversation from disk into the prefix cache, and compute one token after them."""
+        engine, tokenizer, disk = self.engine, self.engine.tokenizer, self.engine.requests.disk
+        if disk is None or not command.owner or tokenizer is None or not tokenizer.has_chat_template:
+            return
+        token_ids = tokenizer.apply_chat_template(command.messages, add_generation_prompt=False, thinks=command.thinks)
+        num_cached = engine.cache.find_cached(token_ids, self.salt).num_tokens
+        if (found := disk.find(token_ids, self.salt, num_cached)) is not None:
+            name = f"read ahead {time.monotonic_ns()}"
+            request = held.prefix_request(token_ids[: found[1] + 1], self.salt, name)
+            request = replace(request, hold=False, owner=self._owner(command.owner))
+            self._opened[command.conversation] = engine.add(request)
 
     def _owner(self, name: str) -> str:
         """Return the owner of blocks on disk, given the app's ``name`` for the owner.
@@ -159,14 +180,15 @@ class Conversations:
         self._files.close()
         if self._pinned is not None:
             held.unpin(self.driver, self._pinned)
-        if self._pinning is not None:
-            self.engine.abort(self._pinning.request_id)
+        for group in filter(None, (self._pinning, *self._opened.values())):
+            self.engine.abort(group.request_id)
         self.reporter.view.close()
 
     @property
     def is_idle(self) -> bool:
         """Return whether no request of this app is running."""
-        return not self.answers and self._pinning is None
+        reads = any(group.request_id in self.engine.requests.groups for group in self._opened.values())
+        return not self.answers and self._pinning is None and not reads
 
     def _finish(self, answer: Answer, output: RequestOutput) -> None:
         if output.error is not None:

@@ -93,6 +93,15 @@ class Forget(Command):
     conversation: str  # do the same as `Drop` for all answers of this conversation
 
 
+class ReadAhead(Command):
+    """Read the blocks of an opened conversation from disk, before its next question."""
+
+    conversation: str
+    messages: list[dict[str, str]]
+    thinks: bool | None = None  # see `Generate`
+    owner: str = ""  # see `Generate`; if it is empty, nothing is read
+
+
 class Erase(Command):
     owner: str  # remove this owner's blocks on disk, except blocks that have other owners as well
 

@@ -33,6 +33,7 @@ class Answer:
     outputs: list[CompletionOutput] = field(default_factory=list)  # results of the ended request
     begun: set[int] = field(default_factory=set)  # indexes of completions with text
     places: dict[int, int] = field(default_factory=dict)  # by seq_id: index of the output that a beam is assigned to
+    read_ahead: SequenceGroup | None = None  # the request that read the conversation's blocks from disk, if any
 
     @property
     def searches(self) -> bool:
@@ -92,7 +93,9 @@ class Reporter:
         if not answer.started and waited is not None:
             answer.started = True
             name, cached = answer.command.request_id, group.num_cached_tokens
-            disk = group.metrics.num_disk_tokens, group.metrics.disk_seconds
+            reads = [each.metrics for each in (group, answer.read_ahead) if each is not None]
+            num_disk, seconds = sum(each.num_disk_tokens for each in reads), sum(each.disk_seconds for each in reads)
+            disk = min(cached, num_disk), seconds  # blocks that were read ahead may have been evicted
             self.send(messages.Started(name, group.num_prompt_tokens, cached, waited, answer.in_reasoning, *disk))
 
     def send_text(self, request_id: str, index: int) -> None:

@@ -21,6 +21,7 @@ from minillm.service.messages import (
     Forget,
     Generate,
     Pin,
+    ReadAhead,
     Started,
     TextDelta,
     decode_event,
@@ -82,6 +83,19 @@ def test_a_conversation_goes_on_in_another_process(process: Process) -> None:
     assert len(pool.from_disk) == pool.counts.num_disk_read >= 15
     assert pool.counts.disk_limit == 1 << 30
     assert "load" in {entry.kind for entry in pool.log}
+
+
+def test_a_conversation_is_read_before_its_next_question(process: Process) -> None:
+    """The question then reads at most the partly filled last block, and reports all that came from disk."""
+    text = "".join(event.text for event in process(question("mine")) if isinstance(event, TextDelta))
+    answered, more = {"role": "assistant", "content": text}, {"role": "user", "content": "more"}
+    for owner in ("mine", ""):
+        ahead = ReadAhead("c", [QUESTION, answered], owner=owner)
+        counts = [event.counts for event in process(ahead) if isinstance(event, CacheChanged)]
+        assert (counts[-1].num_disk_read >= 4) == bool(owner)
+        found = started(process(ahead, question(owner, answered, more)))
+        assert found.num_disk_tokens == found.num_cached_tokens
+        assert (found.num_disk_tokens >= 64) == bool(owner)
 
 
 def test_erasing_a_conversation_leaves_the_blocks_of_others(process: Process, tmp_path: Path) -> None:

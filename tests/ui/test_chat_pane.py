@@ -32,6 +32,25 @@ async def test_the_engine_is_told_how_often_to_report(tmp_path: Path, monkeypatc
 
 
 @anyio
+async def test_an_opened_conversation_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, conversation = tmp_path / "log", Conversation()
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(log))
+    answer = conversation.ask("a question of old")
+    answer.text, answer.finish_reason = "words", "stop"
+
+    def count() -> int:
+        lines = [line for line in log.read_text().splitlines() if " ReadAhead " in line]
+        assert all("a question of old" in line and conversation.file_id in line for line in lines)
+        return len(lines)
+
+    async with chat() as pilot:
+        await screen(pilot).talk.open_conversation(conversation)
+        await until(pilot, lambda: count() == 1)
+        await say(pilot, "/reload")
+        await until(pilot, lambda: count() == 2)
+
+
+@anyio
 async def test_a_key_quits_where_it_comes_again_within_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     async with chat() as pilot:

@@ -10,7 +10,7 @@ from textual.reactive import var
 from textual.widgets import TextArea
 
 from minillm.errors import MinillmError, UsageError
-from minillm.service.messages import Command, Forget, Keep, Notice
+from minillm.service.messages import Command, Forget, Keep, Notice, ReadAhead
 from minillm.ui.bars import LoadingBar, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.compact import Compaction
@@ -106,6 +106,7 @@ class ChatPane(Vertical):
         if state.loaded is not None:
             self._options.pin(self.app.settings.system)
             await self._ask_waiting()
+            self._read_ahead()
         elif state.phase != "loading":
             self.waiting.take_back()
         self.refresh_status()
@@ -333,3 +334,11 @@ class ChatPane(Vertical):
                 self.prompt.remember(turn.question)
         self.prompt.focus()
         self.refresh_status()
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Let the engine read the conversation's blocks from disk while the user types."""
+        owner, settings = self.store.owner_of(self.conversation), self.app.settings
+        if owner and self.engine.phase == "ready" and self.run is None:
+            told = self.conversation.messages(settings.system)
+            self.send(ReadAhead(self.conversation.conversation_id, told, thinks=settings.thinks, owner=owner))
