@@ -23,7 +23,7 @@ from minillm.kernels.arguments import (
     LayerCache,
     Norm,
     Pages,
-    Places,
+    RotaryInputs,
     SamplingInputs,
     Search,
     SearchField,
@@ -85,19 +85,19 @@ choose_beams = _op(decode_state.choose_beams)
 fork_rows = _op(decode_state.fork_rows)
 
 
-def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:
+def plan_step(rope: RotaryInputs, decodes: Pages, num_heads: int) -> HostPlan | None:
     """On a CPU, compute the inputs that all layers of a step share: see `cpu.plan_step`.
 
     On a GPU, return None, because GPU kernels need no plan.
     """
-    return None if decodes.k.is_cuda else cpu.plan_step(places, decodes, num_heads)
+    return None if decodes.k.is_cuda else cpu.plan_step(rope, decodes, num_heads)
 
 
 def rotary_write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Places,
+    rope: RotaryInputs,
     cache: LayerCache,
     norms: HeadNorms | None = None,
     plan: HostPlan | None = None,
@@ -107,9 +107,9 @@ def rotary_write_kv(
     ``plan`` is the result of `plan_step` for this step, if there is one.
     """
     if q.is_cuda:
-        gpu.rotary_write_kv(q, k, v, places, cache, norms)
+        gpu.rotary_write_kv(q, k, v, rope, cache, norms)
     else:
-        cpu.rotary_write_kv(q, k, v, places, cache, norms, plan)
+        cpu.rotary_write_kv(q, k, v, rope, cache, norms, plan)
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:

@@ -111,7 +111,7 @@ class HeadNorms(NamedTuple):
     after_rotary: bool = False
 
 
-class Places(NamedTuple):
+class RotaryInputs(NamedTuple):
     """The rotary angles of a step's tokens at their positions, and the tokens' slots in the pool."""
 
     cos: Tensor  # [num_tokens, rotary_dim / 2] float32 (or float64)

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from minillm.kernels.arguments import HeadNorms, LayerCache, Pages, Places, SamplingInputs
+from minillm.kernels.arguments import HeadNorms, LayerCache, Pages, RotaryInputs, SamplingInputs
 from minillm.kernels.attention.plan import WorkList
 
 
@@ -123,7 +123,7 @@ def write_rows(cache: Tensor, scales: Tensor | None, slots: Tensor, rows: Tensor
 
 
 def rotary_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, cache: LayerCache, norms: HeadNorms | None = None
+    q: Tensor, k: Tensor, v: Tensor, rope: RotaryInputs, cache: LayerCache, norms: HeadNorms | None = None
 ) -> None:
     """Rotate ``q`` in place. Write rotated ``k``, and ``v``, to the tokens' slots. ``k`` is scratch: it may change.
 
@@ -133,7 +133,7 @@ def rotary_write_kv(
         q, k, v: ``[num_tokens, heads, head_dim]``; they may be strided views of one fused projection.
         norms: if given, apply `rms_norm` to each head of q and k (Henry et al. 2020), before or after they are rotated.
     """
-    cos, sin, slots = places
+    cos, sin, slots = rope
     if norms is not None and not norms.after_rotary:
         q.copy_(rms_norm(q, norms.q, norms.eps))
         k = rms_norm(k, norms.k, norms.eps)

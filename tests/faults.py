@@ -740,7 +740,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "cpu/test_cpu_attention.py::test_prefill_attention"),
         ("cpu-norm-of-k-as-of-q", "_normalize", "For 0.iter", "($elts[0], ($elts[1].elts[0], $elts[0].elts[1]))",
          KERNELS + "cpu/test_cpu_attention.py"),
-        ("cpu-rotation-backwards", "_turn", "Subscript 1", "torch.stack((places.sin, -places.sin), dim=1)[:, None]",
+        ("cpu-rotation-backwards", "_turn", "Subscript 1", "torch.stack((rope.sin, -rope.sin), dim=1)[:, None]",
          KERNELS + "cpu/test_cpu_attention.py"),
     ],
     "kernels/cpu/sampling.py": [

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import HeadNorms, LayerCache, Places, check_scales
+from minillm.kernels.arguments import HeadNorms, LayerCache, RotaryInputs, check_scales
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
@@ -170,13 +170,13 @@ def _rotary_write_kv_kernel(
 
 
 def rotary_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, cache: LayerCache, norms: HeadNorms | None = None
+    q: Tensor, k: Tensor, v: Tensor, rope: RotaryInputs, cache: LayerCache, norms: HeadNorms | None = None
 ) -> None:
     """Rotate q and k, and write k and v to their slots: see `reference.rotary_write_kv`.
 
     Tokens and heads may have any strides. Raises ValueError for a wrong shape or layout.
     """
-    cos, sin, slots = places
+    cos, sin, slots = rope
     k_cache, v_cache, k_scales, v_scales = cache
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], cos.shape[1]

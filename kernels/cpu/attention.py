@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import reference
-from minillm.kernels.arguments import HeadNorms, LayerCache, Pages, Places
+from minillm.kernels.arguments import HeadNorms, LayerCache, Pages, RotaryInputs
 from minillm.kernels.attention.plan import WorkList
 from minillm.kernels.cpu.linear import rms_norm
 
@@ -61,17 +61,17 @@ class HostPlan:
     decodes: Together | list[Span]  # decode attention: all sequences at once if that is faster, else one by one
 
 
-def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
+def plan_step(rope: RotaryInputs, decodes: Pages, num_heads: int) -> HostPlan:
     """Compute the inputs that all layers of a step share, because they depend only on positions and slots."""
-    return HostPlan(bool((places.slots < 0).any()), _turn(places), _plan_decodes(decodes, num_heads))
+    return HostPlan(bool((rope.slots < 0).any()), _turn(rope), _plan_decodes(decodes, num_heads))
 
 
-def _turn(places: Places) -> tuple[Tensor, Tensor]:
+def _turn(rope: RotaryInputs) -> tuple[Tensor, Tensor]:
     """Return the factors of the rotary embedding: cosines ``[tokens, 1, 1, half]``, and sines ``[tokens, 1, 2, half]``.
 
     The sines are for a head with its halves swapped. The sines of the first half are negative.
     """
-    return places.cos[:, None, None], torch.stack((-places.sin, places.sin), dim=1)[:, None]
+    return rope.cos[:, None, None], torch.stack((-rope.sin, rope.sin), dim=1)[:, None]
 
 
 def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
@@ -115,8 +115,8 @@ def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
     rows = torch.add(torch.arange(num_kv_heads)[:, None], slots[:, None], alpha=num_kv_heads)
     scales_at = None
     if scales is not None:
-        places = slots // block_size * (num_kv_heads * block_size) + slots % block_size
-        scales_at = torch.add(places[:, None], torch.arange(num_kv_heads)[:, None], alpha=block_size).flatten()
+        indices = slots // block_size * (num_kv_heads * block_size) + slots % block_size
+        scales_at = torch.add(indices[:, None], torch.arange(num_kv_heads)[:, None], alpha=block_size).flatten()
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     queries = torch.zeros(num_seqs * num_kv_heads, _padded(group), head_dim, dtype=dtype)
     return Together(
@@ -135,7 +135,7 @@ def rotary_write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Places,
+    rope: RotaryInputs,
     cache: LayerCache,
     norms: HeadNorms | None = None,
     plan: HostPlan | None = None,
@@ -143,26 +143,26 @@ def rotary_write_kv(
     """Compute `reference.rotary_write_kv`. It is fast if whole float32 heads are rotated, and q and k are adjacent in
     memory.
     """
-    half, num_tokens, num_heads = places.cos.shape[1], *q.shape[:2]
+    half, num_tokens, num_heads = rope.cos.shape[1], *q.shape[:2]
     side_by_side = k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.itemsize and k.stride() == q.stride()
-    padded = bool((places.slots < 0).any()) if plan is None else plan.padded
+    padded = bool((rope.slots < 0).any()) if plan is None else plan.padded
     if q.dtype != torch.float32 or 2 * half != q.shape[2] or not side_by_side or padded:
-        reference.rotary_write_kv(q, k, v, places, cache, norms)
+        reference.rotary_write_kv(q, k, v, rope, cache, norms)
         return
     if norms is not None and not norms.after_rotary:
         _normalize(q, k, norms)
     # [tokens, q and k heads, 2, half]
     both = q.as_strided((num_tokens, num_heads + k.shape[1], 2, half), (*q.stride()[:2], half, 1))
-    straight, across = _turn(places) if plan is None else plan.turn
+    straight, across = _turn(rope) if plan is None else plan.turn
     changed_about = both.flip(2)
     both.mul_(straight).addcmul_(changed_about, across)
     if norms is not None and norms.after_rotary:
         _normalize(q, k, norms)
     if cache.k_scales is None:
-        cache.k.view(-1, *k.shape[1:]).index_copy_(0, places.slots, k)
-        cache.v.view(-1, *v.shape[1:]).index_copy_(0, places.slots, v)
+        cache.k.view(-1, *k.shape[1:]).index_copy_(0, rope.slots, k)
+        cache.v.view(-1, *v.shape[1:]).index_copy_(0, rope.slots, v)
     else:
-        _write_in_8_bits(cache, places.slots, torch.stack((k, v)))
+        _write_in_8_bits(cache, rope.slots, torch.stack((k, v)))
 
 
 def _normalize(q: Tensor, k: Tensor, norms: HeadNorms) -> None:

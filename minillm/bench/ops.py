@@ -14,7 +14,7 @@ from minillm.kernels import (
     AttentionShape,
     LayerCache,
     Pages,
-    Places,
+    RotaryInputs,
     SamplingInputs,
     WorkList,
     plan_attention,
@@ -113,8 +113,8 @@ def _rotary_write_kv(tokens: int, in_8_bits: bool = False) -> Case:
     num_blocks = max(64, 2 * tokens // _BLOCK_SIZE)
     cache = _cache(num_blocks, _BLOCK_SIZE, kv_heads, dim, in_8_bits)
     slots = torch.randperm(num_blocks * _BLOCK_SIZE, device=DEVICE)[:tokens]
-    places = Places(angles.cos(), angles.sin(), slots)
-    inputs = [(*x.split((heads, kv_heads, kv_heads), dim=1), places, cache) for x in packed]
+    rope = RotaryInputs(angles.cos(), angles.sin(), slots)
+    inputs = [(*x.split((heads, kv_heads, kv_heads), dim=1), rope, cache) for x in packed]
 
     def check(launch: Callable[[], None]) -> float:
         k = packed[0][:, heads : heads + kv_heads].double()
@@ -122,7 +122,7 @@ def _rotary_write_kv(tokens: int, in_8_bits: bool = False) -> Case:
         got = cache.k.flatten(0, 1)[slots].double()
         if cache.k_scales is not None:
             got *= cache.k_scales.transpose(1, 2).flatten(0, 1)[slots][..., None]
-        return _error(got, reference.rotary(k, places.cos, places.sin))
+        return _error(got, reference.rotary(k, rope.cos, rope.sin))
 
     name = f"{tokens} tokens, {heads}/{kv_heads} x {dim}{' int8' if in_8_bits else ''}"
     return Case("rotary_write_kv", name, inputs, moved, check=check)

@@ -32,7 +32,7 @@ from minillm.kernels import (
     LowBit,
     Ops,
     Pages,
-    Places,
+    RotaryInputs,
     WorkList,
 )
 from minillm.model.config import ModelConfig
@@ -242,15 +242,15 @@ class Llama:
         eps = self.config.rms_norm_eps
         return self.ops.mlp(x, layer.post_attention_norm, eps, layer.gate_up, layer.down, residual)
 
-    def steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
+    def steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[RotaryInputs, HostPlan | None]]:
         """Return for each kind of attention: the rotary angles and slots of a step, and its attention plan or None.
 
         All layers of one kind use the same angles, slots and plan. ``cache`` may be the cache of any layer.
         """
         steps = {}
         for kind, angles in self.angles(batch).items():
-            places, pages = Places(*angles, batch.slot_mapping), cache.pages(*batch.decodes, kind.window)
-            steps[kind] = places, kernels.plan_step(places, pages, self.local.num_heads)
+            rope, pages = RotaryInputs(*angles, batch.slot_mapping), cache.pages(*batch.decodes, kind.window)
+            steps[kind] = rope, kernels.plan_step(rope, pages, self.local.num_heads)
         return steps
 
     def angles(self, batch: Batch) -> Angles:
@@ -269,7 +269,7 @@ class Llama:
         cache: LayerCache,
         batch: Batch,
         layer: Layer,
-        places: Places,
+        rope: RotaryInputs,
         plan: HostPlan | None,
         x: Tensor,
     ) -> Tensor:
@@ -279,18 +279,18 @@ class Llama:
         """
         is_fused = layer.attention_output_norm is None
         if batch.num_decodes < qkv.shape[0] or batch.shared is not None or not is_fused:
-            return self._add_output(self.attend(qkv, cache, batch, layer, places, plan), layer, x)
-        q, pages = self._rotated(qkv, cache, layer, places, plan), cache.pages(*batch.decodes, layer.attention.window)
+            return self._add_output(self.attend(qkv, cache, batch, layer, rope, plan), layer, x)
+        q, pages = self._rotated(qkv, cache, layer, rope, plan), cache.pages(*batch.decodes, layer.attention.window)
         return self._attend_add(q, pages, layer, x, plan)
 
     def attend(
-        self, qkv: Tensor, cache: LayerCache, batch: Batch, layer: Layer, places: Places, plan: HostPlan | None
+        self, qkv: Tensor, cache: LayerCache, batch: Batch, layer: Layer, rope: RotaryInputs, plan: HostPlan | None
     ) -> Tensor:
         """Write the tokens' K and V to the layer's ``cache``, and compute attention.
 
         Return the attention output of all tokens, ``[num_tokens, num_heads * head_dim]``.
         """
-        q, n, scale = self._rotated(qkv, cache, layer, places, plan), batch.num_decodes, self.config.softmax_scale
+        q, n, scale = self._rotated(qkv, cache, layer, rope, plan), batch.num_decodes, self.config.softmax_scale
         window, outputs = layer.attention.window, []
         if n:
             pages = cache.pages(*batch.decodes, window)
@@ -304,7 +304,9 @@ class Llama:
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [num_tokens, num_heads, head_dim]
         return attended.flatten(1)
 
-    def _rotated(self, qkv: Tensor, cache: LayerCache, layer: Layer, places: Places, plan: HostPlan | None) -> Tensor:
+    def _rotated(
+        self, qkv: Tensor, cache: LayerCache, layer: Layer, rope: RotaryInputs, plan: HostPlan | None
+    ) -> Tensor:
         """Rotate q and k, and write k and v to their slots. Return q ``[num_tokens, num_heads, head_dim]``."""
         c, norms = self.local, layer.head_norms
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
@@ -313,5 +315,5 @@ class Llama:
             for part, weight in ((q.flatten(1), norms.q), (k.flatten(1), norms.k)):  # views
                 part.copy_(kernels.rms_norm(part, weight, norms.eps))
             norms = None
-        kernels.rotary_write_kv(q, k, v, places, cache, norms, plan)
+        kernels.rotary_write_kv(q, k, v, rope, cache, norms, plan)
         return q

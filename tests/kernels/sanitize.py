@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from lib.kernels import DEVICE, make_pool, randn, rounded, shape_of
-from minillm.kernels import DecodeInputs, Field, LayerCache, Places, SamplingInputs, SearchField
+from minillm.kernels import DecodeInputs, Field, LayerCache, RotaryInputs, SamplingInputs, SearchField
 from minillm.kernels.arguments import HeadNorms
 from minillm.kernels.attention import invariant as invariant_attention
 from minillm.kernels.attention.decode import paged_attention
@@ -61,11 +61,11 @@ def check_attention(dtype: torch.dtype) -> None:
         k, v = randn(4, kv_heads, dim, dtype=dtype), randn(4, kv_heads, dim, dtype=dtype)
         angles = randn(4, dim // 2)
         slots = torch.tensor([0, -1, 5, 3], device=DEVICE)
-        places = Places(angles.cos(), angles.sin(), slots)
+        rope = RotaryInputs(angles.cos(), angles.sin(), slots)
         norms = HeadNorms(randn(dim, dtype=dtype), randn(dim, dtype=dtype), 1e-5)
         for layer in (LayerCache(pool.k, pool.v), LayerCache(levels.k, levels.v, levels.k_scales, levels.v_scales)):
-            rotary.rotary_write_kv(q, k, v, places, layer)
-            rotary.rotary_write_kv(q, k, v, places, layer, norms)
+            rotary.rotary_write_kv(q, k, v, rope, layer)
+            rotary.rotary_write_kv(q, k, v, rope, layer, norms)
 
 
 def check_products(dtype: torch.dtype) -> None:

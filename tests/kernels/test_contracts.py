@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lib.kernels import DEVICE, ON_GPU, make_pool, parameters, randn, relative_error
 from minillm import kernels
-from minillm.kernels import LayerCache, Pages, Places, cpu, reference
+from minillm.kernels import LayerCache, Pages, RotaryInputs, cpu, reference
 
 pytest.importorskip("triton")
 from minillm.kernels import gpu
@@ -69,7 +69,7 @@ def test_a_pool_beyond_2_to_the_31_elements() -> None:
     assert torch.equal(prefill_attention(chunk, big, starts, 0.1), expected)
     k, v = (randn(1, kv_heads, dim, dtype=torch.bfloat16) for _ in "kv")
     slot = torch.tensor([num_blocks * block_size - 1], device=DEVICE)
-    straight = Places(torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), slot)
+    straight = RotaryInputs(torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), slot)
     rotary.rotary_write_kv(q, k, v, straight, LayerCache(big_k, big_v))
     assert torch.equal(big_k[-1, -1], k[0])
     assert torch.equal(big_v[-1, -1], v[0])
@@ -106,7 +106,7 @@ def test_a_pool_in_8_bits_beyond_2_to_the_31_elements() -> None:
     assert torch.equal(prefill_attention(chunk, big, starts, 0.1), prefill_attention(chunk, small, starts, 0.1))
     rows = [randn(1, kv_heads, dim, dtype=torch.bfloat16) for _ in "kv"]
     slot = torch.tensor([num_blocks * block_size - 1], device=DEVICE)
-    straight = Places(torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), slot)
+    straight = RotaryInputs(torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), slot)
     rotary.rotary_write_kv(q, rows[0], rows[1], straight, LayerCache(k, v, k_scales, v_scales))
     for row, levels, scales in ((rows[0], k, k_scales), (rows[1], v, v_scales)):
         expected, factors = reference.quantize_rows(row[0].cpu())

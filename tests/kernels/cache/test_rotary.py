@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lib.kernels import DEVICE, DTYPES, TOLERANCE, make_pool, randn, relative_error
-from minillm.kernels import HeadNorms, LayerCache, Places, reference
+from minillm.kernels import HeadNorms, LayerCache, RotaryInputs, reference
 
 pytest.importorskip("triton")
 from minillm.kernels.cache import rotary
@@ -45,20 +45,20 @@ def test_rotary_write_kv(
     slots = torch.randperm(12, device=DEVICE)[:tokens]
     slots[tokens // 2] = -1
     exact_q, exact_k, exact_v = q.double(), *(torch.full_like(pool.k, float("nan"), dtype=torch.float64) for _ in "kv")
-    places = Places(cos, sin, slots)
+    rope = RotaryInputs(cos, sin, slots)
     if normed and rotary_dim < head_dim:
         with pytest.raises(ValueError, match="all of a head"):
-            rotary.rotary_write_kv(q, k, v, places, LayerCache(pool.k, pool.v), norms)
+            rotary.rotary_write_kv(q, k, v, rope, LayerCache(pool.k, pool.v), norms)
         return
-    reference.rotary_write_kv(exact_q, k.double(), v.double(), places, LayerCache(exact_k, exact_v), exact_norms)
-    rotary.rotary_write_kv(q, k, v, places, LayerCache(pool.k, pool.v), norms)
+    reference.rotary_write_kv(exact_q, k.double(), v.double(), rope, LayerCache(exact_k, exact_v), exact_norms)
+    rotary.rotary_write_kv(q, k, v, rope, LayerCache(pool.k, pool.v), norms)
     assert relative_error(q, exact_q) < TOLERANCE[dtype]
     for got, exact in ((pool.k, exact_k), (pool.v, exact_v)):
         assert torch.equal(got.isnan(), exact.isnan()), "padding or a slot of nobody was written"
         if tokens > 1:
             assert relative_error(got[~got.isnan()], exact[~exact.isnan()]) < TOLERANCE[dtype]
     assert torch.equal(k, packed[:, heads : heads + kv_heads]), "k itself is left as it was"
-    rotary.rotary_write_kv(q[:0], k[:0], v[:0], Places(cos[:0], sin[:0], slots[:0]), LayerCache(pool.k, pool.v))
+    rotary.rotary_write_kv(q[:0], k[:0], v[:0], RotaryInputs(cos[:0], sin[:0], slots[:0]), LayerCache(pool.k, pool.v))
 
 
 @pytest.mark.parametrize("normed", ["", "before", "after"])
@@ -82,14 +82,14 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
     angles = randn(tokens, rotary_dim // 2)
     slots = torch.randperm(24, device=DEVICE)[:tokens]
     slots[5] = -1
-    places = Places(angles.cos(), angles.sin(), slots)
+    rope = RotaryInputs(angles.cos(), angles.sin(), slots)
     count = 24 // block_size
     caches = [torch.zeros(count, block_size, kv_heads, head_dim, dtype=dtype, device=DEVICE) for _ in "kv"]
     levels = [torch.full(caches[0].shape, 99, dtype=torch.int8, device=DEVICE) for _ in "kv"]
     scales = [torch.full((count, kv_heads, block_size), 99.0, device=DEVICE) for _ in "kv"]
     for cache in (LayerCache(*caches), LayerCache(*levels, *scales)):
         q, k, v = packed.clone().split((heads, kv_heads, kv_heads), dim=1)
-        rotary.rotary_write_kv(q, k, v, places, cache, norms)
+        rotary.rotary_write_kv(q, k, v, rope, cache, norms)
     written = slots[slots >= 0]
     others = torch.tensor([slot for slot in range(24) if slot not in written.tolist()], device=DEVICE)
     for rows, got, factors in zip(caches, levels, scales, strict=True):
@@ -115,6 +115,6 @@ def test_a_token_has_the_same_bytes_alone_and_among_others(dtype: torch.dtype) -
         caches.append(LayerCache(*levels, *(torch.zeros(3, kv_heads, 4, device=DEVICE) for _ in "kv")))
         for run in runs:
             q, k, v = packed[run].clone().split(kv_heads, dim=1)
-            rotary.rotary_write_kv(q, k, v, Places(cos[run], sin[run], slots[run]), caches[-1])
+            rotary.rotary_write_kv(q, k, v, RotaryInputs(cos[run], sin[run], slots[run]), caches[-1])
     for together, alone in zip(*caches, strict=True):
         assert torch.equal(together, alone)

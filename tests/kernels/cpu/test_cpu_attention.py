@@ -7,7 +7,7 @@ import torch
 
 from lib.kernels import CPU_TOLERANCE, in_float64, make_pool, relative_error, without_hidden
 from minillm import kernels
-from minillm.kernels import HeadNorms, HostPlan, LayerCache, Pages, Places, cpu, reference
+from minillm.kernels import HeadNorms, HostPlan, LayerCache, Pages, RotaryInputs, cpu, reference
 
 SIZE = 4  # block size of most pools here
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_rotary_write_kv(dtype: torch.dtype, rotary_dim: int) -> None:
     slots = torch.tensor([9, -1, 3, 4, -1, 0, 11])
     pools = [torch.full((3, SIZE, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2)]
     q, k, v = packed.clone().split((heads, kv_heads, kv_heads), dim=1)
-    kernels.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), LayerCache(pools[0], pools[1]))
+    kernels.rotary_write_kv(q, k, v, RotaryInputs(angles.cos(), angles.sin(), slots), LayerCache(pools[0], pools[1]))
     for head in range(heads):
         for token in range(tokens):
             x = packed[token, head].double()
@@ -91,7 +91,7 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(
 ) -> None:
     packed = torch.randn(tokens, 8, 64)
     angles = torch.randn(tokens, 32)
-    places = Places(angles.cos(), angles.sin(), torch.tensor([9, 2, 3, 4, 0])[:tokens])
+    rope = RotaryInputs(angles.cos(), angles.sin(), torch.tensor([9, 2, 3, 4, 0])[:tokens])
     norms = HeadNorms(torch.randn(64), torch.randn(64), 1e-5, normed == "after") if normed else None
     results = []
     for fast in (True, False):
@@ -101,10 +101,10 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(
             no_decodes = Pages(
                 pools[0], pools[1], torch.empty(0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
             )
-            plan = cpu.plan_step(places, no_decodes, 4) if planned else None
-            cpu.rotary_write_kv(q, k, v, places, LayerCache(pools[0], pools[1]), norms, plan)
+            plan = cpu.plan_step(rope, no_decodes, 4) if planned else None
+            cpu.rotary_write_kv(q, k, v, rope, LayerCache(pools[0], pools[1]), norms, plan)
         else:
-            reference.rotary_write_kv(q, k, v, places, LayerCache(pools[0], pools[1]), norms)
+            reference.rotary_write_kv(q, k, v, rope, LayerCache(pools[0], pools[1]), norms)
         results.append((q, *pools))
     for got, exact in zip(*results, strict=True):
         torch.testing.assert_close(got, exact)
@@ -122,7 +122,7 @@ def test_rows_are_rounded_as_the_reference_rounds_them(dtype: torch.dtype, padde
     narrow = LayerCache(*levels, *(torch.full((3, 2, SIZE), 99.0) for _ in "kv"))
     for cache in (plain, narrow):
         q, k, v = packed.clone().split((4, 2, 2), dim=1)
-        kernels.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), cache)
+        kernels.rotary_write_kv(q, k, v, RotaryInputs(angles.cos(), angles.sin(), slots), cache)
     written = slots[slots >= 0]
     others = [slot for slot in range(3 * SIZE) if slot not in written.tolist()]
     for rows, got, factors in ((plain.k, narrow.k, narrow.k_scales), (plain.v, narrow.v, narrow.v_scales)):
@@ -163,4 +163,4 @@ def test_a_plan_knows_padding() -> None:
 
 def _plan(slots: list[int], pool: Pages, heads: int) -> HostPlan:
     angles = torch.randn(len(slots), 4)
-    return cpu.plan_step(Places(angles.cos(), angles.sin(), torch.tensor(slots)), pool, heads)
+    return cpu.plan_step(RotaryInputs(angles.cos(), angles.sin(), torch.tensor(slots)), pool, heads)
