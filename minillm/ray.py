@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 _OF_BEAMS = {each.name for each in fields(BeamSearchParams)}
 _TRIES = 4  # to start a cluster
+# Settings for a cluster that this process starts, unless the user has set them: no idle worker for each core, no report
+# to Ray's developers, and no killing of engines when other programs need memory.
+_LOCAL = {
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
 _ROWS_PER_CALL = 8  # rows sent to an engine at a time: a Ray call costs about a millisecond
 
 
@@ -201,11 +208,9 @@ class RayEngines(Engines):
 
 def connect(address: str) -> None:
     """Connect to a cluster, or start one if ``address`` is "local". Raises UsageError if that fails."""
-    options = {}
+    options = {"include_dashboard": False} if address == "local" else {}
     if address == "local":
-        options["include_dashboard"] = False
-        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no idle worker for each core
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.update({**_LOCAL, **os.environ})
     for tries_left in reversed(range(_TRIES)):
         try:
             ray.init(address=address, logging_level="ERROR", log_to_driver=False, **options)

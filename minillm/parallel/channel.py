@@ -180,10 +180,10 @@ def _exit_status(process: subprocess.Popen | None) -> str:
 class Follower:
     """Another rank's side of its connection to rank 0. If rank 0 ends, this process ends.
 
-    ``directory`` contains the ranks' shared store, and is removed if rank 0 dies; "" means no directory.
+    ``directory`` contains the ranks' shared store, and is removed if rank 0 dies.
     """
 
-    def __init__(self, connection: socket.socket, directory: str = "") -> None:
+    def __init__(self, connection: socket.socket, directory: str) -> None:
         self._connection, self._directory = connection, directory
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -203,8 +203,7 @@ class Follower:
             while message := receive_message(self._connection):
                 self._messages.put(message)
         except EOFError:
-            if self._directory:
-                shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(self._directory, ignore_errors=True)
             os._exit(1)  # rank 0 has died, and the main thread may be waiting for it on the device
         self._messages.put(b"")
         threading.Event().wait(_GRACE)

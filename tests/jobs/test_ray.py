@@ -30,29 +30,19 @@ from minillm.ray import Generate, RayEngines, connect  # noqa: E402
 pytestmark = [pytest.mark.timeout(580), pytest.mark.xdist_group("ray")]
 
 
-def actors(session: int) -> list[int]:
-    """Return the engines' processes among those of a session."""
+def processes(session: int, name: bytes = b"") -> list[int]:
+    """Return the processes of a session with command lines that begin with ``name``."""
     found = []
     for entry in Path("/proc").iterdir():
-        try:
-            if not entry.name.isdigit() or os.getsid(int(entry.name)) != session:
-                continue
-            if (entry / "cmdline").read_bytes().startswith(b"ray::_Engine"):
+        with contextlib.suppress(OSError):
+            in_session = entry.name.isdigit() and os.getsid(int(entry.name)) == session
+            if in_session and (entry / "cmdline").read_bytes().startswith(name):
                 found.append(int(entry.name))
-        except OSError:
-            continue
     return sorted(found)
 
 
-def processes(session: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and os.getsid(int(entry.name)) == session:
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+def actors(session: int) -> list[int]:
+    return processes(session, b"ray::_Engine")
 
 
 @pytest.fixture
