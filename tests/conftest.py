@@ -77,7 +77,12 @@ _FORKING = pytest.StashKey[ExitStack]()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
-    """Fork the workers, and the commands of their tests, from processes that import all modules once."""
+    """Fork the workers, and the commands of their tests, from processes that import all modules once.
+
+    CUDA does not work in forks of a process that has initialized it. With a GPU, workers start as usual.
+    """
+    if torch.cuda.is_available():
+        return
     from lib.programs import warm
 
     stack = config.stash[_FORKING] = ExitStack()
@@ -89,7 +94,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    node.workerinput["forking"] = str(Path(node.gateway.spec.python).parent)
+    if _FORKING in node.config.stash:
+        node.workerinput["forking"] = str(Path(node.gateway.spec.python).parent)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -188,6 +188,19 @@ def test_a_step_does_not_wait_for_a_kernel_that_another_one_can_replace() -> Non
     assert machine.compiled_at_launch == []
 
 
+def test_the_other_missing_kernels_are_looked_for_once() -> None:
+    """Looking for them takes as long as a step."""
+    machine = Machine(compiled={"a"})
+    ahead = idle(machine)
+    assert ahead.attempt(machine.kernels("a", "b", "c"), key="first") is None
+    assert machine.pending == ["b", "c"]
+    assert ahead.attempt(machine.kernels("b", "d"), key="second") is None
+    assert machine.pending == ["b", "c"], "b is queued, so nothing else was looked for"
+    machine.finish()
+    assert ahead.attempt(machine.kernels("b", "d"), key="second") is None
+    assert machine.pending == ["d"]
+
+
 def test_work_that_changes_state_is_never_interrupted() -> None:
     machine = Machine(compiled={"a"})
     work = machine.kernels("a", "b")
@@ -205,23 +218,31 @@ def test_idle_moments_prepare_all_shapes() -> None:
         machine.launch("probe")
         machine.launch("fast" if "probe" in machine.compiled else "general")
 
+    def shape(work: Callable[[], object]) -> Shape:
+        def record() -> None:
+            before = len(machine.launched)
+            work()
+            recorded.append(machine.launched[before:])
+
+        return Shape(work, record)
+
     shapes = [
-        Shape(machine.kernels("a"), lambda: recorded.append("a")),
-        Shape(machine.kernels("b", "c"), lambda: recorded.append("b")),
-        Shape(machine.kernels("never"), lambda: recorded.append("never")),
-        Shape(prompt, lambda: recorded.append(machine.missing(prompt))),
+        shape(machine.kernels("a")),
+        shape(machine.kernels("b", "c")),
+        shape(machine.kernels("never")),
+        shape(prompt),
         Shape(machine.kernels("d")),
     ]
     ahead = Ahead(machine, prepares=True)
     assert ahead.progress == (0, 0)
     assert ahead.advance(lambda: shapes)
-    assert recorded == ["a"]
+    assert recorded == [["a"]]
     assert ahead.progress == (1, 5)
     while ahead.advance(lambda: shapes):
         pass
-    assert recorded == ["a", "b", []], "no graph with the general kernel"
+    assert recorded == [["a"], ["b", "c"], ["probe", "fast"]], "no graph with the general kernel"
     assert machine.compiled == {"a", "b", "c", "d", "probe", "general", "fast"}
-    assert machine.launched == machine.compiled_at_launch == []
+    assert machine.compiled_at_launch == []
     assert ahead.progress == (5, 5)
     assert machine.rests == 1
 

@@ -115,6 +115,7 @@ class Ahead:
     _steps: int = _PAUSE  # since the last recording
     _compiled: set[Hashable] = field(default_factory=set)  # keys of work that lacks nothing
     _lacking: dict[Hashable, Sequence[Any]] = field(default_factory=dict)  # variants for which work waits, by its key
+    _requested: set[Any] = field(default_factory=set)  # variants that `attempt` has queued
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -151,13 +152,22 @@ class Ahead:
         shape = ready[0] if ready else new.pop(0)
         if ready:
             self._waiting.remove(shape)
-        shape.missing = compiler.missing(shape.work)  # again after waiting: then other kernels may be chosen
+        # After waiting, other kernels may be chosen.
+        shape.missing = self._recorded(shape) if shape.record else compiler.missing(shape.work)
         compiler.submit(shape.missing)
         if compiler.is_pending(shape.missing):
             self._waiting.append(shape)
-        elif shape.record is not None and not shape.missing:  # else a kernel that cannot be compiled ahead
-            self.attempt(shape.record)
         return True
+
+    def _recorded(self, shape: Shape) -> Sequence[Any]:
+        """Record a shape's graph if its kernels are compiled. Otherwise return the missing variants."""
+        assert shape.record is not None
+        try:
+            with self.compiler.only_compiled():
+                shape.record()
+        except self.compiler.not_compiled:
+            return self.compiler.missing(shape.work)
+        return ()
 
     def may_record(self, key: Hashable, after: int = 1) -> bool:
         """Return whether a step may record a graph now, while requests run.
@@ -199,12 +209,14 @@ class Ahead:
         try:
             with compiler.only_compiled():
                 return (work(),)
-        except compiler.not_compiled:
-            self._lacking[key] = missing = self._missing(kernels or work)
+        except compiler.not_compiled as error:
+            missing: Sequence[Any] = error.args
+        if not self._requested.issuperset(missing):  # else finding the others would only take time
+            missing = self._missing(kernels or work)
             compiler.submit(missing, urgent=True)
-            if not compiler.is_pending(missing):  # no process can compile them
-                return (work(),)
-        return None
+            self._requested.update(missing)
+        self._lacking[key] = missing
+        return None if compiler.is_pending(missing) else (work(),)  # no process can compile them
 
     def run(self, work: Callable[[], Result], kernels: Callable[[], object] | None = None) -> Result:
         """Run ``work``, and return its result. Missing kernels are compiled in parallel first. The arguments are those
