@@ -1287,7 +1287,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ACCESS + "test_nobody_else_gets_in"),
         ("metrics-without-a-key", "", "Tuple 0", "('/health', '/version', '/metrics')",
          ACCESS + "test_each_route_but_two_needs_a_key"),
-        ("second-host-header", "Access._refusal", "Compare 0", "False", ACCESS + "test_nobody_else_gets_in"),
+        ("second-host-header", "Access._check", "Compare 0", "False", ACCESS + "test_nobody_else_gets_in"),
         ("body-memory-of-all", "BodyMemory._admit", "Compare 0", "self._used.total() + $left.right <= $comparators[0]",
          ACCESS + "test_large_bodies_of_a_tenant_share_its_memory_in_their_order"),
         ("body-memory-unbounded", "BodyMemory._admit", "Compare 0", "True",

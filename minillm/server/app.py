@@ -25,7 +25,7 @@ from minillm.server.bodies import BadField
 from minillm.server.completions.routes import chat, complete
 from minillm.server.engine_process import EngineDied
 from minillm.server.http.access import Access, AccessRules
-from minillm.server.http.sending import CONTEXT_LENGTH
+from minillm.server.http.sending import CONTEXT_LENGTH, Failed
 from minillm.server.openapi.document import document
 from minillm.server.parsers.tool_choice import shown_tools
 from minillm.server.responses.routes import (
@@ -35,7 +35,7 @@ from minillm.server.responses.routes import (
     read_response,
     respond,
 )
-from minillm.server.service import Missing, Service, json_response
+from minillm.server.service import Service, json_response
 from minillm.server.sessions.routes import open_session, take_session_commands, watch_cache
 from minillm.service import call_messages as messages
 
@@ -104,33 +104,35 @@ class Shortcut:
             return
         scope["route"] = route
         request = Request(scope, receive)
-        try:
-            response = await route.endpoint(request)
-        except HTTPException as error:
-            response = await _on_http(request, error)
+        response = await route.endpoint(request)
         await response(scope, receive, send)
 
 
 def _endpoint(service: Service, handler: Callable[[Service, Request], Awaitable[Any]]) -> Any:
     async def endpoint(request: Request) -> Any:
-        path = request.scope["path"]
         try:
             return await handler(service, request)
+        except Failed as failed:
+            return _error_response(request, failed)
         except MinillmError as error:
             status = 400 if isinstance(error, UsageError) else 503 if isinstance(error, EngineDied) else 500
             field = error.field if isinstance(error, BadField) else ""
             code = CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None
-            return json_response(error_at(path, status, str(error), field, code), status)
+            return _error_response(request, Failed(status, str(error), field=field, code=code))
 
     endpoint.__name__ = handler.__name__
     return endpoint
 
 
+def _error_response(request: Request, failed: Failed) -> Response:
+    answer = json_response(error_at(request.scope["path"], failed), failed.status)
+    answer.raw_headers += failed.headers
+    return answer
+
+
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path, status = request.scope["path"], error.status_code
-    field, code = (error.field, error.code) if isinstance(error, Missing) else ("", None)
-    answer = json_response(error_at(path, status, str(error.detail), field, code), status)
+    answer = _error_response(request, Failed(error.status_code, str(error.detail)))
     answer.headers.update(error.headers or {})
     if error.status_code == 405:
         answer.headers["allow"] = ", ".join(sorted(_methods(request)))
@@ -147,7 +149,7 @@ def _methods(request: Request) -> set[str]:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return json_response(error_at(request.scope["path"], 500, "internal error; see the server's log"), 500)
+    return _error_response(request, Failed(500, "internal error; see the server's log"))
 
 
 # --- models, tokens, health -------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ async def _unpin(service: Service, request: Request) -> Response:
     name = request.path_params["name"]
     prefix = service.prefixes.get(name)
     if prefix is None or prefix["tenant"] != request.state.tenant:
-        raise HTTPException(404, f"there is no prefix {shown(name)}")
+        raise Failed(404, f"there is no prefix {shown(name)}")
     del service.prefixes[name]
     return json_response(await service.engine.ask(partial(messages.UnpinPrefix, prefix_id=name)))
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from minillm.errors import UsageError
 from minillm.server.answers import Json, Usage
 from minillm.server.engine_process import Answer, EngineDied
-from minillm.server.http.fair_queue import FairQueue, Full, Place, num_seats
+from minillm.server.http.fair_queue import FairQueue, Place, num_seats
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.sending import CONTEXT_LENGTH, Failed, body_message, send_json
 from minillm.server.replicas import Replicas
@@ -202,9 +202,6 @@ class Generating:
             self.queue.check_space(self.asked.tenant)
             await self._answer(send, began)
             self.metrics.whole.observe(time.monotonic() - began)
-        except Full as full:
-            retry = [(b"retry-after", str(full.retry_after).encode())]
-            await self._fail(send, Failed(429, str(full), retry))
         except Failed as failed:
             await self._fail(send, failed)
         except EngineDied as died:

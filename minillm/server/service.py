@@ -9,29 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from minillm.checks import shown
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
+from minillm.server.http.sending import Failed
 from minillm.server.replicas import Replicas
 from minillm.server.responses.answers import ResponseWriter
 from minillm.server.responses.store import ResponseStore
 from minillm.server.sessions.questions import Questions
 from minillm.service.call_messages import ForkPoint
 from minillm.service.messages import Loaded
-
-
-class Missing(HTTPException):
-    """Raised if a request names a model or response that does not exist.
-
-    ``field`` is the request's field that contains the name. ``code`` is OpenAI's error code.
-    """
-
-    def __init__(self, status: int, message: str, field: str = "", code: str | None = None) -> None:
-        super().__init__(status, message)
-        self.field, self.code = field, code
 
 
 @dataclass
@@ -59,10 +48,10 @@ class Service:
         self.prefixes = {id: each for id, each in self.prefixes.items() if each.get("replica", 0) != replica}
 
     def check_model(self, name: str | None) -> None:
-        """Raise Missing if ``name`` is not a name of the served model. Requests never load another model."""
+        """Raise Failed if ``name`` is not a name of the served model. Requests never load another model."""
         if name is not None and name not in self.names:
             why = f"the model {shown(name)} is not served here; use {self.names[0]}"
-            raise Missing(404, why, code="model_not_found")
+            raise Failed(404, why, code="model_not_found")
 
     def salt(self, tenant: str, salt: str | None = None, fork: ForkPoint | None = None) -> str | None:
         """Return the salt for a request's blocks in the prefix cache. Only requests with equal salts share blocks.

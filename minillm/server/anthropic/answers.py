@@ -11,7 +11,7 @@ import msgspec
 from minillm.server.answers import Json, Usage, event
 from minillm.server.completions.forms import EventWriter
 from minillm.server.engine_process import Answer
-from minillm.server.http.sending import CONTEXT_LENGTH, error_json
+from minillm.server.http.sending import CONTEXT_LENGTH, Failed
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
 from minillm.text.safe import parse_strict_json
 
@@ -148,7 +148,6 @@ def is_messages(path: str) -> bool:
     return f"{path}/".startswith("/v1/messages/")
 
 
-def error_at(path: str, status: int, message: str, field: str = "", code: str | None = None) -> Json:
+def error_at(path: str, failed: Failed) -> Json:
     """Return an error in the format of the route at ``path``: Anthropic's for the Messages API, else OpenAI's."""
-    error = error_json(status, message, field, code)
-    return message_error(error, status) if is_messages(path) else error
+    return message_error(failed.json(), failed.status) if is_messages(path) else failed.json()

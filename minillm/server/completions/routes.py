@@ -41,7 +41,7 @@ class ChatCall:
 
 
 def chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: Mapping[str, str] = {}) -> ChatCall:
-    """Return the engine's call for a chat request. Raises BadField, or Missing for an unknown model.
+    """Return the engine's call for a chat request. Raises BadField, or Failed for an unknown model.
 
     Args:
         name: the request's id.

@@ -23,12 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minillm.server.anthropic.answers import error_at, is_messages
 from minillm.server.http.metrics import Metrics
-from minillm.server.http.sending import send_json
+from minillm.server.http.sending import Failed, send_json
 
 OPEN_PATHS = ("/health", "/version")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _SINGLE = ("host", "authorization", "x-api-key", "content-type", "origin", "content-length", "transfer-encoding")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
+_CLOSE = [(b"connection", b"close")]  # headers of the response to a request with a body that is not read
 _MOST_OF_BODIES = 16 << 20  # maximum bytes of one tenant's large bodies in transit
 
 
@@ -126,26 +127,19 @@ class Access:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         counted = self._counted(scope, headers.get("origin", ""), send)
-        tenant = self._tenant(scope, headers)
-        refusal = self._refusal(scope, headers, tenant)
-        if refusal is not None:
-            status, message = refusal
-            more = [(b"www-authenticate", b"Bearer")] if status == 401 else []
-            await send_json(counted, status, error_at(scope["path"], status, message), more)
-            return
-        if scope["method"] == "OPTIONS" and headers.get("origin") in self.rules.origins:
-            await self._preflight(counted, headers.get("access-control-request-headers", ""))
-            return
-        state = scope.setdefault("state", {})
-        state["tenant"] = tenant or ""
-        if scope["method"] in ("POST", "PUT", "PATCH"):
-            read = await self._read(headers, receive, state["tenant"])
-            if isinstance(read, tuple):
-                status, message = read
-                error = error_at(scope["path"], status, message)
-                await send_json(counted, status, error, [(b"connection", b"close")])
+        try:
+            tenant = self._tenant(scope, headers)
+            self._check(scope, headers, tenant)
+            if scope["method"] == "OPTIONS" and headers.get("origin") in self.rules.origins:
+                await self._preflight(counted, headers.get("access-control-request-headers", ""))
                 return
-            state["body"] = read
+            state = scope.setdefault("state", {})
+            state["tenant"] = tenant or ""
+            if scope["method"] in ("POST", "PUT", "PATCH"):
+                state["body"] = await self._read(headers, receive, state["tenant"])
+        except Failed as failed:
+            await send_json(counted, failed.status, error_at(scope["path"], failed), failed.headers)
+            return
         await self.app(scope, receive, counted)
 
     def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> str | None:
@@ -161,29 +155,30 @@ class Access:
             tenant = self.rules.tenant_of(headers.get("x-api-key", ""))  # Anthropic's header
         return tenant
 
-    def _refusal(self, scope: Scope, headers: Mapping[str, str], tenant: str | None) -> tuple[int, str] | None:
+    def _check(self, scope: Scope, headers: Mapping[str, str], tenant: str | None) -> None:
+        """Raise Failed if the request does not follow the rules. Its body is not checked."""
         rules = self.rules
         names = [name for name, _ in scope["headers"]]
         for name in _SINGLE:
             if names.count(name.encode()) > 1:
-                return 400, f"more than one {name} header; send one"
+                raise Failed(400, f"more than one {name} header; send one")
         if rules.hosts and _hostname(headers.get("host", "")) not in rules.hosts:
-            return 403, "unknown Host header: use one of this server's names, or allow more by --allowed-host"
+            raise Failed(403, "unknown Host header: use one of this server's names, or allow more by --allowed-host")
         if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
-            return 501, "transfer-encoding must be chunked; send the body without other encodings"
-        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS" or tenant is not None:
-            return None
-        return 401, "this server requires an API key: send Authorization: Bearer KEY"
+            raise Failed(501, "transfer-encoding must be chunked; send the body without other encodings")
+        if tenant is None and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            why = "this server requires an API key: send Authorization: Bearer KEY"
+            raise Failed(401, why, [(b"www-authenticate", b"Bearer")])
 
-    async def _read(self, headers: Mapping[str, str], receive: Receive, tenant: str) -> bytes | tuple[int, str]:
-        """Return the request's body. If the body is rejected, return the status and the message of the response."""
+    async def _read(self, headers: Mapping[str, str], receive: Receive, tenant: str) -> bytes:
+        """Return the request's body. Raises Failed if the body is rejected."""
         limit, length = self.rules.max_body, headers.get("content-length", "")
         size = int(length) if length.isdecimal() and len(length) < 20 else limit
         if size > limit:
-            return 413, f"the body is larger than {limit} bytes"
+            raise Failed(413, f"the body is larger than {limit} bytes", _CLOSE)
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page could send other types without a preflight request
-            return 415, "content-type must be application/json"
+            raise Failed(415, "content-type must be application/json", _CLOSE)
         try:
             async with asyncio.timeout(self.rules.body_seconds):
                 first = await receive()
@@ -192,9 +187,10 @@ class Access:
                 async with self.memory.take(tenant, size):
                     return await self._read_rest(first, receive)
         except TimeoutError:
-            return 408, f"the body did not arrive within {self.rules.body_seconds:g} s"
+            why = f"the body did not arrive within {self.rules.body_seconds:g} s"
+            raise Failed(408, why, _CLOSE) from None
 
-    async def _read_rest(self, message: Message, receive: Receive) -> bytes | tuple[int, str]:
+    async def _read_rest(self, message: Message, receive: Receive) -> bytes:
         parts, size = [], 0
         while message["type"] != "http.disconnect":
             parts.append(message.get("body", b""))
@@ -202,13 +198,13 @@ class Access:
             if size > self.rules.max_body or not message.get("more_body", False):
                 return self._joined(parts)
             message = await receive()
-        return 400, "the client has disconnected"
+        raise Failed(400, "the client has disconnected", _CLOSE)
 
-    def _joined(self, parts: Sequence[bytes]) -> bytes | tuple[int, str]:
+    def _joined(self, parts: Sequence[bytes]) -> bytes:
         body = b"".join(parts)
-        return (
-            body if len(body) <= self.rules.max_body else (413, f"the body is larger than {self.rules.max_body} bytes")
-        )
+        if len(body) > self.rules.max_body:
+            raise Failed(413, f"the body is larger than {self.rules.max_body} bytes", _CLOSE)
+        return body
 
     def _counted(self, scope: Scope, origin: str, send: Send) -> Send:
         """Wrap ``send`` to count the response, and to add the CORS headers if ``origin`` may read the response."""

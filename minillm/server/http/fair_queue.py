@@ -13,17 +13,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from minillm.server.http.sending import Failed
 from minillm.service.sharing import leaves_some
 
 _PATIENCE = 10.0  # seconds of waiting that count as much as one step of priority or one seat of the tenant
 _TIMES = 7  # a tenant may have up to this many times the number of seats that stay free
 
 
-class Full(Exception):
+class Full(Failed):
     """The queue is full. Try again after ``retry_after`` seconds."""
 
     def __init__(self, retry_after: int) -> None:
-        super().__init__("the queue is full; try again later")
+        super().__init__(429, "the queue is full; try again later", [(b"retry-after", str(retry_after).encode())])
         self.retry_after = retry_after
 
 

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minillm.server.anthropic.answers import error_at
-from minillm.server.http.sending import error_json, send_json
+from minillm.server.http.sending import Failed, error_json, send_json
 
 HEADER_SECONDS = 20.0
 HEADER_BYTES = 64 << 10  # limit of a head, and of the bytes between or after the pieces of a body
@@ -237,6 +237,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
     """Respond with status 503, because there are too many connections."""
-    headers = [(b"retry-after", b"1"), (b"connection", b"close")]
-    error = error_at(scope["path"], 503, "too many connections; try again later")
-    await send_json(send, 503, error, headers)
+    again = [(b"retry-after", b"1"), (b"connection", b"close")]
+    failed = Failed(503, "too many connections; try again later", again)
+    await send_json(send, failed.status, error_at(scope["path"], failed), failed.headers)

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from minillm.server.http.fair_queue import Full
+from minillm.server.http.sending import Failed
 from minillm.server.service import Service, json_response
 from minillm.server.sessions.questions import Questions
 from minillm.service import call_messages as messages
@@ -59,12 +58,9 @@ async def take_session_commands(service: Service, request: Request) -> Response:
     session = request.path_params["name"]
     questions = service.sessions.get(session)
     if questions is None or questions.tenant != request.state.tenant:
-        raise HTTPException(404, "there is no such session")
-    try:
-        for line in request.state.body.splitlines():
-            questions.take(line)
-    except Full as full:
-        raise HTTPException(429, str(full), {"retry-after": str(full.retry_after)}) from None
+        raise Failed(404, "there is no such session")
+    for line in request.state.body.splitlines():
+        questions.take(line)
     return json_response({})
 
 
@@ -89,12 +85,12 @@ def _listening(
         first: bytes to send first.
         ping: bytes to send if there was no event for `_PING_SECONDS`.
 
-    Raises HTTPException if too many streams are open.
+    Raises Failed if too many streams are open.
     """
     name, tenant, engine = opened.session, opened.tenant, service.engine
     free = _MOST_WATCHERS - service.watchers.total()
     if free <= 0 or (service.shared and not leaves_some(service.watchers[tenant], 1, free)):
-        raise HTTPException(429, "too many streams of events are open; close one of them, or try again later")
+        raise Failed(429, "too many streams of events are open; close one of them, or try again later")
     waiting: asyncio.Queue[Any] = asyncio.Queue(_MOST_UNREAD)
     lost = asyncio.Event()
 
