@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Self
 
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import UsageError
@@ -34,7 +34,7 @@ class Branch:
     def fork(self) -> Branch:
         """Return a new branch with the same tokens. It shares every block; a partly filled block is copied on write."""
         self.check()
-        sequence = None if self.sequence is None else held.fork_idle(self._driver, self.sequence)
+        sequence = None if self.sequence is None else idle_sequences.fork_idle(self._driver, self.sequence)
         return Branch(self._driver, list(self.token_ids), sequence)
 
     def append(self, text: str | SequenceOf[int]) -> Self:
@@ -68,15 +68,15 @@ class Branch:
         if num_tokens:
             del self.token_ids[-num_tokens:]
             if self.sequence is not None:
-                child = held.fork_idle(self._driver, self.sequence, len(self.token_ids))
-                held.release(self._driver, self.sequence)
+                child = idle_sequences.fork_idle(self._driver, self.sequence, len(self.token_ids))
+                idle_sequences.release(self._driver, self.sequence)
                 self.sequence = child
         return self
 
     def free(self) -> None:
         """Free the branch's blocks. A freed branch cannot be used; freeing it again does nothing."""
         if not self.freed and self.sequence is not None:
-            held.release(self._driver, self.sequence)
+            idle_sequences.release(self._driver, self.sequence)
         self.freed, self.sequence = True, None
 
     @property
@@ -142,8 +142,8 @@ def _go_on(
         raise UsageError("the same branch twice in one batch; fork it")
     pairs = zip(branches, params, strict=True)
     requests = [Request(branch.token_ids, each, parent=branch.sequence, hold=True) for branch, each in pairs]
-    results = held.hold(driver, requests)
+    results = idle_sequences.hold(driver, requests)
     for branch in branches:
         if branch.sequence is not None:
-            held.release(driver, branch.sequence)
+            idle_sequences.release(driver, branch.sequence)
     return results

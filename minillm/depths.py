@@ -63,10 +63,10 @@ def depths(
         raise UsageError(f"depths need SamplingParams, not {type(params).__name__}")
     if params.max_tokens <= deepest:
         raise UsageError(f"max_tokens is {params.max_tokens}; it must be above the deepest of depths, {deepest}")
-    told: Any = prompt
+    text: Any = prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping) and "role" in prompt[0]:
-        told = llm.tokenizer.apply_chat_template(prompt)
-    [output] = llm.generate([told], replace(params, max_reasoning_tokens=deepest, reasoning_depths=shallow))
+        text = llm.tokenizer.apply_chat_template(prompt)
+    [output] = llm.generate([text], replace(params, max_reasoning_tokens=deepest, reasoning_depths=shallow))
     if output.error is not None:
         raise MinillmError(output.error)
     requests = llm._driver.engine.requests

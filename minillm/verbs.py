@@ -9,7 +9,7 @@ from minillm import branch as branches
 from minillm.branch import Branch
 from minillm.cache import CacheStats, PrefixReport
 from minillm.cache import explain_miss as explain_cache_miss
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
 from minillm.errors import UsageError
@@ -140,14 +140,16 @@ def pin(llm: Host, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
 
     Raises CapacityError if more than half of the pool would be pinned, or a running or waiting request would not fit.
     """
-    [(sequence, _)] = held.hold(llm._driver, [held.prefix_request(llm._driver.token_ids(prompt), salt)])
-    held.pin(llm._driver, sequence)
+    [(sequence, _)] = idle_sequences.hold(
+        llm._driver, [idle_sequences.prefix_request(llm._driver.token_ids(prompt), salt)]
+    )
+    idle_sequences.pin(llm._driver, sequence)
     return PinnedPrefix(sequence.token_ids[:-1], sequence)
 
 
 def unpin(llm: Host, prefix: PinnedPrefix) -> None:
     """Unpin a prefix. It stays in the prefix cache until its blocks are needed. Unpinning it again does nothing."""
-    held.unpin(llm._driver, prefix.sequence)
+    idle_sequences.unpin(llm._driver, prefix.sequence)
 
 
 # --- branches ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_te
 from minillm.ui.textual_internals import AsLargeAsTerminal, Options, PatientPalette, SteadyTextArea
 
 if TYPE_CHECKING:
-    from minillm.fit.verdicts import Place
+    from minillm.fit.verdicts import DeviceMemory
     from minillm.weights.manifest import ModelEntry
 
 Result = TypeVar("Result")
@@ -181,11 +181,11 @@ class ModelScreen(Dialog[str]):
             self.say(error)
             self._input.focus()
             return
-        width, places = max(map(len, entries)), self._places()
+        width, devices = max(map(len, entries)), self._devices()
         for name, entry in entries.items():
             here = any(find_downloaded(form.name) for form in entry.all_forms())
             state = "here" if here else "gated" if entry.gated else ""
-            state = f"{fit_of(entry, places):<21} {state:<5}"
+            state = f"{fit_of(entry, devices):<21} {state:<5}"
             facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>8}"
             mark, bold = "▸ " if name == self._current else "  ", f"{clean_line(name, 40):<{width}}"
             license_name = clean_line(entry.license, 20)
@@ -195,15 +195,15 @@ class ModelScreen(Dialog[str]):
             self._options.highlighted = list(entries).index(self._current)
         self._options.focus()
 
-    def _places(self) -> list[Place]:
+    def _devices(self) -> list[DeviceMemory]:
         """Return the devices of this machine, with the bandwidths that the engine process has measured."""
         from minillm import system
         from minillm.config import EngineConfig
-        from minillm.fit.verdicts import places_of
+        from minillm.fit.verdicts import devices_of
         from minillm.loading.bandwidth import kept_gpu_rate, kept_rate
 
         cpu_rate, gpu_rate = kept_rate(system.processor()), kept_gpu_rate() if self._gpu else None
-        return places_of(EngineConfig(**self._engine), system.memory(), self._gpu, cpu_rate, gpu_rate)
+        return devices_of(EngineConfig(**self._engine), system.memory(), self._gpu, cpu_rate, gpu_rate)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option_id)
@@ -213,13 +213,13 @@ class ModelScreen(Dialog[str]):
             self.dismiss(event.value.strip())
 
 
-def fit_of(entry: ModelEntry, places: Sequence[Place]) -> str:
+def fit_of(entry: ModelEntry, devices: Sequence[DeviceMemory]) -> str:
     """Return a text for the list: where the model fits, the quantization that would be loaded, and its speed."""
     from minillm.fit.forms import sized_entry
     from minillm.fit.verdicts import IN_LOW_BITS, verdicts
 
     forms = entry.all_forms()
-    found = verdicts([sized_entry(form) for form in forms], places)
+    found = verdicts([sized_entry(form) for form in forms], devices)
     form, verdict = next((pair for pair in zip(forms, found, strict=True) if pair[1].taken), (entry, found[0]))
     if not verdict.taken:
         return "low-bit" if any(each.where == IN_LOW_BITS for each in found) else "too large"

@@ -220,7 +220,9 @@ def _load_keys(
 
 
 @triton.jit
-def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, SLOT: tl.constexpr):
+def _prefetch(
+    tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, SLOT: tl.constexpr
+):
     """Prefetch one token of K or V, and its scale, into the L2, for each lane.
 
     Both pointers are addresses in bytes (int64).
@@ -326,7 +328,7 @@ def attend_rows(
     )
     for i in tl.static_range(1, _AHEAD + 1):
         far_ids = _ids(table_ptr, begin + i * TOKENS, far_at, end, BLOCK_SIZE)
-        _call(far_tokens, far_scales, far_ids, begin + i * TOKENS, BLOCK_SIZE, KV_HEADS, SLOT)
+        _prefetch(far_tokens, far_scales, far_ids, begin + i * TOKENS, BLOCK_SIZE, KV_HEADS, SLOT)
 
     q = _in_order_of_k(q, ROWS, HEAD_DIM)
     factor = scale_log2e * (1.0 / BFLOAT_UNIT if q.dtype == tl.bfloat16 else 1.0)
@@ -360,7 +362,7 @@ def attend_rows(
             v = _load_v(v_ptr, v_ids, following, BLOCK_SIZE, SLOT // PARTS)
             out = finished(dot(v_tile, weights, out))
             v_ids = _v_ids(table_ptr, following + TOKENS, v_at, end, BLOCK_SIZE)
-            _call(far_tokens, far_scales, far_ids, far, BLOCK_SIZE, KV_HEADS, SLOT)
+            _prefetch(far_tokens, far_scales, far_ids, far, BLOCK_SIZE, KV_HEADS, SLOT)
         is_wrong = tl.sum(out * 0.0) != 0.0  # NaN if any is infinite or NaN
         goes_on = is_wrong & (anchor_at == begin)
         if goes_on:

@@ -64,7 +64,7 @@ def _store(
 
 
 @triton.jit
-def _call(ptr, rows, last_row, num_columns, COLUMNS: tl.constexpr):
+def _prefetch(ptr, rows, last_row, num_columns, COLUMNS: tl.constexpr):
     """Prefetch the first COLUMNS columns of some rows of a weight into the L2, by lines of 128 bytes."""
     at = tl.minimum(rows, last_row).to(tl.int64)[:, None] * num_columns + tl.arange(0, COLUMNS // 64)[None, :] * 64
     prefetch_l2(ptr + at)
@@ -84,9 +84,9 @@ def _few_kernel(
     is_token = tokens < num_tokens
     up_ptr = weight_ptr + tl.cast(num_rows, tl.int64) * num_columns
     if PDL and AHEAD > 0:
-        _call(weight_ptr, rows, num_rows - 1, num_columns, AHEAD)
+        _prefetch(weight_ptr, rows, num_rows - 1, num_columns, AHEAD)
         if GATED:
-            _call(up_ptr, rows, num_rows - 1, num_columns, AHEAD)
+            _prefetch(up_ptr, rows, num_rows - 1, num_columns, AHEAD)
     wait_for_inputs(PDL)
     x_at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + lanes[None, :]
     weight_at = rows.to(tl.int64)[None, :] * num_columns + lanes[:, None]

@@ -321,7 +321,7 @@ def grammar_error(step: BeamStep) -> RequestError | None:
     return next((matcher.error for matcher in matchers if matcher.error is not None), None)
 
 
-def places(group: SequenceGroup) -> dict[int, int]:
+def output_indices(group: SequenceGroup) -> dict[int, int]:
     """Return the rank of each running beam among all answers so far: seq_id -> rank. The best rank is 0.
 
     Finished beams have ranks as well. If there are more beams than requested answers, the surplus beams rank last. The
@@ -334,7 +334,7 @@ def places(group: SequenceGroup) -> dict[int, int]:
     if state.done or first < 0:
         return {}
     order = sorted(range(len(entries)), key=lambda number: (number >= room, -entries[number][0]))
-    at = {number: place for place, number in enumerate(order)}
+    at = {number: rank for rank, number in enumerate(order)}
     return {beam.seq_id: at[first + number] for number, beam in enumerate(running)}
 
 

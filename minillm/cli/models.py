@@ -14,7 +14,7 @@ from minillm.cli.cache import remove_blocks
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
 from minillm.fit.forms import Sized, sized, sized_entry
-from minillm.fit.verdicts import IN_LOW_BITS, Place, Verdict, places_of, verdicts
+from minillm.fit.verdicts import IN_LOW_BITS, DeviceMemory, Verdict, devices_of, verdicts
 from minillm.loading.bandwidth import kept_rate, known_rate
 from minillm.progress import loading_bar, rate, say, size
 from minillm.system import import_torch
@@ -28,7 +28,7 @@ from minillm.weights.resolve import describe, find, resolve
 def models(arguments: argparse.Namespace) -> int:
     """List the named models and the downloaded models. Show which of them fit this machine."""
     manifest, gpu, config = load_manifest(), _gpu_memory(), EngineConfig(**read_config().engine)
-    places = _places(config, gpu)
+    devices = _devices(config, gpu)
     here = {files.name: files for files in downloaded()}
     groups = [entry.all_forms() for entry in manifest.models.values()]
     listed = {form.name for group in groups for form in group}
@@ -36,7 +36,7 @@ def models(arguments: argparse.Namespace) -> int:
     rows = []
     for group in groups:
         sizes = [_sized(manifest.entry(each.name), here.get(each.name)) for each in group]
-        for each, verdict in zip(group, verdicts(sizes, places), strict=True):
+        for each, verdict in zip(group, verdicts(sizes, devices), strict=True):
             is_default = each.name == manifest.default
             rows.append({**_row(each, here.get(each.name)), "default": is_default, **_facts(verdict)})
     if arguments.json:
@@ -110,7 +110,7 @@ def rm(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _places(config: EngineConfig, gpu: int) -> list[Place]:
+def _devices(config: EngineConfig, gpu: int) -> list[DeviceMemory]:
     """Return this machine's devices with their memory bandwidths. ``gpu`` is the largest GPU's memory in bytes, or 0.
 
     Bandwidths are measured if no earlier measurement is stored.
@@ -122,8 +122,8 @@ def _places(config: EngineConfig, gpu: int) -> list[Place]:
 
         speed = known_rate(torch.device("cpu"))
         gpu_speed = known_rate(torch.device("cuda")) if gpu and torch.cuda.is_available() else None
-        return places_of(config, system.memory(), gpu, speed, gpu_speed)
-    return places_of(config, system.memory(), cpu_bandwidth=speed)
+        return devices_of(config, system.memory(), gpu, speed, gpu_speed)
+    return devices_of(config, system.memory(), cpu_bandwidth=speed)
 
 
 def _sized(entry: ModelEntry | None, files: ModelFiles | None) -> Sized | None:

@@ -20,7 +20,7 @@ Where = Literal["GPU", "CPU", "CPU in few bits", "no", "?"]
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceMemory:
     """A device of this machine. ``bandwidth`` is in bytes per second, and None if it was never measured."""
 
     name: Literal["GPU", "CPU"]
@@ -53,13 +53,13 @@ def budget_beforehand(config: EngineConfig, free: int, total: int, on_gpu: bool)
     return Budget(max(0, free), total, on_gpu, element_size, config)
 
 
-def places_of(
+def devices_of(
     config: EngineConfig,
     memory: tuple[int, int],
     gpu: int = 0,
     cpu_bandwidth: float | None = None,
     gpu_bandwidth: float | None = None,
-) -> list[Place]:
+) -> list[DeviceMemory]:
     """Return the devices that a model may be loaded on, the preferred one first.
 
     Args:
@@ -67,10 +67,10 @@ def places_of(
         gpu: the total bytes of the GPU; 0 without one.
         cpu_bandwidth, gpu_bandwidth: bytes per second; None if unknown.
     """
-    places = []
+    devices = []
     if gpu and config.device != "cpu":
-        places.append(Place("GPU", budget_beforehand(config, gpu, gpu, True), gpu_bandwidth))
-    return [*places, Place("CPU", budget_beforehand(config, *memory, False), cpu_bandwidth)]
+        devices.append(DeviceMemory("GPU", budget_beforehand(config, gpu, gpu, True), gpu_bandwidth))
+    return [*devices, DeviceMemory("CPU", budget_beforehand(config, *memory, False), cpu_bandwidth)]
 
 
 def order_of_choice(
@@ -85,31 +85,31 @@ def order_of_choice(
     return sorted(fitting, key=lambda each: not each[0].downloaded), fitting
 
 
-def verdicts(forms: Sequence[Sized | None], places: Sequence[Place]) -> list[Verdict]:
+def verdicts(forms: Sequence[Sized | None], devices: Sequence[DeviceMemory]) -> list[Verdict]:
     """Return a verdict for each of ``forms``, in the same order.
 
     Args:
         forms: the quantizations of one model. None stands for a quantization of unknown size.
-        places: the devices, the preferred one first.
+        devices: the devices, the preferred one first.
     """
     known = [form for form in forms if form is not None]
-    orders = (order_of_choice(known, place.budget, place.bandwidth)[0] for place in places)
+    orders = (order_of_choice(known, device.budget, device.bandwidth)[0] for device in devices)
     taken = next((order[0][0] for order in orders if order), None)
-    return [_verdict(form, form is taken, places) for form in forms]
+    return [_verdict(form, form is taken, devices) for form in forms]
 
 
-def _verdict(model: Sized | None, taken: bool, places: Sequence[Place]) -> Verdict:
+def _verdict(model: Sized | None, taken: bool, devices: Sequence[DeviceMemory]) -> Verdict:
     if model is None:
         return Verdict("?")
-    for place in places:
-        if (fit := model.fit(place.budget)).fits:
-            return Verdict(place.name, _speed(model, fit, place), taken)
-    for place in places:
-        for way in in_low_bits(model, place.budget):
-            if (fit := way.fit(place.budget)).fits:
-                return Verdict(IN_LOW_BITS, _speed(way, fit, place))
+    for device in devices:
+        if (fit := model.fit(device.budget)).fits:
+            return Verdict(device.name, _speed(model, fit, device), taken)
+    for device in devices:
+        for way in in_low_bits(model, device.budget):
+            if (fit := way.fit(device.budget)).fits:
+                return Verdict(IN_LOW_BITS, _speed(way, fit, device))
     return Verdict("no")
 
 
-def _speed(model: Sized, fit: Fit, place: Place) -> float | None:
-    return place.bandwidth and place.budget.tokens_per_second(fit, model.shape, place.bandwidth)
+def _speed(model: Sized, fit: Fit, device: DeviceMemory) -> float | None:
+    return device.bandwidth and device.budget.tokens_per_second(fit, model.shape, device.bandwidth)

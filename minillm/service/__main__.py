@@ -129,7 +129,7 @@ class _Preparation:
     def __init__(self, engine: Engine, send: Send) -> None:
         self._engine, self._send = engine, send
         self._at = 0.0
-        self._told = (0, 0)
+        self._sent = (0, 0)
 
     def advance(self, *, before_ready: bool = False) -> bool:
         """Continue the preparation for at most 0.1 s. Return False if nothing is left to prepare.
@@ -138,8 +138,8 @@ class _Preparation:
         """
         more = self._engine.runner.prepare_ahead()
         progress, now = self._engine.runner.prepared, time.monotonic()
-        if progress != self._told and (not more or now - self._at >= _PREPARATION_INTERVAL):
-            self._at, self._told = now, progress
+        if progress != self._sent and (not more or now - self._at >= _PREPARATION_INTERVAL):
+            self._at, self._sent = now, progress
             done, total = progress
             loading = Loading(Progress("preparing CUDA graphs", done, total, "shapes"))
             self._send(loading if before_ready else Preparing(done, total))
@@ -158,13 +158,13 @@ def _load(load: Load, send: Send, *, is_app: bool) -> tuple[Engine, str]:
     from minillm.loading.gpu_stacks import keep_small
 
     config = EngineConfig(**(with_chat_cache(chat_options(load.options)) if is_app else load.options))
-    tell = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
+    callbacks = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
     device = choose_device(config)
     if is_app and device.type == "cpu":
         known_rate(device)  # the model list uses this rate
-    name = best_form(load.model, config, *tell)
+    name = best_form(load.model, config, *callbacks)
     keep_small(device, config)
-    return load_engine(name, config, *tell), name
+    return load_engine(name, config, *callbacks), name
 
 
 def _lines(stream: BinaryIO) -> Iterator[Message]:

@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from minillm.beams.method import places
+from minillm.beams.method import output_indices
 from minillm.cache.runs import common_length
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
@@ -130,7 +130,7 @@ class Conversations:
         num_cached = engine.cache.find_cached(token_ids, self.salt).num_tokens
         if (found := disk.find(token_ids, self.salt, num_cached)) is not None:
             name = f"read ahead {time.monotonic_ns()}"
-            request = held.prefix_request(token_ids[: found[1] + 1], self.salt, name)
+            request = idle_sequences.prefix_request(token_ids[: found[1] + 1], self.salt, name)
             request = replace(request, hold=False, owner=self._owner(command.owner))
             self._opened[command.conversation] = engine.add(request)
 
@@ -179,7 +179,7 @@ class Conversations:
             self._drop(request_id)
         self._files.close()
         if self._pinned is not None:
-            held.unpin(self.driver, self._pinned)
+            idle_sequences.unpin(self.driver, self._pinned)
         for group in filter(None, (self._pinning, *self._opened.values())):
             self.engine.abort(group.request_id)
         self.reporter.view.close()
@@ -217,7 +217,7 @@ class Conversations:
         for state, answers in by_state.items():
             for name, answer in answers.items():
                 sequences = answer.sequences if state == "idle" else answer.group.sequences
-                at = answer.places or (places(answer.group) if answer.searches else {})
+                at = answer.output_indices or (output_indices(answer.group) if answer.searches else {})
                 owners.update({e.seq_id: Owner(name, at.get(e.seq_id, e.index), state, e) for e in sequences})
         for pinned in self._files.pinned.values():
             owners[pinned.seq_id] = Owner(messages.FILES, 0, "pinned", pinned)
@@ -236,7 +236,7 @@ class Conversations:
             return
         best = _nearest_to(kept.outputs[index].token_ids, kept.sequences)
         self._release(kept, spared=best)
-        kept.sequences, kept.places = [best], {best.seq_id: index}
+        kept.sequences, kept.output_indices = [best], {best.seq_id: index}
 
     def _keep_those_of_answers(self, answer: Answer) -> None:
         """After a beam search, keep the sequences from which the search's answers come, and free all other sequences.
@@ -245,16 +245,16 @@ class Conversations:
         """
         spared: dict[int, Sequence] = {}
         most: dict[int, int] = {}  # by seq_id: the tokens that a sequence shares with its answer
-        for place, output in enumerate(answer.outputs):
+        for index, output in enumerate(answer.outputs):
             if answer.sequences:
                 nearest = _nearest_to(output.token_ids, answer.sequences)
                 spared[nearest.seq_id] = nearest
                 common = common_length(nearest.output_token_ids, output.token_ids)
                 if common > most.get(nearest.seq_id, -1):
-                    most[nearest.seq_id], answer.places[nearest.seq_id] = common, place
+                    most[nearest.seq_id], answer.output_indices[nearest.seq_id] = common, index
         for sequence in answer.sequences:
             if sequence.seq_id not in spared:
-                held.release(self.driver, sequence)
+                idle_sequences.release(self.driver, sequence)
         answer.sequences = list(spared.values())
 
     def _drop(self, request_id: str) -> None:
@@ -267,14 +267,14 @@ class Conversations:
     def _release(self, kept: Answer, spared: Sequence | None = None) -> None:
         for sequence in kept.sequences:
             if sequence is not spared:
-                held.release(self.driver, sequence)
+                idle_sequences.release(self.driver, sequence)
 
     # --- the pinned system prompt -------------------------------------------------------------------------------------
 
     def _pin(self, system: str) -> None:
         engine = self.engine
         if self._pinned is not None:
-            held.unpin(self.driver, self._pinned)
+            idle_sequences.unpin(self.driver, self._pinned)
             self._pinned = None
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
@@ -288,16 +288,16 @@ class Conversations:
             return
         name = f"pin {time.monotonic_ns()}"
         # Blocks on disk belong to the conversations that begin with them.
-        self._pinning = engine.add(replace(held.prefix_request(one[:common], self.salt, name), owner=""))
+        self._pinning = engine.add(replace(idle_sequences.prefix_request(one[:common], self.salt, name), owner=""))
 
     def _finish_pin(self) -> None:
         assert self._pinning is not None
         sequence, self._pinning = self._pinning.sequences[0], None
         if self._closed:
-            held.release(self.driver, sequence)
+            idle_sequences.release(self.driver, sequence)
         elif sequence.table is not None:
             try:
-                held.pin(self.driver, sequence)
+                idle_sequences.pin(self.driver, sequence)
                 self._pinned = sequence
             except MinillmError as error:
                 self.send(messages.Notice(f"the system prompt is not pinned: {error}"))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from minillm.checks import shown
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
@@ -312,7 +312,7 @@ class EngineRequests:
 
     def _release(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            held.release(self.driver, sequence)
+            idle_sequences.release(self.driver, sequence)
 
     # --- the pool -----------------------------------------------------------------------------------------------------
 

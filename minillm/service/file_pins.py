@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from minillm.cache import BlockManager
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.errors import CapacityError
 from minillm.sequence import Sequence
@@ -36,10 +36,10 @@ class FilePins:
         had = 0 if before is None else len(before.blocks)
         if sequence.table is None or num_blocks <= had or _MOST * num_blocks > cache.num_blocks:
             return
-        pinned = held.fork_idle(self.driver, sequence, num_blocks * cache.block_size)
+        pinned = idle_sequences.fork_idle(self.driver, sequence, num_blocks * cache.block_size)
         self.let_go(conversation)
         try:
-            held.pin(self.driver, pinned)
+            idle_sequences.pin(self.driver, pinned)
         except CapacityError:  # others need the memory more
             return
         self.pinned[conversation] = pinned
@@ -47,7 +47,7 @@ class FilePins:
     def let_go(self, conversation: str) -> None:
         """Unpin the blocks of a conversation's beginning, if they are pinned: see `FilePins`."""
         if (pinned := self.pinned.pop(conversation, None)) is not None:
-            held.unpin(self.driver, pinned)
+            idle_sequences.unpin(self.driver, pinned)
 
     def close(self) -> None:
         for conversation in list(self.pinned):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from minillm.checks import shown
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.errors import MinillmError
 from minillm.sequence import Sequence, SequenceGroup
@@ -34,7 +34,7 @@ class Prefixes:
         """Start to compute the prefix ``token_ids``. `take` later pins the prefix's blocks and answers ``call``."""
         name = f"prefix-{secrets.token_hex(8)}"
         try:
-            group = self.driver.engine.add(held.prefix_request(token_ids, call.salt, name))
+            group = self.driver.engine.add(idle_sequences.prefix_request(token_ids, call.salt, name))
         except MinillmError as error:
             self.send(messages.Result(call.call_id, None, str(error), messages.kind_of(error)))
         else:
@@ -53,7 +53,7 @@ class Prefixes:
                 raise MinillmError(group.error.text)
             if sequence.table is None:
                 raise MinillmError("the pool has no memory for it")
-            held.pin(self.driver, sequence)
+            idle_sequences.pin(self.driver, sequence)
         except MinillmError as error:
             del self.pinned[name]
             self.send(messages.Result(pin.call_id, None, str(error)))
@@ -70,5 +70,5 @@ class Prefixes:
             self.send(messages.Result(call.call_id, None, f"there is no prefix {shown(call.prefix_id)}"))
             return
         del self.pinned[call.prefix_id]
-        held.unpin(self.driver, pin.sequence)
+        idle_sequences.unpin(self.driver, pin.sequence)
         self.send(messages.Result(call.call_id, {"id": call.prefix_id, "deleted": True}))

@@ -32,7 +32,7 @@ class Answer:
     sequences: list[Sequence] = field(default_factory=list)  # idle sequences with blocks, once the request has ended
     outputs: list[CompletionOutput] = field(default_factory=list)  # results of the ended request
     begun: set[int] = field(default_factory=set)  # indexes of completions with text
-    places: dict[int, int] = field(default_factory=dict)  # by seq_id: index of the output that a beam is assigned to
+    output_indices: dict[int, int] = field(default_factory=dict)  # by seq_id, of assigned beams
     read_ahead: SequenceGroup | None = None  # the request that read the conversation's blocks from disk, if any
 
     @property

@@ -148,7 +148,7 @@ def test_fit_models_and_the_chat_say_the_same(run: Run, monkeypatch: pytest.Monk
     """The verdict, the quantization that a chat takes, and its tokens per second."""
     from minillm.config import EngineConfig
     from minillm.errors import DownloadError
-    from minillm.fit.verdicts import budget_beforehand, places_of
+    from minillm.fit.verdicts import budget_beforehand, devices_of
     from minillm.loading import fits
     from minillm.ui.dialogs import fit_of
 
@@ -166,7 +166,7 @@ def test_fit_models_and_the_chat_say_the_same(run: Run, monkeypatch: pytest.Monk
             assert listed[name]["tokens_per_second"] == row["tokens_per_second"]
             assert listed[name]["taken"] == row["best"], name
     for name, entry in fits.load_manifest().models.items():
-        shown = fit_of(entry, places_of(config, memory, 0, speed)).split()
+        shown = fit_of(entry, devices_of(config, memory, 0, speed)).split()
         of_name = [each for each in listed.values() if each["name"].partition(":")[0] == name]
         taken = next((each for each in of_name if each["taken"]), None)
         assert (shown[0] == "CPU") == (taken is not None)

@@ -17,7 +17,7 @@ from lib.engine import engine_for, everything_is_back, tier_of
 from lib.models import hf_model, noisy, ours
 from minillm import LLM, SamplingParams
 from minillm.blockstore.files import listed
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.errors import UsageError
@@ -102,7 +102,7 @@ def test_the_partly_filled_block_of_a_kept_conversation_comes_back(
             engine.step()
         [first] = engine.take_finished()
         grown = [*PROMPT, *first.outputs[0].token_ids, 50]
-        held.release(Driver(engine), group.sequences[0])
+        idle_sequences.release(Driver(engine), group.sequences[0])
         expected = answer(engine, grown)
     with process(model, tmp_path, block_size=16) as engine:
         output = answer(engine, grown)

@@ -13,7 +13,7 @@ import torch
 from lib.engine import change_logits, engine_for
 from lib.models import hf_model, ours
 from minillm.cache import check, pool_stats
-from minillm.engine import held as idle_verbs
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
@@ -320,7 +320,7 @@ def test_a_held_sequence_gives_its_blocks_to_the_next_turn(model: Llama) -> None
         engine.step()
     _, output = engine.take_finished()
     assert output.num_cached_tokens == second.num_cached_tokens == len(held.token_ids) - 1
-    idle_verbs.release(Driver(engine), held)
+    idle_sequences.release(Driver(engine), held)
     assert engine.cache.num_free == 64
     [afresh] = run(engine_for(model), [(longer, GREEDY)])
     assert tokens([output]) == tokens([afresh])

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lib.engine import engine_for
 from lib.models import DEVICE, hf_model, ours
 from minillm.cache import check
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.errors import CapacityError
 from minillm.model.llama import Llama
@@ -106,18 +106,18 @@ class EngineMachine(RuleBasedStateMachine):
     def pin(self, data: st.DataObject) -> None:
         sequence = self.idle.pop(data.draw(st.integers(0, len(self.idle) - 1)))
         if sequence.seq_id not in self.engine.scheduler.idle.idle:  # pressure took it
-            held.release(Driver(self.engine), sequence)
+            idle_sequences.release(Driver(self.engine), sequence)
             return
         try:
-            held.pin(Driver(self.engine), sequence)
+            idle_sequences.pin(Driver(self.engine), sequence)
             self.pinned.append(sequence)
         except CapacityError:
-            held.release(Driver(self.engine), sequence)
+            idle_sequences.release(Driver(self.engine), sequence)
 
     @precondition(lambda self: self.pinned)
     @rule()
     def unpin(self) -> None:
-        held.unpin(Driver(self.engine), self.pinned.pop())
+        idle_sequences.unpin(Driver(self.engine), self.pinned.pop())
 
     @rule()
     def forget_prefixes(self) -> None:
@@ -142,9 +142,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work, "a request never ends"
         assert not self.requests
         for sequence in self.idle:
-            held.release(Driver(self.engine), sequence)
+            idle_sequences.release(Driver(self.engine), sequence)
         while self.pinned:
-            held.unpin(Driver(self.engine), self.pinned.pop())
+            idle_sequences.unpin(Driver(self.engine), self.pinned.pop())
         self.books_balance()
         if self.engine.disk is not None:
             self.engine.disk.tier.close()

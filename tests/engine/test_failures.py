@@ -11,7 +11,7 @@ import pytest
 
 from lib.engine import check_cache, engine_for, everything_is_back, run
 from lib.models import hf_model, ours
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.model.llama import Llama
@@ -65,7 +65,7 @@ def test_aborts_at_every_step_give_every_block_back(model: Llama, on_device: boo
         engine.carry_out_aborts()
         assert len(engine.take_finished()) == 10
         for sequence in list(engine.scheduler.idle.idle.values()):
-            held.release(Driver(engine), sequence)
+            idle_sequences.release(Driver(engine), sequence)
         everything_is_back(engine)
         preemptions += engine.scheduler.preemption.count
     assert preemptions > 0

@@ -12,7 +12,7 @@ from lib.engine import engine_for, everything_is_back
 from lib.models import hf_model, ours
 from minillm.beams import method as beam_method
 from minillm.cache import check
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
@@ -158,7 +158,7 @@ def test_an_exception_at_any_call_of_a_method_ends_that_request_alone(
             assert "Injected: injected" in (victim.error or ""), "the error names the exception"
         for sequence in list(engine.scheduler.idle.idle.values()):
             assert victim.error is None, "a failed request keeps no blocks"
-            held.release(Driver(engine), sequence)
+            idle_sequences.release(Driver(engine), sequence)
         everything_is_back(engine)
     never = (kind, name) in NEVER or name in TOLERATED or (name == "follow" and not on_device)
     assert (count == 0) == never, "injected elsewhere than meant"
@@ -170,14 +170,14 @@ def test_a_branch_that_fails_leaves_the_others_and_no_block(
 ) -> None:
     engine = new_engine(model, on_device=False)
     driver, params = Driver(engine), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    [(parent, _)] = held.hold(driver, [Request([5, 6, 7, 8, 9, 10], params, hold=True)])
+    [(parent, _)] = idle_sequences.hold(driver, [Request([5, 6, 7, 8, 9, 10], params, hold=True)])
     inject(engine, "sample", name, 1, early=True, patch=monkeypatch)
     with pytest.raises(MinillmError, match="Injected"):
-        held.hold(driver, [Request(parent.token_ids, params, parent=parent, hold=True, request_id=VICTIM)])
-    [(child, output)] = held.hold(driver, [Request(parent.token_ids, params, parent=parent, hold=True)])
+        idle_sequences.hold(driver, [Request(parent.token_ids, params, parent=parent, hold=True, request_id=VICTIM)])
+    [(child, output)] = idle_sequences.hold(driver, [Request(parent.token_ids, params, parent=parent, hold=True)])
     assert len(output.outputs[0].token_ids) == 3
     for sequence in (parent, child):
-        held.release(driver, sequence)
+        idle_sequences.release(driver, sequence)
     everything_is_back(engine)
 
 

@@ -13,7 +13,7 @@ import torch
 from lib.engine import engine_for, run
 from lib.models import hf_model, ours
 from minillm.cache import check, explain_miss
-from minillm.engine import held as idle_verbs
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.errors import CapacityError
@@ -126,7 +126,7 @@ def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
         return group.sequences[0]
 
     pinned = held(system)
-    idle_verbs.pin(Driver(engine), pinned)
+    idle_sequences.pin(Driver(engine), pinned)
     for number in range(12):
         finish(engine, "x", [30 + number] * 40)
     for number in range(2):  # both at once have no room beside the pinned blocks
@@ -138,10 +138,10 @@ def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
     assert engine.figures.cache_stats().used_blocks == 5
     large = held([60] * 60)
     with pytest.raises(CapacityError, match="pinned"):
-        idle_verbs.pin(Driver(engine), large)
+        idle_sequences.pin(Driver(engine), large)
     with pytest.raises(CapacityError, match="5 of them pinned"):
         engine.add_request("z", [4] * 60, SamplingParams(max_tokens=20))
-    idle_verbs.unpin(Driver(engine), pinned)
+    idle_sequences.unpin(Driver(engine), pinned)
     assert engine.cache.num_free == 24
     check(engine.cache)
 
@@ -248,7 +248,7 @@ def test_a_pin_leaves_room_for_requests_that_wait(model: Llama) -> None:
         engine.step()
     engine.add_request("large", [6] * 10, SamplingParams(temperature=0, max_tokens=16))
     with pytest.raises(CapacityError, match="under way may need 7 of 8"):
-        idle_verbs.pin(Driver(engine), held)
+        idle_sequences.pin(Driver(engine), held)
     while engine.has_work:
         engine.step()
     assert all(output.error is None for output in engine.take_finished())

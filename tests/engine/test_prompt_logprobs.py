@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lib.engine import engine_for, run
 from lib.models import DEVICE, hf_model, ours
 from minillm.cache import check
-from minillm.engine import held
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import UsageError
@@ -123,14 +123,16 @@ def test_a_parent_gives_what_is_not_scored(models: tuple[Any, Any]) -> None:
     theirs, model = models
     driver = Driver(engine_for(model, num_blocks=64, block_size=4, prefix_caching=False))
     prompt = list(range(5, 35))
-    [(parent, _)] = held.hold(driver, [Request(prompt, SCORE, hold=True)])
+    [(parent, _)] = idle_sequences.hold(driver, [Request(prompt, SCORE, hold=True)])
     for first in (1, 2, 18, 29, 30):
         longer = [*prompt[:29], 70, 71, 72]
-        [(child, output)] = held.hold(driver, [Request(longer, SCORE, parent=parent, hold=True, score_from=first)])
+        [(child, output)] = idle_sequences.hold(
+            driver, [Request(longer, SCORE, parent=parent, hold=True, score_from=first)]
+        )
         assert output.num_cached_tokens == min(29, first - 1)
         compare(theirs, longer, SCORE, output, first)
-        held.release(driver, child)
-    held.release(driver, parent)
+        idle_sequences.release(driver, child)
+    idle_sequences.release(driver, parent)
     check(driver.engine.cache)
     assert driver.engine.cache.num_free == 64
 

@@ -16,7 +16,7 @@ from lib.kernels import attend_by_list
 from lib.models import hf_model, ours
 from minillm import kernels
 from minillm.cache import check
-from minillm.engine import held as idle_verbs
+from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Schedule
@@ -269,7 +269,7 @@ def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
     [alone] = run(engine_for(model, on_device=False), [(longer, SamplingParams(temperature=0, max_tokens=5))])
     assert output.outputs[0].token_ids == alone.outputs[0].token_ids
     assert output.num_cached_tokens == len(held.token_ids) - 1
-    idle_verbs.release(Driver(engine), held)
+    idle_sequences.release(Driver(engine), held)
     assert engine.cache.num_free == engine.cache.num_blocks
 
 
