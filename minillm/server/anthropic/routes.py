@@ -132,10 +132,7 @@ class MessagesBody(SharedFields):
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (place, block) for each content block of a message.
-
-    The place, such as ``messages[0]``, is for error messages.
-    """
+    """Yield the place and the value of each content block of a message. Raises BadField, which names the place."""
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
         raise BadField(f"{where}: content must be text or a list of content blocks, not {shown(content)}", "messages")

@@ -6,12 +6,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import msgspec
 from starlette.requests import Request
 
 from minillm.server import bodies
-from minillm.server.answers import Frame
+from minillm.server.answers import Frame, Json
 from minillm.server.bodies import BadField, ChatBody, CompletionBody
 from minillm.server.completions.forms import ChatForm, TextForm
 from minillm.server.generating import Asked, Form, Framing, Generating
@@ -65,20 +65,9 @@ def _chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: 
     calls, formats = call_form(template), call_formats(template)
     if choice.schemas:
         params["grammar"] = choice.grammar(calls)
-    call = messages.Complete(
-        name,
-        tenant,
-        body.conversation([dict(tool) for tool in choice.tools] or None, options),
-        params,
-        streamed=bool(body.stream),
-        wants_ids=body.return_token_ids,
-        keep=body.keep,
-        fork=body.fork,
-        salt=service.salt(tenant, body.cache_salt, body.fork),
-        schemas=choice.schemas,
-        echo=body.prompt_logprobs is not None,
-        thinks=not choice.required and bool(calls.tag) and bool(choice.schemas),
-    )
+    conversation = body.conversation([dict(tool) for tool in choice.tools] or None, options)
+    thinks = not choice.required and bool(calls.tag) and bool(choice.schemas)
+    call = _call(service, tenant, name, body, conversation, params, schemas=choice.schemas, thinks=thinks)
 
     def reader(opened: bool) -> ThoughtReader:
         return ThoughtReader(choice.reader(calls, formats), opened=opened)
@@ -98,26 +87,32 @@ async def complete(service: Service, request: Request) -> Generating:
     body = bodies.read_body(CompletionBody, request.state.body)
     body.check()
     service.check_model(body.model)
-    name, tenant, prompts = f"cmpl-{secrets.token_hex(12)}", request.state.tenant, body.prompts()
-    one = messages.Complete(
+    name, prompts, params = f"cmpl-{secrets.token_hex(12)}", body.prompts(), body.params(service.facts.defaults)
+    names = [name] if len(prompts) == 1 else [f"{name}-{number}" for number in range(len(prompts))]
+    pairs = zip(names, prompts, strict=True)
+    calls = [_call(service, request.state.tenant, each, body, prompt, params) for each, prompt in pairs]
+    form = TextForm(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
+    frame = Frame(name, service.names[0], "text_completion")
+    return generating(service, body, calls, frame, form)
+
+
+def _call(
+    service: Service, tenant: str, name: str, body: ChatBody | CompletionBody, prompt: Any, params: Json, **more: Any
+) -> messages.Complete:
+    """Return the engine's call for one prompt of a request. ``more``: further fields of `Complete`."""
+    return messages.Complete(
         name,
         tenant,
-        None,
-        body.params(service.facts.defaults),
+        prompt,
+        params,
         streamed=bool(body.stream),
-        echo=body.echo or body.prompt_logprobs is not None,
+        echo=body.prompt_logprobs is not None or (isinstance(body, CompletionBody) and body.echo),
         wants_ids=body.return_token_ids,
         keep=body.keep,
         fork=body.fork,
         salt=service.salt(tenant, body.cache_salt, body.fork),
+        **more,
     )
-    copy = msgspec.structs.replace
-    calls = [copy(one, request_id=f"{name}-{number}", prompt=prompt) for number, prompt in enumerate(prompts)]
-    if len(calls) == 1:
-        calls[0].request_id = name
-    form = TextForm(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
-    frame = Frame(name, service.names[0], "text_completion")
-    return generating(service, body, calls, frame, form)
 
 
 def generating(
