@@ -11,7 +11,7 @@ FORMS = {
 
 # The storage of matrices in memory. stored: quantized matrices as in the file. expanded: all in the engine's dtype. On
 # a CPU, int8: all in 8 bits (4-bit ones also in 4); int4: 4-bit matrices in 4 bits, other quantized ones in 8 bits.
-Held = Literal["stored", "expanded", "int8", "int4"]
+Storage = Literal["stored", "expanded", "int8", "int4"]
 
 
 def kv_row_bytes(head_dim: int, element_size: int) -> int:

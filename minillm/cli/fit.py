@@ -289,7 +289,7 @@ def _as_json(machine: Machine, tables: list[list[FitRow]]) -> dict[str, Any]:
                 "name": row.model.name,
                 "form": row.model.name.partition(":")[2] or FULL,
                 "quantize": row.model.quantize or None,
-                "held": row.model.layout(budget).held,
+                "held": row.model.layout(budget).storage,
                 "file": row.model.size,
                 "weights": row.fit.weights.memory,
                 "copy": row.fit.copied,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from minillm.config import EngineConfig
 from minillm.fit.weights import Layout, Weights
-from minillm.forms import Held
+from minillm.forms import Storage
 from minillm.progress import size
 from minillm.weights.shape import Shape
 
@@ -82,7 +82,7 @@ class Budget:
         asked = quantize or self.config.quantize or ""
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
-        return Layout(self.element_size, packs, asked, self._held(packs))
+        return Layout(self.element_size, packs, asked, self._storage(packs))
 
     @property
     def chooses_weights(self) -> bool:
@@ -101,7 +101,7 @@ class Budget:
         """Return this budget with another value of the option ``weights``."""
         return replace(self, config=replace(self.config, weights=weights))
 
-    def _held(self, packs: bool) -> Held:
+    def _storage(self, packs: bool) -> Storage:
         weights = self.config.weights
         if self.on_gpu or CPU_KEEPS_LOW_BIT:
             return "stored" if weights in ("auto", "stored", "both") else "expanded"

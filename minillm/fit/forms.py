@@ -80,9 +80,9 @@ class Sized:
         """Return the sizes of the model's weights. With tensor parallelism, they are those of one rank's part."""
         part, layout, tensors = 1 / budget.config.tensor_parallel_size, self.layout(budget), self.tensors
         if any(tensor.name == PACKED for tensor in tensors):
-            if layout.held in ("int8", "int4"):  # 8-bit or 4-bit matmuls
+            if layout.storage in ("int8", "int4"):  # 8-bit or 4-bit matmuls
                 tensors = expected_by_bits(self.shape, self.size)
-            elif layout.held == "expanded":  # float32
+            elif layout.storage == "expanded":  # float32
                 tensors = expected_tensors(self.shape, sys.maxsize)
         return weights_in_memory(tensors, layout, lambda tensor: part)
 

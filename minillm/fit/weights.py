@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from minillm.forms import Held
+from minillm.forms import Storage
 from minillm.weights.shape import Shape
 from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, LOW_BIT, StoredTensor
 
@@ -40,18 +40,18 @@ class Layout:
         packs: 16-bit matrices keep 2 bytes per weight even if the engine's dtype is float32, as on many CPUs.
         quantize: "int8", "int4" or "fp8", applied to 16-bit and 32-bit matrices of the layers during loading. int8 and
             int4 also apply to an output head that is separate from the embedding.
-        held: the storage of matrices, see `minillm.forms.Held`. A low-bit embedding stays low-bit unless ``held`` is
+        storage: the storage of matrices, see `minillm.forms.Storage`. A low-bit embedding stays low-bit unless this is
             "expanded".
     """
 
     element_size: int
     packs: bool = False
     quantize: str = ""
-    held: Held = "stored"
+    storage: Storage = "stored"
 
     @property
     def keeps_low_bit(self) -> bool:
-        return self.held != "expanded"
+        return self.storage != "expanded"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def weights_in_memory(
             read += used
             loading = max(loading, part * _while_packed(tensor))
             continue
-        used = part * _held(tensor, layout)
+        used = part * _stored_bytes(tensor, layout)
         memory += part * _padded_halves(tensor) if _is_packed(tensor, layout) and _is_matrix(tensor) else used
         if tensor.name in _EMBEDDINGS and tied and _is_packed(tensor, layout):
             used = part * _packed(tensor)  # the head is a second copy, in the layout for matmuls
@@ -138,7 +138,7 @@ def _is_weight(tensor: StoredTensor) -> bool:
 def _has_low_bit_matmuls(tensor: StoredTensor, layout: Layout) -> bool:
     """Return whether a tensor is a matrix that `kernels.cpu.low_bit` multiplies in 8 or 4 bits."""
     is_low_bit = tensor.kind in FP8 or tensor.is_in_blocks
-    return _is_weight(tensor) and (layout.held == "int8" or (layout.held == "int4" and is_low_bit))
+    return _is_weight(tensor) and (layout.storage == "int8" or (layout.storage == "int4" and is_low_bit))
 
 
 def _while_packed(tensor: StoredTensor) -> float:
@@ -167,7 +167,7 @@ def _products(tensor: StoredTensor, layout: Layout) -> tuple[float, float]:
     if tensor.kind not in _IN_4_BITS:
         return in_8, read
     in_4 = tensor.count * 5 / 8
-    return in_4 + (in_8 if layout.held == "int8" else 0.0), in_4
+    return in_4 + (in_8 if layout.storage == "int8" else 0.0), in_4
 
 
 def _in_blocks(rows: int, columns: int, block: tuple[int, int]) -> int:
@@ -176,10 +176,10 @@ def _in_blocks(rows: int, columns: int, block: tuple[int, int]) -> int:
 
 
 def _low_bit_table(tensor: StoredTensor, layout: Layout) -> float:
-    return _WIDENED_BITS / 8 * tensor.count if tensor.kind in _FLOATS else _held(tensor, layout)
+    return _WIDENED_BITS / 8 * tensor.count if tensor.kind in _FLOATS else _stored_bytes(tensor, layout)
 
 
-def _held(tensor: StoredTensor, layout: Layout) -> float:
+def _stored_bytes(tensor: StoredTensor, layout: Layout) -> float:
     is_matrix = _is_matrix(tensor)
     if tensor.kind in _FLOATS:
         if is_matrix and layout.quantize == "fp8" and tensor.name not in _HEADS:

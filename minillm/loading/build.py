@@ -121,8 +121,8 @@ def _load(
     ranks: Ranks | None,
     on_progress: OnProgress,
 ) -> Llama:
-    held = budget.layout().held
-    packs_itself = held in ("int8", "int4")  # the matrices are packed for the CPU, partly at their first use
+    storage = budget.layout().storage
+    packs_itself = storage in ("int8", "int4")  # the matrices are packed for the CPU, partly at their first use
     if config.kv_cache_dtype == "int8" and description.config.head_dim % 4:
         raise UsageError(
             f"kv_cache_dtype int8 needs a head_dim divisible by 4, and {description.name}'s is "
@@ -144,7 +144,7 @@ def _load(
             dtype=choose_dtype(config, device),
             max_positions=longest,
             ranks=ranks,
-            weights=held,
+            weights=storage,
             on_progress=report,
         )
         copied = sum(linear.copied_bytes(model.dtype) for linear in model.linears)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import WeightsError
-from minillm.forms import Held
+from minillm.forms import Storage
 from minillm.kernels import GELU, HeadNorms, LinearWeight, LowBit
 from minillm.kernels.linear.low_bit.layouts import GROUP, concatenated, expanded, in_eight_bits, padded, rows_of
 from minillm.model.config import ModelConfig
@@ -89,7 +89,7 @@ def load_llama(
     dtype: torch.dtype,
     max_positions: int,
     ranks: Ranks | None = None,
-    weights: Held = "expanded",
+    weights: Storage = "expanded",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Llama:
     """Build the model from ``source``, or this rank's part of it.

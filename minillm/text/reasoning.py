@@ -41,14 +41,14 @@ class ReasoningSplitter:
     """
 
     inside: bool = False
-    _held: str = ""
+    _buffer: str = ""
 
     def push(self, text: str) -> Pieces:
         """Add text. Return the pieces that are now certain to be reasoning or answer."""
         pieces = []
-        found, self._held = True, self._held + text
+        found, self._buffer = True, self._buffer + text
         while found:
-            piece, found, self._held = _cut(self._held, CLOSE if self.inside else OPEN)
+            piece, found, self._buffer = _cut(self._buffer, CLOSE if self.inside else OPEN)
             if piece:
                 pieces.append((self.inside, piece))
             self.inside ^= found
@@ -56,8 +56,8 @@ class ReasoningSplitter:
 
     def finish(self) -> Pieces:
         """End the text. Return the text that was held back because a tag could follow. It is ordinary text now."""
-        held, self._held = self._held, ""
-        return [(self.inside, held)] if held else []
+        buffer, self._buffer = self._buffer, ""
+        return [(self.inside, buffer)] if buffer else []
 
 
 class LeadingReasoning:
@@ -70,13 +70,13 @@ class LeadingReasoning:
     """
 
     def __init__(self, *, inside: bool) -> None:
-        self._held = ""
+        self._buffer = ""
         self._stage = self._reasoning if inside else self._start
         self._has_reasoned = False
 
     def push(self, text: str) -> Pieces:
         """Add text. Return the pieces that are now certain to be reasoning or answer."""
-        self._held += text
+        self._buffer += text
         return self._stage(final=False)
 
     def finish(self) -> Pieces:
@@ -84,9 +84,9 @@ class LeadingReasoning:
         return self._stage(final=True)
 
     def _start(self, *, final: bool) -> Pieces:
-        text = self._held.lstrip()
+        text = self._buffer.lstrip()
         if text.startswith(OPEN):
-            self._held = text.removeprefix(OPEN)
+            self._buffer = text.removeprefix(OPEN)
             self._stage = self._reasoning
         elif OPEN.startswith(text) and not final:
             return []
@@ -95,13 +95,13 @@ class LeadingReasoning:
         return self._stage(final=final)
 
     def _reasoning(self, *, final: bool) -> Pieces:
-        text = self._held if self._has_reasoned else self._held.lstrip()
+        text = self._buffer if self._has_reasoned else self._buffer.lstrip()
         piece, closed, after = _cut(text, CLOSE)
         if final and not closed:
-            piece, self._held = text, ""
+            piece, self._buffer = text, ""
         else:
             piece = piece.rstrip()
-            self._held = after if closed else text[len(piece) :]
+            self._buffer = after if closed else text[len(piece) :]
         self._has_reasoned |= bool(piece)
         pieces = [(True, piece)] if piece else []
         if not closed:
@@ -110,14 +110,14 @@ class LeadingReasoning:
         return pieces + self._gap(final=final)
 
     def _gap(self, *, final: bool) -> Pieces:
-        self._held = self._held.lstrip()
-        if not self._held:
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer:
             return []
         self._stage = self._answer
         return self._answer(final=final)
 
     def _answer(self, *, final: bool) -> Pieces:
-        text, self._held = self._held, ""
+        text, self._buffer = self._buffer, ""
         return [(False, text)] if text else []
 
 

@@ -14,8 +14,8 @@ class OutputText:
     """The text of one completion: decodes tokens, and searches for stop strings.
 
     The completion ends at the first match of a stop string. A match that ends within the first ``min_tokens`` tokens is
-    ignored. Text that could be the beginning of a stop string is *held* back. All other text is *shown*, which means
-    that `push` returns it. Shown text cannot be part of a later match, so only the held text is searched.
+    ignored. Text that could be the beginning of a stop string is *buffered*. All other text is *shown*, which means
+    that `push` returns it. Shown text cannot be part of a later match, so only the buffered text is searched.
     """
 
     def __init__(self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
@@ -25,8 +25,8 @@ class OutputText:
         """
         self._detokenizer, self._stops = detokenizer, tuple(stops)
         self._not_yet = min_tokens  # number of next tokens in which no match may end
-        self._held = ""
-        self._immune = 0  # number of characters at the beginning of the held text in which no match may end
+        self._buffer = ""
+        self._immune = 0  # number of characters at the beginning of the buffered text in which no match may end
         self._shown: list[str] = []
         self.matched: str | None = None  # the stop string that has ended the completion
 
@@ -44,7 +44,7 @@ class OutputText:
 
         Call this for an aborted completion.
         """
-        return self._release(len(self._held))
+        return self._release(len(self._buffer))
 
     @property
     def text(self) -> str:
@@ -61,37 +61,36 @@ class OutputText:
         """Add decoded text. Return the text that can be shown now: the part that cannot belong to a later match."""
         if self.matched is not None:
             return ""
-        self._held += text
+        self._buffer += text
         if not self._stops:
-            return self._release(len(self._held))
+            return self._release(len(self._buffer))
         if self._not_yet >= 0:
-            self._immune = len(self._held)
+            self._immune = len(self._buffer)
         # Take the match that ends first, and of several such matches the longest. This choice does not depend on how
         # the text is split into tokens.
         match = min((found for stop in self._stops if (found := self._find(stop)) is not None), default=None)
         if match is None:
-            return self._release(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
+            return self._release(len(self._buffer) - max(_overlap(self._buffer, stop) for stop in self._stops))
         end, _, self.matched = match
         shown = self._release(end - len(self.matched))
-        self._held = ""
+        self._buffer = ""
         return shown
 
     def _release(self, count: int) -> str:
-        """Move the first ``count`` characters from the held text to the shown text, and return them."""
-        shown, self._held = self._held[:count], self._held[count:]
+        """Move the first ``count`` characters from the buffered text to the shown text, and return them."""
+        shown, self._buffer = self._buffer[:count], self._buffer[count:]
         self._immune = max(0, self._immune - count)
         if shown:
             self._shown.append(shown)
         return shown
 
     def _find(self, stop: str) -> tuple[int, int, str] | None:
-        """Find the first match of ``stop`` in the held text. Ignore matches that end within the first ``min_tokens``
-        tokens.
+        """Find the first match of ``stop`` in the buffered text. Ignore matches that end within ``min_tokens`` tokens.
 
         Return (end, -length, ``stop``) of the match, or None. The caller sorts the matches of all stop strings by this
         key: the smallest key is the match that ends the completion.
         """
-        at = self._held.find(stop, max(0, self._immune + 1 - len(stop)))
+        at = self._buffer.find(stop, max(0, self._immune + 1 - len(stop)))
         return None if at < 0 else (at + len(stop), -len(stop), stop)
 
 
@@ -130,7 +129,7 @@ class StreamingDetokenizer:
         before.decode(tail)
         self._decoder.decode(before.getstate()[0])  # the bytes of an incomplete character
         self._leading = 0 if tail else strips[0]
-        self._trailing, self._held = strips[1], ""
+        self._trailing, self._buffer = strips[1], ""
 
     def copy(self) -> Self:
         """Return an independent copy that continues from here."""
@@ -146,7 +145,7 @@ class StreamingDetokenizer:
     def finish(self) -> str:
         """Return the rest of the text after the last token. An incomplete character becomes U+FFFD."""
         text = self._trim(self._decoder.decode(b"", final=True))
-        self._held = ""
+        self._buffer = ""
         return text
 
     def _bytes(self, token_id: int) -> bytes:
@@ -166,7 +165,7 @@ class StreamingDetokenizer:
             else:
                 text = text[1:]
         if self._trailing:
-            text = self._held + text
+            text = self._buffer + text
             end = max(len(text.rstrip(" ")), len(text) - self._trailing)
-            text, self._held = text[:end], text[end:]
+            text, self._buffer = text[:end], text[end:]
         return text

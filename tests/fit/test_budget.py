@@ -203,10 +203,10 @@ def test_a_cpu_leaves_as_much_context_as_the_pool_gets(
 def test_16_bits_stay_16_on_the_processors_that_have_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     for machine, packs in (("x86_64", True), ("aarch64", False)):
         monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        assert cpu(8).layout() == Layout(4, packs, held="expanded")
+        assert cpu(8).layout() == Layout(4, packs, storage="expanded")
         assert gpu(8).layout("int8") == Layout(2, False, "int8")
-    assert Budget(1, 1, False, 2, EngineConfig()).layout() == Layout(2, held="expanded")
-    assert Budget(1, 1, True, 2, EngineConfig(weights="expanded")).layout() == Layout(2, held="expanded")
+    assert Budget(1, 1, False, 2, EngineConfig()).layout() == Layout(2, storage="expanded")
+    assert Budget(1, 1, True, 2, EngineConfig(weights="expanded")).layout() == Layout(2, storage="expanded")
 
 
 def test_the_engines_own_option_counts() -> None:
@@ -240,8 +240,8 @@ def test_tokens_per_second_go_by_the_bytes_of_a_token() -> None:
 def test_a_cpu_that_is_asked_for_8_bits_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     layout = cpu(8, weights="int8").layout()
-    assert layout == Layout(4, True, held="int8")
-    assert gpu(8, weights="int8").layout().held == "expanded"
+    assert layout == Layout(4, True, storage="int8")
+    assert gpu(8, weights="int8").layout().storage == "expanded"
     matrix, table = StoredTensor("a.weight", (96, 960), "Q4_1"), StoredTensor("token_embd.weight", (512, 960), "Q8_0")
     in_8, in_4, stored, padded = 13 / 12, 5 / 8, 8.5 / 8, (1280 + 32) / 960  # 960 + 80 + 2 columns, filled up to 256s
     tied = weights_in_memory([matrix, table], layout)
@@ -258,7 +258,7 @@ def test_a_cpu_that_is_asked_for_8_bits_counts_them(monkeypatch: pytest.MonkeyPa
 def test_a_cpu_that_is_asked_for_few_bits_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     layout = cpu(8, weights="stored").layout()
-    assert layout == Layout(4, True, held="int4")
+    assert layout == Layout(4, True, storage="int4")
     in_4, in_6 = StoredTensor("a.weight", (96, 960), "Q4_K"), StoredTensor("b.weight", (96, 960), "Q6_K")
     plain, table = StoredTensor("c.weight", (96, 960), "BF16"), StoredTensor("token_embd.weight", (512, 960), "Q8_0")
     found = weights_in_memory([in_4, in_6, plain, table], layout)
@@ -267,4 +267,4 @@ def test_a_cpu_that_is_asked_for_few_bits_counts_them(monkeypatch: pytest.Monkey
     in_halves = 96 * 1024 * 2
     assert found.memory == round(96 * 960 * (5 / 8 + padded) + in_halves + 512 * 960 * (padded + 8.5 / 8))
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert cpu(8, weights="stored").layout().held == "expanded"
+    assert cpu(8, weights="stored").layout().storage == "expanded"

@@ -18,7 +18,7 @@ from lib.models import hf_model, needs_products_of_8_bits
 from minillm.errors import WeightsError
 from minillm.fit.forms import quantized, sized, sized_entry
 from minillm.fit.weights import Layout, expected_tensors, weights_in_memory
-from minillm.forms import Held
+from minillm.forms import Storage
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
@@ -95,15 +95,17 @@ with compact_heap() as trim:
 
 
 @needs_products_of_8_bits
-@pytest.mark.parametrize("held", ["expanded", "int8"])
+@pytest.mark.parametrize("storage", ["expanded", "int8"])
 @pytest.mark.parametrize("shape", [(3072, 576), (576, 1536), (1000, 2000)])
-def test_packed_matrices_take_the_memory_that_is_stated(shape: tuple[int, int], held: Held) -> None:
+def test_packed_matrices_take_the_memory_that_is_stated(shape: tuple[int, int], storage: Storage) -> None:
     count = 16
-    command = [sys.executable, "-c", PACKING, *map(str, (*shape, count)), held]
+    command = [sys.executable, "-c", PACKING, *map(str, (*shape, count)), storage]
     taken = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     matrix = StoredTensor("model.layers.0.mlp.up_proj.weight", shape, "BF16")
-    stated = weights_in_memory([matrix], Layout(4, packs=True, held=held)).memory * count
-    assert stated == pytest.approx(taken, rel=0.1 if held == "expanded" else 0.2)  # FBGEMM chooses blocks by processor
+    stated = weights_in_memory([matrix], Layout(4, packs=True, storage=storage)).memory * count
+    assert stated == pytest.approx(
+        taken, rel=0.1 if storage == "expanded" else 0.2
+    )  # FBGEMM chooses blocks by processor
 
 
 def test_the_headers_agree_with_the_checkpoints(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_fp8_takes_a_byte_a_weight_where_rows_have_a_scale() -> None:
     name, shape = "model.layers.0.mlp.up_proj.weight", (512, 1024)
     matrix, count = StoredTensor(name, shape, "F8_E4M3"), 512 * 1024
     assert weights_in_memory([matrix], GPU).memory == count + 4 * 512
-    assert weights_in_memory([matrix], Layout(2, held="expanded")).memory == 2 * count
+    assert weights_in_memory([matrix], Layout(2, storage="expanded")).memory == 2 * count
     whole = StoredTensor(f"{name}_scale_inv", (), "F32")
     assert weights_in_memory([matrix, whole], GPU).memory < 1.01 * count
     blocks = StoredTensor(f"{name}_scale_inv", (4, 8), "F32")

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from minillm.forms import Held
+from minillm.forms import Storage
 from minillm.kernels.cpu.linear import FBGEMM
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -102,7 +102,7 @@ needs_products_of_8_bits = pytest.mark.skipif(
 )
 
 
-def in_4_bits(held: Held = "int8", **changes: Any) -> Llama:
+def in_4_bits(storage: Storage = "int8", **changes: Any) -> Llama:
     """Return a small random model on a CPU, with matrices of 4 bits in its checkpoint."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = hf_model(**{**sizes, "head_dim": 16, "num_hidden_layers": 3, **changes})
@@ -116,7 +116,7 @@ def in_4_bits(held: Held = "int8", **changes: Any) -> Llama:
         device=torch.device("cpu"),
         dtype=torch.float32,
         max_positions=256,
-        weights=held,
+        weights=storage,
     )
     settle(loaded, 64)
     return loaded

@@ -142,7 +142,7 @@ def test_a_cpu_dequantizes_what_then_takes_half_of_the_free_memory(
     model = sized("x", forge_gguf(tmp_path / "1b.gguf", LLAMA_1B, kind))
 
     def held(free: int, **options: Any) -> str:
-        return model.layout(Budget(free, 64 * GIB, False, 4, EngineConfig(**options))).held
+        return model.layout(Budget(free, 64 * GIB, False, 4, EngineConfig(**options))).storage
 
     dequantized = model.weights(Budget(0, 0, False, 4, EngineConfig(weights="expanded"))).memory
     low_bit = "expanded" if kind == "F16" else "int4"

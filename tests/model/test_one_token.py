@@ -162,7 +162,7 @@ def test_compiled_it_computes_as_torch_does(tmp_path: Path, monkeypatch: pytest.
 
 def test_only_layers_that_are_alike_and_of_4_bits_are_compiled() -> None:
     model = in_4_bits()
-    assert layer_shape(model) == layer_shape(in_4_bits(held="int4")) is not None
+    assert layer_shape(model) == layer_shape(in_4_bits(storage="int4")) is not None
     assert layer_shape(replace(model, kv_in_8_bits=True)) is None
     for kind in ("Olmo2", "Exaone4", "Gemma3"):  # norms after attention and MLP, norms over all heads, GELU
         assert layer_shape(in_4_bits(kind=kind, pad_token_id=0)) is None

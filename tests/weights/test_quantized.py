@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lib.engine import logits_in_chunks
 from minillm import kernels
 from minillm.errors import WeightsError
-from minillm.forms import Held
+from minillm.forms import Storage
 from minillm.kernels.linear.low_bit.layouts import FP8, dequantize
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -185,7 +185,7 @@ def test_shapes_tell_how_each_matrix_of_a_mixture_is_stored(tmp_path: Path, kind
 
 @pytest.mark.parametrize("weights", ["expanded", "stored", "int4"])
 def test_logits_of_a_mixture_are_those_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Held
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Storage
 ) -> None:
     pytest.importorskip("triton")
     from minillm.kernels.linear.low_bit import choose as low_bit_linear

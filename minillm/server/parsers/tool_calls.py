@@ -49,8 +49,8 @@ _BODIES = ("{", "<parameter=", _FUNCTION_CLOSE)  # text that may follow a functi
 class CallReader:
     """Finds the calls in an answer that may contain calls. All other text is content.
 
-    The *held text* is text that has arrived, but was not read yet. The *opening* of a call is its beginning before the
-    JSON, Python or XML to parse, such as ``<tool_call>``. If no valid call follows, the opening is content.
+    The *buffered text* has arrived, but was not read yet. The *opening* of a call is its beginning before the JSON,
+    Python or XML to parse, such as ``<tool_call>``. If no valid call follows, the opening is content.
 
     Args:
         tools: maps the name of each tool that may be called to the schema of its parameters.
@@ -62,8 +62,8 @@ class CallReader:
         self._tools, self._most, self._formats = tools, most, formats
         self._tags = [each for each in (_TAG, _FUNCTION, _MISTRAL) if each in formats]
         self._stage = self._start
-        self._held = ""  # the held text
-        self._blanks: list[str] = []  # white space after the held text; it is content only if more text follows
+        self._buffer = ""  # the buffered text
+        self._blanks: list[str] = []  # white space after the buffered text; it is content only if more text follows
         self._opening = ""  # the opening of the current call so far
         self._tag = ""  # the tag of the current call; empty: the call is at the beginning of the answer
         self._closers: list[str] = []  # texts that may follow the piece to parse
@@ -86,22 +86,22 @@ class CallReader:
 
     def _read(self, *, final: bool) -> list[Part]:
         parts: list[Part] = []
-        self._held += "".join(self._blanks)
+        self._buffer += "".join(self._blanks)
         self._blanks.clear()
         while self._stage(parts, final):
             pass
         return parts
 
-    # Each stage reads a part of the held text. It returns whether the next stage can continue with the rest.
+    # Each stage reads a part of the buffered text. It returns whether the next stage can continue with the rest.
 
     def _start(self, parts: list[Part], final: bool) -> bool:
         """Begin to read an answer, or continue after a call. Return False if more text is needed.
 
         The next stage checks whether a call comes next.
         """
-        rest = self._held.lstrip()
-        self._say(parts, self._held[: len(self._held) - len(rest)])
-        self._held, self._tag, self._opening, self._closers = rest, "", "", []
+        rest = self._buffer.lstrip()
+        self._say(parts, self._buffer[: len(self._buffer) - len(rest)])
+        self._buffer, self._tag, self._opening, self._closers = rest, "", "", []
         if not final and (not rest or (_PYTHON_TAG.startswith(rest) and rest != _PYTHON_TAG)):
             return False
         if rest.startswith(_PYTHON_TAG):
@@ -112,38 +112,38 @@ class CallReader:
     def _text(self, parts: list[Part], final: bool) -> bool:
         found = min((each for each in map(self._find, self._tags) if each[0] >= 0), default=None)
         if found is None:
-            kept = 0 if final else max((_overlap(self._held, tag) for tag in self._tags), default=0)
-            self._say(parts, self._held[: len(self._held) - kept])
-            self._held = self._held[len(self._held) - kept :]
+            kept = 0 if final else max((_overlap(self._buffer, tag) for tag in self._tags), default=0)
+            self._say(parts, self._buffer[: len(self._buffer) - kept])
+            self._buffer = self._buffer[len(self._buffer) - kept :]
             return False
         start, tag = found
-        self._say(parts, self._held[:start])
-        self._held, self._opening, self._closers = self._held[start:], "", []
+        self._say(parts, self._buffer[:start])
+        self._buffer, self._opening, self._closers = self._buffer[start:], "", []
         self._open(len(tag))
         self._tag = tag
         self._stage = self._function if tag == _FUNCTION else self._item
         return True
 
     def _find(self, tag: str) -> tuple[int, str]:
-        return self._held.find(tag), tag
+        return self._buffer.find(tag), tag
 
     def _item(self, parts: list[Part], final: bool) -> bool:
         """Find the kind of call that begins here, and select the stage that reads such a call.
 
         If no call begins here, the text is content. Return False if more text is needed to decide.
         """
-        self._open(len(self._held) - len(self._held.lstrip()))
+        self._open(len(self._buffer) - len(self._buffer.lstrip()))
         kind = self._kind()
         if kind is None and not final:
             return False
         if kind == _FENCE:
-            self._open(_FENCED.match(self._held).end())  # type: ignore[union-attr]
+            self._open(_FENCED.match(self._buffer).end())  # type: ignore[union-attr]
             self._closers.append(_FENCE)
         elif kind == _FUNCTION:
             self._open(len(_FUNCTION))
             self._stage = self._function
         elif kind == NAMED:
-            self._name = _WORD.match(self._held)[0]  # type: ignore[index]
+            self._name = _WORD.match(self._buffer)[0]  # type: ignore[index]
             self._open(len(self._name))
             self._stage = self._named
         elif kind:
@@ -153,40 +153,40 @@ class CallReader:
         return True
 
     def _kind(self) -> str | None:
-        """Return the kind of call that begins with the held text.
+        """Return the kind of call that begins with the buffered text.
 
         The result "" means that no call begins here. None means that more text is needed to decide.
         """
-        held, formats = self._held, self._formats
-        if not held:
+        buffer, formats = self._buffer, self._formats
+        if not buffer:
             return None
-        if held[0] == "`" and _FENCE in formats and not self._closers:
-            return _FENCE if _FENCED.match(held) else None if _FENCE_BEGUN.fullmatch(held) else ""
-        if held[0] == "<" and self._tag == _TAG and _FUNCTION in formats:
-            return _FUNCTION if held.startswith(_FUNCTION) else None if _FUNCTION.startswith(held) else ""
-        if held[0] in "{[":
+        if buffer[0] == "`" and _FENCE in formats and not self._closers:
+            return _FENCE if _FENCED.match(buffer) else None if _FENCE_BEGUN.fullmatch(buffer) else ""
+        if buffer[0] == "<" and self._tag == _TAG and _FUNCTION in formats:
+            return _FUNCTION if buffer.startswith(_FUNCTION) else None if _FUNCTION.startswith(buffer) else ""
+        if buffer[0] in "{[":
             return self._bracket_kind()
-        if (self._tag == _MISTRAL or (not self._tag and NAMED in formats)) and (word := _WORD.match(held)[0]):  # type: ignore[index]
-            if word == held:
+        if (self._tag == _MISTRAL or (not self._tag and NAMED in formats)) and (word := _WORD.match(buffer)[0]):  # type: ignore[index]
+            if word == buffer:
                 return None if any(name.startswith(word) for name in self._tools) else ""
             return NAMED if word in self._tools else ""
         return ""
 
     def _bracket_kind(self) -> str | None:
-        """Return the result of `_kind` for a held text that begins with a bracket: "json", "python", "" or None."""
-        held, is_tagged = self._held, bool(self._tag)
+        """Return the result of `_kind` for a buffered text that begins with a bracket: "json", "python", "" or None."""
+        buffer, is_tagged = self._buffer, bool(self._tag)
         fenced = bool(self._closers)
         unknown = False
         if is_tagged or fenced or "python" in self._formats:
-            found = _PYTHON.match(held)
+            found = _PYTHON.match(buffer)
             if found and found[1] in self._tools:
                 return "python"
-            begun = _PYTHON_BEGUN.fullmatch(held)
+            begun = _PYTHON_BEGUN.fullmatch(buffer)
             unknown = begun is not None and any(name.startswith(begun[1] or "") for name in self._tools)
         if is_tagged:
             return None if unknown else "json"
         if fenced or "json" in self._formats:
-            begun_text = re.sub(r"\s+", "", held[:100])
+            begun_text = re.sub(r"\s+", "", buffer[:100])
             if any(begun_text.startswith(each) for each in _BARE):
                 return "json"
             unknown = unknown or any(each.startswith(begun_text) for each in _BARE)
@@ -197,10 +197,10 @@ class CallReader:
 
         Return False if more text is needed to decide.
         """
-        head = _FUNCTION_HEAD.match(self._held)
-        body = "" if head is None else self._held[head.end() :]
+        head = _FUNCTION_HEAD.match(self._buffer)
+        body = "" if head is None else self._buffer[head.end() :]
         if head is None:
-            waits = _FUNCTION_BEGUN.fullmatch(self._held) is not None
+            waits = _FUNCTION_BEGUN.fullmatch(self._buffer) is not None
         else:
             waits = any(each.startswith(body) and each != body for each in _BODIES)
         if waits and not final:
@@ -220,10 +220,10 @@ class CallReader:
 
     def _named(self, parts: list[Part], final: bool) -> bool:
         """Check whether arguments follow a tool's name, in Mistral's format. Return False if more text is needed."""
-        if found := _TO_ARGUMENTS.match(self._held):
+        if found := _TO_ARGUMENTS.match(self._buffer):
             self._open(found.end())
             self._begin(self._arguments)
-        elif _TO_ARGUMENTS_BEGUN.fullmatch(self._held) and not final:
+        elif _TO_ARGUMENTS_BEGUN.fullmatch(self._buffer) and not final:
             return False
         else:
             self._give_up(parts)
@@ -234,31 +234,31 @@ class CallReader:
         self._scanner, self._num_scanned = Scanner("\"'" if parse == self._python_calls else '"'), 0
 
     def _brackets(self, parts: list[Part], final: bool) -> bool:
-        end = self._scanner.feed(self._held[self._num_scanned :])
+        end = self._scanner.feed(self._buffer[self._num_scanned :])
         end = None if end is None else self._num_scanned + end
-        self._num_scanned = len(self._held)
+        self._num_scanned = len(self._buffer)
         return self._piece(parts, end, final)
 
     def _xml(self, parts: list[Part], final: bool) -> bool:
-        end = self._held.find(_FUNCTION_CLOSE, self._num_scanned)
-        while end > 0 and not self._held[max(0, end - _MOST_BLANKS) : end].rstrip().endswith("</parameter>"):
-            end = self._held.find(_FUNCTION_CLOSE, end + 1)  # the closing tag just found is part of a value
-        self._num_scanned = max(0, len(self._held) - len(_FUNCTION_CLOSE))
+        end = self._buffer.find(_FUNCTION_CLOSE, self._num_scanned)
+        while end > 0 and not self._buffer[max(0, end - _MOST_BLANKS) : end].rstrip().endswith("</parameter>"):
+            end = self._buffer.find(_FUNCTION_CLOSE, end + 1)  # the closing tag just found is part of a value
+        self._num_scanned = max(0, len(self._buffer) - len(_FUNCTION_CLOSE))
         return self._piece(parts, end + len(_FUNCTION_CLOSE) if end >= 0 else None, final)
 
     def _piece(self, parts: list[Part], end: int | None, final: bool) -> bool:
-        """Parse the held text up to ``end``, and add the calls in it to ``parts``.
+        """Parse the buffered text up to ``end``, and add the calls in it to ``parts``.
 
         If ``end`` is None, the end has not arrived yet: return False, unless the answer is ``final``. If there is no
         valid call, the text becomes content.
         """
         if end is None and not final:
             return False
-        calls = [] if end is None else self._parse(self._held[:end])
+        calls = [] if end is None else self._parse(self._buffer[:end])
         if end is None or not calls:
             self._give_up(parts)
             return True
-        self._held = self._held[end:]
+        self._buffer = self._buffer[end:]
         for name, arguments in calls[: self._most - self._count]:
             parts += [CallPart(self._count, call_id(), name), ArgumentsPart(self._count, arguments)]
             self._count += 1
@@ -286,11 +286,11 @@ class CallReader:
         The next text may be another call in the same tag, a new call, or content. Return False if more text is needed.
         """
         while True:
-            rest = self._held.lstrip(_BETWEEN)
-            if len(self._held) - len(rest) > _MOST_BLANKS:
-                self._held = rest
+            rest = self._buffer.lstrip(_BETWEEN)
+            if len(self._buffer) - len(rest) > _MOST_BLANKS:
+                self._buffer = rest
             if self._has_another(rest):
-                self._open(len(self._held) - len(rest))
+                self._open(len(self._buffer) - len(rest))
                 self._stage = self._item
                 return True
             closer = self._closers[0] if self._closers else _CLOSE if self._tag == _TAG else ""
@@ -298,14 +298,14 @@ class CallReader:
             if not final and (not rest or any(each.startswith(rest) and rest != each for each in waits)):
                 return False
             if closer and rest.startswith(closer):
-                self._held = rest.removeprefix(closer)
+                self._buffer = rest.removeprefix(closer)
             if not self._closers:
                 break
             del self._closers[0]
         if self._tag in (_TAG, _FUNCTION):
             self._stage = self._text
         else:
-            self._held, self._stage = rest, self._start
+            self._buffer, self._stage = rest, self._start
         return True
 
     def _has_another(self, rest: str) -> bool:
@@ -315,14 +315,14 @@ class CallReader:
         return rest[:1] in ("{", "[") if self._closers else self._tag == _TAG and rest.startswith(("{", "[", _FUNCTION))
 
     def _open(self, count: int) -> None:
-        """Move the first ``count`` characters of the held text to the end of the call's opening.
+        """Move the first ``count`` characters of the buffered text to the end of the call's opening.
 
         The opening is the text of a call before its JSON, Python or XML, such as ``<tool_call>``.
         """
-        self._opening, self._held = self._opening + self._held[:count], self._held[count:]
+        self._opening, self._buffer = self._opening + self._buffer[:count], self._buffer[count:]
 
     def _give_up(self, parts: list[Part]) -> None:
-        """Treat the call's opening as content, because no valid call follows. The next stage searches the held text."""
+        """Treat the call's opening as content, because no valid call follows. The next stage searches the buffer."""
         self._say(parts, self._opening)
         self._opening, self._stage = "", self._text
 
@@ -348,25 +348,25 @@ class ForcedReader:
     _HEAD = re.compile(r'[^{]*\{"name": "([^"\\]+)", "(?:arguments|parameters)": ')
 
     def __init__(self) -> None:
-        self._held = ""
+        self._buffer = ""
         self._scanner: Scanner | None = None  # finds the end of the current arguments; None between calls
         self._count = 0
 
     def push(self, text: str) -> list[Part]:
-        self._held += text
+        self._buffer += text
         parts: list[Part] = []
-        while self._held:
+        while self._buffer:
             if self._scanner is None:
-                head = self._HEAD.match(self._held)
+                head = self._HEAD.match(self._buffer)
                 if head is None:
                     break
                 parts.append(CallPart(self._count, call_id(), head[1]))
-                self._held, self._scanner = self._held[head.end() :], Scanner()
+                self._buffer, self._scanner = self._buffer[head.end() :], Scanner()
                 continue
-            end = self._scanner.feed(self._held)
-            piece = self._held[:end]
+            end = self._scanner.feed(self._buffer)
+            piece = self._buffer[:end]
             parts.append(ArgumentsPart(self._count, piece))
-            self._held = self._held[len(piece) :]
+            self._buffer = self._buffer[len(piece) :]
             if end is not None:
                 self._scanner = None
                 self._count += 1

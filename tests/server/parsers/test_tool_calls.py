@@ -246,7 +246,7 @@ class Counting(CallReader):
     num_read = 0
 
     def _read(self, *, final: bool) -> list[Part]:
-        self.num_read += len(self._held) + sum(map(len, self._blanks))
+        self.num_read += len(self._buffer) + sum(map(len, self._blanks))
         return super()._read(final=final)
 
 
