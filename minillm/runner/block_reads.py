@@ -97,9 +97,9 @@ class BlockReader(Generic[Key]):
         read.pieces.clear()
 
     def wait(self, reads: Sequence[BlockRead[Key]], seconds: float) -> None:
-        """Begin the prepared reads, and wait until one of ``reads`` has made progress."""
+        """Begin the prepared reads, and wait until the first piece under way of one of ``reads`` has been read."""
         self.start()
-        wait([future for read in reads for _, future in read.pieces], seconds, FIRST_COMPLETED)
+        wait([read.pieces[0][1] for read in reads if read.pieces], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
