@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,9 @@ from minillm.errors import UsageError
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams
+from minillm.runner import block_reads
 from minillm.runner.block_reads import BlockReader
+from minillm.runner.pool_blocks import PoolBlocks
 from minillm.system import child_environment
 
 PROMPT = [3 + (7 * i) % 90 for i in range(41)]
@@ -146,6 +149,25 @@ def test_others_go_on_while_a_prompt_is_read(model: Llama, tmp_path: Path, monke
         while engine.has_work:
             engine.step()
         same(engine.take_finished()[0], expected)
+
+
+def test_a_later_piece_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are used in order. The engine's thread would otherwise run steps without work, next to the readers."""
+    first, waited = threading.Event(), list[Any]()
+    pool = PoolBlocks([torch.zeros(1, 2, 16, 4, 1, 2)], 4)
+    reader = BlockReader[int](pool, lambda key, buffers: key > 0 or first.wait(60), {})
+    read = reader.prepare(range(16), list(range(16)))
+    reader.start()
+    assert read.pieces[1][1].result() == 8
+    with monkeypatch.context() as patch:
+        patch.setattr(block_reads, "wait", lambda futures, *rest: waited.extend(futures))
+        reader.wait([read], 60)
+    assert waited == [read.pieces[0][1]]
+    first.set()
+    while not reader.is_done(read):
+        reader.wait([read], 60)
+    assert read.num_read == 16
+    reader.close()
 
 
 def test_an_abort_ends_a_read(model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
