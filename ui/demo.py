@@ -170,18 +170,18 @@ class DemoApp(ChatApp):
     async def _play(self) -> None:
         await self.chat.mount(Narration(), before="#body")
         self.chat.talk.prompt.disabled = True
-        self._tell("Loading the model.")
+        self._show_caption("Loading the model.")
         while self.engine_state.phase != "ready" or self.chat.pool is None:
             await asyncio.sleep(0.05)
         self._set_pace()
         for self.number, stop in enumerate(STOPS, 1):
             if self.chat.memory_view != stop.view:
                 self.chat.action_view(stop.view)
-            self._tell(stop.text)
+            self._show_caption(stop.text)
             await self._pause()
             if not await stop.act(self):
                 self.missed.append(stop.name)
-                self._tell(f"{stop.text} It did not happen this time.")
+                self._show_caption(f"{stop.text} It did not happen this time.")
             await self._pause()
         counts = self.chat.pool.counts
         self.over = True
@@ -236,7 +236,7 @@ class DemoApp(ChatApp):
         self.chat.talk.send(Generate(name, name, [{"role": "user", "content": question}], params))
         return name
 
-    def _tell(self, text: str) -> None:
+    def _show_caption(self, text: str) -> None:
         state = "paused" if self.paused else f"speed {self.speed:g}"
         keys = (f"\n{state} · space: next · p: pause · + −: speed · {key_of(self, 'quit')}: quit", "$text-muted")
         line = Content.assemble((f"{self.number}/{len(STOPS)}  {text}", "bold"), keys)
@@ -270,7 +270,7 @@ class DemoApp(ChatApp):
             self.speed = _SPEEDS[max(0, min(len(_SPEEDS) - 1, at + (1 if what == "faster" else -1)))]
             self._set_pace()
         if self.number:
-            self._tell(STOPS[self.number - 1].text)
+            self._show_caption(STOPS[self.number - 1].text)
 
 
 def demo_settings(settings: Settings) -> Settings:

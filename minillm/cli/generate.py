@@ -229,7 +229,7 @@ def _to_stdout(source: RowEngine, style: Style, rows: list[InputRow], *, in_json
             finished = sum(answer["error"] is None for answer in answers.values())
             say(f"stopped; {finished} of {_prompts(len(rows))} are finished")
             return 130
-    return _tell_failures(sum(answer["error"] is not None for answer in answers.values()), len(rows))
+    return _say_failures(sum(answer["error"] is not None for answer in answers.values()), len(rows))
 
 
 def _lines(answer: Answer, where: str, tokenizer: Tokenizer | None, *, in_json: bool, alone: bool) -> Iterator[str]:
@@ -307,10 +307,10 @@ def _to_file(source: RowEngine | Engines, rows: list[InputRow], part: PartFile, 
         f"{_prompts(len(left))} ({len(rows) - len(left)} were finished before), {count:,} tokens in {seconds:.1f} s: "
         f"{count / max(seconds, 1e-9):,.0f} tokens a second"
     )
-    return _tell_failures(failed, len(rows))
+    return _say_failures(failed, len(rows))
 
 
-def _tell_failures(failed: int, total: int) -> int:
+def _say_failures(failed: int, total: int) -> int:
     """Print the number of failed requests, and return the exit code."""
     if failed:
         say(f"{failed} of {_prompts(total)} failed")

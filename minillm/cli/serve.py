@@ -17,7 +17,7 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel.launch import Torchrun
 from minillm.progress import loading_bar, say
-from minillm.server.engine_process import Told
+from minillm.server.engine_process import LoadingEvent
 from minillm.server.http.access import AccessRules
 from minillm.server.replicas import MAX_REPLICAS
 from minillm.server.service import Service
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as bar:
         report = bar.enter_context(loading_bar())
 
-        def told(event: Told) -> None:
+        def on_loading(event: LoadingEvent) -> None:
             if isinstance(event, Loading):
                 report(event.progress)
             elif isinstance(event, Notice):
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             pool += f" in each of {server.replicas} replicas" if server.replicas > 1 else ""
             say(f"{service.names[0]} on {facts.device} ({facts.dtype}, {pool}) at {address}/v1{keys}; ctrl-c ends it")
 
-        asyncio.run(serve(server, model, options, told, opened))
+        asyncio.run(serve(server, model, options, on_loading, opened))
     return 0
 
 

@@ -76,7 +76,7 @@ class TileFile:
             return {}
 
     def add(self, tiles: Tiles, on_message: OnMessage) -> None:
-        """Merge ``tiles`` into the file atomically. If the file cannot be written, tell ``on_message``."""
+        """Merge ``tiles`` into the file atomically. If the file cannot be written, send a message to ``on_message``."""
         content = {"card": self.card, "kernels": self.kernels, "tiles": {**self.read(ignore_message), **tiles}}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,12 +129,12 @@ def measured(
     """
     found: dict[str, dict[int, Tile]] = {}
 
-    def tell(label: str, unit: str) -> OnCount:
+    def counter(label: str, unit: str) -> OnCount:
         return lambda done, total: on_progress(Progress(label, done, total, unit))
 
     compiling, timing = (
-        tell("compiling kernels to measure", "kernels"),
-        tell(f"measuring tiles for {file.card}", "tiles"),
+        counter("compiling kernels to measure", "kernels"),
+        counter(f"measuring tiles for {file.card}", "tiles"),
     )
     try:
         for each in measure(products, dtype, compiling, timing):

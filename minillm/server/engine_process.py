@@ -23,7 +23,7 @@ _SILENT_SECONDS = 10.0  # a process without an answer for this long is reported 
 _STEP_SECONDS = 120.0  # a step that takes this long is considered hung; on a slow CPU, a step takes some seconds
 
 
-Told = Loading | Notice | LoadFailed
+LoadingEvent = Loading | Notice | LoadFailed
 """The progress of loading, or its failure."""
 
 
@@ -94,7 +94,7 @@ class EngineProcess:
     """A running engine process, with the answers and callbacks that receive its events. Create it with `start`."""
 
     process: asyncio.subprocess.Process
-    told: Callable[[Told], object] = lambda event: None  # called with the progress of loading
+    on_loading: Callable[[LoadingEvent], object] = lambda event: None  # called with the progress of loading
     ready: asyncio.Future[Loaded] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answers: dict[str, Answer] = field(default_factory=dict)
     figures: messages.Figures | None = None
@@ -113,7 +113,7 @@ class EngineProcess:
         cls,
         model: str,
         options: dict[str, Any],
-        told: Callable[[Told], object] = lambda event: None,
+        on_loading: Callable[[LoadingEvent], object] = lambda event: None,
         command: Sequence[str] = COMMAND,
         *,
         wait_warm: bool = False,
@@ -121,7 +121,7 @@ class EngineProcess:
         """Start the process. The future ``ready`` is done once the model is loaded.
 
         With ``wait_warm``, ``ready`` also waits until the kernels and CUDA graphs for steps of all shapes are prepared.
-        The new process writes errors to this process's stderr. ``told`` is called with the progress of loading.
+        The new process writes errors to this process's stderr. ``on_loading`` is called with the progress of loading.
         """
         environment = child_environment()
         environment.pop(_KEY_VARIABLE, None)  # the engine needs no key
@@ -135,7 +135,7 @@ class EngineProcess:
             raise
         finally:
             os.close(its)
-        engine = cls(process, told)
+        engine = cls(process, on_loading)
         engine.send(Load(model, options, wait_warm))
         events = os.fdopen(ours, "rb", buffering=0)
         _, protocol = await asyncio.get_running_loop().connect_read_pipe(lambda: EventProtocol(engine._take), events)
@@ -275,12 +275,12 @@ class EngineProcess:
                 if (listener := self.listeners.get(session)) is not None:
                     listener(line)
             case messages.SessionAnswered(session, request_id):
-                if (told := self.answered.get(session)) is not None:
-                    told(request_id)
+                if (answered := self.answered.get(session)) is not None:
+                    answered(request_id)
             case Loaded():
                 self.ready.set_result(event)
                 self.pinging = asyncio.create_task(self._ping())
             case Loading() | Notice() | LoadFailed():
                 if isinstance(event, LoadFailed):
                     self.failure = UsageError(event.error) if event.exit_code == 2 else MinillmError(event.error)
-                self.told(event)
+                self.on_loading(event)

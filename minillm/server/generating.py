@@ -289,7 +289,7 @@ class Generating:
         seen: set[tuple[int, int]] = set()
         counts = [0] * len(answers)
         left = set(range(len(answers)))
-        engine_seconds, has_told = 0.0, False
+        engine_seconds, has_started = 0.0, False
         while left:
             await news.wait()
             news.clear()
@@ -322,16 +322,16 @@ class Generating:
                 if ended is not None:
                     self._count(answer, counts[number])
             if choices:
-                is_first, before = not has_told, b""
+                is_first, before = not has_started, b""
                 if is_first:
-                    has_told, before = True, await self._start(send, engine_seconds)
+                    has_started, before = True, await self._start(send, engine_seconds)
                 usage = _so_far(answers, counts) if asked.counts else None
                 prompt = form.prompt(answers) if is_first else {}
                 chunks = frame.chunks(choices, usage, prompt, has_usage=asked.has_usage)
                 await send(body_message(before + chunks, more=True))
                 if is_first:
                     self.metrics.first_token.observe(time.monotonic() - began)
-        before = b"" if has_told else await self._start(send, engine_seconds)
+        before = b"" if has_started else await self._start(send, engine_seconds)
         await send(body_message(before + frame.closing(self.usage, has_usage=asked.has_usage), more=False))
 
     async def _send_start(self, send: Send) -> None:

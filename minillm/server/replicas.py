@@ -18,14 +18,14 @@ import msgspec
 
 from minillm.errors import MinillmError
 from minillm.jobs.placement import place
-from minillm.server.engine_process import COMMAND, Answer, EngineDied, EngineProcess, Told
+from minillm.server.engine_process import COMMAND, Answer, EngineDied, EngineProcess, LoadingEvent
 from minillm.service import call_messages as messages
 from minillm.service.messages import Loaded
 
 MAX_REPLICAS = 64
 _PIECE = 128  # characters or token ids of a prompt that get a key together
 _MOST_PIECES = 512  # maximum number of pieces of a prompt
-_MOST_PLACES = 1 << 16  # number of keys with a stored engine
+_MOST_PREFIXES = 1 << 16  # number of keys with a stored engine
 _MOST_HOMES = 1 << 14  # number of answers, prefixes and sessions with a stored engine
 _SLACK = 4  # an engine is too busy to be preferred if it has more than 2 * (requests of the idlest engine) + _SLACK
 _MOST_RESTARTS = 5  # maximum restarts of an engine in _RESTART_WINDOW seconds
@@ -33,10 +33,10 @@ _RESTART_WINDOW = 600.0
 
 
 @dataclass
-class Places:
+class PrefixEngines:
     """Remembers which engine has computed which prefixes of recent prompts."""
 
-    _places: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    _engines: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     def choose(self, keys: list[int], loads: Sequence[float]) -> int:
         """Choose the engine for a prompt, and remember the choice. Return the index of the engine.
@@ -46,13 +46,13 @@ class Places:
             loads: number of requests of each engine; infinity for an engine that accepts no requests.
         """
         idlest = min(range(len(loads)), key=loads.__getitem__)
-        found = next((self._places[key] for key in reversed(keys) if key in self._places), idlest)
+        found = next((self._engines[key] for key in reversed(keys) if key in self._engines), idlest)
         chosen = found if loads[found] <= 2 * loads[idlest] + _SLACK else idlest
         for key in keys:
-            self._places[key] = chosen
-            self._places.move_to_end(key)
-        while len(self._places) > _MOST_PLACES:
-            self._places.popitem(last=False)
+            self._engines[key] = chosen
+            self._engines.move_to_end(key)
+        while len(self._engines) > _MOST_PREFIXES:
+            self._engines.popitem(last=False)
         return chosen
 
 
@@ -91,7 +91,7 @@ class Replicas:
     answered: dict[str, Callable[[str], object]] = field(default_factory=dict)
     lost: Callable[[int], object] = lambda number: None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    _places: Places = field(default_factory=Places)
+    _prefix_engines: PrefixEngines = field(default_factory=PrefixEngines)
     _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
     _keeping: list[asyncio.Task[None]] = field(default_factory=list)
     _refusal: str = ""  # why no more requests are accepted; empty while they are
@@ -101,21 +101,21 @@ class Replicas:
         cls,
         model: str,
         options: dict[str, Any],
-        told: Callable[[Told], object],
+        on_loading: Callable[[LoadingEvent], object],
         count: int,
         *,
         wait_warm: bool = False,
     ) -> Replicas:
-        """Start ``count`` engines. The first one reports the progress of loading to ``told``.
+        """Start ``count`` engines. The first one reports the progress of loading to ``on_loading``.
 
         ``wait_warm``: an engine is ready only when its kernels and CUDA graphs for steps of all shapes are prepared.
         """
 
         async def begin(number: int) -> EngineProcess:
             command = (*place(number, count, options), *COMMAND) if count > 1 else COMMAND
-            tells = number == 0 and len(self.engines) == 0  # a restarted engine reports no progress
+            reports = number == 0 and len(self.engines) == 0  # a restarted engine reports no progress
             engine = await EngineProcess.start(
-                model, options, told if tells else lambda event: None, command, wait_warm=wait_warm
+                model, options, on_loading if reports else lambda event: None, command, wait_warm=wait_warm
             )
             engine.listeners, engine.answered = self.listeners, self.answered
             return engine
@@ -278,7 +278,7 @@ class Replicas:
         if len(self.engines) == 1:
             return 0
         loads = [math.inf if engine.trouble else len(engine.answers) for engine in self.engines]
-        return self._places.choose(keys_of(prompt, salt), loads)
+        return self._prefix_engines.choose(keys_of(prompt, salt), loads)
 
     def _settle(self, name: str, home: int) -> None:
         self._homes[name] = home

@@ -17,7 +17,7 @@ import uvicorn
 
 from minillm.errors import UsageError
 from minillm.server.app import make_app
-from minillm.server.engine_process import Told
+from minillm.server.engine_process import LoadingEvent
 from minillm.server.http.access import AccessRules
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
@@ -99,14 +99,14 @@ async def serve(
     config: ServerConfig,
     model: str,
     options: dict[str, Any],
-    told: Callable[[Told], object],
+    on_loading: Callable[[LoadingEvent], object],
     opened: Callable[[str, Service], object],
 ) -> None:
     """Load the model and serve it until SIGINT or SIGTERM arrives. Then give running answers time to end.
 
     Args:
         options: options of EngineConfig.
-        told: called with the progress of loading.
+        on_loading: called with the progress of loading.
         opened: called with the server's address once it accepts requests.
 
     Raises:
@@ -114,7 +114,7 @@ async def serve(
     """
     listening = open_socket(config.host, config.port)
     asyncio.get_running_loop().set_exception_handler(FewDescriptors())
-    engine = await Replicas.start(model, options, told, config.replicas, wait_warm=config.wait_warm)
+    engine = await Replicas.start(model, options, on_loading, config.replicas, wait_warm=config.wait_warm)
     try:
         facts = await engine.loaded()
         shared = len(set(config.rules.keys.values())) > 1

@@ -118,8 +118,8 @@ class Conversations:
         answer.read_ahead = self._opened.pop(command.conversation, None)
         if command.num_pinned:
             first = command.messages[: command.num_pinned]
-            told = engine.tokenizer.apply_chat_template(first, add_generation_prompt=False, thinks=command.thinks)
-            answer.num_pinned_tokens = common_length(told, token_ids)
+            text = engine.tokenizer.apply_chat_template(first, add_generation_prompt=False, thinks=command.thinks)
+            answer.num_pinned_tokens = common_length(text, token_ids)
 
     def _read_ahead(self, command: messages.ReadAhead) -> None:
         """Read the blocks of a conversation from disk into the prefix cache, and compute one token after them."""

@@ -83,7 +83,7 @@ class Sessions:
             try:
                 session.conversations.handle(command)
             finally:
-                self._tell_ends(session)
+                self._send_ends(session)
 
     def wait(self) -> bool:
         """Wait until the next step is due, at the pace that the app has set. Return whether the step is due.
@@ -110,10 +110,10 @@ class Sessions:
         deltas, outputs = list(deltas), list(outputs)
         for session in (*self.open_ones.values(), *self.ending):
             session.conversations.take(deltas, outputs)
-            self._tell_ends(session)
+            self._send_ends(session)
         self.ending = [session for session in self.ending if not session.conversations.is_idle]
 
-    def _tell_ends(self, session: Session) -> None:
+    def _send_ends(self, session: Session) -> None:
         """Tell the HTTP process which answers of the session have ended or could not start."""
         if session.asked:
             for name in session.asked - session.conversations.answers.keys():

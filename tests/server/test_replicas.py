@@ -25,20 +25,20 @@ from lib.server import ROOT, Server, served
 from minillm.jobs.placement import place
 from minillm.server import replicas
 from minillm.server.engine_process import EngineDied
-from minillm.server.replicas import Places, Replicas, keys_of
+from minillm.server.replicas import PrefixEngines, Replicas, keys_of
 from minillm.service.call_messages import Conversation
 
 TEXT = "".join(f"{number} " for number in range(500))
 
 
 def test_a_prompt_goes_where_its_beginning_is() -> None:
-    places = Places()
-    first = places.choose(keys_of(TEXT, None), [0, 0, 0])
-    assert places.choose(keys_of("x" * 500, None), [1, 0, 0]) == 1
-    assert places.choose(keys_of(TEXT[:700] + "and so on" * 50, None), [1, 1, 0]) == first
-    assert places.choose(keys_of(TEXT, "salt"), [1, 1, 0]) == 2, "another salt is another prompt"
-    assert places.choose(keys_of(TEXT, None), [50, 1, 9]) == 1, "but not to an engine that has far more to do"
-    assert places.choose([], [3, 2, 1]) == 2
+    engines = PrefixEngines()
+    first = engines.choose(keys_of(TEXT, None), [0, 0, 0])
+    assert engines.choose(keys_of("x" * 500, None), [1, 0, 0]) == 1
+    assert engines.choose(keys_of(TEXT[:700] + "and so on" * 50, None), [1, 1, 0]) == first
+    assert engines.choose(keys_of(TEXT, "salt"), [1, 1, 0]) == 2, "another salt is another prompt"
+    assert engines.choose(keys_of(TEXT, None), [50, 1, 9]) == 1, "but not to an engine that has far more to do"
+    assert engines.choose([], [3, 2, 1]) == 2
 
 
 @given(st.text(min_size=300, max_size=900), st.integers(0, 900), st.text(max_size=300))

@@ -74,21 +74,23 @@ class AnswerRun:
 
     def go_on(self) -> None:
         """Request a continuation of an answer that had ended."""
-        told, answer = self.conversation.messages(self.settings.system), self.answer
+        history, answer = self.conversation.messages(self.settings.system), self.answer
         self._superseded, answer.request_id = answer.request_id, self.conversation.new_request_id()
         self._num_before = answer.num_output_tokens
         answer.finish_reason = answer.time_to_first_token = None
         # Only one continuation is requested, even if the settings are for several candidates.
-        self._generate(told, self.settings.params_to_continue(), continues=True)
+        self._generate(history, self.settings.params_to_continue(), continues=True)
 
-    def _generate(self, told: list[dict[str, str]], params: dict[str, Any], **how: Any) -> None:
+    def _generate(self, history: list[dict[str, str]], params: dict[str, Any], **how: Any) -> None:
         view, request_id, thinks = self.view, self.answer.request_id, self.settings.thinks
         if view is not None:
             view.update_summary()
-        with_file = [n for n, each in enumerate(told, 1) if each["role"] == "user" and holds_file(each["content"])]
+        with_file = [n for n, each in enumerate(history, 1) if each["role"] == "user" and holds_file(each["content"])]
         how["num_pinned"] = max(with_file, default=0)
         how["owner"] = self.owner
-        self.send(messages.Generate(request_id, self.conversation.conversation_id, told, params, thinks=thinks, **how))
+        self.send(
+            messages.Generate(request_id, self.conversation.conversation_id, history, params, thinks=thinks, **how)
+        )
 
     def stop(self, chosen: int | None = None) -> None:
         """Stop the answer. ``chosen``: index of a candidate to accept once the answer has stopped."""

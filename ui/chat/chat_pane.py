@@ -340,5 +340,5 @@ class ChatPane(Vertical):
         """Let the engine read the conversation's blocks from disk while the user types."""
         owner, settings = self.store.owner_of(self.conversation), self.app.settings
         if owner and self.engine.phase == "ready" and self.run is None:
-            told = self.conversation.messages(settings.system)
-            self.send(ReadAhead(self.conversation.conversation_id, told, thinks=settings.thinks, owner=owner))
+            history = self.conversation.messages(settings.system)
+            self.send(ReadAhead(self.conversation.conversation_id, history, thinks=settings.thinks, owner=owner))

@@ -41,10 +41,10 @@ class Compaction:
             UsageError: the model sees fewer than two turns.
         """
         stays = second_half(conversation)
-        told = [*conversation.messages(system, before=stays), {"role": "user", "content": _REQUEST}]
+        history = [*conversation.messages(system, before=stays), {"role": "user", "content": _REQUEST}]
         compaction = cls(conversation, stays, conversation.new_request_id(), send)
         name = conversation.conversation_id
-        send(messages.Generate(compaction.request_id, name, told, dict(_COLDNESS), thinks=False, room=_LONGEST // 4))
+        send(messages.Generate(compaction.request_id, name, history, dict(_COLDNESS), thinks=False, room=_LONGEST // 4))
         return compaction
 
     def stop(self) -> None:
@@ -87,9 +87,9 @@ class Compaction:
         self.stays.summary = summary
         for turn in turns:  # free their blocks, which begin with text that the model no longer sees
             self.send(messages.Drop(turn.answer.request_id))
-        told = "the first turn" if len(older) == 1 else f"the first {len(older)} turns"
+        which = "the first turn" if len(older) == 1 else f"the first {len(older)} turns"
         self.conversation.shortened = {turns[-1].answer.request_id: came_back}
-        words = f"the model now sees {told} as a summary"
+        words = f"the model now sees {which} as a summary"
         if came_back > 0:
             words += f", which frees about {plural(came_back, 'token')}"
         return f"{words}; /compact undo removes it. Summary: {summary}"
@@ -101,14 +101,14 @@ def second_half(conversation: Conversation) -> Turn:
     Raises:
         UsageError: there are fewer than two turns.
     """
-    told = conversation.turns[conversation.num_untold :]
-    lengths = [len(turn.question) + len(turn.answer.text) for turn in told]
-    if len(told) < 2:
+    seen = conversation.turns[conversation.num_unsent :]
+    lengths = [len(turn.question) + len(turn.answer.text) for turn in seen]
+    if len(seen) < 2:
         raise UsageError("there is too little to summarize: the last turn always stays")
     at = 1
-    while at < len(told) - 1 and 2 * sum(lengths[:at]) < sum(lengths):
+    while at < len(seen) - 1 and 2 * sum(lengths[:at]) < sum(lengths):
         at += 1
-    return told[at]
+    return seen[at]
 
 
 def undo(conversation: Conversation) -> None:

@@ -291,7 +291,7 @@ class Conversation:
         return sum(not turn.answer.is_open for turn in self.turns)
 
     @property
-    def num_untold(self) -> int:
+    def num_unsent(self) -> int:
         """Return the number of turns in the visible path that the model does not see: dropped or summarized turns."""
         summed_up = [number for number, turn in enumerate(self.turns) if turn.summary]
         return max([self.num_dropped, *summed_up])
@@ -302,7 +302,7 @@ class Conversation:
         The last answer is left out if it is still open. With ``before``, this turn and all later turns are left out.
         """
         messages = [{"role": "system", "content": system}] if system else []
-        turns = self.turns[self.num_untold :]
+        turns = self.turns[self.num_unsent :]
         if turns and turns[0].summary:
             messages.append({"role": "user", "content": "What have we said so far?"})
             messages.append({"role": "assistant", "content": turns[0].summary})
@@ -318,7 +318,7 @@ class Conversation:
         The next prompts then all begin with the same text, and find its blocks in the cache. If each question dropped
         one turn instead, the beginning would change every time.
         """
-        self.num_dropped = self.num_untold
+        self.num_dropped = self.num_unsent
         lengths = [len(turn.question) + len(turn.answer.text) for turn in self.turns[self.num_dropped :]]
         if len(lengths) < 2:
             return False

@@ -69,7 +69,7 @@ async def _play(talk: ChatPane, caption: Static) -> None:
         while not condition() and time.monotonic() < end:
             await asyncio.sleep(0.05)
 
-    async def tell(text: str, *, wait: bool = True) -> None:
+    async def say(text: str, *, wait: bool = True) -> None:
         caption.update(Content(text))
         note = f"tour · {text}"
         if talk.conversation is conversation:
@@ -80,18 +80,18 @@ async def _play(talk: ChatPane, caption: Static) -> None:
             await asyncio.sleep(reading_time(text))
 
     at_first = copies()
-    await tell(
+    await say(
         "text that the model has read stays in memory, in blocks of a few words each. The strands show one line per "
         "block. Now one question gets three answers. You don't need to type anything."
     )
     talk.prompt.post_message(PromptInput.Submitted(QUESTION))  # the chat pane asks, in its own task
     await until(is_asked)  # by then the question is in the transcript, and notes go below it
-    await tell(
+    await say(
         "fork: the question is read once. Its blocks are the thick lines (┃): all three answers share them, even the "
         "last block, which has free slots left.", wait=False
     )  # fmt: skip
     await until(lambda: copies() > at_first or not is_answering())
-    await tell(
+    await say(
         "copy on write: now each answer adds its first words to that last block. A shared block cannot be changed, so "
         f"each answer gets a copy of it ({COPIED}), and the last one keeps the original. All earlier blocks stay "
         "shared."
@@ -102,14 +102,14 @@ async def _play(talk: ChatPane, caption: Static) -> None:
     if asked is None or asked.question != QUESTION or not asked.answer.candidates or asked.answer.is_open:
         return  # the user went elsewhere
     if asked.answer.finish_reason == "abort":
-        await tell("the tour ends here because the answers were stopped; /tour starts it again.", wait=False)
+        await say("the tour ends here because the answers were stopped; /tour starts it again.", wait=False)
         return
-    await tell(
+    await say(
         "each answer continues in its own blocks, the thin lines (│) in the color of its card. "
         f"{plural(copies() - at_first, 'block')} copied; the question before that block is still stored only once."
     )
     talk.call_command("accept", "1")
-    await tell(
+    await say(
         "free: the tour accepted the first answer. Blocks that only the others held are freed, and the rest stays. "
         "That is all: fork, copy on write, free. Ask another question, or try /n 3 and /beams 4. F7 hides the strands."
     )

@@ -290,7 +290,7 @@ class PoolMap(LineView):
         rows = {before // self._grid.per_row, block // self._grid.per_row}
         self._show_row(block // self._grid.per_row)
         self._redraw(rows)
-        self._tell_chosen()
+        self._post_chosen()
 
     def watch_has_focus(self, has_focus: bool) -> None:
         super().watch_has_focus(has_focus)
@@ -299,7 +299,7 @@ class PoolMap(LineView):
         self._fold()
         if not has_focus:
             self._redraw({self._cursor // self._grid.per_row})
-            self._tell_chosen()
+            self._post_chosen()
         else:
             if not self._looks.pool.ref_counts[self._cursor]:
                 tables = self._looks.on_device()
@@ -329,9 +329,9 @@ class PoolMap(LineView):
     def _hover(self, block: tuple[int, bool] | None) -> None:
         if block != self._hovered and self._looks is not None:
             self._hovered = block
-            self._tell_chosen()
+            self._post_chosen()
 
-    def _tell_chosen(self) -> None:
+    def _post_chosen(self) -> None:
         """Send a message with the selected block: the block under the mouse, else the block at the cursor."""
         chosen = self._hovered or ((self._cursor, False) if self.has_focus else None)
         if chosen is None or not chosen[1]:

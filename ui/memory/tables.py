@@ -43,7 +43,7 @@ class BlockTableView(LineView):
         self._lost: list[str] = []  # the first lines, if the current answer has no table
         self._starts: list[int] = [0]  # for each table, its first line; last, the number of all lines
         self._cursor = (-1, 0)  # seq_id of a table, and the line within this table
-        self._tells_tokens = False
+        self._shows_tokens = False
 
     def catch_up(self) -> None:
         self._tables = self.memory.tables if self._headers else self.memory.current_tables[:1]
@@ -88,7 +88,7 @@ class BlockTableView(LineView):
         self._cursor = (table.seq_id, index + self._headers)
         self.show_line(line if line > self._starts[0] else 0)
         self.refresh()
-        if self._tells_tokens:
+        if self._shows_tokens:
             self._ask()
 
     def watch_has_focus(self, has_focus: bool) -> None:
@@ -104,8 +104,8 @@ class BlockTableView(LineView):
 
     def action_tokens(self) -> None:
         """Show or hide the tokens of the block at the cursor."""
-        self._tells_tokens = not self._tells_tokens
-        if self._tells_tokens:
+        self._shows_tokens = not self._shows_tokens
+        if self._shows_tokens:
             self._ask()
         else:
             self.post_message(BlockChosen(None))

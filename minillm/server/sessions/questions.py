@@ -20,14 +20,14 @@ class Questions:
     """The questions of one session, from their arrival to the ends of their answers.
 
     Attributes:
-        tell: sends the app an event, which is encoded as a line of JSON.
+        send_line: sends the app an event, which is encoded as a line of JSON.
     """
 
     session: str
     tenant: str
     engine: Replicas
     queue: FairQueue
-    tell: Callable[[bytes], object]
+    send_line: Callable[[bytes], object]
     _asked: dict[str, _Asked] = field(default_factory=dict)  # by request id, which the app chooses
 
     def take(self, line: bytes) -> None:
@@ -99,7 +99,7 @@ class Questions:
         return True
 
     def _refuse(self, request_id: str, why: str) -> None:
-        self.tell(chat.encode(chat.RequestFailed(request_id, why)))
+        self.send_line(chat.encode(chat.RequestFailed(request_id, why)))
 
 
 @dataclass(eq=False)

@@ -36,11 +36,11 @@ async def open_session(service: Service, request: Request) -> Response:
     opened = _new_session(service, request, "s", salt=service.salt(request.state.tenant))
     session, engine = opened.session, service.engine
 
-    def tell(line: bytes) -> None:
+    def send_line(line: bytes) -> None:
         if (listener := engine.listeners.get(session)) is not None:
             listener(line)
 
-    questions = Questions(session, opened.tenant, engine, service.queue, tell)
+    questions = Questions(session, opened.tenant, engine, service.queue, send_line)
     facts = msgspec.structs.replace(service.facts, max_num_seqs=0, vocab_size=0, defaults={}, chat_template="")
     first = msgspec.json.encode({"session": session}) + b"\n" + chat.encode(facts)
     media_type = "application/x-ndjson"
