@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from minillm.server.engine_process import Answer
+from minillm.server.http.sending import Failed
 from minillm.service.call_messages import Completion, Ended, Token
 
 Json = dict[str, Any]
@@ -82,11 +83,11 @@ class Frame:
         last = event(self.chunk([], usage)) if has_usage else b""
         return last + b"data: [DONE]\n\n"
 
-    def error(self, error: Json, status: int) -> Json:
-        return error
+    def error(self, failed: Failed) -> Json:
+        return failed.json()
 
-    def failed(self, error: Json, status: int) -> bytes:
-        return event(error)
+    def failed(self, failed: Failed) -> bytes:
+        return event(failed.json())
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -51,14 +51,11 @@ class Framing(Protocol):
     def closing(self, usage: Usage, *, has_usage: bool) -> bytes:
         """Return the last events of a stream that has succeeded."""
 
-    def error(self, error: Json, status: int) -> Json:
-        """Convert an error with an HTTP status from OpenAI's format to this protocol's format."""
+    def error(self, failed: Failed) -> Json:
+        """Return an error in this protocol's format."""
 
-    def failed(self, error: Json, status: int) -> bytes:
-        """Return the last event of a stream that has failed. ``error`` is in OpenAI's format.
-
-        ``status`` is the HTTP status that the response would have, if its head were not sent already.
-        """
+    def failed(self, failed: Failed) -> bytes:
+        """Return the last event of a stream that has failed."""
 
 
 class Form(Protocol):
@@ -93,11 +90,6 @@ class Asked:
     counts: bool = False  # each chunk of the stream has the token usage so far
     names: Mapping[str, str] = field(default_factory=dict)  # fields in the engine's errors -> fields of the request
     priority: int = 0
-
-    @property
-    def num_sequences(self) -> int:
-        """Return the number of sequences that the request runs at the same time, if memory allows."""
-        return sum(num_seats(call.params) for call in self.calls)
 
 
 @dataclass
@@ -214,9 +206,9 @@ class Generating:
             self._keeping.cancel()
         frame = self.asked.frame
         if self._started:  # the headers are sent: report the error as an event and end the stream
-            await send(body_message(frame.failed(failed.json(), failed.status), more=False))
+            await send(body_message(frame.failed(failed), more=False))
         else:
-            await send_json(send, failed.status, frame.error(failed.json(), failed.status), failed.headers)
+            await send_json(send, failed.status, frame.error(failed), failed.headers)
 
     async def _answer(self, send: Send, began: float) -> None:
         news = asyncio.Event()

@@ -89,11 +89,11 @@ class MessageWriter(EventWriter):
         last = {"type": "message_delta", "delta": self.stop, "usage": _usage(usage)}
         return self.encoded([last, {"type": "message_stop"}])
 
-    def error(self, error: Json, status: int) -> Json:
-        return message_error(error, status)
+    def error(self, failed: Failed) -> Json:
+        return message_error(failed)
 
-    def failed(self, error: Json, status: int) -> bytes:
-        return self.encoded([message_error(error, status)])
+    def failed(self, failed: Failed) -> bytes:
+        return self.encoded([message_error(failed)])
 
     def _message(self, usage: Usage, content: list[Json]) -> Json:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
@@ -134,12 +134,12 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-def message_error(error: Json, status: int) -> Json:
-    """Convert an error from OpenAI's format to Anthropic's. Its type depends on ``status`` first (`_KINDS`)."""
-    message, kind, code = (error["error"][name] for name in ("message", "type", "code"))
-    if code == CONTEXT_LENGTH:  # clients look for these words, and then shorten the conversation
+def message_error(failed: Failed) -> Json:
+    """Return an error in Anthropic's format. If `_KINDS` does not list its status, it has OpenAI's type."""
+    message, kind = str(failed), failed.json()["error"]["type"]
+    if failed.code == CONTEXT_LENGTH:  # clients look for these words, and then shorten the conversation
         message = f"prompt is too long: {message}"
-    kind = _KINDS.get(status, "api_error" if kind == "server_error" else kind)
+    kind = _KINDS.get(failed.status, "api_error" if kind == "server_error" else kind)
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -150,4 +150,4 @@ def is_messages(path: str) -> bool:
 
 def error_at(path: str, failed: Failed) -> Json:
     """Return an error in the format of the route at ``path``: Anthropic's for the Messages API, else OpenAI's."""
-    return message_error(failed.json(), failed.status) if is_messages(path) else failed.json()
+    return message_error(failed) if is_messages(path) else failed.json()

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 from starlette.types import Send
 
-from minillm.server.answers import Json
-
 CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
 _TYPE_JSON = (b"content-type", b"application/json")
 
@@ -31,19 +29,15 @@ class Failed(Exception):
         super().__init__(message)
         self.status, self.headers, self.field, self.code = status, headers, field, code
 
-    def json(self) -> Json:
-        return error_json(self.status, str(self), self.field, self.code)
+    def json(self) -> dict[str, Any]:
+        """Return the error in OpenAI's format. Without a code, it has the usual code for its status."""
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        code = self.code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(self.status)
+        return {"error": {"message": str(self), "type": kind, "param": self.field or None, "code": code}}
 
 
-def error_json(status: int, message: str, field: str = "", code: str | None = None) -> Json:
-    """Return an error in OpenAI's format. Without ``code``, use the usual code for ``status``."""
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
-    return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
-
-
-async def send_json(send: Send, status: int, value: Json, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+async def send_json(send: Send, status: int, value: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
     """Send a complete response with ``value`` as JSON."""
     body = msgspec.json.encode(value)
     length = (b"content-length", str(len(body)).encode())

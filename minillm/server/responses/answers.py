@@ -16,6 +16,7 @@ from typing import Any
 from minillm.server.answers import Json, Usage, token_logprobs
 from minillm.server.completions.forms import EventWriter
 from minillm.server.engine_process import Answer
+from minillm.server.http.sending import Failed
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart, ThoughtPart
 from minillm.service.call_messages import Completion, Text, Token
 
@@ -188,12 +189,12 @@ class ResponseWriter(EventWriter):
         kind = "completed" if found["status"] == "completed" else "incomplete"
         return self.encoded([*events, {"type": f"response.{kind}", "response": found}])
 
-    def error(self, error: Json, status: int) -> Json:
-        return error
+    def error(self, failed: Failed) -> Json:
+        return failed.json()
 
-    def failed(self, error: Json, status: int) -> bytes:
-        code, message = error["error"]["code"] or "server_error", error["error"]["message"]
-        found = self.now("failed", error={"code": code, "message": message})
+    def failed(self, failed: Failed) -> bytes:
+        code = failed.json()["error"]["code"] or "server_error"
+        found = self.now("failed", error={"code": code, "message": str(failed)})
         return self.encoded([{"type": "response.failed", "response": found}])
 
     def encoded(self, events: Iterable[Json]) -> bytes:

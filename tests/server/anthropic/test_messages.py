@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lib.server import Server, served
 from lib.tokens import THINKING
 from minillm.server.anthropic.answers import MessageWriter, message_error
+from minillm.server.http.sending import Failed
 from minillm.server.parsers.parts import PlainReader
 
 USER: Any = [{"role": "user", "content": "Weather?"}]
@@ -392,12 +393,12 @@ def test_both_headers_have_the_key_and_one_is_enough(server: Server) -> None:
 
 def test_what_is_not_seen_above_has_the_format_as_well() -> None:
     assert MessageWriter.ping == b'event: ping\ndata: {"type":"ping"}\n\n'
-    openai = {"error": {"message": "it broke", "type": "server_error", "param": None, "code": None}}
     frame = MessageWriter(lambda opened: PlainReader(), "msg_1", "tiny")
     for status, kind in ((500, "api_error"), (501, "api_error"), (503, "overloaded_error")):
         expected = {"type": "error", "error": {"type": kind, "message": "it broke"}}
-        assert message_error(openai, status) == frame.error(openai, status) == expected
-        event, data = frame.failed(openai, status).decode().split("\n", 1)
+        failed = Failed(status, "it broke")
+        assert message_error(failed) == frame.error(failed) == expected
+        event, data = frame.failed(failed).decode().split("\n", 1)
         assert (event, json.loads(data.removeprefix("data: "))) == ("event: error", expected)
 
 
