@@ -10,9 +10,10 @@ import asyncio
 import itertools
 import json
 import os
+import queue
 import threading
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     import numpy as np
 
+    from minillm.jobs.row_engine import RowEngine
+
 _OF_BEAMS = {each.name for each in fields(BeamSearchParams)}
 _TRIES = 4  # to start a cluster
 # Settings for a cluster that this process starts, unless the user has set them: no idle worker for each core, no report
@@ -42,44 +45,50 @@ _LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",
 }
-_ROWS_PER_CALL = 8  # rows sent to an engine at a time: a Ray call costs about a millisecond
 
 
-class _Engine:
-    """The Ray actor that runs an engine. Calls of `answer` share the engine's batch. No two rows may have one index."""
+def _load(task: Task, deliver: Callable[[Answer], object]) -> RowEngine:
+    """Load an engine. A thread calls ``deliver`` with each answer. If the engine fails, the process ends."""
+    from minillm.jobs.row_engine import RowEngine  # not at the top: the driver needs no torch
+    from minillm.llm import LLM
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}  # by the row's index
+    engine = RowEngine(LLM(task.model, on_progress=ignore_progress, **task.engine), task.style)
 
-    def load(self) -> Facts:
-        """Load the model. This is not done in the constructor, because Ray would hide the MinillmError of a failure."""
-        from minillm.jobs.row_engine import RowEngine  # not at the top: the driver needs no torch
-        from minillm.llm import LLM
-
-        self._engine = RowEngine(
-            LLM(self._task.model, on_progress=ignore_progress, **self._task.engine), self._task.style
-        )
-        threading.Thread(target=self._work, daemon=True).start()
-        return self._engine.facts()
-
-    async def answer(self, rows: list[InputRow]) -> list[Answer]:
-        """Return the answers of rows, in the rows' order."""
-        loop = asyncio.get_running_loop()
-        futures = {row.index: loop.create_future() for row in rows}
-        self._waiting |= futures
-        for row in rows:
-            self._engine.submit(row)
-        return await asyncio.gather(*futures.values())
-
-    def _work(self) -> None:
+    def work() -> None:
         try:
-            for answer in self._engine.work():
-                future = self._waiting.pop(answer["index"])
-                future.get_loop().call_soon_threadsafe(future.set_result, answer)
+            for answer in engine.work():
+                deliver(answer)
         except BaseException:
             traceback.print_exc()
             os._exit(1)  # Ray reports the actor's death
+
+    threading.Thread(target=work, daemon=True).start()
+    return engine
+
+
+class _Actor:
+    """The Ray actor that runs one engine of `RayEngines`."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+    def load(self) -> Facts:
+        """Load the model. This is not done in the constructor, because Ray would hide the MinillmError of a failure."""
+        self._engine = _load(self._task, self._answers.put)
+        return self._engine.facts()
+
+    def submit(self, rows: list[InputRow]) -> None:
+        """Let the engine answer rows."""
+        for row in rows:
+            self._engine.submit(row)
+
+    def collect(self) -> list[Answer]:
+        """Wait for an answer, and return all answers since the last call."""
+        answers = [self._answers.get()]
+        while not self._answers.empty():
+            answers.append(self._answers.get())
+        return answers
 
 
 class Generate:
@@ -112,8 +121,8 @@ class Generate:
         **engine: Any,
     ) -> None:
         self._params, self._numbers = params, itertools.count()
-        self._engine = _Engine(Task(model, engine, Style(chat, system, parse_special)))
-        self._defaults = self._engine.load().defaults
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}  # by the row's number
+        self._engine = _load(Task(model, engine, Style(chat, system, parse_special)), self._deliver)
 
     async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, np.ndarray]]:
         """Answer a batch of rows, given as columns. Yield the batch with the new columns."""
@@ -127,7 +136,10 @@ class Generate:
 
     async def _row(self, given: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            [answer] = await self._engine.answer([self._parsed(given)])
+            row = self._parsed(given)
+            self._waiting[row.index] = asyncio.get_running_loop().create_future()
+            self._engine.submit(row)
+            answer = await self._waiting[row.index]
         except (UsageError, ValueError, TypeError) as error:
             return {"text": "", "outputs": "[]", "num_tokens": 0, "finish_reason": "", "error": str(error)}
         first = answer["outputs"][0] if answer["outputs"] else {"text": "", "finish_reason": ""}
@@ -139,11 +151,15 @@ class Generate:
             "error": answer["error"] or "",
         }
 
+    def _deliver(self, answer: Answer) -> None:
+        future = self._waiting.pop(answer["index"])
+        future.get_loop().call_soon_threadsafe(future.set_result, answer)
+
     def _parsed(self, given: Mapping[str, Any]) -> InputRow:
         own = given.get("params")
         own = json.loads(own or "{}") if isinstance(own, str) else dict(own or {})
         own = {name: _plain(value) for name, value in own.items() if value is not None}  # Arrow adds absent fields
-        common = dict(self._defaults if self._params is None and not own else self._params or {})
+        common = dict(self._engine.defaults() if self._params is None and not own else self._params or {})
         if "beam_width" in own:  # beams know fewer parameters
             common = {name: value for name, value in common.items() if name in _OF_BEAMS}
         prompt, messages = _plain(given.get("prompt")), _plain(given.get("messages"))
@@ -171,11 +187,11 @@ class RayEngines(Engines):
         UsageError: the cluster cannot be reached, or has fewer GPUs or cores than the engines need.
     """
 
-    def __init__(self, task: Task, count: int, address: str, actor: type = _Engine) -> None:
+    def __init__(self, task: Task, count: int, address: str, actor: type = _Actor) -> None:
         super().__init__(count)
         connect(address)
         self._task = ray.put(task)
-        self._new: Any = ray.remote(actor).options(**_needs(task.engine, count), max_concurrency=1_000_000)
+        self._new: Any = ray.remote(actor).options(**_needs(task.engine, count), max_concurrency=2)
         self._calls: dict[Any, int] = {}  # pending Ray call -> number of its engine
         self._actors: dict[int, Any] = {}
 
@@ -188,15 +204,16 @@ class RayEngines(Engines):
         self._calls[self._actors[number].load.remote()] = number
 
     def send(self, number: int, rows: list[InputRow]) -> None:
-        for start in range(0, len(rows), _ROWS_PER_CALL):
-            self._calls[self._actors[number].answer.remote(rows[start : start + _ROWS_PER_CALL])] = number
+        self._actors[number].submit.options(num_returns=0).remote(rows)
 
     def receive(self) -> tuple[int, Facts | list[Answer] | Died | MinillmError]:
         number = -1
         try:
             [call], _ = ray.wait(list(self._calls), num_returns=1)
             number = self._calls.pop(call)
-            return number, ray.get(call)
+            found = ray.get(call)
+            self._calls[self._actors[number].collect.remote()] = number
+            return number, found
         except ray.exceptions.RayActorError as error:
             last_line = str(error).strip().splitlines()[-1][:200]
             return number, Died("" if number in self.facts else f" while loading ({last_line})")

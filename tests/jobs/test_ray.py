@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -42,7 +43,7 @@ def processes(session: int, name: bytes = b"") -> list[int]:
 
 
 def actors(session: int) -> list[int]:
-    return processes(session, b"ray::_Engine")
+    return processes(session, b"ray::_Actor")
 
 
 @pytest.fixture
@@ -137,14 +138,18 @@ class Stub:
     """An engine that only waits."""
 
     def __init__(self, task: Any) -> None:
-        pass
+        self.answers: queue.SimpleQueue[list[dict[str, Any]]] = queue.SimpleQueue()
 
     def load(self) -> Facts:
         return Facts({}, 256, "cpu")
 
-    async def answer(self, rows: list[InputRow]) -> list[dict[str, Any]]:
-        await asyncio.sleep(0.05)
-        return [{"index": row.index, "by": os.getpid()} for row in rows]
+    def submit(self, rows: list[InputRow]) -> None:
+        time.sleep(0.01)
+        for row in rows:
+            self.answers.put([{"index": row.index, "by": os.getpid()}])
+
+    def collect(self) -> list[dict[str, Any]]:
+        return self.answers.get()
 
 
 @pytest.mark.soak
