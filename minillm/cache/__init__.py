@@ -3,7 +3,7 @@
 from minillm.cache.block_manager import BlockManager, BlockTable, OutOfBlocks
 from minillm.cache.events import CacheEvent
 from minillm.cache.rewriting import fork_into, free_tail
-from minillm.cache.stats import CacheStats, PrefixReport, check, explain_miss, pool_stats
+from minillm.cache.stats import CacheStats, PrefixReport, explain_miss, pool_stats
 from minillm.cache.swap import HostMoves, SwapSpace
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "OutOfBlocks",
     "PrefixReport",
     "SwapSpace",
-    "check",
     "explain_miss",
     "fork_into",
     "free_tail",

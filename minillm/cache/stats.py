@@ -1,9 +1,7 @@
-"""Reports about the blocks: memory figures, a consistency check, and where a prompt differs from cached prefixes."""
+"""Reports about the blocks: memory figures, and where a prompt differs from cached prefixes."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from minillm.cache.block_manager import BlockManager
 from minillm.cache.runs import common_length
@@ -88,31 +86,6 @@ def pool_stats(manager: BlockManager) -> CacheStats:
         num_hit_tokens=manager.num_hit_tokens,
         num_looked_up_tokens=manager.num_looked_up_tokens,
     )
-
-
-def check(manager: BlockManager) -> None:
-    """Raise AssertionError unless the bookkeeping is consistent."""
-    held = Counter(block for table in manager.tables.values() for block in table.blocks)
-    owned = {block: count for block, count in enumerate(manager.ref_counts) if count}
-    assert dict(held) == owned, "reference counts differ from what the tables hold"
-    for table in manager.tables.values():
-        assert len(table.blocks) == -(-table.num_tokens // manager.block_size), f"{table} has the wrong length"
-        assert len(set(table.blocks)) == len(table.blocks), f"{table} holds a block twice"
-        if table.num_tokens < table.writable:
-            assert table.blocks, f"{table} is writable without a block"
-            assert manager.ref_counts[table.blocks[-1]] == 1, f"{table} would write to a shared block"
-    free = {block for start, length in manager._free.runs() for block in range(start, start + length)}
-    assert len(free) == len(manager._free), "the free runs overlap or miscount"
-    states = Counter(chain(owned.keys() | manager._copy_sources.keys(), free, manager._cached))
-    assert len(states) == manager.num_blocks == states.total(), (
-        f"not owned, free or cached, or several of these: {[b for b in range(manager.num_blocks) if states[b] != 1]}"
-    )
-    for block in manager._cached:
-        assert block in manager.prefixes, f"block {block} is cached and cannot be found"
-    for destination, source in manager._copies.items():
-        assert manager.ref_counts[destination] >= 1, f"copy to block {destination}, which is unreferenced"
-        assert source in manager._copy_sources, f"copy from block {source}, which may be reused"
-        assert source not in manager._copies, f"copy from block {source}, which waits for its own copy"
 
 
 @dataclass(frozen=True)

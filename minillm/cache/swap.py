@@ -4,7 +4,6 @@ All sequences of a request are swapped out together. A block is saved once, even
 these tables share it again after swap-in. This is bookkeeping only; the runner moves the data.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -134,11 +133,3 @@ class SwapSpace:
             self._ref_counts[host] -= 1
             if not self._ref_counts[host]:
                 self._free.append(host)
-
-    def check(self) -> None:
-        """Raise AssertionError unless the bookkeeping is consistent."""
-        held = Counter(host for saved in self.saved.values() for host in saved.blocks)
-        counts = [held[host] for host in range(self.num_blocks)]
-        assert counts == self._ref_counts, "reference counts differ from what the saved tables hold"
-        assert len(set(self._free)) == len(self._free), "a host block is free twice"
-        assert set(self._free) == {host for host, count in enumerate(counts) if not count}, "a host block leaked"

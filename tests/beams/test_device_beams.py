@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lib.beams import CASES, EOS, assert_same, beam_models, expected, prompts
+from lib.cache_checks import check, check_swap
 from lib.engine import engine_for, run
 from lib.kernels import attend_by_list
 from minillm import kernels
 from minillm.beams.following import Followed
-from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.kernels import Field
 from minillm.outputs import RequestOutput
@@ -220,7 +220,7 @@ def test_preemption_and_aborts_at_any_step(models: tuple[Any, Any], seed: int, m
             engine.abort(rng.choice(sorted(aborted & engine.requests.groups.keys())))
         engine.step()
         check(engine.cache)
-        engine.scheduler.preemption.swap.check()
+        check_swap(engine.scheduler.preemption.swap)
         outputs |= {output.request_id: output for output in engine.take_finished()}
     assert engine.cache.num_free == engine.cache.num_blocks
     assert engine.scheduler.preemption.swap.num_free == engine.scheduler.preemption.swap.num_blocks

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lib.cache_checks import check, check_swap
 from lib.pool_model import ALPHABET, COLLIDES, PoolModel, random_history
 from minillm.cache import (
     BlockManager,
@@ -15,7 +16,6 @@ from minillm.cache import (
     CacheEvent,
     OutOfBlocks,
     SwapSpace,
-    check,
     fork_into,
     free_tail,
     pool_stats,
@@ -513,7 +513,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         check(self.model.manager)
-        self.model.swap.check()
+        check_swap(self.model.swap)
 
     def teardown(self) -> None:
         if hasattr(self, "model"):

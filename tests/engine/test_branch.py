@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lib.cache_checks import check
 from lib.models import write_sentencepiece_model
-from minillm.cache import check
 from minillm.engine.admission import bad_word_ids
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM

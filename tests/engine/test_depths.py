@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from lib.cache_checks import check
 from lib.engine import run
 from lib.kernels import ON_GPU
 from lib.models import hf_model, ours, write_tiny_model
 from lib.reasoning import WAYS, engine, ids_of, request
 from minillm import LLM, BeamSearchParams, SamplingParams
-from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError

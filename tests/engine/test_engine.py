@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from lib.cache_checks import check
 from lib.engine import change_logits, engine_for
 from lib.models import hf_model, ours
-from minillm.cache import check, pool_stats
+from minillm.cache import pool_stats
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lib.cache_checks import check, check_swap
 from lib.engine import engine_for
 from lib.models import DEVICE, hf_model, ours
-from minillm.cache import check
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.errors import CapacityError
@@ -127,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "engine"):
             check(self.engine.cache)
-            self.engine.scheduler.preemption.swap.check()
+            check_swap(self.engine.scheduler.preemption.swap)
             for sequence in self.pinned:
                 assert sequence.table is not None, "pressure took a pinned prefix"
 

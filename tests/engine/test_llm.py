@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from lib.cache_checks import check
 from minillm import LLM, SamplingParams
-from minillm.cache import check
 from minillm.errors import CapacityError, MinillmError, UsageError, WeightsError
 from minillm.system import deferred_interrupt
 

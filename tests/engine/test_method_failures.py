@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from lib.cache_checks import check
 from lib.engine import engine_for, everything_is_back
 from lib.models import hf_model, ours
 from minillm.beams import method as beam_method
-from minillm.cache import check
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine

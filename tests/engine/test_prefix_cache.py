@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from lib.cache_checks import check
 from lib.engine import engine_for, run
 from lib.models import hf_model, ours
-from minillm.cache import check, explain_miss
+from minillm.cache import explain_miss
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lib.cache_checks import check, check_swap
 from lib.engine import engine_for, run
 from lib.models import DEVICE, hf_model, ours
-from minillm.cache import check
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
@@ -236,7 +236,7 @@ def test_any_mix_in_a_pool_that_is_too_small(data: st.DataObject) -> None:
         step += 1
         engine.step()
         check(engine.cache)
-        engine.scheduler.preemption.swap.check()
+        check_swap(engine.scheduler.preemption.swap)
         for output in engine.take_finished():
             prompt, params = whole.pop(output.request_id)
             if any(completion.finish_reason != "abort" for completion in output.outputs):

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lib.cache_checks import check
 from lib.models import write_sentencepiece_model
 from minillm import LLM, SamplingParams
-from minillm.cache import check
 from minillm.errors import MinillmError, UsageError
 from minillm.scoring import Score, _windows
 

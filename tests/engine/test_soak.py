@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from lib.cache_checks import check, check_swap
 from lib.engine import engine_for, run
 from lib.models import DEVICE, hf_model, ours
-from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
@@ -94,7 +94,7 @@ def drive(engine: Engine, rng: random.Random, requests: list[tuple[list[int], An
             wrong += got != answers[kind]
         if steps % 500 == 0:
             check(engine.cache)
-            engine.scheduler.preemption.swap.check()
+            check_swap(engine.scheduler.preemption.swap)
         if not counted and (time.monotonic() - began > SECONDS / 3 or number > REQUESTS / 3):
             counted, host_bytes = True, resident_bytes()
             device_bytes, taken_bytes = device_memory()

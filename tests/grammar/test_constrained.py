@@ -13,11 +13,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+from lib.cache_checks import check
 from lib.engine import engine_for, run
 from lib.models import DEVICE, hf_model, ours, write_tiny_model
 from lib.schemas import BOUNDED, INTEGER, SCHEMAS, record
 from minillm import LLM, BeamSearchParams, Grammar, SamplingParams
-from minillm.cache import check
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import Params

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lib.cache_checks import check, check_swap
 from minillm.blockstore.files import BlockStore
 from minillm.blockstore.tier import DiskTier
-from minillm.cache import BlockManager, SwapSpace, check
+from minillm.cache import BlockManager, SwapSpace
 from minillm.engine.disk_reads import DiskReads
 from minillm.engine.engine import Engine
 from minillm.engine.preemption import Preemption
@@ -37,7 +38,7 @@ from minillm.text.tokenizer import Tokenizer
 
 def check_cache(engine: Engine) -> None:
     check(engine.cache)
-    engine.scheduler.preemption.swap.check()
+    check_swap(engine.scheduler.preemption.swap)
 
 
 def step(conversations: Conversations) -> None:
@@ -162,7 +163,7 @@ def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOu
     while engine.has_work:
         engine.step()
         check(engine.cache)
-        engine.scheduler.preemption.swap.check()
+        check_swap(engine.scheduler.preemption.swap)
         outputs.update({output.request_id: output for output in engine.take_finished()})
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
     assert (swap := engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"

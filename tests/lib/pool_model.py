@@ -11,7 +11,8 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace, check, free_tail, pool_stats
+from lib.cache_checks import check, check_swap
+from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace, free_tail, pool_stats
 
 POISON = -1
 # Python hashes whole numbers modulo this: tokens that differ by it collide, and so do the tuples made of them.
@@ -169,7 +170,7 @@ class PoolModel:
         """Check that every table reads back its own tokens, and that the bookkeeping is right."""
         self.run_step()
         check(self.manager)
-        self.swap.check()
+        check_swap(self.swap)
         for seq, table in self.tables.items():
             read = [self.slots[slot] for slot in self.slots_of(table, 0, table.num_tokens)]
             assert read == self.tokens[seq], f"sequence {seq} reads {read}, its tokens are {self.tokens[seq]}"
@@ -190,7 +191,7 @@ class PoolModel:
             self.free(seq)
         for seq in list(self.away):
             self.discard(seq)
-        self.swap.check()
+        check_swap(self.swap)
         assert self.swap.num_free == self.num_host_blocks, "host blocks leaked"
         self.manager.take_copies()
         check(self.manager)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from lib.cache_checks import check, check_swap
 from lib.models import hf_model, ours
 from minillm import kernels
 from minillm.bench.speculate import let_count
-from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
 from minillm.model.llama import Llama
@@ -80,7 +80,7 @@ def play(
             if not failed(error):
                 raise
         check(engine.cache)
-        engine.scheduler.preemption.swap.check()
+        check_swap(engine.scheduler.preemption.swap)
         outputs.update({output.request_id: output for output in engine.take_finished()})
         step += 1
         assert step < 5000, "no progress"

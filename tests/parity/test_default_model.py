@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from lib.cache_checks import check
 from lib.engine import engine_for, logits_in_chunks
 from minillm import LLM, SamplingParams
-from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.outputs import RequestOutput
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lib.cache_checks import check
 from lib.engine import engine_for, run
 from lib.kernels import attend_by_list
 from lib.models import hf_model, ours
 from minillm import kernels
-from minillm.cache import check
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine

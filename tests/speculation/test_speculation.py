@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from lib.cache_checks import check
 from lib.engine import change_logits, engine_for, run
 from lib.models import hf_model, ours
 from lib.speculation import assert_close_logprobs, counting_model, facts, guesses_of
-from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
 from minillm.grammar.grammar import Grammar

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from minillm.cache.stats import check
+from lib.cache_checks import check, check_swap
 from minillm.engine.engine import Engine
 from minillm.service.__main__ import main
 
@@ -15,7 +15,7 @@ _step = Engine.step
 def checked(self: Engine) -> Any:
     deltas = _step(self)
     check(self.cache)
-    self.scheduler.preemption.swap.check()
+    check_swap(self.scheduler.preemption.swap)
     return deltas
 
 
