@@ -115,7 +115,10 @@ class Ahead:
     _steps: int = _PAUSE  # since the last recording
     _compiled: set[Hashable] = field(default_factory=set)  # keys of work that lacks nothing
     _lacking: dict[Hashable, Sequence[Any]] = field(default_factory=dict)  # variants for which work waits, by its key
-    _requested: set[Any] = field(default_factory=set)  # variants that `attempt` has queued
+    _requested: set[Any] = field(default_factory=set)  # variants that attempts lacked
+    _unsearched: dict[Hashable, Callable[[], object]] = field(
+        default_factory=dict
+    )  # kernels of failed attempts, by key
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -189,8 +192,8 @@ class Ahead:
     def attempt(
         self, work: Callable[[], Result], kernels: Callable[[], object] | None = None, key: Hashable = None
     ) -> tuple[Result] | None:
-        """Run ``work`` if all its kernels are compiled. Otherwise queue them as urgent for the compiler, and return
-        None.
+        """Run ``work`` if all its kernels are compiled. Otherwise queue the first missing kernel as urgent for the
+        compiler, and return None. `search` then queues the others.
 
         If the compiler cannot compile a kernel, run ``work`` as well: each kernel then compiles at its launch. ``work``
         is interrupted at the first kernel that is not compiled, so it must be repeatable.
@@ -211,12 +214,23 @@ class Ahead:
                 return (work(),)
         except compiler.not_compiled as error:
             missing: Sequence[Any] = error.args
-        if not self._requested.issuperset(missing):  # else finding the others would only take time
-            missing = self._missing(kernels or work)
-            compiler.submit(missing, urgent=True)
-            self._requested.update(missing)
-        self._lacking[key] = missing
+        if not self._requested.issuperset(missing):  # else the work's other kernels were searched for, too
+            self._unsearched[key] = kernels or work
+        self._request(key, missing)
         return None if compiler.is_pending(missing) else (work(),)  # no process can compile them
+
+    def search(self) -> None:
+        """Queue all other kernels that failed attempts lack. This takes up to 40 ms, so call it while the device
+        computes. It may overwrite what the attempted work computes.
+        """
+        while self._unsearched:
+            key, kernels = self._unsearched.popitem()
+            self._request(key, self._missing(kernels))
+
+    def _request(self, key: Hashable, missing: Sequence[Any]) -> None:
+        self.compiler.submit(missing, urgent=True)
+        self._requested.update(missing)
+        self._lacking[key] = missing
 
     def run(self, work: Callable[[], Result], kernels: Callable[[], object] | None = None) -> Result:
         """Run ``work``, and return its result. Missing kernels are compiled in parallel first. The arguments are those

@@ -112,6 +112,7 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
         """Compute a step. Return logits ``[n, vocab]`` in the model's dtype, decoding sequences first."""
+        self.ahead.search()  # for kernels of the last step, which the device may still compute
         self.ahead.count_step()
         self.prepare(work)
         self.drafts.pass_over()
