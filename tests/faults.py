@@ -209,7 +209,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("forks-more-than-was-saved", "SwapSpace.swap_in", "Call 3", "$args[0]", HISTORIES),
         ("shared-host-block-counted-once", "SwapSpace.swap_out", "AugAssign 0", "$target = 1", HISTORIES),
         ("followed-host-blocks-kept", "SwapSpace.fork_into", "Tuple 3", "([], $elts[1])", FOLLOWED_SWAP),
-        ("shared-host-block-freed-early", "SwapSpace._let_go", "UnaryOp 0", "True", HISTORIES),
+        ("shared-host-block-freed-early", "SwapSpace._release", "UnaryOp 0", "True", HISTORIES),
         ("saved-longer-than-computed", "SwapSpace.swap_out", "For 0.body[2].value.args[2]", "table.num_tokens",
          HISTORIES),
         ("copy-behind-a-return-forgotten", "SwapSpace.blocks_needed", "BinOp 0", "$left",

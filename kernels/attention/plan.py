@@ -223,8 +223,8 @@ class WorkList:
         Return a work list with the same memory and the plan's `launch`. The plan may have at most as many sequences as
         the work list's capacity.
         """
-        room = [0] * (self.capacity - len(plan.order))
-        words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts[:2] + plan.items
+        padding = [0] * (self.capacity - len(plan.order))
+        words = plan.order + padding + plan.tails + padding + plan.starts + padding + plan.counts[:2] + plan.items
         sent = torch.tensor(words, dtype=torch.int32, pin_memory=self.words.is_cuda)
         self.words[: len(words)].copy_(sent, non_blocking=True)
         return replace(self, at_a_time=plan.counts[2], tail_splits=plan.counts[3])

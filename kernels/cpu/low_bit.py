@@ -179,7 +179,7 @@ class _Int8Linear:
         torch.sub(scratch.row, scratch.high, out=scratch.low).mul_(scalar(float(_LOW)))
         # As in `linear._multiply_float16`, skips the lookup of `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
-            product: Tensor = torch.ops.quantized.linear_dynamic.op(scratch.room, self._packed, True)
+            product: Tensor = torch.ops.quantized.linear_dynamic.op(scratch.buffer, self._packed, True)
         return product
 
 
@@ -193,8 +193,8 @@ class _Scratch:
     def __init__(self, rows: int, in_features: int, width: int) -> None:
         self.row = torch.empty(rows, width)
         self.given, self.finer = self.row.split_with_sizes((in_features, width - in_features), 1)
-        self.room = torch.empty(2 * rows, width + len(_LIMITS))  # the high parts, then the low parts
-        parts, limits = self.room.split_with_sizes((width, len(_LIMITS)), 1)
+        self.buffer = torch.empty(2 * rows, width + len(_LIMITS))  # the high parts, then the low parts
+        parts, limits = self.buffer.split_with_sizes((width, len(_LIMITS)), 1)
         limits.copy_(_limits())
         self.high, self.low = parts.split(rows)
 

@@ -147,19 +147,19 @@ def scan(logits: Tensor, inputs: SamplingInputs | None) -> Scratch:
     num_pieces, num_groups = counts = triton.cdiv(vocab, PIECE), triton.cdiv(vocab, _GROUP)
     groups_tile = triton.next_power_of_2(num_groups)
 
-    def room(columns: int, dtype: torch.dtype) -> Tensor:
+    def empty(columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=logits.device)
 
-    parts, maxima = room(num_pieces * _PARTS, torch.float32), room(num_groups, torch.float32)
+    parts, maxima = empty(num_pieces * _PARTS, torch.float32), empty(num_groups, torch.float32)
     _scan_kernel[(rows, num_pieces)](
         parts, maxima, logits, *(_NO_INPUTS if inputs is None else _read(inputs)),
         logits.stride(0), vocab, num_pieces, num_groups,
         DRAWS=inputs is not None, PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS, num_warps=8, **pdl_options(logits.device),
     )  # fmt: skip
-    candidates = room(_CANDIDATES, torch.float32), room(_CANDIDATES, torch.int32)
+    candidates = empty(_CANDIDATES, torch.float32), empty(_CANDIDATES, torch.int32)
     tiles = {"PIECES_TILE": triton.next_power_of_2(num_pieces), "GROUPS_TILE": groups_tile, "GROUP": _GROUP}
     tiles |= {"PARTS": _PARTS, "CANDIDATES": _CANDIDATES}
-    return Scratch((room(groups_tile, torch.int32), *candidates, parts, maxima), counts, tiles)
+    return Scratch((empty(groups_tile, torch.int32), *candidates, parts, maxima), counts, tiles)
 
 
 def _read(inputs: SamplingInputs) -> tuple[Tensor, ...]:

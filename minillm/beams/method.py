@@ -330,10 +330,10 @@ def output_indices(group: SequenceGroup) -> dict[int, int]:
     state: BeamState = group.state
     running = [beam for beams in state.beams for beam in beams]
     entries = _best_first(group)
-    first, room = len(entries) - len(running), group.params.n or group.params.num_sequences
+    first, most = len(entries) - len(running), group.params.n or group.params.num_sequences
     if state.done or first < 0:
         return {}
-    order = sorted(range(len(entries)), key=lambda number: (number >= room, -entries[number][0]))
+    order = sorted(range(len(entries)), key=lambda number: (number >= most, -entries[number][0]))
     at = {number: rank for rank, number in enumerate(order)}
     return {beam.seq_id: at[first + number] for number, beam in enumerate(running)}
 

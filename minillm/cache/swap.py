@@ -120,14 +120,14 @@ class SwapSpace:
         for host in shared:
             self._ref_counts[host] += 1
         gone, blocks[:num_blocks] = blocks[:num_blocks], shared
-        self._let_go(gone)
+        self._release(gone)
 
     def discard(self, seq_id: int) -> None:
         """Forget a saved sequence, if there is one with this id."""
         saved = self.saved.pop(seq_id, None)
-        self._let_go([] if saved is None else saved.blocks)
+        self._release([] if saved is None else saved.blocks)
 
-    def _let_go(self, hosts: Sequence[int]) -> None:
+    def _release(self, hosts: Sequence[int]) -> None:
         """Drop one reference to each host block. Free the blocks that no saved table references any more."""
         for host in hosts:
             self._ref_counts[host] -= 1

@@ -131,7 +131,7 @@ def _beside(draft: Sized, machine: Machine) -> Machine:
     in_8_bits = not machine.budget.on_gpu and machine.budget.element_size == 4
     own = replace(machine.budget.config, speculate="off", quantize=None, weights="int8" if in_8_bits else "stored")
     weights = draft.weights(replace(machine.budget, config=own))
-    budget = machine.budget.beside(weights, draft.shape)
+    budget = machine.budget.with_draft(weights, draft.shape)
     taken = f"{size(budget.draft_bytes)} and {size(budget.draft_bytes_per_token)} per token of context"
     about = f"{machine.about}; the draft model {_name(draft)} takes {taken}"
     return replace(machine, budget=budget, about=about, draft_read=weights.read)

@@ -98,9 +98,9 @@ class Driver:
         more = True
         try:
             while more or mine:
-                room = self.engine.scheduler.num_free_seats
-                if more and (not mine or (room > 0 and not self.engine.scheduler.waiting)):
-                    taken = take(max(1, room))
+                free_seats = self.engine.scheduler.num_free_seats
+                if more and (not mine or (free_seats > 0 and not self.engine.scheduler.waiting)):
+                    taken = take(max(1, free_seats))
                     more = taken is None
                     for key, make in taken or ():
                         more = True

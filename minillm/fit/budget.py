@@ -67,7 +67,7 @@ class Budget:
     draft_bytes: int = 0  # memory of a draft model without its KV cache
     draft_bytes_per_token: int = 0  # memory of a draft model's KV cache per token
 
-    def beside(self, draft: Weights, shape: Shape) -> Budget:
+    def with_draft(self, draft: Weights, shape: Shape) -> Budget:
         """Return this budget with the memory of a draft model reserved."""
         own = draft.memory + (GRAPH_BYTES if self.on_gpu else 0)
         return replace(self, draft_bytes=own, draft_bytes_per_token=self.kv_bytes_per_token(shape))
@@ -171,14 +171,14 @@ class Budget:
         least = min(self.config.max_model_len or LEAST_TOKENS, shape.context)
         wanted = min(self.config.max_model_len or ROOMY_TOKENS, shape.context)
         needed = memory + max(weights.loading, steps + least * per_token)
-        room = left - steps
+        pool_bytes = left - steps
         if not self.on_gpu:
-            room = min(room, int(left * CPU_POOL_SHARE))
+            pool_bytes = min(pool_bytes, int(left * CPU_POOL_SHARE))
         most = self.config.pool_tokens or (None if self.on_gpu else CPU_POOL_TOKENS)
         if most is not None:
-            room = min(room, max(most, least) * per_token)
+            pool_bytes = min(pool_bytes, max(most, least) * per_token)
         block = self.config.block_size
-        tokens = max(0, room) // (per_token * block) * block
+        tokens = max(0, pool_bytes) // (per_token * block) * block
         context = min(tokens, shape.context)
         fits = needed <= self.available and context >= least and (self.config.max_model_len or 0) <= shape.context
         is_roomy = fits and context >= wanted

@@ -86,7 +86,7 @@ def load_weights(
         raise UsageError("deterministic needs a GPU: leave it out")
     budget = budget_of(config, device, dtype)
     if draft is not None:
-        budget = draft.beside(budget)
+        budget = draft.reserve(budget)
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     check_fits(description.name, model_config, description.tensors, shard, budget)
     if budget.chooses_weights:

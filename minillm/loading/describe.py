@@ -99,10 +99,10 @@ class Draft:
     description: Description
     config: EngineConfig
 
-    def beside(self, budget: Budget) -> Budget:
+    def reserve(self, budget: Budget) -> Budget:
         """Return ``budget`` with this draft model's memory reserved. The main model can use the rest."""
         layout = replace(budget, config=self.config).layout()
-        return budget.beside(weights_in_memory(self.description.tensors, layout), shape_of(self.description.config))
+        return budget.with_draft(weights_in_memory(self.description.tensors, layout), shape_of(self.description.config))
 
 
 def describe_draft(

@@ -79,7 +79,7 @@ def size_pool(
     element_size: int,
     reserved: int = 0,
     ranks: Ranks | None = None,
-    beside: int = 0,
+    draft_bytes_per_token: int = 0,
 ) -> tuple[int, int]:
     """Compute the size of the KV cache pool, after the weights are loaded. It depends on ``config`` and free memory.
 
@@ -88,7 +88,8 @@ def size_pool(
         element_size: bytes of a number in the pool.
         reserved: bytes that steps need, without weights and pool.
         ranks: the processes among which the model is sharded. The one with the least memory determines the result.
-        beside: bytes per token in a draft model's pool, which gets the same number of blocks; 0 without a draft model.
+        draft_bytes_per_token: bytes per token in a draft model's pool, which gets the same number of blocks; 0 without
+            one.
 
     Returns:
         The number of blocks, and the maximum length of a sequence in tokens.
@@ -97,25 +98,25 @@ def size_pool(
         CapacityError: not one block fits, or the requested pool does not.
     """
     longest = config.max_model_len or model.max_position_embeddings
-    per_token = model.kv_bytes_per_token(element_size) + beside
+    per_token = model.kv_bytes_per_token(element_size) + draft_bytes_per_token
     block_bytes = per_token * config.block_size
     if device.type == "cpu":
-        room, most = int(free_bytes(device) * CPU_POOL_SHARE) - reserved, CPU_POOL_TOKENS
+        pool_bytes, most = int(free_bytes(device) * CPU_POOL_SHARE) - reserved, CPU_POOL_TOKENS
     else:
         free, total = torch.cuda.mem_get_info(device)
-        room, most = int(free - total * (1 - config.gpu_memory_utilization)) - reserved, sys.maxsize
+        pool_bytes, most = int(free - total * (1 - config.gpu_memory_utilization)) - reserved, sys.maxsize
     most = -(-max(config.pool_tokens or most, config.max_model_len or 0) // config.block_size)
-    room, num_blocks = max(0, room), config.num_blocks
+    pool_bytes, num_blocks = max(0, pool_bytes), config.num_blocks
     if num_blocks is None:
-        num_blocks = min(room // block_bytes, most)
+        num_blocks = min(pool_bytes // block_bytes, most)
         if ranks is not None:
             num_blocks = ranks.least(num_blocks)
-    if num_blocks < 1 or num_blocks * block_bytes > max(room, free_bytes(device)):
+    if num_blocks < 1 or num_blocks * block_bytes > max(pool_bytes, free_bytes(device)):
         asked = "one block" if config.num_blocks is None else f"num_blocks={num_blocks}"
         kept = f", {size(reserved)} are reserved for the steps" if reserved else ""
         raise CapacityError(
             f"the KV cache does not fit: {asked} takes {size(max(num_blocks, 1) * block_bytes)} ({config.block_size} "
-            f"tokens of {size(per_token)}), {size(room)} may be used{kept}; "
+            f"tokens of {size(per_token)}), {size(pool_bytes)} may be used{kept}; "
             "use a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
         )
     pool_tokens = num_blocks * config.block_size

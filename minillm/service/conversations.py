@@ -64,7 +64,7 @@ class Conversations:
                 for answer in (*self.answers.values(), *self.kept.values()):
                     if answer.command.conversation == conversation:
                         self._drop(answer.command.request_id)
-                self._files.let_go(conversation)
+                self._files.release(conversation)
                 if (opened := self._opened.pop(conversation, None)) is not None:
                     self.engine.abort(opened.request_id)
             case messages.ReadAhead():
@@ -106,7 +106,7 @@ class Conversations:
         self._files.begin(command.conversation, token_ids)
         fitting = partial(engine.scheduler.idle.tokens_that_fit, len(token_ids), params.num_sequences)
         if fitting() < command.room:
-            self._files.let_go(command.conversation)
+            self._files.release(command.conversation)
         params = replace(params, max_tokens=max(1, min(params.max_tokens, fitting())))  # shortened, not rejected
         if depths and params.max_tokens <= (params.max_reasoning_tokens or 0):
             raise UsageError(f"each answer may have {params.max_tokens} tokens here; give smaller depths, or fewer")

@@ -23,7 +23,7 @@ class FilePins:
         """Unpin a conversation's beginning if the next prompt, ``token_ids``, does not start with this beginning."""
         pinned = self.pinned.get(conversation)
         if pinned is not None and token_ids[: len(pinned.token_ids)] != pinned.token_ids:
-            self.let_go(conversation)
+            self.release(conversation)
 
     def keep(self, conversation: str, sequence: Sequence, num_tokens: int) -> None:
         """Pin the full blocks of the first ``num_tokens`` tokens of ``sequence``, as the conversation's beginning.
@@ -37,18 +37,18 @@ class FilePins:
         if sequence.table is None or num_blocks <= had or _MOST * num_blocks > cache.num_blocks:
             return
         pinned = idle_sequences.fork_idle(self.driver, sequence, num_blocks * cache.block_size)
-        self.let_go(conversation)
+        self.release(conversation)
         try:
             idle_sequences.pin(self.driver, pinned)
         except CapacityError:  # others need the memory more
             return
         self.pinned[conversation] = pinned
 
-    def let_go(self, conversation: str) -> None:
+    def release(self, conversation: str) -> None:
         """Unpin the blocks of a conversation's beginning, if they are pinned: see `FilePins`."""
         if (pinned := self.pinned.pop(conversation, None)) is not None:
             idle_sequences.unpin(self.driver, pinned)
 
     def close(self) -> None:
         for conversation in list(self.pinned):
-            self.let_go(conversation)
+            self.release(conversation)

@@ -84,10 +84,10 @@ class SpeculativeSamples(Samples):
             return PlainDraws(self, draws) if any(chunk.group.state is not None for chunk in plain) else draws
         rows = [row for chunk in drafted for row in _rows(chunk)]
         drawn = self.draw_drafts(logits, rows, [chunk.sequence for chunk in drafted])
-        beside = self.draw(logits, plain) if plain else None
+        plain_draws = self.draw(logits, plain) if plain else None
         for chunk in drafted:
             chunk.sequence.num_pending += 1
-        return Verification(self, beside, drafted, rows, drawn)
+        return Verification(self, plain_draws, drafted, rows, drawn)
 
     def draw_drafts(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
         """Draw the target model's own tokens. A draft token is accepted if it equals the token drawn at its position.

@@ -140,12 +140,12 @@ def _of_safetensors(path: Path) -> Iterator[StoredTensor]:
             if total < 8 or length > min(total - 8, _MAX_HEADER):
                 raise ValueError("the file is cut short, or no safetensors file")
             header = parse_json(stream.read(length).decode("utf-8"))
-        room = total - 8 - length
+        data_bytes = total - 8 - length
         for name, value in header.items():
             if name == "__metadata__" or (in_text := text_name(name)) is None:
                 continue
             shape, (begin, end) = tuple(value["shape"]), value["data_offsets"]
-            if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)) or end > room:
+            if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)) or end > data_bytes:
                 raise ValueError(f"tensor {clean_line(name)} reaches beyond the file")
             tensor = StoredTensor(in_text, shape, str(value["dtype"]))
             if tensor.kind in PLAIN and tensor.num_bytes != end - begin:

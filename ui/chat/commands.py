@@ -44,7 +44,7 @@ async def show_help(talk: ChatPane, _: str) -> None:
 
 
 @command("new", "start a new conversation; the old one is saved", "ctrl+n", label="New", also=("clear", "reset"))
-async def begin_anew(talk: ChatPane, _: str) -> None:
+async def begin_conversation(talk: ChatPane, _: str) -> None:
     talk.save()
     await talk.open_conversation(Conversation())
 
@@ -396,7 +396,7 @@ async def tour(talk: ChatPane, _: str) -> None:
     elif talk.can_ask():
         if getattr(talk.screen, "memory_view", "") != "strands":
             await talk.run_action("screen.view('strands')")
-        await begin_anew(talk, "")
+        await begin_conversation(talk, "")
         talk.conversation.is_trial = True
         talk.run_worker(give_tour(talk), group="tour", exclusive=True)
 

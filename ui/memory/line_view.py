@@ -48,7 +48,7 @@ class LineView(SteadyScrollView, can_focus=True):
         self._styles: dict[str, Style] = {}  # component class -> style
         self._drawn: dict[int, Parts] = {}  # line of the screen -> the texts last drawn in it
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Reset the view. Called when the pool is replaced or removed."""
         self.set_lines(0)
 

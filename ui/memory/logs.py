@@ -71,10 +71,10 @@ class EventLog(LineView):
         self._entries: list[LogEntry] = []
         self._owners: dict[int, tuple[str, int]] = {}  # seq_id, even after its end -> owner, completion
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self._last, self._entries = None, []
         self._owners.clear()
-        super().begin_anew()
+        super().reset()
 
     def learn_owners(self) -> None:
         """Store the owners of sequences, because later events may be about sequences that have ended by then."""

@@ -43,9 +43,9 @@ class MemoryView(Vertical):
         """Create the view's widgets. For views that the first screen does not show, this happens later."""
         await self.mount_all(self._parts())
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         for lines in self.query(LineView):
-            lines.begin_anew()
+            lines.reset()
 
     def catch_up(self) -> None:
         for lines in self.query(LineView):
@@ -238,7 +238,7 @@ class MemoryPanel(Vertical):
         self._changed.clear()  # they belong to the previous pool, which may have had more blocks
         self._choose(None)
         for view in self._views.values():
-            view.begin_anew()
+            view.reset()
         self._stale = set(self._views)
         self._catch_up()
 

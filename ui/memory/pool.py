@@ -145,7 +145,7 @@ class Pool:
         self.words.update(event.words)
         gone = [table for seq_id in event.gone if (table := self.tables.pop(seq_id, None)) is not None]
         for table in gone:
-            touched.update(self._let_go(table))
+            touched.update(self._release(table))
         for change in event.tables:
             touched.update(self._take_table(change))
         self._note_left(gone, event.tables, now)
@@ -204,7 +204,7 @@ class Pool:
         before = self.tables.get(change.seq_id)
         kept = [] if before is None else before.blocks[: change.keep]
         table = self.tables[change.seq_id] = structs.replace(change, blocks=kept + change.blocks, keep=0)
-        touched = self._let_go(before, change.keep)
+        touched = self._release(before, change.keep)
         if table.state == "swapped":
             return touched
         for number in range(change.keep, len(table.blocks)):
@@ -213,7 +213,7 @@ class Pool:
         same = min(before.num_tokens, table.num_tokens) if before is not None and before.state == table.state else 0
         return [*touched, *table.blocks[min(change.keep, same // self.block_size) :]]
 
-    def _let_go(self, table: TableView | None, keep: int = 0) -> list[int]:
+    def _release(self, table: TableView | None, keep: int = 0) -> list[int]:
         """Release a table's blocks after the first ``keep``: the table no longer counts as a user of these blocks.
 
         Return the released blocks. Other tables may still use them.

@@ -202,7 +202,7 @@ class PoolMap(LineView):
         self._rows: list[int] = []  # for each line, the grid's row, or minus the number of rows that are folded into it
         self._lines: dict[int, int] = {}  # row of the grid that is not folded -> the line that shows it
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self._looks = None if self.memory.pool is None else Looks(self.memory.pool)
         self._cursor, self._hovered = 0, None
         self.catch_up()

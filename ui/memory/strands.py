@@ -101,10 +101,10 @@ class Strands(LineView):
         self._since: dict[tuple[str, int], float] = {}  # (kind, id) of a temporary line -> time when first shown
         self._names: dict[int, str] = {}  # seq_id -> name of the sequence, stored before the sequence ends
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self._since.clear()
         self._names.clear()
-        super().begin_anew()
+        super().reset()
 
     def catch_up(self) -> None:
         pool, room = self.memory.pool, self.size.height
