@@ -1329,7 +1329,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/server/http/fair_queue.py": [
         ("tenants-not-told-apart", "FairQueue._rank", "BinOp 2", "-$right",
          SHARING + "test_the_tenant_with_the_fewest_seats_is_next"),
-        ("all-seats-for-one-tenant", "FairQueue._call", "ListComp 0", "[$elt for $elt in $generators[0].iter]",
+        ("all-seats-for-one-tenant", "FairQueue._admit", "ListComp 0", "[$elt for $elt in $generators[0].iter]",
          SHARING + "test_seats_stay_free_for_another_tenant"),
         ("queue-for-one-tenant", "FairQueue.check_space", "BoolOp 0", "$values[0]",
          SHARING + "test_the_queue_has_room_for_another_tenant"),

@@ -126,7 +126,7 @@ def _message(parts: list[Part]) -> Json:
     message: Json = {"role": "assistant", "content": said, "refusal": None}
     if thought := "".join(part.text for part in parts if isinstance(part, ThoughtPart)):
         message["reasoning_content"] = thought
-    calls = [_call(part.id, part.name) for part in parts if isinstance(part, CallPart)]
+    calls = [_tool_call(part.id, part.name) for part in parts if isinstance(part, CallPart)]
     for part in parts:
         if isinstance(part, ArgumentsPart):
             calls[part.index]["function"]["arguments"] += part.text
@@ -143,12 +143,12 @@ def _delta(part: Part) -> Json:
         case ThoughtPart(text):
             return {"reasoning_content": text}
         case CallPart(index, name, function):
-            return {"tool_calls": [{"index": index, **_call(name, function)}]}
+            return {"tool_calls": [{"index": index, **_tool_call(name, function)}]}
         case ArgumentsPart(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _call(name: str, function: str) -> Json:
+def _tool_call(name: str, function: str) -> Json:
     return {"id": name, "type": "function", "function": {"name": function, "arguments": ""}}
 
 

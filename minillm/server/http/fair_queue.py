@@ -104,13 +104,13 @@ class FairQueue:
         turn = asyncio.get_running_loop().create_future()
         place = Place(tenant, min(count, self.total), priority, time.monotonic(), turn)
         self.waiting.append(place)
-        self._call()
+        self._admit()
         try:
             await turn
         except BaseException:
             if place in self.waiting:
                 self.waiting.remove(place)
-                self._call()
+                self._admit()
             elif not turn.cancelled():
                 self.release(place)
             raise
@@ -126,13 +126,13 @@ class FairQueue:
         self.taken[place.tenant] -= place.count
         if self.taken[place.tenant] <= 0:
             del self.taken[place.tenant]
-        self._call()
+        self._admit()
 
     def retry_after(self) -> int:
         """Estimate the seconds after which a rejected client should try again, from 1 to 60."""
         return max(1, min(60, round(self._mean_seconds * len(self.waiting) / max(1, self.total))))
 
-    def _call(self) -> None:
+    def _admit(self) -> None:
         """Give seats to waiting requests, in order, until the next request needs more seats than are free."""
         while self.waiting:
             now = time.monotonic()

@@ -92,7 +92,7 @@ def _json_call(value: Any, tools: Tools, bare: bool) -> tuple[str, str] | None:
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         return named_call(value.get("name"), arguments, tools)
-    return _call(value.get("name"), {} if arguments is None else arguments, tools)
+    return _valid_call(value.get("name"), {} if arguments is None else arguments, tools)
 
 
 def named_call(name: Any, arguments: str, tools: Tools) -> tuple[str, str] | None:
@@ -101,12 +101,12 @@ def named_call(name: Any, arguments: str, tools: Tools) -> tuple[str, str] | Non
     Return None if the call is not valid. The parameter ``arguments`` is JSON text. Empty text means no arguments.
     """
     try:
-        return _call(name, parse_strict_json(arguments) if arguments.strip() else {}, tools)
+        return _valid_call(name, parse_strict_json(arguments) if arguments.strip() else {}, tools)
     except ValueError:
         return None
 
 
-def _call(name: Any, arguments: Any, tools: Tools) -> tuple[str, str] | None:
+def _valid_call(name: Any, arguments: Any, tools: Tools) -> tuple[str, str] | None:
     if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
         return None
     try:
@@ -173,7 +173,7 @@ def xml_call(name: str, body: str, tools: Tools) -> tuple[str, str] | None:
     properties = tools.get(name, {}).get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
     arguments = {key.strip(): _value(text, schemas.get(key.strip())) for key, text in _PARAMETER.findall(body)}
-    return _call(name, arguments, tools)
+    return _valid_call(name, arguments, tools)
 
 
 def _value(text: str, schema: Any) -> Any:
