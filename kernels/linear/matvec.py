@@ -224,17 +224,17 @@ def _tile_for(tokens: int, features: int, columns: int, matrices: int) -> tuple[
     multiprocessor that some always have loads in flight. A small weight is spread over more threads. ``matrices``: 2
     for gate and up; a program loads one tile of each.
     """
-    most = triton.next_power_of_2(features) // 512  # enough programs to keep every multiprocessor busy
-    widest = 2048 if tokens == 1 and features * columns <= _SMALL else 1024
-    width = min(widest, max(16, triton.next_power_of_2(columns)))
+    most = max(1, triton.next_power_of_2(features) // 512)  # enough programs to keep every multiprocessor busy
+    widest = max(16, triton.next_power_of_2(columns))
     if tokens > 1:
-        return max(1, min(4, most)), width, 2
+        return min(4, most), min(1024, widest), 2
     if features * columns > _SMALL:
-        rows = max(1, min(4096 // width // matrices, most))
-        return rows, width, max(1, rows * width * matrices // 2048)
+        rows = (4 if features >= 4096 else 2) // matrices
+        return rows, min(4096 // rows // matrices, widest), 2
+    width = min(2048, widest)
     while width > 512 and triton.cdiv(columns, width) * width > 1.25 * columns:  # padding
         width //= 2
-    return max(1, min(8, 8192 // width, most)), width, 4 if width <= 1024 else 8
+    return min(8, 8192 // width, most), width, 4 if width <= 1024 else 8
 
 
 def _fp8_tile(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
