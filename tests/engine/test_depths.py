@@ -20,6 +20,7 @@ from minillm import LLM, BeamSearchParams, SamplingParams
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
+from minillm.kernels.deterministic import OPS
 from minillm.model.llama import Llama
 from minillm.outputs import CompletionOutput
 from minillm.sequence import Schedule
@@ -36,8 +37,13 @@ def parts(directory: Path) -> tuple[Llama, Tokenizer]:
     return ours(hf_model(vocab_size=640, max_position_embeddings=512)), Tokenizer.from_directory(directory)
 
 
-def assert_like_separate_runs(parts: tuple[Llama, Tokenizer], seed: int, way: dict[str, Any]) -> int:
-    """Compare the answers at several depths with runs of these limits. Return how many depths were reached."""
+def assert_like_separate_runs(
+    parts: tuple[Llama, Tokenizer], seed: int, way: dict[str, Any], tolerance: float = 1e-4
+) -> int:
+    """Compare the answers at several depths with runs of these limits. Return how many depths were reached.
+
+    ``tolerance``: of log-probabilities.
+    """
     rng, tokenizer = random.Random(seed), parts[1]
     requests = []
     for number in range(8):
@@ -66,7 +72,7 @@ def assert_like_separate_runs(parts: tuple[Llama, Tokenizer], seed: int, way: di
             assert (one.token_ids, one.text) == (other.token_ids, other.text)
             assert (one.finish_reason, one.reasoning_tokens) == (other.finish_reason, other.reasoning_tokens)
             logprobs = [[token.logprob for token in each.logprobs or []] for each in (one, other)]
-            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+            assert logprobs[0] == pytest.approx(logprobs[1], rel=0, abs=tolerance)
         reached += output.outputs[-1].reasoning_tokens > depths[0]
     return reached
 
@@ -74,6 +80,16 @@ def assert_like_separate_runs(parts: tuple[Llama, Tokenizer], seed: int, way: di
 @pytest.mark.parametrize("way", ["plain", "device-drafts", "swap"])
 def test_answers_at_several_depths_are_those_of_separate_runs(parts: tuple[Llama, Tokenizer], way: str) -> None:
     assert assert_like_separate_runs(parts, 0, WAYS[way])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_deterministic_mode_the_bits_are_those_of_separate_runs(
+    parts: tuple[Llama, Tokenizer], dtype: torch.dtype
+) -> None:
+    model = ours(hf_model(vocab_size=640, max_position_embeddings=512), dtype=dtype)
+    for seed in range(5):
+        assert assert_like_separate_runs((replace(model, ops=OPS), parts[1]), seed, WAYS["plain"], tolerance=0) > 0
 
 
 def test_forks_of_a_request_that_is_just_being_swapped_out(
