@@ -140,10 +140,10 @@ def _the_interpreter_does_nothing_twice() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _styles_are_parsed_once() -> Iterator[None]:
-    from lib.parsed_styles import parsed_once
+def _textual_is_quick() -> Iterator[None]:
+    from lib.quick_textual import quick
 
-    with parsed_once():
+    with quick():
         yield
 
 
