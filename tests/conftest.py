@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -32,6 +33,8 @@ if not torch.cuda.is_available():
     # Before anything imports triton: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("ci"), max_examples=50)
 
 _BEGAN = pytest.StashKey[float]()
 
@@ -169,10 +172,11 @@ def forking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _scripted_engine_forks(forking: Callable[[str], str]) -> None:
-    """If tests of the chat run, let each scripted engine be a fork."""
+def _engines_and_servers_fork(forking: Callable[[str], str]) -> None:
     if ui := sys.modules.get("lib.ui"):
         ui.FAKE[:] = [forking("scripted")]
+    if server := sys.modules.get("lib.server"):
+        server.FORKING[:] = [forking]
 
 
 @pytest.fixture(scope="session", autouse=True)

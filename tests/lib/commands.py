@@ -15,8 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.programs import warm
-from lib.server import served
+from lib.server import FORKING, served
 from minillm.system import cache_dir
 from minillm.weights.manifest import load_manifest
 
@@ -80,9 +79,8 @@ class Shell:
             "NO_PROXY": "localhost,127.0.0.1",
             "OMP_NUM_THREADS": "1",
         }
-        warm.program(home, "minillm", home / "bin/minillm")
-        with warm.forking(home, "minillm", environment=environment):
-            yield cls(home, root, tiny, home, environment)
+        (home / "bin/minillm").symlink_to(FORKING[0]("minillm"))
+        yield cls(home, root, tiny, home, environment)
 
     @contextmanager
     def page(self) -> Iterator[Path]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import httpx
 
@@ -21,6 +22,14 @@ from minillm.server.engine_process import Answer
 from minillm.service.call_messages import Complete, Ended, Text
 
 ROOT = Path(__file__).resolve().parents[2]
+_WITH_FORKED_ENGINES = """
+import sys
+from minillm.service import client
+client.ENGINE_COMMAND = (sys.argv.pop(1), *client.ENGINE_COMMAND[1:])
+from minillm.cli.main import main
+sys.exit(main())
+"""
+FORKING: list[Callable[[str], str]] = []  # the fixture of this name, set when the tests begin
 
 
 @dataclass
@@ -79,9 +88,23 @@ class Server:
 
 
 @contextmanager
-def served(model: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
-    """Run ``minillm serve``; it is stopped as by ctrl-c, and must end well."""
-    command = [sys.executable, "-m", "minillm", "serve", str(model), "--port", "0", "--device", "cpu", *options]
+def served(
+    model: Path,
+    *options: str,
+    environment: dict[str, str] | None = None,
+    forked: Literal["server", "engines", "nothing"] = "server",
+) -> Iterator[Server]:
+    """Run ``minillm serve``; it is stopped as by ctrl-c, and must end well.
+
+    ``forked`` processes start quickly, see `lib.programs.warm`. The id in `Server.pids` is that of a program, which
+    ends with them. Of a forked server, `Server.pids` has no engine.
+    """
+    command = [sys.executable, "-m", "minillm"]
+    if forked == "server":
+        command = [FORKING[0]("minillm")]
+    elif forked == "engines":
+        command = [sys.executable, "-c", _WITH_FORKED_ENGINES, FORKING[0]("minillm")]
+    command += ["serve", str(model), "--port", "0", "--device", "cpu", *options]
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
     )

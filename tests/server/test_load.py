@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ from lib.server import Server, served
 NUM_DISCONNECTS = int(os.environ.get("MINILLM_DISCONNECTS", "150"))
 NUM_HOSTILE = int(os.environ.get("MINILLM_HOSTILE", "400"))
 MESSAGES = [{"role": "user", "content": "Tell me"}]
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path) -> Iterator[Server]:
+    """Return a server that is not a fork: these tests look at its processes."""
+    with served(tiny, "--num-blocks", "256", forked="nothing") as running:
+        yield running
 
 
 @pytest.mark.anyio
@@ -152,7 +160,7 @@ def test_a_full_queue_is_told_when_to_come_again(of_long_answers: Path) -> None:
 
 
 def test_running_answers_end_when_the_server_is_stopped(tiny: Path) -> None:
-    with served(tiny, "--num-blocks", "256") as server:
+    with served(tiny, "--num-blocks", "256", forked="nothing") as server:
         body = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}
         pids = server.pids
         with (

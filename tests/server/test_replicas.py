@@ -86,7 +86,7 @@ def test_conversations_and_ids_have_keys() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tiny: Path) -> Iterator[Server]:
-    with served(tiny, "--num-blocks", "256", "--replicas", "2") as running:
+    with served(tiny, "--num-blocks", "256", "--replicas", "2", forked="engines") as running:
         yield running
     assert running.process.returncode in (0, 130), "".join(running.said)
 
@@ -151,7 +151,7 @@ def health(server: Server) -> tuple[int, str]:
 
 
 def test_one_engine_serves_while_another_is_started_again(tiny: Path) -> None:
-    with served(tiny, "--num-blocks", "64", "--replicas", "2") as running:
+    with served(tiny, "--num-blocks", "64", "--replicas", "2", forked="engines") as running:
         assert httpx.post(f"{running.url}/v1/prefixes", json={"prompt": TEXT[:200]}).json()["replica"] == 0
         with httpx.stream("GET", f"{running.url}/v1/session", timeout=60) as events:
             lines = events.iter_lines()
@@ -180,7 +180,7 @@ def test_one_engine_serves_while_another_is_started_again(tiny: Path) -> None:
 
 @pytest.fixture(scope="module")
 def lone(tiny: Path) -> Iterator[Server]:
-    with served(tiny, "--num-blocks", "256", "--grace", "0") as running:
+    with served(tiny, "--num-blocks", "256", "--grace", "0", forked="nothing") as running:
         yield running
 
 
@@ -305,8 +305,8 @@ def test_torchruns_processes_are_the_replicas(tiny: Path) -> None:
     ("options", "said"),
     [(["--replicas", "0"], "--replicas must be from 1"), (["--replicas", "2", "--device", "cuda:1"], "give 'cuda'")],
 )
-def test_wrong_numbers_are_refused(tiny: Path, options: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "minillm", "serve", str(tiny), "--port", "0", *options]
+def test_wrong_numbers_are_refused(minillm_command: tuple[str, ...], tiny: Path, options: list[str], said: str) -> None:
+    command = [*minillm_command, "serve", str(tiny), "--port", "0", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert said in done.stderr

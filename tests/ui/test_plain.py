@@ -38,9 +38,8 @@ def plain(minillm_command: tuple[str, ...]) -> Plain:
 
 
 @pytest.mark.weights
-def test_questions_from_a_pipe_are_answered(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "minillm.cli.main")
-    process = started(command, "smollm2-135m", tmp_path, "--temperature", "0", "--max-tokens", "24")
+def test_questions_from_a_pipe_are_answered(plain: Plain, tmp_path: Path) -> None:
+    process = plain("smollm2-135m", tmp_path, "--temperature", "0", "--max-tokens", "24")
     out, errors = process.communicate(b"What is the capital of France?\n\n/set temperature x\n/new\n", 120)
     assert process.returncode == 0
     assert b"Paris" in out

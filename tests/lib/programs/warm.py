@@ -3,7 +3,8 @@
 A command then takes a tenth of a second to start, where a new process takes three. There are three kinds of process:
 
 - ``scripted`` has imported the scripted engine, and runs it.
-- ``minillm`` runs the commands of `minillm`, and ``-m minillm.service`` for an engine process.
+- ``minillm`` runs the commands of `minillm`, and ``-m minillm.service`` for an engine process. The engines of its
+  commands are forks, too.
 - ``worker`` has collected all tests, and runs the workers of pytest-xdist.
 """
 
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,9 +43,7 @@ sys.exit(int(asked.recv(16) or b"70"))
 
 
 @contextmanager
-def forking(
-    directory: Path, *kinds: str, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
-) -> Iterator[None]:
+def forking(directory: Path, *kinds: str, options: Sequence[str] = ()) -> Iterator[None]:
     """Run a process of each kind. `program` writes the programs that ask them.
 
     Args:
@@ -53,7 +52,7 @@ def forking(
         options: the options and paths of pytest, for ``worker``.
     """
     command = [sys.executable, __file__, str(directory), ",".join(kinds), *options]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -64,9 +63,9 @@ def forking(
         process.wait()
 
 
-def program(directory: Path, kind: str, path: Path | None = None) -> Path:
+def program(directory: Path, kind: str) -> Path:
     """Write a program that passes commands to the process of this kind, and return its path."""
-    path = path or directory / f"{kind}-program"
+    path = directory / f"{kind}-program"
     new = path.with_name(f"{path.name}-{os.getpid()}")
     new.write_text(PROGRAM.format(python=sys.executable, address=str(directory / kind)))
     new.chmod(0o755)
@@ -80,7 +79,7 @@ def serve(directory: Path, kinds: Sequence[str]) -> None:
         os.dup2(nothing.fileno(), 1)
     for kind in kinds:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        run = KINDS[kind]()
+        run = KINDS[kind](directory)
         listener.bind(str(directory / kind))
         listener.listen()
         if kind == kinds[-1]:
@@ -114,7 +113,10 @@ def _answer(asked: socket.socket, run: Run) -> None:
         arguments, directory, environment = json.loads(message)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
-        sys.stdin, sys.stdout, sys.stderr = (open(number, mode) for number, mode in enumerate("rww"))  # noqa: SIM115
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(number, mode, buffering)  # noqa: SIM115
+            for number, mode, buffering in ((0, "r", -1), (1, "w", -1), (2, "w", 1))
+        )
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(environment)
@@ -130,7 +132,7 @@ def _answer(asked: socket.socket, run: Run) -> None:
         os._exit(0)
 
 
-def scripted_engine() -> Run:
+def scripted_engine(directory: Path) -> Run:
     """Import the scripted engine. Return the function that runs it."""
     from lib.programs import fake_engine
 
@@ -141,12 +143,17 @@ def scripted_engine() -> Run:
     return run
 
 
-def commands() -> Run:
+def commands(directory: Path) -> Run:
     """Import the modules of `minillm`. Return the function that runs a command."""
     import torch
 
+    from minillm.service import client
+
+    client.ENGINE_COMMAND = (str(program(directory, "minillm")), *client.ENGINE_COMMAND[1:])
+
     import minillm.cli.generate
     import minillm.llm
+    import minillm.server.app
     import minillm.service.sessions  # noqa: F401
     from minillm.cli.main import main
     from minillm.service.__main__ import main as run_engine
@@ -154,15 +161,15 @@ def commands() -> Run:
     torch.set_num_threads(1)
 
     def run(arguments: list[str]) -> int:
-        if arguments != ["-m", "minillm.service"]:
+        if "minillm.service" not in arguments[:3]:
             return main(arguments)
-        sys.argv = arguments[1:]
+        sys.argv = arguments[arguments.index("minillm.service") :]
         return run_engine()
 
     return run
 
 
-def worker() -> Run:
+def worker(directory: Path) -> Run:
     """Collect all tests, so that a worker finds their modules. Return the function that runs one."""
     import pytest
 
@@ -176,7 +183,7 @@ def worker() -> Run:
     return run
 
 
-KINDS: dict[str, Callable[[], Run]] = {"scripted": scripted_engine, "minillm": commands, "worker": worker}
+KINDS: dict[str, Callable[[Path], Run]] = {"scripted": scripted_engine, "minillm": commands, "worker": worker}
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))

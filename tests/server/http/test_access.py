@@ -272,7 +272,7 @@ def test_a_key_file_that_others_can_change_is_said(
 
 
 def test_a_key_of_the_command_line_is_not_among_the_arguments(tiny: Path) -> None:
-    with served(tiny, "--num-blocks", "64", "--api-key", "key-of-anna") as server:
+    with served(tiny, "--num-blocks", "64", "--api-key", "key-of-anna", forked="nothing") as server:
         for pid in server.pids:
             assert b"key-of-anna" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"key-of-anna" not in Path(f"/proc/{server.pids[1]}/environ").read_bytes(), "the engine needs none"
@@ -282,9 +282,9 @@ def test_a_key_of_the_command_line_is_not_among_the_arguments(tiny: Path) -> Non
         assert httpx.get(f"{server.url}/v1/models", headers=good).status_code == 200
 
 
-def test_a_port_in_use_is_one_line(server: Server, tiny: Path) -> None:
+def test_a_port_in_use_is_one_line(minillm_command: tuple[str, ...], server: Server, tiny: Path) -> None:
     port = server.url.rpartition(":")[2]
-    command = [sys.executable, "-m", "minillm", "serve", str(tiny), "--port", port]
+    command = [*minillm_command, "serve", str(tiny), "--port", port]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "choose another --port" in done.stderr
