@@ -591,7 +591,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "minillm/runner/host_pool.py": [
         ("kv8-copies-without-scales", "HostPool.carry_out", "For 0.iter", "$[:1]",
-         EIGHT_BITS + "test_load_changes_no_token[4-False-samples]"),
+         EIGHT_BITS + "test_load_changes_no_token[samples-False]"),
         ("single-copy-not-made", "HostPool.carry_out", "If 0.test", "len($) > 1", ANYHOW, SWAPPED_BEAMS),
         ("kv8-scales-stay-behind", "HostPool.__init__", "Attribute 2", "$[:1]",
          EIGHT_BITS + "test_blocks_go_to_the_host_and_back_with_their_scales"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lib.cache_checks import check, check_swap
+from lib.examples import examples
 from lib.pool_model import ALPHABET, COLLIDES, PoolModel, random_history
 from minillm.cache import (
     BlockManager,
@@ -521,5 +522,5 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.drain()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 TestCacheMachine = CacheMachine.TestCase

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lib.cache_checks import check, check_swap
 from lib.engine import engine_for, run
+from lib.examples import examples
 from lib.models import DEVICE, hf_model, ours
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
@@ -209,7 +210,7 @@ def test_wrong_values_are_refused() -> None:
         BeamSearchParams(max_tokens=0, prompt_logprobs=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_any_mix_in_a_pool_that_is_too_small(data: st.DataObject) -> None:
     """Preempt by swap and by recompute, and abort at any step: log-probabilities and bookkeeping are right."""

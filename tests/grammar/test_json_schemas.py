@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lib.bytewise import accepts, drawn, matcher
+from lib.examples import examples
 from minillm import Grammar
 from minillm.errors import UsageError
 from minillm.grammar.notation import followed
@@ -407,7 +408,7 @@ def _larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(LEAVES, _larger, max_leaves=6)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.lists(VALUES, min_size=20, max_size=20), st.integers(0, 1000))
 def test_what_a_grammar_accepts_or_produces_is_valid(schema: dict[str, Any], values: list[Any], seed: int) -> None:
     try:

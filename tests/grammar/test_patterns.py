@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lib.bytewise import accepts, matcher
+from lib.examples import examples
 from minillm.grammar.ecma import BadPattern, language
 from minillm.grammar.regular import Algebra, TooComplex, chars, others
 
@@ -32,7 +33,7 @@ EXPRESSIONS = st.recursive(ATOMS, _larger, max_leaves=6)
 TEXTS = st.lists(st.text("abc.-1", max_size=5), min_size=12, max_size=12)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(EXPRESSIONS, TEXTS)
 def test_a_language_has_the_texts_that_python_finds(pattern: str, texts: list[str]) -> None:
     algebra = Algebra()

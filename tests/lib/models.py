@@ -62,11 +62,12 @@ class StateDict:
 
 
 def hf_model(seed: int = 0, kind: str = "Llama", **overrides: Any) -> Any:
-    """Return a small random transformers model with logits far from flat."""
+    """Return a small random transformers model with logits far from flat. A Llama, whose layers are alike, has two."""
     import transformers
 
     config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
-    config = config_class(**{**TINY, **overrides})
+    layers = {"num_hidden_layers": 2} if kind == "Llama" else {}
+    config = config_class(**{**TINY, **layers, **overrides})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -105,7 +106,7 @@ needs_products_of_8_bits = pytest.mark.skipif(
 def in_4_bits(storage: Storage = "int8", **changes: Any) -> Llama:
     """Return a small random model on a CPU, with matrices of 4 bits in its checkpoint."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = hf_model(**{**sizes, "head_dim": 16, "num_hidden_layers": 3, **changes})
+    model = hf_model(**{**sizes, "head_dim": 16, **changes})
     config = ModelConfig.from_hf(model.config.to_dict())
     tensors = dict(model.state_dict())
     if config.tie_word_embeddings:
@@ -152,7 +153,8 @@ def write_sentencepiece_model(directory: Path) -> Path:
 def _with_weights(directory: Path, max_positions: int) -> Path:
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     eos = backend.token_to_id("<|im_end|>") or backend.token_to_id("</s>")
-    hf_model(vocab_size=640, max_position_embeddings=max_positions, eos_token_id=eos).save_pretrained(directory)
+    shape: dict[str, Any] = {"num_hidden_layers": 3, "vocab_size": 640, "max_position_embeddings": max_positions}
+    hf_model(**shape, eos_token_id=eos).save_pretrained(directory)
     return directory
 
 

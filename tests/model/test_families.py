@@ -132,7 +132,7 @@ def each_alone(family: str) -> tuple[Llama, list[tuple[list[int], Any]], list[li
     model = ours(hf_model(**LOADED[family]))
     rng = random.Random(1)
     head = prompt_of(22, 99)
-    prompts = [(head if i % 2 else []) + prompt_of(rng.randint(1, 30), i) for i in range(9)]
+    prompts = [(head if i % 2 else []) + prompt_of(rng.randint(1, 30), i) for i in range(6)]
     sampled = SamplingParams(n=3, temperature=0.9, seed=1, max_tokens=12, ignore_eos=True)
     beams = BeamSearchParams(beam_width=3, max_tokens=12)
     requests = [(prompt, (GREEDY, sampled, beams)[i % 3]) for i, prompt in enumerate(prompts)]

@@ -27,7 +27,7 @@ from minillm.speculation.pace import LookupPace
 from minillm.text.tokenizer import Tokenizer
 from minillm.ui.settings import for_desktop
 
-SMALL = 80
+SMALL = 56
 REQUESTS = int(os.environ.get("MINILLM_SPECULATED_REQUESTS", SMALL))
 WORDS = ("one", "two", " three", " and", "\n", "a", "b", " c")
 GRAMMARS = [

@@ -123,7 +123,7 @@ def test_declared_tokens_are_those_of_transformers(tmp_path: Path, name: str) ->
 def test_many_declarations_at_once(tmp_path: Path) -> None:
     rng = random.Random(4)
     texts = [START, END, "<one>", "<two>", "<|extra|>", "<|named|>"]
-    for number in range(40):
+    for number in range(20):
         directory = tmp_path / str(number)
         directory.mkdir()
         some = lambda: rng.sample(texts, rng.randint(0, 3))  # noqa: E731

@@ -68,8 +68,8 @@ def texts() -> list[str]:
     rng = random.Random(7)
     letters = "abcXYZ éñÜß ǅʰªº αβΩ жЯ Աա ⴀ 北京一龥 こん カナ 한국 ไทย 0123456789 ٣४ ½Ⅷ \t\n\r  "
     letters += ".,;:!?'\"$+<=>^~|`_-—…。　！？"
-    mixed = ["".join(rng.choice(letters) for _ in range(rng.randint(1, 40))) for _ in range(3000)]
-    return [*TEXTS, *random_texts(1000), *mixed]
+    mixed = ["".join(rng.choice(letters) for _ in range(rng.randint(1, 40))) for _ in range(1200)]
+    return [*TEXTS, *random_texts(400), *mixed]
 
 
 @pytest.mark.parametrize("name", LLAMA_CPP)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from lib.examples import examples
 from lib.limits import bounded_memory
 from lib.tokens import CORPUS, TEXTS, byte_level, random_texts, sentencepiece
 from minillm.errors import MinillmError, WeightsError
@@ -228,7 +229,7 @@ def test_a_text_that_blows_up_is_one_line(
     tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (sandbox, tokenizer):
-        monkeypatch.setattr(module, "SECONDS", 1.0)  # some would go on for hours
+        monkeypatch.setattr(module, "SECONDS", 0.3)  # some would go on for hours
     said = attempt(write(tmp_path, {**document(byte_level(tmp_path)), **BOMBS[kind]}), "a" * 100, "北京é" * 10)
     assert "the model's tokenizer" in said
     assert capfd.readouterr().err == ""
@@ -300,7 +301,7 @@ VALUES += [
     {"": 1 << 31},
 ]
 RELAXED = settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

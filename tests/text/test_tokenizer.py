@@ -76,7 +76,7 @@ def test_a_control_token_inside_the_models_own_vocabulary_is_cut() -> None:
         assert ours.decode(ids) == text
 
 
-@pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 1_000_000, "<s_" * 300_000, "\ud800abc", "\x00", "\ufdd0x"])
+@pytest.mark.parametrize("text", ["a" * 300_000, " " * 300_000, "<s_" * 100_000, "\ud800abc", "\x00", "\ufdd0x"])
 def test_hostile_text_is_encoded_in_linear_time(tmp_path: Path, text: str) -> None:
     ours = Tokenizer.from_directory(byte_level(tmp_path))
     ids = ours.encode(text)
@@ -86,7 +86,14 @@ def test_hostile_text_is_encoded_in_linear_time(tmp_path: Path, text: str) -> No
 
 def test_every_character_survives_a_round_trip(tmp_path: Path) -> None:
     ours = Tokenizer.from_directory(byte_level(tmp_path))
-    codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000 and code not in range(0xFDD0, 0xFDD3)]
+    unassigned = range(0x40000, 0xE0000)  # ten planes: one code in 64
+    codes = [
+        *range(0xD800),
+        *range(0xE000, 0xFDD0),
+        *range(0xFDD3, 0x40000),
+        *unassigned[::64],
+        *range(0xE0000, 0x110000),
+    ]
     for start in range(0, len(codes), 50_000):
         text = "".join(map(chr, codes[start : start + 50_000]))
         ids = ours.encode(text, add_special_tokens=False)

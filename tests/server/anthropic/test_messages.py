@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lib.examples import examples
 from lib.server import Server, served
 from lib.tokens import THINKING
 from minillm.server.anthropic.answers import MessageWriter, message_error
@@ -486,7 +487,7 @@ LIKELY: dict[str, Any] = {
 }
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_body_is_the_servers_fault(server: Server, data: Any) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(LIKELY)), max_size=3, unique=True))
