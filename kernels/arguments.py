@@ -194,11 +194,12 @@ class Search(NamedTuple):
 
     def fits(self, vocab: int) -> bool:
         """Return whether the kernels of `minillm.kernels.decode_state.beams` can run this search's steps."""
-        lanes = _power_of_two(self.width) * _power_of_two(self.num_candidates)
+        lanes = power_of_two(self.width) * power_of_two(self.num_candidates)
         return lanes <= 4096 and len(self.end_ids) <= SearchField.MOST_ENDS and self.num_candidates <= vocab
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n, and at least 2, as for beams and their candidates."""
     return max(2, 1 << (n - 1).bit_length())
 
 

@@ -490,7 +490,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          STOP + "test_stop_strings_end_text_by_the_rule"),
         ("copies-share-what-is-shown", "OutputText.copy", "Tuple 1", "($elts[0], self._shown)",
          STOP + "test_stop_strings_end_text_by_the_rule"),
-        ("long-beginning-of-a-stop-string", "_overlap", "BinOp 0", "$left - 2",
+        ("long-beginning-of-a-stop-string", "overlap", "BinOp 0", "$left - 2",
          STOP + "test_stop_strings_end_text_by_the_rule"),
         ("character-of-two-prompt-tokens", "StreamingDetokenizer.__init__", "Compare 0", "$left >= 1",
          STOP + "test_a_prompt_may_end_within_a_character"),

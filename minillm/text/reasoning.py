@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minillm.text.stop import overlap
+
 OPEN, CLOSE = "<think>", "</think>"  # tags around the reasoning
 Pieces = list[tuple[bool, str]]  # (whether it is reasoning, text without the tags) of each piece; no text is empty
 PROMPT_END = 8  # number of a prompt's last tokens to search for an opening tag, which may be followed by white space
@@ -28,7 +30,7 @@ def _cut(text: str, tag: str) -> tuple[str, bool, str]:
     before, found, after = text.partition(tag)
     if found:
         return before, True, after
-    kept = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+    kept = overlap(text, tag)
     return text[: len(text) - kept], False, text[len(text) - kept :]
 
 

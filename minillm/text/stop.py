@@ -70,7 +70,7 @@ class OutputText:
         # the text is split into tokens.
         match = min((found for stop in self._stops if (found := self._find(stop)) is not None), default=None)
         if match is None:
-            return self._release(len(self._buffer) - max(_overlap(self._buffer, stop) for stop in self._stops))
+            return self._release(len(self._buffer) - max(overlap(self._buffer, stop) for stop in self._stops))
         end, _, self.matched = match
         shown = self._release(end - len(self.matched))
         self._buffer = ""
@@ -94,7 +94,7 @@ class OutputText:
         return None if at < 0 else (at + len(stop), -len(stop), stop)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest proper prefix of ``stop`` that is also a suffix of ``text``."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

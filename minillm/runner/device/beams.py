@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minillm import kernels
 from minillm.kernels import KVCache, Search, SearchField
+from minillm.kernels.arguments import power_of_two
 from minillm.parallel.collectives import Ranks
 from minillm.runner.device.ahead import Shape
 from minillm.runner.device.graphs import Graphs
@@ -142,8 +143,8 @@ class DeviceBeams:
             self._send_searches(logit_rows, searches)
             self._sent = logit_rows, searches
         size, number = self._size, padded_size(len(searches))
-        count = min(_power_of_two(max(search.num_candidates for search in searches)), self._vocab)
-        width = _power_of_two(max(search.width for search in searches))
+        count = min(power_of_two(max(search.num_candidates for search in searches)), self._vocab)
+        width = power_of_two(max(search.width for search in searches))
         whole = logit_rows == list(range(len(logit_rows))) and len(logits) >= size
         key = size, number, count, width, whole
         work = partial(self._choose, logits, *key)
@@ -156,8 +157,8 @@ class DeviceBeams:
         """Yield the shapes of one search alone, one for each usual beam width. ``logits`` is as for `choose`."""
         for width in _WIDTHS:
             if (size := padded_size(width)) <= len(self._rows):
-                count = min(_power_of_two(2 * width), self._vocab)
-                yield Shape(partial(self._choose, logits, size, 1, count, _power_of_two(width), True))
+                count = min(power_of_two(2 * width), self._vocab)
+                yield Shape(partial(self._choose, logits, size, 1, count, power_of_two(width), True))
 
     def _choose(
         self, logits: Tensor, size: int, number: int, count: int, width: int, whole: bool
@@ -203,7 +204,3 @@ class DeviceBeams:
         self._searches.view(-1)[: len(words)].copy_(to_device(words, torch.int32, device))
         padding = [0] * (self._size - len(logit_rows))
         self._logit_rows[: self._size].copy_(to_device(logit_rows + padding, torch.int64, device))
-
-
-def _power_of_two(n: int) -> int:
-    return max(2, 1 << (n - 1).bit_length())

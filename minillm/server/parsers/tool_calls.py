@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection
 
 from minillm.server.parsers.call_formats import Calls, Scanner, Tools, json_calls, named_call, python_calls, xml_call
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
+from minillm.text.stop import overlap
 
 _TAG, _CLOSE, _FUNCTION, _MISTRAL, _FENCE = "<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]", "```"
 _PYTHON_TAG = "<|python_tag|>"
@@ -112,7 +113,7 @@ class CallReader:
     def _text(self, parts: list[Part], final: bool) -> bool:
         found = min((each for each in map(self._find, self._tags) if each[0] >= 0), default=None)
         if found is None:
-            kept = 0 if final else max((_overlap(self._buffer, tag) for tag in self._tags), default=0)
+            kept = 0 if final else max((overlap(self._buffer, tag) for tag in self._tags), default=0)
             self._say(parts, self._buffer[: len(self._buffer) - kept])
             self._buffer = self._buffer[len(self._buffer) - kept :]
             return False
@@ -379,8 +380,3 @@ class ForcedReader:
 def call_id() -> str:
     """Return a random id of nine letters and digits, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Return how many characters at the end of ``text`` may be the beginning of an incomplete ``tag``."""
-    return next((count for count in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:count])), 0)
