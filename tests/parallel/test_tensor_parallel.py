@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lib.engine import identity_of, run
 from lib.models import StateDict, hf_model
+from lib.terminal import children
 from lib.torchrun import of_two_ranks, torchrun
 from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
 from minillm.blockstore.files import BlockStore, listed
@@ -485,25 +486,23 @@ BEAMS = BeamSearchParams(beam_width=3, max_tokens=8)
 
 
 @pytest.mark.weights
-def test_two_processes_say_what_one_says() -> None:
+def test_two_processes_say_what_one_says(llm: LLM) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
     params: list[Params] = [GREEDY, GREEDY, BEAMS, GREEDY]
-    one = LLM("smollm2-135m", **options, num_blocks=200)
-    expected = tokens(one.generate(PROMPTS, params))
-    del one
+    expected = tokens(llm.generate(PROMPTS, params))
     # A pool for one request, and room on the host for a part of another: some are swapped and some computed again.
-    llm = LLM(
+    two = LLM(
         "smollm2-135m", **options, tensor_parallel_size=2, block_size=4, num_blocks=12, swap_space_gb=0.0021,
         admission="optimistic",
     )  # fmt: skip
-    outputs = llm.generate(PROMPTS, params)
+    outputs = two.generate(PROMPTS, params)
     assert tokens(outputs) == expected
-    stats = llm.cache_stats()
+    stats = two.cache_stats()
     assert stats.num_preemptions > 0
     assert stats.num_swapped_in > 0
-    llm.close()
+    two.close()
     with pytest.raises(RankDied, match="load the model again"):
-        llm.generate(PROMPTS[0], GREEDY)
+        two.generate(PROMPTS[0], GREEDY)
 
 
 def test_a_conversation_of_two_processes_goes_on_after_a_restart(
@@ -660,11 +659,10 @@ def test_ctrl_c_ends_all_ranks(tiny_model: Path, when: str) -> None:
 def _workers_of(parent: int) -> list[int]:
     """The ranks that a process has started, ready to take signals."""
     found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            ours = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent
-            if ours and b"minillm.loading.rank" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
+    for pid in children(parent):
+        with contextlib.suppress(OSError):
+            if b"minillm.loading.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
     return found
 
 
