@@ -58,7 +58,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def theirs_and_ours(keys: dict[str, Any], max_positions: int = CONTEXT) -> tuple[Any, Llama]:
     theirs = hf_model(**deepcopy(keys))  # it fills them in
-    config = ModelConfig.from_hf({**TINY, "architectures": ["LlamaForCausalLM"], **keys})
+    layers = theirs.config.num_hidden_layers
+    config = ModelConfig.from_hf({**TINY, "num_hidden_layers": layers, "architectures": ["LlamaForCausalLM"], **keys})
     source = StateDict(theirs.state_dict())
     return theirs, load_llama(source, config, device=DEVICE, dtype=torch.float32, max_positions=max_positions)
 
