@@ -76,10 +76,10 @@ class Variant:
         """Return whether the variant is in Triton's cache."""
         return _is_cached(self.key)
 
-    def compile(self, *, with_launcher: bool = False) -> None:
+    def compile(self) -> None:
         """Compile the variant into Triton's cache. This needs no GPU: without a GPU, call `pretend` first.
 
-        ``with_launcher``: also build the C function with which Python launches it. Triton 3.6 runs a C compiler for
+        If possible, also build the C function with which Python launches the variant. Triton 3.6 runs a C compiler for
         that, which takes 0.3 s for each signature; later versions need none.
 
         Raises any exception of Triton's compiler.
@@ -90,7 +90,7 @@ class Variant:
         kernel.device_caches[0]  # sets the next two attributes
         source = kernel.ASTSource(kernel, signature, constants, attributes)
         compiled = kernel.compile(source, target=self.target, options=options)
-        if self.target.backend == "cuda" and with_launcher:
+        if self.target.backend == "cuda":
             with suppress(Exception):  # for example, there is no C compiler: the first launch reports it
                 CudaLauncher(compiled.src, compiled.metadata)
 
@@ -181,9 +181,10 @@ def missing_variants(work: Callable[[], object], unfinished: Collection[str] = (
     ``unfinished``: keys of variants that another process is compiling. They count as missing even if they are already
     in Triton's cache: their launchers may not be.
     """
-    with _as_mode(found=[], seen=set(), unfinished=unfinished):
+    found: list[Variant] = []
+    with _as_mode(found=found, seen=set(), unfinished=unfinished):
         work()
-        return list(dict.fromkeys(_mode.found or []))
+    return list(dict.fromkeys(found))
 
 
 def finds_variants() -> bool:

@@ -220,9 +220,9 @@ def launch(
 def _tile_for(tokens: int, features: int, columns: int, matrices: int) -> tuple[int, int, int]:
     """Choose a tile by shape, as measured in whole models.
 
-    For one token and a large weight, a thread loads 64 numbers. Programs have two warps: so many of them fit on a
-    multiprocessor that some always have loads in flight. A small weight is spread over more threads. ``matrices``: 2
-    for gate and up; a program loads one tile of each.
+    For one token and a large weight, a thread loads 64 numbers. Programs have two warps, because a multiprocessor then
+    runs enough programs to have loads in flight at any time. A small weight is spread over more threads. ``matrices``:
+    2 for gate and up; a program loads one tile of each.
     """
     most = max(1, triton.next_power_of_2(features) // 512)  # enough programs to keep every multiprocessor busy
     widest = max(16, triton.next_power_of_2(columns))
