@@ -388,16 +388,22 @@ def test_ranks_score_prompts_as_one_rank_does(kind: str, size: int, monkeypatch:
                 assert ours_.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("in_8_bits", [False, True])
-@pytest.mark.parametrize("host_blocks", [0, 60])
-def test_a_pool_that_preempts_changes_no_token(host_blocks: int, in_8_bits: bool) -> None:
+def uneven_heads(in_8_bits: bool) -> tuple[Any, list[Any], Any]:
+    """Return a model with 3 KV heads, requests, and the tokens that the unsharded model gives."""
     model = hf_model(**MODELS["3 KV heads, uneven"])
     requests = mixed(random.Random(7), 96, 20)
     config, tensors = tensors_of(model)
     whole = load_llama(
         LlamaTensors(StateDict(tensors), config), config, device=CPU, dtype=torch.float32, max_positions=256
     )
-    expected = tokens(run(engine_over(replace(whole, kv_in_8_bits=in_8_bits), None, num_blocks=300), requests))
+    engine = engine_over(replace(whole, kv_in_8_bits=in_8_bits), None, num_blocks=300)
+    return model, requests, tokens(run(engine, requests))
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+@pytest.mark.parametrize("host_blocks", [0, 60])
+def test_a_pool_that_preempts_changes_no_token(host_blocks: int, in_8_bits: bool) -> None:
+    model, requests, expected = uneven_heads(in_8_bits)
     options: dict[str, Any] = {"host_blocks": host_blocks, "in_8_bits": in_8_bits, "admission": "optimistic"}
     with team(model, 2, num_blocks=40, **options) as engine:
         assert tokens(run(engine, requests)) == expected
@@ -409,13 +415,7 @@ def test_a_pool_that_preempts_changes_no_token(host_blocks: int, in_8_bits: bool
 @pytest.mark.parametrize(("size", "in_8_bits"), [(2, True), (4, False)])
 def test_ranks_read_their_own_heads_from_disk(tmp_path: Path, size: int, in_8_bits: bool) -> None:
     """Save blocks while the pool evicts them. A later team reads them, with 3 KV heads on 2 or 4 ranks."""
-    model = hf_model(**MODELS["3 KV heads, uneven"])
-    requests = mixed(random.Random(7), 96, 20)
-    config, tensors = tensors_of(model)
-    whole = load_llama(
-        LlamaTensors(StateDict(tensors), config), config, device=CPU, dtype=torch.float32, max_positions=256
-    )
-    expected = tokens(run(engine_over(replace(whole, kv_in_8_bits=in_8_bits), None, num_blocks=300), requests))
+    model, requests, expected = uneven_heads(in_8_bits)
     for restart in (False, True):
         with team(model, size, num_blocks=40, disk=tmp_path, in_8_bits=in_8_bits) as engine:
             assert tokens(run(engine, requests)) == expected
