@@ -207,29 +207,29 @@ def _to_stdout(source: RowEngine, style: Style, rows: list[InputRow], *, in_json
             print(clean(delta.text), end="", flush=True)
         print()
         return 0
-    answers: dict[int, Answer] = {}
-    following = 0  # an answer that is early waits for those before it
+    early: dict[int, Answer] = {}  # answers that wait for those before them
+    following = finished = failed = 0
     with GenerationBar(len(rows), enabled=not quiet) as bar:
 
-        def show(index: int) -> None:
-            where, tokenizer = rows[index].where, source.llm.engine.tokenizer
-            for line in _lines(answers[index], where, tokenizer, in_json=in_json, alone=alone):
+        def show(answer: Answer) -> None:
+            where, tokenizer = rows[answer["index"]].where, source.llm.engine.tokenizer
+            for line in _lines(answer, where, tokenizer, in_json=in_json, alone=alone):
                 bar.print(line)
 
         try:
             for answer in source.answers(rows):
-                answers[answer["index"]] = answer
-                while following in answers:
-                    following += 1  # first: an interrupted line is not written again
-                    show(following - 1)
+                early[answer["index"]] = answer
+                finished, failed = finished + (answer["error"] is None), failed + (answer["error"] is not None)
+                while following in early:
+                    following += 1
+                    show(early.pop(following - 1))  # removed first: an interrupted line is not written again
                 bar.advance(num_tokens(answer))
         except KeyboardInterrupt:
-            for index in sorted(index for index in answers if index >= following):
-                show(index)
-            finished = sum(answer["error"] is None for answer in answers.values())
+            for index in sorted(early):
+                show(early[index])
             say(f"stopped; {finished} of {_prompts(len(rows))} are finished")
             return 130
-    return _say_failures(sum(answer["error"] is not None for answer in answers.values()), len(rows))
+    return _say_failures(failed, len(rows))
 
 
 def _lines(answer: Answer, where: str, tokenizer: Tokenizer | None, *, in_json: bool, alone: bool) -> Iterator[str]:
