@@ -80,7 +80,7 @@ class PartFile:
             with open_regular(self._path) as stream:
                 for line in stream:
                     if line.endswith(b"\n"):  # the last line may be cut off, if the process died
-                        self._note(line)
+                        self._note(parse_json(line), len(line))
         except BlockingIOError:
             raise MinillmError(f"another run is writing {self.output}: wait for its end, or stop it") from None
         except OSError as error:
@@ -107,10 +107,11 @@ class PartFile:
 
         `open` also calls this method, to write the header line.
         """
-        line = data = json_line({**answer, "job": self._job}).encode() + b"\n"
+        value = {**answer, "job": self._job}
+        line = data = json_line(value).encode() + b"\n"
         while data:
             data = data[os.write(self._stream, data) :]
-        self._note(line)
+        self._note(value, len(line))
 
     def merge(self, indices: Collection[int]) -> int:
         """Write all answers to the output file in the order of ``indices``, atomically, and delete the part file.
@@ -132,19 +133,19 @@ class PartFile:
         self._path.unlink()
         return sum(line.failed for line in lines)
 
-    def _note(self, line: bytes) -> None:
+    def _note(self, value: Mapping[str, Any], length: int) -> None:
         """Note the next line of the file. An answer replaces an earlier one only if the request failed before.
 
         Raises:
-            ValueError, KeyError, TypeError: the line is no answer.
+            KeyError, TypeError: the line is no answer.
             UsageError: the line is the header of a part file of other requests.
         """
-        value, is_header = parse_json(line), not self._size
+        is_header = not self._size
         if is_header and value["job"] != self._job:
             raise UsageError(f"{self._path} holds answers to other requests; remove it, or choose another --output")
         if not is_header and ((known := self._lines.get(value["index"])) is None or known.failed):
-            self._lines[value["index"]] = _Line(self._size, len(line), value.get("error") is not None)
-        self._size += len(line)
+            self._lines[value["index"]] = _Line(self._size, length, value.get("error") is not None)
+        self._size += length
 
 
 def _open_locked(path: Path) -> int:
