@@ -99,8 +99,8 @@ class ChatApp(EngineApp):
         # Paint first, because importing torch in the engine process takes a whole core.
         self.call_after_refresh(self.load_model)
         if self._resumed is not None:
-            self.chat.talk.call_later(self.chat.talk.open_conversation, self._resumed)
-        self.chat.talk.call_later(offer_draft, self.chat.talk)
+            self.chat.chat_pane.call_later(self.chat.chat_pane.open_conversation, self._resumed)
+        self.chat.chat_pane.call_later(offer_draft, self.chat.chat_pane)
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # the terminal has lost the screen
         if self._question:
             self._ask(self._question)
@@ -108,9 +108,9 @@ class ChatApp(EngineApp):
     @work
     async def _ask(self, question: str) -> None:
         """Ask a question as soon as the model is ready."""
-        while not self.chat.is_mounted or self.chat.talk.engine.phase == "off":
+        while not self.chat.is_mounted or self.chat.chat_pane.engine.phase == "off":
             await asyncio.sleep(_SOON)
-        self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
+        self.chat.chat_pane.prompt.post_message(PromptInput.Submitted(question))
 
     def pass_on(self, event: Event) -> None:
         self.chat.post_message(EngineEvent(event))
@@ -121,7 +121,7 @@ class ChatApp(EngineApp):
         Raises:
             MinillmError: the model cannot be loaded, or the engine has ended.
         """
-        while self.chat.talk.engine.phase != "ready":
+        while self.chat.chat_pane.engine.phase != "ready":
             if self.engine_state.phase in ("failed", "crashed"):
                 raise MinillmError(self.engine_state.error)
             await asyncio.sleep(0.05)
@@ -147,7 +147,7 @@ class ChatApp(EngineApp):
         Textual itself sends keys to a screen even before the screen's widgets exist. The actions of these keys would
         fail.
         """
-        while self._typed_early and self.screen.is_mounted and not self.chat.talk.num_waiting:
+        while self._typed_early and self.screen.is_mounted and not self.chat.chat_pane.num_waiting:
             event = self._typed_early.popleft()
             if isinstance(event, events.Key | events.Paste) and self.screen is self.chat:
                 self.chat.lead(event)
@@ -157,7 +157,7 @@ class ChatApp(EngineApp):
 
     async def action_command(self, name: str, argument: str = "") -> None:
         """Run a slash command at once. Only for commands that do not change the conversation."""
-        await self.chat.talk.run_command(name, argument)
+        await self.chat.chat_pane.run_command(name, argument)
 
     def action_help_quit(self) -> None:
         """Handle ctrl+c if no widget has handled it: close the dialog above the chat."""
@@ -166,8 +166,8 @@ class ChatApp(EngineApp):
 
     def action_leave(self) -> None:
         """Quit. If work would be lost, quit only when the user presses the key again."""
-        unfinished = unfinished_work(self.chat.talk)
-        if not unfinished or self.chat.quit_key.is_repeated(self.chat.talk, key_of(self, "quit"), unfinished):
+        unfinished = unfinished_work(self.chat.chat_pane)
+        if not unfinished or self.chat.quit_key.is_repeated(self.chat.chat_pane, key_of(self, "quit"), unfinished):
             self.exit()
 
     def action_command_palette(self) -> None:
@@ -186,17 +186,19 @@ class ChatApp(EngineApp):
             title = command.name.capitalize() + (f"  {command.shown_key}" if command.shown_key else "")
             if command.needs_argument:
                 title = f"{command.name.capitalize()} {command.argument} …"
-                yield SystemCommand(title, command.summary, partial(self.chat.talk.prompt.begin, f"/{command.name} "))
+                yield SystemCommand(
+                    title, command.summary, partial(self.chat.chat_pane.prompt.begin, f"/{command.name} ")
+                )
             else:
                 yield SystemCommand(title, command.summary, partial(self.chat.action_command, command.name))
 
     async def on_unmount(self) -> None:
         try:
-            self.chat.talk.store.save(self.chat.talk.conversation)
+            self.chat.chat_pane.store.save(self.chat.chat_pane.conversation)
         except MinillmError as error:
             self.unsaved = error
         with contextlib.suppress(MinillmError):
-            self.chat.talk.store.keep_draft(self.chat.talk.waiting.unsent)
+            self.chat.chat_pane.store.keep_draft(self.chat.chat_pane.waiting.unsent)
 
     def leave(self, code: int) -> None:
         """Exit with the exit code ``code``, as soon as the first screen is mounted."""

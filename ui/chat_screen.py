@@ -50,9 +50,9 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
 
     def __init__(self, store: SessionStore) -> None:
         super().__init__()
-        self.talk = ChatPane(store, COMMANDS)
+        self.chat_pane = ChatPane(store, COMMANDS)
         self.pool: Pool | None = None
-        self.memory = MemoryDrawing(self, self.talk)
+        self.memory = MemoryDrawing(self, self.chat_pane)
         self.quit_key = QuitKey()
         self._phase = EngineState().phase
         self._width = _USUAL_WIDTH
@@ -60,7 +60,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
     def compose(self) -> ComposeResult:
         yield TitleBar()
         with Container(id="body"):
-            yield self.talk
+            yield self.chat_pane
             yield MemoryPanel()
         yield KeyBar()
 
@@ -71,8 +71,8 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
     def on_mount(self) -> None:
         self.watch(self.app, "engine_state", self._engine_state_changed)
         self.watch(self.app, "settings", partial(setattr, self.query_one(TitleBar), "settings"))
-        self.watch(self.talk, "beside_model", self.memory.drawing.pace)
-        self.watch(self.talk, "leaf", lambda _: self.memory.drawing.soon(), init=False)
+        self.watch(self.chat_pane, "beside_model", self.memory.drawing.pace)
+        self.watch(self.chat_pane, "leaf", lambda _: self.memory.drawing.soon(), init=False)
 
     def _engine_state_changed(self, state: EngineState) -> None:
         self.post_message(EngineEvent(state))  # as a message, so that it is handled after earlier events
@@ -97,13 +97,13 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         else:
             if isinstance(event, EngineState):
                 self._take_state(event)
-            self.talk.post_message(EngineEvent(event))
+            self.chat_pane.post_message(EngineEvent(event))
 
     def show_pool(self, pool: Pool | None) -> None:
         """Show the pool of a newly loaded model. None: no model is loaded."""
-        self.pool = self.talk.pool = pool
+        self.pool = self.chat_pane.pool = pool
         self.panel.show_pool(pool)
-        self.talk.transcript.show_blocks(pool)
+        self.chat_pane.transcript.show_blocks(pool)
 
     def action_command(self, name: str, argument: str = "") -> None:
         """Queue a slash command, to run after all messages that the chat pane has already received.
@@ -111,7 +111,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         Commands must run in the chat pane's own task. Actions of keys and of the palette run in other tasks, where a
         command could change the conversation while a question is being asked.
         """
-        self.talk.call_command(name, argument)
+        self.chat_pane.call_command(name, argument)
 
     def action_stop(self) -> None:
         """Handle Escape. Do the first of these that applies:
@@ -123,44 +123,44 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         - cancel loading;
         - cancel editing, and focus the prompt.
         """
-        talk = self.talk
+        pane = self.chat_pane
         if self.maximized is not None:
             self.minimize()
         elif self.has_class("-expanded"):
             self.action_expand()
-        elif talk.prompt.close_popup():
+        elif pane.prompt.close_popup():
             pass
-        elif talk.search.close():
-            talk.prompt.focus()
-        elif talk.waiting.take_back():
+        elif pane.search.close():
+            pane.prompt.focus()
+        elif pane.waiting.take_back():
             pass
-        elif talk.run is not None:
-            talk.run.stop()
-            talk.refresh_status()
-        elif talk.compaction is not None:
-            talk.compaction.stop()
+        elif pane.run is not None:
+            pane.run.stop()
+            pane.refresh_status()
+        elif pane.compaction is not None:
+            pane.compaction.stop()
         elif self._phase == "loading":
             self.app.stop_engine()
         else:
-            if talk.editing is not None:
-                talk.editing = None
-                talk.prompt.text = ""
+            if pane.editing is not None:
+                pane.editing = None
+                pane.prompt.text = ""
                 self.notify("your question is unchanged")
             self.clear_selection()
-            talk.transcript.select(None)
-            talk.prompt.focus()
+            pane.transcript.select(None)
+            pane.prompt.focus()
 
     def action_interrupt(self) -> None:
         """Copy the selection. Without a selection, stop the answer or loading.
 
         If nothing runs, quit when the user presses the key again.
         """
-        selected = self.talk.prompt.selected_text or self.get_selected_text()
+        selected = self.chat_pane.prompt.selected_text or self.get_selected_text()
         if selected:
             self.app.copy_to_clipboard(selected)
-        elif self.talk.run is not None or self._phase == "loading":
+        elif self.chat_pane.run is not None or self._phase == "loading":
             self.action_stop()
-        elif self.quit_key.is_repeated(self.talk, key_of(self.app, "interrupt")):
+        elif self.quit_key.is_repeated(self.chat_pane, key_of(self.app, "interrupt")):
             self.app.exit()
 
     def lead(self, event: events.Key | events.Paste) -> None:
@@ -170,7 +170,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         queued for the old widget, and Enter would act on that widget.
         """
         focused, (key, character) = self.focused, ("a", "a")
-        if focused is self.talk.prompt:
+        if focused is self.chat_pane.prompt:
             return
         if isinstance(event, events.Key):
             key, character = event.key, event.character or ""
@@ -180,11 +180,11 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.minimize()
             if self.has_class("-expanded"):
                 self.action_expand()
-            self.set_focus(self.talk.prompt)
+            self.set_focus(self.chat_pane.prompt)
 
     def on_key(self, event: events.Key) -> None:
         """Open the help if ``?`` is typed outside the prompt."""
-        if event.character == "?" and self.focused is not self.talk.prompt:
+        if event.character == "?" and self.focused is not self.chat_pane.prompt:
             event.stop()
             self.action_command("help")
 
@@ -212,7 +212,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             self.action_view(self.panel.view)
         self.toggle_class("-expanded")
         if not self.has_class("-expanded"):
-            self.talk.prompt.focus()
+            self.chat_pane.prompt.focus()
 
     def action_widen(self, steps: int) -> None:
         """Make the memory panel wider by ``steps`` steps of 5 % of the screen, or narrower if ``steps`` is negative."""
@@ -222,8 +222,8 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         """Set the memory panel's width to about ``percent`` percent of the screen."""
         before, nearest = self._width, round(percent / _WIDTH_STEP) * _WIDTH_STEP
         self._width = max(_WIDTHS[0], min(_WIDTHS[1], nearest))
-        self.remove_class(f"-pane-{before}")
-        self.add_class(f"-pane-{self._width}")
+        self.remove_class(f"-panel-{before}")
+        self.add_class(f"-panel-{self._width}")
 
     @on(MemoryPanel.Dragged)
     def _dragged(self, message: MemoryPanel.Dragged) -> None:
@@ -244,7 +244,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
 
     def action_next(self) -> None:
         """Move from the prompt to the first candidate if there is one, else to the next widget."""
-        if self.focused is self.talk.prompt and (card := self._first_card) is not None:
+        if self.focused is self.chat_pane.prompt and (card := self._first_card) is not None:
             card.focus()
         else:
             self.focus_next()
@@ -252,7 +252,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
     @property
     def _first_card(self) -> CandidateCard | None:
         """Return the card of the first candidate that can be chosen now."""
-        cards, count = self.query(CandidateCard), self.talk.prompt.num_picks
+        cards, count = self.query(CandidateCard), self.chat_pane.prompt.num_picks
         return cards[len(cards) - count] if 0 < count <= len(cards) else None
 
     def on_prompt_input_candidate_asked(self) -> None:
@@ -261,10 +261,10 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             card.action_whole_screen()
 
     async def action_select(self, step: int) -> None:
-        await self.talk.transcript.select_next(step)
+        await self.chat_pane.transcript.select_next(step)
 
     def action_scroll(self, where: str) -> None:
-        getattr(self.talk.transcript, f"scroll_{where}")(animate=False)
+        getattr(self.chat_pane.transcript, f"scroll_{where}")(animate=False)
 
 
 def key_of(app: EngineApp, action: str) -> str:

@@ -95,7 +95,7 @@ async def _eviction(tour: DemoApp) -> bool:
     for number in range(12):
         name = tour.generate(f"Tell me a long story about the number {number * 37 + 11}. " * 4, 60)
         await tour.until(lambda name=name: tour.has_ended(name))  # type: ignore[misc]
-        tour.chat.talk.send(Forget(name))
+        tour.chat.chat_pane.send(Forget(name))
         if tour.pool.counts.num_evictions > before:
             return True
     return False
@@ -110,8 +110,8 @@ async def _preemption(tour: DemoApp) -> bool:
 
     await tour.until(lambda: came_back() or all(map(tour.has_ended, names)))
     for name in names:
-        tour.chat.talk.send(Abort(name))
-        tour.chat.talk.send(Forget(name))
+        tour.chat.chat_pane.send(Abort(name))
+        tour.chat.chat_pane.send(Forget(name))
     await tour.until(lambda: not any(table.owner in names for table in tour.pool.tables.values()))
     return came_back() and tour.pool.counts.num_preemptions > before.num_preemptions
 
@@ -169,7 +169,7 @@ class DemoApp(ChatApp):
     @work(group="tour")
     async def _play(self) -> None:
         await self.chat.mount(Narration(), before="#body")
-        self.chat.talk.prompt.disabled = True
+        self.chat.chat_pane.prompt.disabled = True
         self._show_caption("Loading the model.")
         while self.engine_state.phase != "ready" or self.chat.pool is None:
             await asyncio.sleep(0.05)
@@ -185,7 +185,7 @@ class DemoApp(ChatApp):
             await self._pause()
         counts = self.chat.pool.counts
         self.over = True
-        self.chat.talk.send(Pace(0))
+        self.chat.chat_pane.send(Pace(0))
         missed = f"Not shown this time: {', '.join(self.missed)}. " if self.missed else ""
         words = (
             f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
@@ -193,7 +193,7 @@ class DemoApp(ChatApp):
             f"{plural(counts.num_preemptions, 'preemption')}. {missed}You can chat now."
         )
         self.chat.query_one(Narration).update(Content(words))
-        prompt = self.chat.talk.prompt
+        prompt = self.chat.chat_pane.prompt
         prompt.disabled = False
         prompt.focus()
 
@@ -205,7 +205,7 @@ class DemoApp(ChatApp):
     @property
     def answer(self) -> Answer:
         """Return the answer to the last question."""
-        leaf = self.chat.talk.conversation.leaf
+        leaf = self.chat.chat_pane.conversation.leaf
         assert leaf is not None
         return leaf.answer
 
@@ -224,16 +224,16 @@ class DemoApp(ChatApp):
         """Ask a question in the chat with these sampling parameters. Return whether it was answered."""
         for name, value in {"n": 1, "beam_width": 1, **params}.items():
             self.settings = with_param(self.settings, name, str(value))
-        self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
-        asked = await self.until(lambda: self.chat.talk.run is not None)
-        return await self.until(lambda: self.chat.talk.run is None) and asked
+        self.chat.chat_pane.prompt.post_message(PromptInput.Submitted(question))
+        asked = await self.until(lambda: self.chat.chat_pane.run is not None)
+        return await self.until(lambda: self.chat.chat_pane.run is None) and asked
 
     def generate(self, question: str, max_tokens: int) -> str:
         """Send a request as if from another user. Return the request's name."""
         self._others += 1
         name = f"request-{self._others}"
         params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
-        self.chat.talk.send(Generate(name, name, [{"role": "user", "content": question}], params))
+        self.chat.chat_pane.send(Generate(name, name, [{"role": "user", "content": question}], params))
         return name
 
     def _show_caption(self, text: str) -> None:
@@ -243,7 +243,7 @@ class DemoApp(ChatApp):
         self.chat.query_one(Narration).update(line)
 
     def _set_pace(self) -> None:
-        self.chat.talk.send(Pace(_STEPS_PER_SECOND * self.speed))
+        self.chat.chat_pane.send(Pace(_STEPS_PER_SECOND * self.speed))
 
     async def _pause(self) -> None:
         self._go_on.clear()

@@ -24,8 +24,8 @@ def name_of_stranger(owner: str) -> str:
 class MemoryDrawing:
     """Draws changes of the block pool, in the memory panel and next to the conversation's turns."""
 
-    def __init__(self, screen: Screen[None], talk: ChatPane) -> None:
-        self._screen, self._talk = screen, talk
+    def __init__(self, screen: Screen[None], pane: ChatPane) -> None:
+        self._screen, self._pane = screen, pane
         self.drawing = Drawing(screen, self._draw, share=0.008, longest=3.0)
         self._last_copier = ""  # the request that last copied a block
         self._earlier_names: dict[str, str] = {}  # request, also of earlier conversations -> its displayed name
@@ -49,13 +49,13 @@ class MemoryDrawing:
     async def _draw(self) -> None:
         if self._panel.display:
             self.show()
-        self._talk.transcript.show_blocks(self._talk.pool)
-        if self._talk.run is None:  # during an answer, new text refreshes the status
-            self._talk.refresh_status()
+        self._pane.transcript.show_blocks(self._pane.pool)
+        if self._pane.run is None:  # during an answer, new text refreshes the status
+            self._pane.refresh_status()
 
     def show(self) -> None:
         """Show the latest changes in the memory panel."""
-        panel, leaf, origins = self._panel, self._talk.conversation.leaf, self._talk.conversation.origins
+        panel, leaf, origins = self._panel, self._pane.conversation.leaf, self._pane.conversation.origins
         if leaf is None:
             panel.show_news(self.name_of, None)
             return
@@ -65,7 +65,7 @@ class MemoryDrawing:
 
     def score_of(self, owner: str, index: int) -> float | None:
         """Return the score of a beam of the last answer. Return None for any other sequence."""
-        leaf = self._talk.conversation.leaf
+        leaf = self._pane.conversation.leaf
         beams = leaf.answer.candidates if leaf is not None and leaf.answer.request_id == owner else []
         return beams[index].score if index < len(beams) else None
 
@@ -74,16 +74,16 @@ class MemoryDrawing:
 
         ``owner`` is the sequence's request. A negative ``index`` stands for all sequences of the request.
         """
-        summing, pool = self._talk.compaction, self._talk.pool
+        summing, pool = self._pane.compaction, self._pane.pool
         if summing is not None and summing.request_id == owner:
             return "the summary"
-        name = self._talk.conversation.name_of(owner)
+        name = self._pane.conversation.name_of(owner)
         if name is None:
             known = owner if owner in (SYSTEM_PROMPT, FILES) else self._earlier_names.get(owner)
             return known or name_of_stranger(owner)
         self._earlier_names[owner] = name
         several = pool is not None and len(pool.tables_of(owner)) > 1
-        if not several and (leaf := self._talk.conversation.leaf) is not None and leaf.answer.request_id == owner:
+        if not several and (leaf := self._pane.conversation.leaf) is not None and leaf.answer.request_id == owner:
             several = bool(leaf.answer.candidates)
         if not several or index < 0:
             return name

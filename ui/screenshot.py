@@ -47,14 +47,14 @@ async def take(directory: Path) -> None:
             await app.until_ready()
             for number, (question, num_answers) in enumerate(QUESTIONS, 1):
                 app.settings = with_param(app.settings, "n", str(num_answers))
-                app.chat.talk.prompt.text = question
+                app.chat.chat_pane.prompt.text = question
                 await pilot.press("enter")
-                while app.chat.talk.conversation.num_answers < number:
+                while app.chat.chat_pane.conversation.num_answers < number:
                     await pilot.pause(0.1)
             await pilot.pause(0.5)
             (directory / "picture.svg").write_text(app.export_screenshot(title="minillm chat"), encoding="utf-8")
             await pilot.press("3")
-            while app.chat.talk.conversation.leaf.answer.candidates:  # type: ignore[union-attr]
+            while app.chat.chat_pane.conversation.leaf.answer.candidates:  # type: ignore[union-attr]
                 await pilot.pause(0.1)
             await pilot.press("alt+p")
             while not isinstance(app.screen, ProbabilityScreen):

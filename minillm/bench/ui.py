@@ -218,12 +218,12 @@ async def _cycles() -> list[tuple[float, float]]:
     engine = {"num_blocks": NUM_BLOCKS, "block_size": 1, "device": "cpu", "speculate": "off"}
     async with _app(engine) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
-        chat.talk.prompt.text = _QUESTION
+        chat.chat_pane.prompt.text = _QUESTION
         await pilot.press("enter")
         await asyncio.sleep(_CATCH_UP)
         ended: dict[int, float] = {}  # number of a step -> the time of its end
         turns: list[tuple[float, float, float]] = []  # for each cycle: start of drawing, start and end of the pause
-        while not chat.talk.conversation.num_answers and len(turns) <= _CYCLES_EACH:
+        while not chat.chat_pane.conversation.num_answers and len(turns) <= _CYCLES_EACH:
             await asyncio.sleep(_CATCH_UP)
             began = time.monotonic()
             await asyncio.sleep(_WATCHED)

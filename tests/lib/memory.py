@@ -115,7 +115,7 @@ class PanelApp(App[None]):
 
     def compose(self) -> ComposeResult:
         with Container(id="body"):
-            yield Vertical(id="talk")
+            yield Vertical(id="chat-pane")
             yield MemoryPanel()
 
     def on_mount(self) -> None:

@@ -67,7 +67,7 @@ async def say(pilot: Pilot[Any], text: str) -> None:
 async def settled(pilot: Pilot[Any]) -> None:
     """Wait until all messages, and the messages that they cause, are handled and drawn."""
     for _ in range(3):
-        for each in (screen(pilot).talk, screen(pilot), pilot.app):
+        for each in (screen(pilot).chat_pane, screen(pilot), pilot.app):
             handled = asyncio.Event()
             if each.is_running and each.call_later(handled.set):
                 with anyio.move_on_after(3):  # it may be closed meanwhile
@@ -77,18 +77,18 @@ async def settled(pilot: Pilot[Any]) -> None:
 
 async def ask(pilot: Pilot[Any], text: str, seconds: float = 60) -> Turn:
     """Ask, and wait until the answer has ended."""
-    before = screen(pilot).talk.conversation.leaf
+    before = screen(pilot).chat_pane.conversation.leaf
     await say(pilot, text)
     return await answered(pilot, before, seconds)
 
 
 async def answered(pilot: Pilot[Any], before: Turn | None, seconds: float = 60) -> Turn:
     """Wait for the end of the answer of a turn other than ``before``."""
-    talk = screen(pilot).talk
-    await until(pilot, lambda: talk.conversation.leaf is not before and talk.run is None, seconds)
-    await until(pilot, lambda: talk._text._timer is None)  # no text waits to be drawn
+    pane = screen(pilot).chat_pane
+    await until(pilot, lambda: pane.conversation.leaf is not before and pane.run is None, seconds)
+    await until(pilot, lambda: pane._text._timer is None)  # no text waits to be drawn
     await settled(pilot)
-    leaf = talk.conversation.leaf
+    leaf = pane.conversation.leaf
     assert leaf is not None
     return leaf
 

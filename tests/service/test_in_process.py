@@ -48,7 +48,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
     assert not engine.cache.tables, "blocks are left"
 
 
-class Talk:
+class Client:
     """Conversations and their events. Each event has been through the pipe."""
 
     def __init__(self, engine: Engine, salt: str | None = None) -> None:
@@ -80,27 +80,27 @@ class Talk:
 def test_computed_tokens_are_shared_within_a_salt_alone(engine: Engine) -> None:
     cached = []
     for salt in ("a", "b", "a", None, None):
-        talk = Talk(engine, salt)
-        talk.do(Generate("r", "c", FILE, PARAMS))
-        started = talk.last(Started)
+        client = Client(engine, salt)
+        client.do(Generate("r", "c", FILE, PARAMS))
+        started = client.last(Started)
         assert isinstance(started, Started)
         cached.append(started.num_cached_tokens > 0)
-        talk.close()
+        client.close()
     assert cached == [False, False, True, False, True]
 
 
 def test_a_file_stays_pinned_as_long_as_the_answer_has_its_room(engine: Engine) -> None:
-    talk = Talk(engine)
-    talk.do(Generate("a", "c", FILE, PARAMS, num_pinned=1))
-    assert talk.has_file
-    talk.do(Generate("b", "c", FILE, {**PARAMS, "max_tokens": 10_000}, num_pinned=1))
-    longest = talk.last(Finished)
+    client = Client(engine)
+    client.do(Generate("a", "c", FILE, PARAMS, num_pinned=1))
+    assert client.has_file
+    client.do(Generate("b", "c", FILE, {**PARAMS, "max_tokens": 10_000}, num_pinned=1))
+    longest = client.last(Finished)
     assert isinstance(longest, Finished)
     for room, stays in ((longest.num_output_tokens, True), (longest.num_output_tokens + 1, False)):
-        talk.conversations.handle(Generate(f"c{room}", "c", FILE, PARAMS, room=room))
-        assert talk.has_file == stays
-        talk.do()
-    talk.close()
+        client.conversations.handle(Generate(f"c{room}", "c", FILE, PARAMS, room=room))
+        assert client.has_file == stays
+        client.do()
+    client.close()
 
 
 def test_a_question_leaves_at_least_one_token_to_the_answer(engine: Engine) -> None:
@@ -109,83 +109,83 @@ def test_a_question_leaves_at_least_one_token_to_the_answer(engine: Engine) -> N
     while (length := len(engine.tokenizer.apply_chat_template(longest))) < most - 1:
         longest[0]["content"] += "q"
     assert length == most - 1
-    talk = Talk(engine)
-    talk.do(Generate("a", "c", [{"role": "user", "content": longest[0]["content"] + "q"}], PARAMS))
-    assert talk.events[-1] == ContextFull("a", most, most)
-    talk.do(Generate("b", "c", longest, PARAMS))
-    finished = talk.last(Finished)
+    client = Client(engine)
+    client.do(Generate("a", "c", [{"role": "user", "content": longest[0]["content"] + "q"}], PARAMS))
+    assert client.events[-1] == ContextFull("a", most, most)
+    client.do(Generate("b", "c", longest, PARAMS))
+    finished = client.last(Finished)
     assert isinstance(finished, Finished)
     assert finished.num_output_tokens == 1
-    talk.close()
+    client.close()
 
 
 def test_an_answer_stopped_before_its_first_token_has_no_rate(engine: Engine) -> None:
-    talk = Talk(engine)
+    client = Client(engine)
     for params in (PARAMS, {"beam_width": 2, "max_tokens": 3}):
-        talk.do(Generate("a", "c", FILE, params), Abort("a"))
-        finished = talk.last(Finished)
+        client.do(Generate("a", "c", FILE, params), Abort("a"))
+        finished = client.last(Finished)
         assert isinstance(finished, Finished)
         assert (finished.finish_reason, finished.num_output_tokens, finished.tokens_per_second) == ("abort", 0, 0.0)
-    talk.close()
+    client.close()
 
 
 @pytest.mark.parametrize(("seconds", "fewest", "most"), [(0.0, 6, 6), (3600.0, 1, 2)])
 def test_texts_are_sent_as_often_as_was_asked_and_before_the_end(
     seconds: float, fewest: int, most: int, engine: Engine
 ) -> None:
-    talk = Talk(engine)
-    talk.do(Report(seconds), Generate("a", "c", FILE, {**PARAMS, "max_tokens": 6}))
-    texts = [event for event in talk.events if isinstance(event, TextDelta)]
+    client = Client(engine)
+    client.do(Report(seconds), Generate("a", "c", FILE, {**PARAMS, "max_tokens": 6}))
+    texts = [event for event in client.events if isinstance(event, TextDelta)]
     assert sum(event.num_tokens for event in texts) == 6
     assert fewest <= len(texts) <= most
-    assert isinstance(talk.events[-1], Finished)
-    assert sum(isinstance(event, Started) for event in talk.events) == 1
-    talk.close()
+    assert isinstance(client.events[-1], Finished)
+    assert sum(isinstance(event, Started) for event in client.events) == 1
+    client.close()
 
 
 def test_an_answer_that_is_dropped_while_it_is_given_leaves_no_blocks(engine: Engine) -> None:
-    talk = Talk(engine)
-    talk.conversations.handle(Generate("a", "c", FILE, {**PARAMS, "max_tokens": 60}))
-    while not any(isinstance(event, TextDelta) for event in talk.events):
-        step(talk.conversations)
-    talk.do(Drop("a"))
+    client = Client(engine)
+    client.conversations.handle(Generate("a", "c", FILE, {**PARAMS, "max_tokens": 60}))
+    while not any(isinstance(event, TextDelta) for event in client.events):
+        step(client.conversations)
+    client.do(Drop("a"))
     assert not engine.cache.tables
-    assert not talk.conversations.kept
-    talk.close()
+    assert not client.conversations.kept
+    client.close()
 
 
 def test_nothing_is_pinned_unasked(engine: Engine) -> None:
-    talk = Talk(engine)
+    client = Client(engine)
     said = [{"role": role, "content": "hi"} for role in ("system", "user", "assistant", "user")]
     for num_pinned, command in (
         (3, Generate("a", "c", said, PARAMS, num_pinned=3)),
         (0, Generate("b", "d", said, PARAMS)),
     ):
-        talk.do(command)
-        assert talk.has_file == bool(num_pinned)
-        talk.do(Forget("c"))
-    talk.close()
+        client.do(command)
+        assert client.has_file == bool(num_pinned)
+        client.do(Forget("c"))
+    client.close()
 
 
 def test_beams_end_for_their_own_reason(engine: Engine) -> None:
-    talk = Talk(engine)
-    talk.do(Generate("a", "c", FILE, {"beam_width": 3, "max_tokens": 4, "ignore_eos": True}))
-    reasons = [event.finish_reason for event in talk.events if isinstance(event, Finished)]
+    client = Client(engine)
+    client.do(Generate("a", "c", FILE, {"beam_width": 3, "max_tokens": 4, "ignore_eos": True}))
+    reasons = [event.finish_reason for event in client.events if isinstance(event, Finished)]
     assert reasons == ["length"] * 3
-    told = talk.last(BeamsChanged)
+    told = client.last(BeamsChanged)
     assert isinstance(told, BeamsChanged)
     assert all(beam.logprob < 0 for beam in told.beams)
     assert [beam.logprob for beam in told.beams] == pytest.approx([each.score * each.num_tokens for each in told.beams])
-    talk.close()
+    client.close()
 
 
 @pytest.mark.parametrize("num_steps", range(5))
 def test_a_system_prompt_that_is_being_pinned_is_freed_at_the_end(num_steps: int, engine: Engine) -> None:
-    talk = Talk(engine)
-    talk.conversations.handle(Pin("you are brief " * 9))
+    client = Client(engine)
+    client.conversations.handle(Pin("you are brief " * 9))
     for _ in range(num_steps):
-        step(talk.conversations)
-    talk.close()
+        step(client.conversations)
+    client.close()
 
 
 def test_a_template_is_told_whether_to_think(tiny_model: Path, tmp_path: Path) -> None:
@@ -193,11 +193,11 @@ def test_a_template_is_told_whether_to_think(tiny_model: Path, tmp_path: Path) -
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": THINKING}))
     (directory / "chat_template.jinja").unlink(missing_ok=True)
-    talk = Talk(load_engine(str(directory), EngineConfig(device="cpu", num_blocks=24)))
+    client = Client(load_engine(str(directory), EngineConfig(device="cpu", num_blocks=24)))
     lengths = {}
     for thinks in (None, True, False):
-        talk.do(Generate(f"{thinks}", "c", FILE, PARAMS, thinks=thinks))
-        started = talk.last(Started)
+        client.do(Generate(f"{thinks}", "c", FILE, PARAMS, thinks=thinks))
+        started = client.last(Started)
         assert isinstance(started, Started)
         lengths[thinks] = started.num_prompt_tokens
     assert lengths[None] == lengths[True] < lengths[False], "the template closes the thoughts of a model that has none"

@@ -44,8 +44,8 @@ class Paper:
         self.notes.append(text)
 
 
-class Asked:
-    """Return a conversation with an answer in progress."""
+class Case:
+    """Hold a conversation with an answer in progress."""
 
     def __init__(self, *questions: str, num_candidates: int = 0, max_model_len: int = 10_000, **sampling: Any) -> None:
         self.conversation = Conversation()
@@ -76,134 +76,134 @@ class Asked:
 
 
 async def test_an_answer_from_the_question_to_its_end() -> None:
-    talk = Asked("one", "two", temperature=0.5)
-    talk.run.ask()
-    [generate] = talk.sent
+    case = Case("one", "two", temperature=0.5)
+    case.run.ask()
+    [generate] = case.sent
     assert isinstance(generate, Generate)
     assert [message["content"] for message in generate.messages] == ["be brief", "one", "about one", "two"]
-    assert (generate.request_id, generate.conversation) == (talk.name, talk.conversation.conversation_id)
+    assert (generate.request_id, generate.conversation) == (case.name, case.conversation.conversation_id)
     assert (generate.params["temperature"], generate.room, generate.continues) == (0.5, 256, False)
-    ending = await talk.take(
-        Started(talk.name, 9, 4, 0.1), TextDelta(talk.name, 0, "so ", 1), TextDelta(talk.name, 0, "it is", 2),
-        Finished(talk.name, 0, "length", 3, 7.5, 12),
+    ending = await case.take(
+        Started(case.name, 9, 4, 0.1), TextDelta(case.name, 0, "so ", 1), TextDelta(case.name, 0, "it is", 2),
+        Finished(case.name, 0, "length", 3, 7.5, 12),
     )  # fmt: skip
     assert ending == Ending("length")
-    assert await talk.run.end("length")
-    assert (talk.answer.text, talk.answer.num_output_tokens, talk.answer.tokens_per_second) == ("so it is", 3, 7.5)
-    assert (talk.answer.num_cached_tokens, talk.answer.finish_reason) == (4, "length")
+    assert await case.run.end("length")
+    assert (case.answer.text, case.answer.num_output_tokens, case.answer.tokens_per_second) == ("so it is", 3, 7.5)
+    assert (case.answer.num_cached_tokens, case.answer.finish_reason) == (4, "length")
 
 
 async def test_the_rate_of_an_answer_that_goes_on_counts_its_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(answer_run, "time", SimpleNamespace(monotonic=lambda: now))
-    talk = Asked("one")
-    talk.answer.text, talk.answer.num_output_tokens, talk.answer.finish_reason = "so it", 30, "abort"
-    talk.run.go_on()
-    await talk.take(Started(talk.name, 40, 39, 0.1), TextDelta(talk.name, 0, " is", 11))
+    case = Case("one")
+    case.answer.text, case.answer.num_output_tokens, case.answer.finish_reason = "so it", 30, "abort"
+    case.run.go_on()
+    await case.take(Started(case.name, 40, 39, 0.1), TextDelta(case.name, 0, " is", 11))
     now = 104.0
-    await talk.run.draw(0)
-    assert talk.answer.tokens_per_second == 2.5  # ten more in four seconds
+    await case.run.draw(0)
+    assert case.answer.tokens_per_second == 2.5  # ten more in four seconds
 
 
 async def test_tokens_that_were_guessed_are_told_at_its_end() -> None:
-    talk = Asked("one")
-    talk.run.ask()
-    await talk.take(
-        Started(talk.name, 9, 0, 0.1), TextDelta(talk.name, 0, "so it is", 30),
-        Finished(talk.name, 0, "stop", 30, 7.5, 39, 12),
+    case = Case("one")
+    case.run.ask()
+    await case.take(
+        Started(case.name, 9, 0, 0.1), TextDelta(case.name, 0, "so it is", 30),
+        Finished(case.name, 0, "stop", 30, 7.5, 39, 12),
     )  # fmt: skip
-    await talk.run.end("stop")
-    assert "30 tokens · 7.5 tok/s · 12 drafted · first token" in summary(talk.answer)
+    await case.run.end("stop")
+    assert "30 tokens · 7.5 tok/s · 12 drafted · first token" in summary(case.answer)
 
 
 @pytest.mark.parametrize(("longest", "max_tokens", "room"), [(10_000, 1000, 256), (800, 1000, 100), (10_000, 3, 3)])
 async def test_the_room_that_an_answer_needs(longest: int, max_tokens: int, room: int) -> None:
-    talk = Asked("one", max_model_len=longest, max_tokens=max_tokens)
-    talk.run.ask()
-    assert talk.asked[0].room == room
+    case = Case("one", max_model_len=longest, max_tokens=max_tokens)
+    case.run.ask()
+    assert case.asked[0].room == room
 
 
 async def test_a_long_prompt_says_how_far_it_is() -> None:
-    talk = Asked("one")
-    talk.run.ask()
-    assert summary(talk.answer) == "reading the prompt …"
-    assert await talk.take(Reading(talk.name, 2048, 4690, 34.2)) is None
-    assert summary(talk.answer) == "reading the prompt: 2,048 of 4,690 tokens · 34 s left"
-    assert (talk.answer.num_known_tokens, talk.answer.num_prompt_tokens) == (2048, 4690)
-    await talk.take(Started(talk.name, 4690, 0, 60.0))
-    assert talk.answer.num_known_tokens == 4690
+    case = Case("one")
+    case.run.ask()
+    assert summary(case.answer) == "reading the prompt …"
+    assert await case.take(Reading(case.name, 2048, 4690, 34.2)) is None
+    assert summary(case.answer) == "reading the prompt: 2,048 of 4,690 tokens · 34 s left"
+    assert (case.answer.num_known_tokens, case.answer.num_prompt_tokens) == (2048, 4690)
+    await case.take(Started(case.name, 4690, 0, 60.0))
+    assert case.answer.num_known_tokens == 4690
 
 
 async def test_what_was_stopped_before_its_first_word_was_not_said() -> None:
-    talk = Asked("one")
-    talk.run.ask()
-    talk.run.stop()
-    assert talk.sent[-1] == Abort(talk.name)
-    assert talk.run.is_stopping
-    assert await talk.take(Finished(talk.name, 0, "abort", 0, 0.0, 5)) == Ending("abort")
-    assert not await talk.run.end("abort")
+    case = Case("one")
+    case.run.ask()
+    case.run.stop()
+    assert case.sent[-1] == Abort(case.name)
+    assert case.run.is_stopping
+    assert await case.take(Finished(case.name, 0, "abort", 0, 0.0, 5)) == Ending("abort")
+    assert not await case.run.end("abort")
 
 
 async def test_an_empty_answer_that_ends_by_itself_is_one() -> None:
-    talk = Asked("one")
-    assert await talk.run.end("stop")
+    case = Case("one")
+    assert await case.run.end("stop")
 
 
 async def test_a_failure_says_why() -> None:
-    talk = Asked("one")
-    assert await talk.take(RequestFailed(talk.name, "it broke")) == Ending("lost", "it broke")
+    case = Case("one")
+    assert await case.take(RequestFailed(case.name, "it broke")) == Ending("lost", "it broke")
 
 
 async def test_the_oldest_turns_go_until_the_question_fits() -> None:
-    talk = Asked("one", "two", "three")
-    talk.run.ask()
-    full = ContextFull(talk.name, 990, 1000)
-    assert await talk.take(full) is None
-    assert [message["content"] for message in talk.asked[-1].messages] == ["be brief", "three"], "half at once"
-    assert await talk.take(full) is None
-    assert [generate.room for generate in talk.asked] == [256, 256, 1], "at last with any room at all"
-    await talk.take(Started(talk.name, 900, 0, 0.1))
-    assert ["oldest 2 turns" in note for note in talk.paper.notes] == [True]
-    ending = await talk.take(ContextFull(talk.name, 1200, 1000))
+    case = Case("one", "two", "three")
+    case.run.ask()
+    full = ContextFull(case.name, 990, 1000)
+    assert await case.take(full) is None
+    assert [message["content"] for message in case.asked[-1].messages] == ["be brief", "three"], "half at once"
+    assert await case.take(full) is None
+    assert [generate.room for generate in case.asked] == [256, 256, 1], "at last with any room at all"
+    await case.take(Started(case.name, 900, 0, 0.1))
+    assert ["oldest 2 turns" in note for note in case.paper.notes] == [True]
+    ending = await case.take(ContextFull(case.name, 1200, 1000))
     assert ending is not None
     assert ending.reason == "lost"
     assert "1,200 tokens" in ending.error
 
 
 async def test_an_answer_goes_on_in_the_place_of_the_first() -> None:
-    talk = Asked("one", n=3)
-    talk.answer.text, talk.answer.finish_reason, before = "so far", "length", talk.name
-    talk.run.go_on()
-    [generate] = talk.asked
+    case = Case("one", n=3)
+    case.answer.text, case.answer.finish_reason, before = "so far", "length", case.name
+    case.run.go_on()
+    [generate] = case.asked
     assert generate.continues
     assert generate.messages[-1] == {"role": "assistant", "content": "so far"}
     assert generate.params["n"] == 1
-    assert generate.request_id == talk.name != before
-    ending = await talk.take(ContextFull(talk.name, 990, 1000))
+    assert generate.request_id == case.name != before
+    ending = await case.take(ContextFull(case.name, 990, 1000))
     assert ending is not None
     assert "cannot continue" in ending.error
-    assert await talk.run.end("lost")
-    assert talk.sent[-1] == Drop(before)
+    assert await case.run.end("lost")
+    assert case.sent[-1] == Drop(before)
 
 
 async def test_candidates_end_together() -> None:
-    talk = Asked("one", num_candidates=2)
-    ended = [Finished(talk.name, index, "stop", 3, 1.0, 9) for index in (1, 0)]
-    assert await talk.take(TextDelta(talk.name, 1, "b", 1), TextDelta(talk.name, 0, "a", 1), *ended) == Ending("stop")
-    assert [(each.text, each.num_tokens) for each in talk.answer.candidates] == [("a", 1), ("b", 1)]
-    talk = Asked("one", num_candidates=2)
-    ended = [Finished(talk.name, 0, "stop", 3, 1.0, 9), Finished(talk.name, 1, "abort", 3, 1.0, 9)]
-    assert await talk.take(*ended) == Ending("abort")
+    case = Case("one", num_candidates=2)
+    ended = [Finished(case.name, index, "stop", 3, 1.0, 9) for index in (1, 0)]
+    assert await case.take(TextDelta(case.name, 1, "b", 1), TextDelta(case.name, 0, "a", 1), *ended) == Ending("stop")
+    assert [(each.text, each.num_tokens) for each in case.answer.candidates] == [("a", 1), ("b", 1)]
+    case = Case("one", num_candidates=2)
+    ended = [Finished(case.name, 0, "stop", 3, 1.0, 9), Finished(case.name, 1, "abort", 3, 1.0, 9)]
+    assert await case.take(*ended) == Ending("abort")
 
 
 async def test_a_chosen_beam_is_found_where_it_has_gone() -> None:
-    talk = Asked("one", num_candidates=3)
-    assert talk.run.chosen is None
+    case = Case("one", num_candidates=3)
+    assert case.run.chosen is None
     views = [BeamView(text, -0.1, -1.0, 4, False) for text in ("a", "b", "c")]
-    await talk.take(BeamsChanged(talk.name, views))
-    assert talk.answer.num_output_tokens == 4
-    talk.run.stop(chosen=1)
+    await case.take(BeamsChanged(case.name, views))
+    assert case.answer.num_output_tokens == 4
+    case.run.stop(chosen=1)
     later = [BeamView(text, -0.1, -1.0, 6, True) for text in ("c d", "a d", "b d")]
-    await talk.take(BeamsChanged(talk.name, later))
-    assert talk.run.chosen == 2
-    assert [each.finish_reason for each in talk.answer.candidates] == ["stop"] * 3
+    await case.take(BeamsChanged(case.name, later))
+    assert case.run.chosen == 2
+    assert [each.finish_reason for each in case.answer.candidates] == ["stop"] * 3

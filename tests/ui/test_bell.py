@@ -16,7 +16,7 @@ from minillm.user_config import UserConfig
 CALLS_AT_ONCE = (
     sys.executable,
     "-c",
-    "import sys, runpy; import minillm.ui.chat.chat_pane as talk; talk.LONG_ANSWER = 0.0; "
+    "import sys, runpy; import minillm.ui.chat.chat_pane; minillm.ui.chat.chat_pane.LONG_ANSWER = 0.0; "
     "sys.argv = ['chat', 'fake']; "
     f"runpy.run_path('{PROGRAMS}/chat_with_fake.py', run_name='__main__')",
 )

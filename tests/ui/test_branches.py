@@ -52,7 +52,7 @@ async def test_escape_leaves_the_question_as_it_was() -> None:
         await pilot.press("alt+e", "escape")
         assert screen(pilot).query_one(PromptInput).text == ""
         await ask(pilot, "echo two")
-        assert len(screen(pilot).talk.conversation.turns) == 2
+        assert len(screen(pilot).chat_pane.conversation.turns) == 2
 
 
 async def test_regenerating_is_a_branch_beside_the_first_answer() -> None:
@@ -61,7 +61,7 @@ async def test_regenerating_is_a_branch_beside_the_first_answer() -> None:
         await pilot.press("alt+r")
         again = await answered(pilot, before)
         assert again.question == "echo one"
-        assert screen(pilot).talk.conversation.siblings(again) == [before, again]
+        assert screen(pilot).chat_pane.conversation.siblings(again) == [before, again]
 
 
 async def test_continuing_adds_to_the_same_answer() -> None:
@@ -80,8 +80,8 @@ async def test_an_answer_that_fills_the_context_cannot_be_continued_and_stays() 
         await pilot.press("alt+c")
         await until(pilot, lambda: any("cannot continue" in note for note in notes(pilot)))
         assert turn.answer.text == "fit more"
-        assert screen(pilot).talk.conversation.turns == [turn]
-        assert screen(pilot).talk.run is None
+        assert screen(pilot).chat_pane.conversation.turns == [turn]
+        assert screen(pilot).chat_pane.run is None
 
 
 async def test_candidates_stream_side_by_side_and_one_is_accepted() -> None:
@@ -112,7 +112,7 @@ async def test_the_others_become_branches_and_accepting_can_be_undone() -> None:
         await until(pilot, lambda: "‹ 2/3 ›" in seen(pilot) and "sample2 sample2" in seen(pilot))
         await ask(pilot, "echo on it goes")
         await pilot.press("alt+u")
-        assert len(screen(pilot).talk.conversation.siblings(turn)) == 3, "it was asked on since"
+        assert len(screen(pilot).chat_pane.conversation.siblings(turn)) == 3, "it was asked on since"
 
 
 async def test_a_click_focuses_a_card_and_two_accept_it() -> None:
@@ -147,7 +147,7 @@ async def test_space_shows_a_card_on_the_whole_screen_and_escape_leaves_it() -> 
         await until(pilot, lambda: card.size.width > 100)
         await pilot.press("escape")
         await until(pilot, lambda: card.size.width < 100)
-        assert screen(pilot).talk.conversation.turns[0].answer.candidates, "nothing was accepted"
+        assert screen(pilot).chat_pane.conversation.turns[0].answer.candidates, "nothing was accepted"
 
 
 async def test_on_the_whole_screen_a_card_has_all_of_its_text_and_says_how_to_leave() -> None:
@@ -200,7 +200,7 @@ async def test_a_question_that_waits_comes_back_where_one_has_to_choose_first() 
         await until(pilot, lambda: "sample4 sample4" in seen(pilot))
         await say(pilot, "echo next")
         await until(pilot, lambda: "1 question queued" in seen(pilot))
-        screen(pilot).talk.run.stop()  # type: ignore[union-attr]
+        screen(pilot).chat_pane.run.stop()  # type: ignore[union-attr]
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "echo next")
         await until(pilot, lambda: any("choose an answer first" in note.message for note in pilot.app._notifications))
 
@@ -230,7 +230,7 @@ async def test_models_say_whether_they_fit_on_one_line_each(monkeypatch: pytest.
     monkeypatch.setattr(system, "memory", lambda: (8 << 30, 8 << 30))
     monkeypatch.setattr("minillm.loading.bandwidth.kept_rate", lambda device: 20e9)
     async with chat(size=(80, 24)) as pilot:
-        pool = screen(pilot).talk.pool
+        pool = screen(pilot).chat_pane.pool
         assert pool is not None
         pool.use = MemoryUse(64 << 30, 32 << 30, 1 << 30, 1 << 30, 0)  # of the machine
         await pilot.press("f2")
@@ -263,7 +263,7 @@ async def test_candidates_are_there_again_when_the_conversation_is_opened(tmp_pa
         await until(pilot, lambda: len(screen(pilot).query(CandidateCard)) == 3)
         assert "sample3 sample3 sample3" in seen(pilot)
         await pilot.press("1")
-        await until(pilot, lambda: screen(pilot).talk.conversation.turns[0].answer.text == "sample1 ")
+        await until(pilot, lambda: screen(pilot).chat_pane.conversation.turns[0].answer.text == "sample1 ")
 
 
 async def test_accepting_early_stops_the_others() -> None:
@@ -271,9 +271,9 @@ async def test_accepting_early_stops_the_others() -> None:
         await say(pilot, "choose")
         await until(pilot, lambda: "sample4 sample4" in seen(pilot))
         await say(pilot, "/accept 4")
-        turn = screen(pilot).talk.conversation.turns[0]
+        turn = screen(pilot).chat_pane.conversation.turns[0]
         await until(pilot, lambda: turn.answer.text.startswith("sample4"))
-        assert screen(pilot).talk.run is None
+        assert screen(pilot).chat_pane.run is None
 
 
 async def test_who_goes_on_without_choosing_takes_the_first() -> None:
@@ -282,7 +282,7 @@ async def test_who_goes_on_without_choosing_takes_the_first() -> None:
         await say(pilot, "/n 1")
         await ask(pilot, "messages")
         assert turn.answer.text == "sample1 "
-        last = screen(pilot).talk.conversation.turns[-1]
+        last = screen(pilot).chat_pane.conversation.turns[-1]
         assert last.answer.text == "user=choose;assistant=sample1 ;user=messages;"
 
 
@@ -315,7 +315,7 @@ async def test_the_oldest_turns_go_when_the_context_is_full_and_that_is_said() -
         turn = await ask(pilot, "fit into it")
         assert turn.answer.text == "fit into it"
         assert any("no longer sees the oldest 2 turns" in note for note in notes(pilot))
-        assert len(screen(pilot).talk.conversation.turns) == 3, "they stay on the screen"
+        assert len(screen(pilot).chat_pane.conversation.turns) == 3, "they stay on the screen"
 
 
 async def test_wrong_commands_are_explained() -> None:
@@ -387,9 +387,9 @@ async def test_a_token_is_picked_and_the_answer_goes_on_from_it_in_a_branch() ->
         await pilot.press("right", "down")  # to the token that was said
         assert "▸  a␛[31m" in str(pilot.app.screen.query_one("#alternatives", Static).render())
         await pilot.press("up", "enter")
-        await until(pilot, lambda: screen(pilot).talk.conversation.leaf is not first)
+        await until(pilot, lambda: screen(pilot).chat_pane.conversation.leaf is not first)
         turn = await answered(pilot, first)
-        assert screen(pilot).talk.conversation.siblings(turn) == [first, turn]
+        assert screen(pilot).chat_pane.conversation.siblings(turn) == [first, turn]
         assert turn.question == first.question
         assert turn.answer.text.startswith("a\x1b[31mb")
         assert [token.text for token in turn.answer.tokens[:2]] == ["a\x1b[31m", "b"]
@@ -434,7 +434,7 @@ async def test_a_conversation_is_saved_as_it_grows_and_resumed(tmp_path: Path) -
         [path] = tmp_path.glob("*.json")
         assert [turn["question"] for turn in json.loads(path.read_text())["turns"]] == ["echo one", "echo one", "slow"]
         await pilot.press("escape")
-        await until(pilot, lambda: screen(pilot).talk.run is None)
+        await until(pilot, lambda: screen(pilot).chat_pane.run is None)
     async with chat(store=store) as pilot:
         await pilot.press("ctrl+o")
         await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))
@@ -443,7 +443,7 @@ async def test_a_conversation_is_saved_as_it_grows_and_resumed(tmp_path: Path) -
         pilot.app.screen.query_one(Input).value = "ECHO"
         await until(pilot, lambda: pilot.app.screen.query_one(OptionList).option_count == 1)
         await pilot.press("enter")
-        await until(pilot, lambda: len(screen(pilot).talk.conversation.turns) == 2)
+        await until(pilot, lambda: len(screen(pilot).chat_pane.conversation.turns) == 2)
         await until(pilot, lambda: "echo one" in seen(pilot) and "stopped" in seen(pilot))
         turn = await ask(pilot, "messages")
         assert turn.answer.text.startswith("user=echo one;assistant=one;user=slow;assistant=word ")
@@ -458,9 +458,9 @@ async def test_a_conversation_is_saved_as_it_grows_and_resumed(tmp_path: Path) -
 async def test_exporting_and_copying(tmp_path: Path) -> None:
     async with chat() as pilot:
         await ask(pilot, "echo Here:\n```python\nprint(1)\n```\nand\n~~~\nlast\n~~~\n")
-        await say(pilot, f"/export {tmp_path}/talk.md")
-        await until(pilot, lambda: (tmp_path / "talk.md").exists())
-        assert "print(1)" in (tmp_path / "talk.md").read_text()
+        await say(pilot, f"/export {tmp_path}/conversation.md")
+        await until(pilot, lambda: (tmp_path / "conversation.md").exists())
+        assert "print(1)" in (tmp_path / "conversation.md").read_text()
         await say(pilot, "/copy code")
         await until(pilot, lambda: pilot.app.clipboard == "last\n")
         await pilot.press("alt+y")
@@ -477,9 +477,9 @@ async def test_every_view_opens_with_its_key_and_closes_with_it() -> None:
         assert screen(pilot).memory_view == ""
         await pilot.press("alt+v")
         assert screen(pilot).memory_view == "steps"
-        assert not screen(pilot).query_one("#talk").display
+        assert not screen(pilot).query_one("#chat-pane").display
         await pilot.press("alt+v")
-        assert screen(pilot).query_one("#talk").display
+        assert screen(pilot).query_one("#chat-pane").display
 
 
 async def test_a_conversation_is_named_and_found_by_its_name() -> None:
@@ -490,8 +490,8 @@ async def test_a_conversation_is_named_and_found_by_its_name() -> None:
         await pilot.press("ctrl+n", "ctrl+o")
         await until(pilot, lambda: "2 turns  Herons of the Nile" in seen(pilot))
         await pilot.press(*"nile", "enter")
-        await until(pilot, lambda: len(screen(pilot).talk.conversation.turns) == 2)
-        assert screen(pilot).talk.conversation.shown_title == "Herons of the Nile"
+        await until(pilot, lambda: len(screen(pilot).chat_pane.conversation.turns) == 2)
+        assert screen(pilot).chat_pane.conversation.shown_title == "Herons of the Nile"
 
 
 async def test_a_text_that_begins_with_a_digit_takes_no_candidate() -> None:
@@ -519,9 +519,9 @@ async def test_a_text_that_begins_with_a_digit_stops_no_candidate_that_is_runnin
         for character in "20 more":
             pilot.app.post_message(events.Key("space" if character == " " else character, character))
         await until(pilot, lambda: prompt.text == "20 more")
-        assert screen(pilot).talk.run is not None, "the candidates go on"
+        assert screen(pilot).chat_pane.run is not None, "the candidates go on"
         await pilot.press("escape")
-        await until(pilot, lambda: screen(pilot).talk.run is None)
+        await until(pilot, lambda: screen(pilot).chat_pane.run is None)
 
 
 async def test_a_line_that_comes_at_once_is_a_question_wherever_the_keyboard_is() -> None:

@@ -76,7 +76,7 @@ async def test_an_answer_stopped_before_its_first_word_gives_the_question_back()
         await pilot.press("escape")
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "never mind")
         assert not screen(pilot).query(AnswerView)
-        assert screen(pilot).talk.conversation.turns == []
+        assert screen(pilot).chat_pane.conversation.turns == []
 
 
 async def test_a_second_question_waits_for_the_first_answer() -> None:
@@ -127,7 +127,7 @@ async def test_a_crash_of_the_engine_is_said_and_the_conversation_goes_on() -> N
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text.startswith("echo lost?"))
         screen(pilot).query_one(PromptInput).text = ""
         await pilot.press("ctrl+r")
-        await until(pilot, lambda: screen(pilot).talk.engine.phase == "ready")
+        await until(pilot, lambda: screen(pilot).chat_pane.engine.phase == "ready")
         assert "user=echo one;assistant=one;" in (await ask(pilot, "messages")).answer.text
 
 
@@ -148,7 +148,7 @@ async def test_a_failed_request_gives_the_question_back_with_the_reason() -> Non
 async def test_a_reader_who_has_scrolled_up_is_told_that_the_text_goes_on() -> None:
     async with chat(size=(80, 24)) as pilot:
         await say(pilot, "endless")
-        await until(pilot, lambda: screen(pilot).talk.transcript.max_scroll_y > 12)
+        await until(pilot, lambda: screen(pilot).chat_pane.transcript.max_scroll_y > 12)
         await until(pilot, lambda: "more below" not in seen(pilot))
         await pilot.press("pageup")
         await until(pilot, lambda: "more below ↓ Ctrl+End" in seen(pilot))
@@ -163,9 +163,9 @@ async def test_a_question_waits_for_the_answer_before_it() -> None:
         await until(pilot, lambda: "word" in seen(pilot))
         await say(pilot, "echo two")
         await until(pilot, lambda: "1 question queued" in seen(pilot))
-        talk = screen(pilot).talk
-        await until(pilot, lambda: len(talk.conversation.turns) == 2 and not talk.conversation.turns[1].answer.is_open)
-        assert [turn.question for turn in talk.conversation.turns] == ["slow", "echo two"]
+        pane = screen(pilot).chat_pane
+        await until(pilot, lambda: len(pane.conversation.turns) == 2 and not pane.conversation.turns[1].answer.is_open)
+        assert [turn.question for turn in pane.conversation.turns] == ["slow", "echo two"]
         assert "queued" not in seen(pilot)
 
 
@@ -177,33 +177,33 @@ async def test_escape_takes_a_waiting_question_back_before_it_stops_the_answer()
         await say(pilot, "echo three")
         await until(pilot, lambda: "2 questions" in seen(pilot))
         await pilot.press("escape")
-        talk = screen(pilot).talk
-        assert talk.prompt.text == "echo two\necho three"
-        assert talk.run is not None
-        assert not talk.run.is_stopping
-        talk.prompt.text = ""
+        pane = screen(pilot).chat_pane
+        assert pane.prompt.text == "echo two\necho three"
+        assert pane.run is not None
+        assert not pane.run.is_stopping
+        pane.prompt.text = ""
         await say(pilot, "echo four")
         await until(pilot, lambda: "1 question" in seen(pilot))
-        talk.run.stop()
-        await until(pilot, lambda: talk.run is None)
-        await until(pilot, lambda: talk.prompt.text == "echo four")
-        assert len(talk.conversation.turns) == 1, "an answer that was stopped is no reason to ask the next"
+        pane.run.stop()
+        await until(pilot, lambda: pane.run is None)
+        await until(pilot, lambda: pane.prompt.text == "echo four")
+        assert len(pane.conversation.turns) == 1, "an answer that was stopped is no reason to ask the next"
 
 
 async def test_a_question_waits_for_the_model() -> None:
     async with chat() as pilot:
-        talk = screen(pilot).talk
-        talk.prompt.text = "echo one"
+        pane = screen(pilot).chat_pane
+        pane.prompt.text = "echo one"
         await pilot.press("ctrl+r", "enter")
-        await until(pilot, lambda: talk.conversation.turns and not talk.conversation.turns[0].answer.is_open)
-        assert talk.conversation.turns[0].answer.text == "one"
+        await until(pilot, lambda: pane.conversation.turns and not pane.conversation.turns[0].answer.is_open)
+        assert pane.conversation.turns[0].answer.text == "one"
 
 
 async def test_keys_behind_enter_are_the_next_question() -> None:
     async with chat() as pilot:
         await pilot.press(*"echo one", "enter", *"abc")
         prompt = screen(pilot).query_one(PromptInput)
-        await until(pilot, lambda: screen(pilot).talk.conversation.num_answers == 1)
+        await until(pilot, lambda: screen(pilot).chat_pane.conversation.num_answers == 1)
         assert prompt.text == "abc"
 
 
@@ -236,7 +236,7 @@ async def test_escape_leaves_the_whole_screen_before_it_does_anything_else() -> 
         await until(pilot, lambda: "word" in seen(pilot))
         await pilot.press("alt+v", "escape")
         assert not screen(pilot).has_class("-expanded")
-        run = screen(pilot).talk.run
+        run = screen(pilot).chat_pane.run
         assert run is not None
         assert not run.is_stopping
         assert screen(pilot).query_one(PromptInput).has_focus
@@ -360,17 +360,17 @@ async def test_the_panel_is_out_of_the_way_in_a_small_terminal_until_asked_for()
 
 async def test_keys_behind_one_whose_command_has_yet_to_run_wait_for_it() -> None:
     async with chat() as pilot:
-        prompt, talk = screen(pilot).talk.prompt, screen(pilot).talk
-        talk.num_waiting += 1
+        prompt, pane = screen(pilot).chat_pane.prompt, screen(pilot).chat_pane
+        pane.num_waiting += 1
         pilot.app.post_message(events.Key("a", "a"))
         await pilot.pause(0.2)
         assert prompt.text == ""
-        talk.num_waiting -= 1
+        pane.num_waiting -= 1
         await until(pilot, lambda: prompt.text == "a")
         screen(pilot).action_command("model")
-        assert talk.num_waiting == 1
+        assert pane.num_waiting == 1
         await until(pilot, lambda: isinstance(pilot.app.screen, ModelScreen))
-        assert talk.num_waiting == 0
+        assert pane.num_waiting == 0
 
 
 async def test_a_megabyte_can_be_pasted_and_sent() -> None:
@@ -381,8 +381,8 @@ async def test_a_megabyte_can_be_pasted_and_sent() -> None:
         await until(pilot, lambda: "90,001 lines" in prompt.text)
         assert prompt.full_text == text
         await pilot.press("enter")
-        await until(pilot, lambda: screen(pilot).talk.conversation.turns)
-        assert screen(pilot).talk.conversation.turns[0].question == text.strip()
+        await until(pilot, lambda: screen(pilot).chat_pane.conversation.turns)
+        assert screen(pilot).chat_pane.conversation.turns[0].question == text.strip()
 
 
 async def test_the_transcript_follows_unless_the_reader_scrolled_up() -> None:
@@ -423,7 +423,7 @@ async def test_a_paragraph_costs_a_layout_per_line_or_one(
 
     async with chat(size=(120, 40)) as pilot:
         await say(pilot, "never")
-        await until(pilot, lambda: screen(pilot).talk.run)
+        await until(pilot, lambda: screen(pilot).chat_pane.run)
         view = screen(pilot).query_one(AnswerView)
 
         async def add(text: str) -> None:
@@ -570,14 +570,14 @@ async def test_what_is_still_to_come_when_the_app_is_left_is_no_defect(what: str
     async with chat(store=store) as pilot:
         await ask(pilot, "hello")
         await say(pilot, "never")
-        talk = screen(pilot).talk
-        await until(pilot, lambda: talk.run is not None)
-        request = talk.conversation.turns[-1].answer.request_id
+        pane = screen(pilot).chat_pane
+        await until(pilot, lambda: pane.run is not None)
+        request = pane.conversation.turns[-1].answer.request_id
         if what == "answer":
-            talk.post_message(EngineEvent(TextDelta(request, 0, "the last words", 3)))
-            talk.post_message(EngineEvent(Finished(request, 0, "stop", 3, 50.0, 23)))
+            pane.post_message(EngineEvent(TextDelta(request, 0, "the last words", 3)))
+            pane.post_message(EngineEvent(Finished(request, 0, "stop", 3, 50.0, 23)))
         elif what == "conversation":
-            talk.call_command("new", "")
+            pane.call_command("new", "")
         pilot.app.exit()
         if what == "dialog":
             pilot.app.push_screen(SamplingScreen(Settings("fake")))

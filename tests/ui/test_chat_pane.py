@@ -44,7 +44,7 @@ async def test_an_opened_conversation_is_read_ahead(tmp_path: Path, monkeypatch:
         return len(lines)
 
     async with chat() as pilot:
-        await screen(pilot).talk.open_conversation(conversation)
+        await screen(pilot).chat_pane.open_conversation(conversation)
         await until(pilot, lambda: count() == 1)
         await say(pilot, "/reload")
         await until(pilot, lambda: count() == 2)
@@ -54,7 +54,7 @@ async def test_an_opened_conversation_is_read_ahead(tmp_path: Path, monkeypatch:
 async def test_a_key_quits_where_it_comes_again_within_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     async with chat() as pilot:
-        pane = screen(pilot).talk
+        pane = screen(pilot).chat_pane
         monkeypatch.setattr(quitting, "time", SimpleNamespace(monotonic=lambda: now))
         for now, quits in ((1000.0, False), (1003.0, False), (1004.9, True), (1010.0, False)):  # noqa: B007
             assert screen(pilot).quit_key.is_repeated(pane, "ctrl+q") == quits
@@ -63,7 +63,7 @@ async def test_a_key_quits_where_it_comes_again_within_two_seconds(monkeypatch: 
 @anyio
 async def test_a_slow_drawing_is_made_once_a_second() -> None:
     async with chat() as pilot:
-        text = screen(pilot).talk._text
+        text = screen(pilot).chat_pane._text
         text.pace(True)
         for _ in range(30):
             text._spent(time.process_time() - 100)
@@ -73,9 +73,9 @@ async def test_a_slow_drawing_is_made_once_a_second() -> None:
 @anyio
 async def test_a_context_that_is_nearly_full_is_said_once() -> None:
     async with chat() as pilot:
-        talk = screen(pilot).talk
-        assert talk.engine.loaded is not None
-        talk.engine = replace(talk.engine, loaded=changed(talk.engine.loaded, max_model_len=50))
+        pane = screen(pilot).chat_pane
+        assert pane.engine.loaded is not None
+        pane.engine = replace(pane.engine, loaded=changed(pane.engine.loaded, max_model_len=50))
         assert FULL * 50 == 40
         for length in (19, 20, 25):  # the script's prompts have 20 tokens
             await ask(pilot, "echo " + "x" * length)
@@ -86,15 +86,15 @@ async def test_a_context_that_is_nearly_full_is_said_once() -> None:
 @anyio
 async def test_no_candidate_is_accepted_unasked_while_they_are_written() -> None:
     async with chat(sampling={"n": 5}) as pilot:  # they go on until they are stopped
-        talk = screen(pilot).talk
+        pane = screen(pilot).chat_pane
         await say(pilot, "which?")
-        await until(pilot, lambda: talk.run is not None and any(each.text for each in talk.run.answer.candidates))
-        await talk.accept_best()
-        assert talk.conversation.leaf is not None
-        assert len(talk.conversation.leaf.answer.candidates) == 5
+        await until(pilot, lambda: pane.run is not None and any(each.text for each in pane.run.answer.candidates))
+        await pane.accept_best()
+        assert pane.conversation.leaf is not None
+        assert len(pane.conversation.leaf.answer.candidates) == 5
         await pilot.press("3")
-        await until(pilot, lambda: talk.run is None)
-        assert "sample3" in talk.conversation.leaf.answer.text
+        await until(pilot, lambda: pane.run is None)
+        assert "sample3" in pane.conversation.leaf.answer.text
 
 
 @anyio
@@ -103,13 +103,13 @@ async def test_a_digit_right_after_undo_takes_a_candidate_again(monkeypatch: pyt
     async with chat(sampling={"n": 3}) as pilot:
         answer = (await ask(pilot, "which?")).answer
         await pilot.press("2")
-        await until(pilot, lambda: not screen(pilot).talk.conversation.leaf.answer.candidates)  # type: ignore[union-attr]
+        await until(pilot, lambda: not screen(pilot).chat_pane.conversation.leaf.answer.candidates)  # type: ignore[union-attr]
         await pilot.press("alt+u")
-        await until(pilot, lambda: screen(pilot).talk.conversation.leaf.answer.candidates)  # type: ignore[union-attr]
-        await until(pilot, lambda: screen(pilot).talk.prompt.num_picks == 3)
+        await until(pilot, lambda: screen(pilot).chat_pane.conversation.leaf.answer.candidates)  # type: ignore[union-attr]
+        await until(pilot, lambda: screen(pilot).chat_pane.prompt.num_picks == 3)
         await pilot.press("3")
-        await until(pilot, lambda: "sample3" in screen(pilot).talk.conversation.leaf.answer.text)  # type: ignore[union-attr]
-        assert screen(pilot).talk.prompt.text == ""
+        await until(pilot, lambda: "sample3" in screen(pilot).chat_pane.conversation.leaf.answer.text)  # type: ignore[union-attr]
+        assert screen(pilot).chat_pane.prompt.text == ""
         assert answer is not None
 
 
@@ -122,7 +122,7 @@ async def test_a_saved_conversation_brings_its_system_prompt(tmp_path: Path) -> 
         await say(pilot, "/sessions")
         await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))
         await pilot.press("enter")
-        await until(pilot, lambda: screen(pilot).talk.conversation.conversation_id == saved.conversation_id)
+        await until(pilot, lambda: screen(pilot).chat_pane.conversation.conversation_id == saved.conversation_id)
         assert screen(pilot).app.settings.system == "be brief"
 
 

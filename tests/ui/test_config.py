@@ -179,7 +179,7 @@ def test_the_tabs_and_the_commands_of_views_have_the_same_keys() -> None:
     ]
 
 
-async def nothing(talk: object, argument: str) -> None:
+async def nothing(pane: object, argument: str) -> None:
     """Do nothing, as a command's action."""
 
 

@@ -48,14 +48,14 @@ async def test_places_are_counted_marked_and_walked_through() -> None:
 async def test_escape_closes_and_leaves_nothing_behind() -> None:
     async with chat(size=(100, 40)) as pilot:
         await ask(pilot, "echo one")
-        before = [(type(each), str(each.render())) for each in screen(pilot).talk.transcript.query(Static)]
+        before = [(type(each), str(each.render())) for each in screen(pilot).chat_pane.transcript.query(Static)]
         await pilot.press("ctrl+f", *"one", "escape")
         await pilot.pause()
-        after = [(type(each), str(each.render())) for each in screen(pilot).talk.transcript.query(Static)]
+        after = [(type(each), str(each.render())) for each in screen(pilot).chat_pane.transcript.query(Static)]
         assert after == before
         assert marked(pilot, "underline") == []
         assert screen(pilot).focused is screen(pilot).query_one(PromptInput)
-        assert not screen(pilot).talk.search.display
+        assert not screen(pilot).chat_pane.search.display
         assert (await ask(pilot, "echo two")).answer.text == "two"
 
 
@@ -83,18 +83,18 @@ async def test_over_five_hundred_turns() -> None:
         for number in range(500):
             answer = conversation.ask(f"question {number}")
             answer.text, answer.finish_reason = f"An answer with number {number} of many", "stop"
-        talk = screen(pilot).talk
-        await talk.open_conversation(conversation)
-        assert len(Finder().find(talk.transcript.turns, "an answer")) == 500
-        talk.search.open("number 77 of")
+        pane = screen(pilot).chat_pane
+        await pane.open_conversation(conversation)
+        assert len(Finder().find(pane.transcript.turns, "an answer")) == 500
+        pane.search.open("number 77 of")
         await until(pilot, lambda: found(pilot).startswith("1 of 1 "))
         await until(pilot, lambda: "number 77 of" in marked(pilot, "reverse"))
-        talk.search.open("question")
+        pane.search.open("question")
         await until(pilot, lambda: "of 500" in found(pilot))
         for step in (1, -1, -1):
-            talk.search.action_go(step)
+            pane.search.action_go(step)
         await until(pilot, lambda: "question" in marked(pilot, "reverse"))
-        talk.search.close()
+        pane.search.close()
         await until(pilot, lambda: not marked(pilot, "underline"))
 
 
@@ -104,17 +104,17 @@ async def test_a_place_stays_in_sight_while_the_end_grows() -> None:
         for number in range(30):
             answer = conversation.ask(f"question {number}")
             answer.text, answer.finish_reason = f"An answer with number {number} of many", "stop"
-        talk = screen(pilot).talk
-        await talk.open_conversation(conversation)
-        await until(pilot, lambda: talk.transcript.is_settled and "number 29" in seen(pilot))
-        view = talk.transcript.view_of(conversation.turns[24])
+        pane = screen(pilot).chat_pane
+        await pane.open_conversation(conversation)
+        await until(pilot, lambda: pane.transcript.is_settled and "number 29" in seen(pilot))
+        view = pane.transcript.view_of(conversation.turns[24])
         assert view is not None, "it is mounted"
         assert "number 24 of" not in seen(pilot), "above what is in sight"
-        talk.search.open("number 24 of")
+        pane.search.open("number 24 of")
         await until(pilot, lambda: "number 24 of" in seen(pilot))
         for word in ("one", "two", "three"):
-            await talk.transcript.add_note(f"{word}\n" * 9)
-            await until(pilot, lambda: talk.transcript.is_settled)
+            await pane.transcript.add_note(f"{word}\n" * 9)
+            await until(pilot, lambda: pane.transcript.is_settled)
         await pilot.pause()
         assert "number 24 of" in seen(pilot)
 
@@ -124,12 +124,12 @@ async def test_an_attached_file_is_searched(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     async with chat(size=(100, 30)) as pilot:
         await ask(pilot, "messages of @birds.txt")
-        talk = screen(pilot).talk
-        assert "stork" not in shown_question(talk.conversation.turns[0].question)
+        pane = screen(pilot).chat_pane
+        assert "stork" not in shown_question(pane.conversation.turns[0].question)
         await say(pilot, "/find heron")
         await until(pilot, lambda: "1 of 2" in found(pilot))
-        places = Finder().find(talk.conversation.turns, "heron")
+        places = Finder().find(pane.conversation.turns, "heron")
         assert len(places) == 2, "in the answer, which repeats it, and in the file"
         await pilot.press("enter")
         await until(pilot, lambda: "2 of 2" in found(pilot))
-        await until(pilot, lambda: talk.transcript.selected is talk.conversation.turns[0])
+        await until(pilot, lambda: pane.transcript.selected is pane.conversation.turns[0])

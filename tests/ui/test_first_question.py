@@ -29,7 +29,7 @@ async def test_a_tour_begins_when_the_model_is_ready(tmp_path: Path) -> None:
     app = ChatApp(Settings("fake"), SessionStore(tmp_path), question="/tour", **OPTIONS)
     async with app.run_test() as pilot:
         await until(pilot, lambda: any("tour ·" in note for note in notes(pilot)))
-        screen(pilot).talk.workers.cancel_group(screen(pilot).talk, "tour")
+        screen(pilot).chat_pane.workers.cancel_group(screen(pilot).chat_pane, "tour")
 
 
 async def test_it_is_not_lost_where_the_model_does_not_load(tmp_path: Path) -> None:
@@ -37,4 +37,4 @@ async def test_it_is_not_lost_where_the_model_does_not_load(tmp_path: Path) -> N
     async with app.run_test() as pilot:
         # It comes back with the message behind the phase's change.
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "echo later")
-        assert screen(pilot).talk.engine.phase == "failed"
+        assert screen(pilot).chat_pane.engine.phase == "failed"

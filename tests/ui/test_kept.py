@@ -32,7 +32,7 @@ async def test_changes_presets_and_the_theme_survive_a_restart(tmp_path: Path, m
         return load_settings(config, flags, keeper(tmp_path).read())
 
     def app() -> ChatApp:
-        store = SessionStore(tmp_path / "talks")
+        store = SessionStore(tmp_path / "conversations")
         return ChatApp(
             settings(), store, keeper=keeper(tmp_path), engine_command=FAKE, driver_class=HeadlessDriver
         )  # fmt: skip
@@ -64,11 +64,11 @@ async def test_thinking_survives_a_restart(tmp_path: Path) -> None:
     for word, before in (("off", None), ("on", False), ("", True)):
         settings = load_settings(UserConfig(), Settings("thinker"), keeper(tmp_path).read())
         assert settings.thinks is before
-        app = ChatApp(settings, SessionStore(tmp_path / "talks"), keeper=keeper(tmp_path), engine_command=FAKE,
+        app = ChatApp(settings, SessionStore(tmp_path / "conversations"), keeper=keeper(tmp_path), engine_command=FAKE,
                       driver_class=HeadlessDriver)  # fmt: skip
         async with app.run_test() as pilot:
             chat_screen = screen(pilot)
-            while chat_screen.talk.engine.phase != "ready":
+            while chat_screen.chat_pane.engine.phase != "ready":
                 await pilot.pause(0.02)
             if word:
                 await say(pilot, f"/think {word}")

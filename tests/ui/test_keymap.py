@@ -46,9 +46,9 @@ async def test_keys_are_replaced_and_shown() -> None:
     async with chat(size=(120, 50), keymap={"edit": ["ctrl+e", "f12"], "help": "ctrl+b", "quit": "f20"}) as pilot:
         await ask(pilot, "echo one")
         await pilot.press("alt+e")
-        assert screen(pilot).talk.prompt.text == "", "the old key is free"
+        assert screen(pilot).chat_pane.prompt.text == "", "the old key is free"
         await pilot.press("ctrl+e")
-        await until(pilot, lambda: screen(pilot).talk.prompt.text == "echo one")
+        await until(pilot, lambda: screen(pilot).chat_pane.prompt.text == "echo one")
         await pilot.press("escape", "ctrl+b")
         await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
         assert "Ctrl+E, F12" in seen(pilot)
@@ -61,7 +61,8 @@ async def test_the_menu_does_everything_by_letters() -> None:
         await pilot.press("ctrl+g")
         await until(pilot, lambda: isinstance(pilot.app.screen, KeyMenu) and "regenerate" in seen(pilot))
         await pilot.press("r")
-        await until(pilot, lambda: len(screen(pilot).talk.conversation.first) == 2 and screen(pilot).talk.run is None)
+        pane = screen(pilot).chat_pane
+        await until(pilot, lambda: len(pane.conversation.first) == 2 and pane.run is None)
         await pilot.press("ctrl+g", "1")
         await until(pilot, lambda: screen(pilot).memory_view == "pool")
         await pilot.press("ctrl+g", "escape")

@@ -30,11 +30,11 @@ def long_conversation(num_turns: int) -> Conversation:
 
 
 async def opened(pilot: Pilot[None], num_turns: int = 300) -> Transcript:
-    talk = screen(pilot).talk
-    await talk.open_conversation(long_conversation(num_turns))
+    pane = screen(pilot).chat_pane
+    await pane.open_conversation(long_conversation(num_turns))
     await pilot.pause()
-    await until(pilot, lambda: talk.transcript.is_settled and f"answer {num_turns - 1}." in seen(pilot))
-    return talk.transcript
+    await until(pilot, lambda: pane.transcript.is_settled and f"answer {num_turns - 1}." in seen(pilot))
+    return pane.transcript
 
 
 def check(transcript: Transcript) -> None:
@@ -135,12 +135,12 @@ async def test_an_answer_after_the_reader_went_far_up() -> None:
         assert transcript.turn_views[-1].turn.answer.text == "the end"
 
 
-async def test_a_talk_that_grows_mounts_no_more_than_a_few_screens() -> None:
+async def test_a_growing_conversation_mounts_no_more_than_a_few_screens() -> None:
     async with chat(size=(100, 20)) as pilot:
         for number in range(25):
             await ask(pilot, f"echo number {number}")
         await pilot.pause()
-        transcript = screen(pilot).talk.transcript
+        transcript = screen(pilot).chat_pane.transcript
         assert len(transcript.turns) == 25 > len(transcript.turn_views)
         check(transcript)
 
@@ -154,8 +154,8 @@ async def test_selecting_upwards_brings_turns_in_and_a_branch_begins_at_the_sele
         await until(pilot, lambda: "question 15." in seen(pilot))
         assert transcript.selected is transcript.turns[15]
         await say(pilot, "/regenerate")
-        talk = screen(pilot).talk
-        await until(pilot, lambda: talk.run is None and len(transcript.turns) == 16)
+        pane = screen(pilot).chat_pane
+        await until(pilot, lambda: pane.run is None and len(transcript.turns) == 16)
         await until(pilot, lambda: "2/2" in seen(pilot))
         await pilot.press("alt+left")  # the other branch, with its 28 turns more
         await until(pilot, lambda: len(transcript.turns) == 44)

@@ -142,8 +142,8 @@ def test_commands_and_the_end_of_the_context(tiny_model: Path, tmp_path: Path) -
         assert chat.handle(f"{number} " + "word " * 12)
     assert "the context is full" in dialogue.notes.getvalue()
     assert len(chat.conversation.turns) == 12
-    chat.handle(f"/export {tmp_path}/talk.md")
-    assert (tmp_path / "talk.md").exists()
+    chat.handle(f"/export {tmp_path}/conversation.md")
+    assert (tmp_path / "conversation.md").exists()
     chat.handle("/new")
     assert not chat.conversation.turns
     chat.handle("//slash")

@@ -132,25 +132,25 @@ async def test_a_dropped_file_is_named_in_the_prompt(folder: Path) -> None:
     async with chat() as pilot:
         await pilot.press(*"about ")
         pilot.app.post_message(events.Paste(f"'{folder}/my file.txt'"))
-        await until(pilot, lambda: screen(pilot).talk.prompt.text == f'about @"{folder}/my file.txt" ')
+        await until(pilot, lambda: screen(pilot).chat_pane.prompt.text == f'about @"{folder}/my file.txt" ')
 
 
 @pytest.mark.anyio
 async def test_a_file_is_chosen_in_the_popup_and_sent(folder: Path) -> None:
     async with chat(size=(100, 30)) as pilot:
-        prompt, popup = screen(pilot).talk.prompt, screen(pilot).query_one(Popup)
+        prompt, popup = screen(pilot).chat_pane.prompt, screen(pilot).query_one(Popup)
         await pilot.press(*"echo @her")
         await until(pilot, lambda: popup.display and "src/deep/heron.txt" in seen(pilot))
         await pilot.press("down", "enter")
         assert prompt.text == "echo @src/deep/heron.txt "
         await until(pilot, lambda: not popup.display)
         await pilot.press("enter")
-        await until(pilot, lambda: screen(pilot).talk.conversation.num_answers == 1)
-        assert "text of src/deep/heron.txt" in screen(pilot).talk.conversation.turns[0].answer.text
+        await until(pilot, lambda: screen(pilot).chat_pane.conversation.num_answers == 1)
+        assert "text of src/deep/heron.txt" in screen(pilot).chat_pane.conversation.turns[0].answer.text
         (folder / "large").write_text("x" * (LONGEST_FILE + 1))
         await say(pilot, "see @large")
         await until(pilot, lambda: prompt.text == "see @large")
-        assert len(screen(pilot).talk.conversation.turns) == 1
+        assert len(screen(pilot).chat_pane.conversation.turns) == 1
 
 
 @pytest.mark.parametrize(
@@ -181,40 +181,40 @@ async def test_a_path_is_chosen_part_by_part_and_its_text_stays_folded(folder: P
     text = "".join(f"line {number} of many\n" for number in range(400))
     (folder / "a place" / "long.txt").write_text(text)
     async with chat(size=(120, 30)) as pilot:
-        talk, popup = screen(pilot).talk, screen(pilot).query_one(Popup)
+        pane, popup = screen(pilot).chat_pane, screen(pilot).query_one(Popup)
         await pilot.press(*"think @./a")
         await until(pilot, lambda: popup.display and "./a place/" in seen(pilot))
         await pilot.press("tab")
         await until(pilot, lambda: popup.display and "long.txt" in seen(pilot))
         await pilot.press("tab")
-        assert talk.prompt.text == 'think @"./a place/long.txt" '
+        assert pane.prompt.text == 'think @"./a place/long.txt" '
         await pilot.press("enter")
-        await until(pilot, lambda: talk.conversation.num_answers == 1)
-        question = talk.conversation.turns[0].question
+        await until(pilot, lambda: pane.conversation.num_answers == 1)
+        question = pane.conversation.turns[0].question
         assert text.strip() in question, "the model reads all of it"
         await until(pilot, lambda: "[./a place/long.txt: 6.5 KiB, 400 lines]" in seen(pilot))
         assert "line 7 of many" not in str(screen(pilot).query_one(Question).render())
-        await until(pilot, lambda: talk.run is None)
+        await until(pilot, lambda: pane.run is None)
         await pilot.press("alt+e")
-        assert talk.prompt.text == 'think @"./a place/long.txt"\n\n[./a place/long.txt: 6.5 KiB, 400 lines]'
-        assert talk.prompt.full_text == question
+        assert pane.prompt.text == 'think @"./a place/long.txt"\n\n[./a place/long.txt: 6.5 KiB, 400 lines]'
+        assert pane.prompt.full_text == question
 
 
 @pytest.mark.anyio
 async def test_commands_are_chosen_with_arrows_and_run_with_enter() -> None:
     async with chat(size=(100, 30)) as pilot:
-        talk, popup = screen(pilot).talk, screen(pilot).query_one(Popup)
+        pane, popup = screen(pilot).chat_pane, screen(pilot).query_one(Popup)
         await until(pilot, lambda: any("served" in note for note in notes(pilot)))
         await pilot.pause(0.3)  # what the engine's first words change is drawn
-        before = talk.transcript.region
+        before = pane.transcript.region
         await pilot.press("slash", "s")
         await until(pilot, lambda: popup.display)
         assert "/sessions [words]" in seen(pilot)
-        assert talk.transcript.region == before, "the popup lies above it, and moves nothing"
-        assert popup.region.bottom == talk.prompt.region.y
+        assert pane.transcript.region == before, "the popup lies above it, and moves nothing"
+        assert popup.region.bottom == pane.prompt.region.y
         await pilot.press("down", "down", "tab")
-        assert talk.prompt.text == "/set "
-        talk.prompt.text = ""
+        assert pane.prompt.text == "/set "
+        pane.prompt.text = ""
         await pilot.press("slash", "h", "e", "enter")
         await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
         await pilot.press("escape")
@@ -222,7 +222,7 @@ async def test_commands_are_chosen_with_arrows_and_run_with_enter() -> None:
         await until(pilot, lambda: popup.display)
         await pilot.press("escape")
         assert not popup.display
-        assert talk.prompt.text == "/n", "only the popup closes"
+        assert pane.prompt.text == "/n", "only the popup closes"
 
 
 @pytest.mark.anyio
@@ -289,7 +289,7 @@ async def test_undo_takes_the_lines_of_a_prompt_away_that_has_a_scrollbar() -> N
 
 
 @pytest.mark.anyio
-async def test_where_there_is_no_room_beside_the_talk_a_view_takes_the_screen() -> None:
+async def test_without_space_next_to_the_chat_pane_a_view_takes_the_screen() -> None:
     async with chat(size=(40, 12)) as pilot:
         await pilot.press("f7")
         await until(pilot, lambda: "no text is in memory" in seen(pilot))

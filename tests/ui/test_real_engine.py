@@ -74,7 +74,7 @@ async def test_an_engine_that_fails_leaves_the_conversation(engine_command: Comm
         await ask(pilot, "hello")
         await say(pilot, "long " * 2000)
         await until(pilot, lambda: any("context holds" in note for note in notes(pilot)))
-        assert screen(pilot).talk.run is None
+        assert screen(pilot).chat_pane.run is None
         await ask(pilot, "again")
         pool = screen(pilot).pool
         assert pool is not None
@@ -115,7 +115,7 @@ async def test_the_tour_shows_all_that_it_promises(engine_command: Command, tiny
 
 
 @pytest.mark.weights
-async def test_the_default_model_talks(engine_command: Command, tmp_path: Path) -> None:
+async def test_the_default_model_answers(engine_command: Command, tmp_path: Path) -> None:
     sampling = {"temperature": 0.0, "max_tokens": 40}
     async with chat(
         **engine(engine_command, default_model()),

@@ -24,7 +24,7 @@ from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.textual_internals import Options
 
 
-def talk(question: str, text: str, reason: str | None = "stop") -> Conversation:
+def one_turn(question: str, text: str, reason: str | None = "stop") -> Conversation:
     conversation = Conversation(model="m")
     answer = conversation.ask(question)
     answer.text, answer.finish_reason = text, reason
@@ -35,7 +35,7 @@ def test_saved_listed_searched_and_deleted(tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "conversations")
     store.save(Conversation())
     assert not store.directory.exists(), "nothing was said: there is nothing to save"
-    one, two = talk("What is paging?", "Pages of memory."), talk("Hello", "Hi", reason=None)
+    one, two = one_turn("What is paging?", "Pages of memory."), one_turn("Hello", "Hi", reason=None)
     store.save(one)
     store.save(two)
     os.utime(store.path_of(one), (1, 1))
@@ -53,7 +53,7 @@ def test_saved_listed_searched_and_deleted(tmp_path: Path) -> None:
 
 def test_a_private_chat_saves_nothing(tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "conversations", saves=False)
-    conversation = talk("What is paging?", "Pages of memory.")
+    conversation = one_turn("What is paging?", "Pages of memory.")
     assert not store.save(conversation)
     store.keep_draft("unsent")
     assert not store.directory.exists()
@@ -61,12 +61,12 @@ def test_a_private_chat_saves_nothing(tmp_path: Path) -> None:
 
 
 def test_only_a_conversation_that_is_saved_owns_blocks_on_disk(tmp_path: Path) -> None:
-    store, conversation = SessionStore(tmp_path), talk("What is paging?", "Pages of memory.")
+    store, conversation = SessionStore(tmp_path), one_turn("What is paging?", "Pages of memory.")
     assert store.owner_of(Conversation()) == ""
     assert store.owner_of(conversation) == conversation.file_id
     conversation.is_trial = True
     assert store.owner_of(conversation) == ""
-    assert SessionStore(tmp_path, keeps_blocks=False).owner_of(talk("a", "b")) == ""
+    assert SessionStore(tmp_path, keeps_blocks=False).owner_of(one_turn("a", "b")) == ""
 
 
 @pytest.mark.anyio
@@ -75,7 +75,7 @@ async def test_delete_removes_the_conversation_and_its_blocks(tmp_path: Path, mo
     store, [key] = SessionStore(tmp_path), chain([5])
     async with chat(store=store) as pilot:
         await ask(pilot, "echo hello")
-        pane = screen(pilot).talk
+        pane = screen(pilot).chat_pane
         conversation, blocks = pane.conversation, store_in(blocks_dir())
         blocks.add_names(conversation.file_id, [key.name])
         write(blocks, key)
@@ -92,7 +92,7 @@ async def test_delete_removes_the_conversation_and_its_blocks(tmp_path: Path, mo
 
 def test_titles_are_kept_listed_and_searched(tmp_path: Path) -> None:
     store = SessionStore(tmp_path)
-    named, long = talk("What is paging?", "Pages."), talk("word " * 40 + "\x1b[31m", "x")
+    named, long = one_turn("What is paging?", "Pages."), one_turn("word " * 40 + "\x1b[31m", "x")
     named.title = "  Memory\x1b[31m,\nvirtual "
     for each in (long, named):
         store.save(each)
@@ -102,7 +102,7 @@ def test_titles_are_kept_listed_and_searched(tmp_path: Path) -> None:
     assert titles[1].startswith("word word")
     assert titles[1].endswith("word …")
     assert len(titles[1]) <= LONGEST_TITLE + 2
-    assert talk("What is in @a.txt\n\n```a.txt\nits text\n```", "x").shown_title == "What is in @a.txt"
+    assert one_turn("What is in @a.txt\n\n```a.txt\nits text\n```", "x").shown_title == "What is in @a.txt"
     assert len(store.list("virtual pages")) == 1
     assert store.load(store.path_of(named)).title == named.title
     old = json.loads(store.path_of(named).read_text())
@@ -114,7 +114,7 @@ def test_titles_are_kept_listed_and_searched(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SessionStore(tmp_path)
-    conversation = talk("q", "old")
+    conversation = one_turn("q", "old")
     store.save(conversation)
 
     def fail(*_: object) -> None:
@@ -152,7 +152,7 @@ class _FullDisk(io.StringIO):
 
 
 def test_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversation = talk("What is `x`?", "It is\n\n```\ncode\n```")
+    conversation = one_turn("What is `x`?", "It is\n\n```\ncode\n```")
     conversation.system = "be brief\nand kind"
     markdown = to_markdown(conversation)
     for part in (

@@ -205,7 +205,7 @@ async def test_equal_answers_say_so() -> None:
     async with chat(size=(160, 50)) as pilot:
         await say(pilot, "/n 3")
         turn = await ask(pilot, "echo one")
-        view = screen(pilot).talk.transcript.view_of(turn)
+        view = screen(pilot).chat_pane.transcript.view_of(turn)
         assert view is not None
         for candidate in turn.answer.candidates:
             candidate.text = "A sentence that all of them say, word by word."

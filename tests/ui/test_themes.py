@@ -93,17 +93,17 @@ def unread(pilot: Pilot[Any], place: str, theme: str, kind: str) -> list[str]:
 
 
 @in_every_theme
-async def test_the_talk_can_be_read_in_every_theme(in_all: bool) -> None:
+async def test_the_chat_pane_can_be_read_in_every_theme(in_all: bool) -> None:
     async with chat(size=(160, 50)) as pilot:
         await ask(pilot, "echo # A head\n\nA *word*, `code`, a [link](http://x.y)\n\n- one\n\n> said\n\n```python\n"
                   "def f(x):  # a comment\n    return 'text', 3\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |")  # fmt: skip
         await pilot.press("alt+up")  # the turn is selected
-        screen(pilot).talk.notify("a notice")
+        screen(pilot).chat_pane.notify("a notice")
         await say(pilot, "/wrong")
-        found = await faint(pilot, "talk", in_all)
+        found = await faint(pilot, "chat pane", in_all)
         await pilot.press("escape")
         await say(pilot, "/n 3")
-        before = screen(pilot).talk.conversation.leaf
+        before = screen(pilot).chat_pane.conversation.leaf
         await say(pilot, "choose")
         await answered(pilot, before)
         found += await faint(pilot, "candidates", in_all)

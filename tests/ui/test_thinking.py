@@ -33,11 +33,11 @@ def test_a_template_is_told(thinks: bool | None) -> None:
 @pytest.mark.anyio
 async def test_thinking_is_switched_where_the_template_can() -> None:
     async with chat("thinker", engine_command=[*FAKE]) as pilot:
-        await until(pilot, lambda: screen(pilot).talk.engine.phase == "ready")
+        await until(pilot, lambda: screen(pilot).chat_pane.engine.phase == "ready")
         assert (await ask(pilot, "thinks?")).answer.text == "None"
         for word, told in (("off", "False"), ("on", "True")):
             await say(pilot, f"/think {word}")
-            before = screen(pilot).talk.conversation.leaf
+            before = screen(pilot).chat_pane.conversation.leaf
             await say(pilot, "thinks?")
             assert (await answered(pilot, before)).answer.text == told
         await say(pilot, "/think maybe")
@@ -54,7 +54,7 @@ async def test_a_template_without_the_switch_says_so() -> None:
 @pytest.mark.anyio
 async def test_thoughts_are_limited_where_the_model_has_tags() -> None:
     async with chat("tags", engine_command=[*FAKE]) as pilot:
-        await until(pilot, lambda: screen(pilot).talk.engine.phase == "ready")
+        await until(pilot, lambda: screen(pilot).chat_pane.engine.phase == "ready")
         await say(pilot, "/think 512")
         settings = screen(pilot).app.settings
         assert settings.sampling["max_reasoning_tokens"] == 512
@@ -83,9 +83,9 @@ async def test_a_limit_needs_tags() -> None:
 @pytest.mark.anyio
 async def test_answers_at_several_depths_are_cards_with_their_cost() -> None:
     async with chat("thinker", engine_command=[*FAKE]) as pilot:
-        await until(pilot, lambda: screen(pilot).talk.engine.phase == "ready")
+        await until(pilot, lambda: screen(pilot).chat_pane.engine.phase == "ready")
         await say(pilot, "/depths 8, 3,20")
-        before = screen(pilot).talk.conversation.leaf
+        before = screen(pilot).chat_pane.conversation.leaf
         await say(pilot, "why?")
         turn = await answered(pilot, before)
         cards = list(screen(pilot).query(CandidateCard))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 async def test_the_welcome_stays_until_the_first_question() -> None:
     async with chat(size=(120, 40)) as pilot:
         await say(pilot, "/set temperature 0.5")
-        await screen(pilot).talk.transcript.add_note("something")
+        await screen(pilot).chat_pane.transcript.add_note("something")
         await until(pilot, lambda: "something" in notes(pilot)[-1])
         await until(pilot, lambda: "Ask something and press Enter." in seen(pilot))
         assert "/tour" in seen(pilot)
@@ -41,22 +41,22 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
     async with chat(size=(140, 40)) as pilot:
         before = screen(pilot).app.settings
         await ask(pilot, "echo old")
-        talk = screen(pilot).talk
+        pane = screen(pilot).chat_pane
         monkeypatch.setattr(tour, "_READING", 0.05)
         await say(pilot, "/tour")
         await until(pilot, lambda: any("tour · free" in note for note in notes(pilot)))
         assert "more below" not in seen(pilot), "all of it is in sight"
         said = [note for note in notes(pilot) if "tour ·" in note]
         assert [note.split()[3].strip(":") for note in said] == ["text", "fork", "copy", "each", "free"]
-        turn = talk.conversation.turns[0]
-        below = talk.transcript.items[talk.transcript.items.index(turn) + 1 :]
+        turn = pane.conversation.turns[0]
+        below = pane.transcript.items[pane.transcript.items.index(turn) + 1 :]
         told = [item.text.split()[2].strip(":") for item in below if isinstance(item, Remark)]
         assert told == ["fork", "copy", "each", "free"], "what is told of the question stands below it"
-        await until(pilot, lambda: len(talk.conversation.siblings(turn)) == 3)  # one of them accepted
+        await until(pilot, lambda: len(pane.conversation.siblings(turn)) == 3)  # one of them accepted
         await until(pilot, lambda: screen(pilot).app.settings is before)
-        assert len(talk.store.list()) == 1, "the conversation of before is kept, and the tour's is the tour's"
+        assert len(pane.store.list()) == 1, "the conversation of before is kept, and the tour's is the tour's"
         await ask(pilot, "echo my own")
-        assert len(talk.store.list()) == 2
+        assert len(pane.store.list()) == 2
 
 
 async def test_the_notes_of_the_tour_are_there_again_in_a_resumed_conversation(
@@ -67,7 +67,7 @@ async def test_the_notes_of_the_tour_are_there_again_in_a_resumed_conversation(
     store = SessionStore(tmp_path)
 
     def shown(pilot: Pilot[None]) -> list[str]:
-        items = screen(pilot).talk.transcript.items
+        items = screen(pilot).chat_pane.transcript.items
         return [item.question if isinstance(item, Turn) else item.text for item in items if _is_kept(item)]
 
     async with chat(size=(140, 40), store=store) as pilot:
@@ -79,8 +79,8 @@ async def test_the_notes_of_the_tour_are_there_again_in_a_resumed_conversation(
             "text", "three", "fork:", "copy", "each", "free:", "own"
         ]  # fmt: skip
     async with chat(size=(140, 40), store=store) as pilot:
-        talk = screen(pilot).talk
-        talk.call_later(talk.open_conversation, store.load(store.latest()))
+        pane = screen(pilot).chat_pane
+        pane.call_later(pane.open_conversation, store.load(store.latest()))
         await until(pilot, lambda: shown(pilot) == before)
 
 
@@ -89,7 +89,7 @@ def _is_kept(item: Turn | Remark) -> bool:
 
 
 @pytest.mark.parametrize("size", [(40, 12), (80, 24)])
-async def test_a_memory_view_that_hides_the_talk_tells_it(
+async def test_a_memory_view_that_hides_the_chat_pane_tells_it(
     size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tour, "QUESTION", "echo three")
@@ -99,7 +99,7 @@ async def test_a_memory_view_that_hides_the_talk_tells_it(
         if not screen(pilot).has_class("-expanded"):
             await pilot.press("alt+v")
         await until(pilot, lambda: "read stays in memory" in " ".join(seen(pilot).split()))
-        screen(pilot).talk.workers.cancel_group(screen(pilot).talk, "tour")
+        screen(pilot).chat_pane.workers.cancel_group(screen(pilot).chat_pane, "tour")
         await until(pilot, lambda: not screen(pilot).query(".caption"))
 
 
@@ -110,5 +110,5 @@ async def test_a_stopped_tour_gives_the_settings_back(monkeypatch: pytest.Monkey
         await say(pilot, "/tour")
         await until(pilot, lambda: screen(pilot).memory_view == "strands" and bool(notes(pilot)))
         await pilot.press("ctrl+n")
-        screen(pilot).talk.workers.cancel_group(screen(pilot).talk, "tour")
+        screen(pilot).chat_pane.workers.cancel_group(screen(pilot).chat_pane, "tour")
         await until(pilot, lambda: screen(pilot).app.settings is before)

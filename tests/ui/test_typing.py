@@ -125,8 +125,8 @@ async def test_a_mark_of_a_long_paste_is_edited_as_a_whole() -> None:
         assert prompt.text == "echo "
         await paste("y" * 5000)
         await pilot.press("left", "left", "left", *" no key goes inside", "enter")
-        await until(pilot, lambda: screen(pilot).talk.conversation.leaf is not None)
-        turn = screen(pilot).talk.conversation.leaf
+        await until(pilot, lambda: screen(pilot).chat_pane.conversation.leaf is not None)
+        turn = screen(pilot).chat_pane.conversation.leaf
         assert turn is not None
         assert turn.question == "echo " + "y" * 5000 + " no key goes inside"
         for keys in (["ctrl+w"], ["ctrl+u"], ["shift+left", "shift+left", "z"], ["ctrl+left", "ctrl+k"]):
@@ -155,25 +155,25 @@ async def test_a_question_with_escape_sequences_is_clean_in_the_prompt() -> None
 @pytest.mark.anyio
 async def test_a_command_after_a_choice_by_digit_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     async with chat(sampling={"n": 3}) as pilot:
-        talk = screen(pilot).talk
+        pane = screen(pilot).chat_pane
         await ask(pilot, "several")
         await pilot.press("2")
-        await until(pilot, lambda: "sample2" in talk.conversation.turns[0].answer.text)
+        await until(pilot, lambda: "sample2" in pane.conversation.turns[0].answer.text)
         await pilot.press(*"/n 1", "enter")
         await until(pilot, lambda: pilot.app.settings.num_candidates == 1)  # type: ignore[attr-defined]
-        assert len(talk.conversation.turns) == 1
-        assert talk.conversation.turns[0].answer.text.startswith("sample2"), "the choice stays"
+        assert len(pane.conversation.turns) == 1
+        assert pane.conversation.turns[0].answer.text.startswith("sample2"), "the choice stays"
         # Text that comes later than a second after the digit leaves the choice alone, too.
         await say(pilot, "/n 3")
         await ask(pilot, "several again")
         await pilot.press("3")
-        await until(pilot, lambda: "sample3" in talk.conversation.turns[1].answer.text)
-        await until(pilot, lambda: talk.prompt.num_picks == 0)
+        await until(pilot, lambda: "sample3" in pane.conversation.turns[1].answer.text)
+        await until(pilot, lambda: pane.prompt.num_picks == 0)
         later = time.monotonic() + 60
         monkeypatch.setattr(prompt_module, "time", SimpleNamespace(monotonic=lambda: later))
         await pilot.press("space", *"more")
-        assert talk.prompt.text == " more"
-        assert "sample3" in talk.conversation.turns[1].answer.text
+        assert pane.prompt.text == " more"
+        assert "sample3" in pane.conversation.turns[1].answer.text
         assert "undo" not in " ".join(notes(pilot)) + seen(pilot).replace("Alt+U undoes", "")
 
 
@@ -207,16 +207,16 @@ async def test_control_q_asks_during_an_answer_and_with_a_draft(
         await pilot.press("ctrl+q")  # too late: it asks again
         await pilot.press("ctrl+u")
         await say(pilot, "never")
-        await until(pilot, lambda: screen(pilot).talk.run is not None)
+        await until(pilot, lambda: screen(pilot).chat_pane.run is not None)
         now += 3
         await pilot.press("ctrl+q")  # at once, before the first word
         await until(pilot, lambda: told() == "an answer is being generated: press Ctrl+Q again to quit")
         assert pilot.app.return_code is None
-        assert screen(pilot).talk.run is not None, "the answer goes on"
+        assert screen(pilot).chat_pane.run is not None, "the answer goes on"
         await pilot.press(*"a draft", "ctrl+q")
         await until(pilot, lambda: pilot.app.return_code == 0)
     async with chat(store=store) as pilot:
-        prompt = screen(pilot).talk.prompt
+        prompt = screen(pilot).chat_pane.prompt
         await until(pilot, lambda: any("your unsent text" in note for note in notes(pilot)))
         assert prompt.text == ""
         await pilot.press("up")
@@ -224,7 +224,7 @@ async def test_control_q_asks_during_an_answer_and_with_a_draft(
         await pilot.press("ctrl+a", "x")
         assert prompt.text == "xa draft", "the start of the line, as in a shell"
         await pilot.press("enter")
-        await until(pilot, lambda: screen(pilot).talk.run is None)
+        await until(pilot, lambda: screen(pilot).chat_pane.run is None)
         await pilot.press("up", "ctrl+q")
         await until(pilot, lambda: pilot.app.return_code == 0)
     assert store.take_draft() == "", "it was sent"
@@ -249,11 +249,11 @@ async def test_control_q_quits_at_once_where_nothing_would_be_lost(keys: str) ->
     resumed = Conversation()
     resumed.ask("a question\x1b[31m of old").finish_reason = "stop"
     async with chat() as pilot:
-        await screen(pilot).talk.open_conversation(resumed)
+        await screen(pilot).chat_pane.open_conversation(resumed)
         await until(pilot, lambda: "of old" in seen(pilot))
         if keys:
             await pilot.press(keys)
-            await until(pilot, lambda: screen(pilot).talk.prompt.text != "")
+            await until(pilot, lambda: screen(pilot).chat_pane.prompt.text != "")
         await pilot.press("ctrl+q")
         await until(pilot, lambda: pilot.app.return_code == 0)
 
@@ -307,14 +307,14 @@ def test_control_z_goes_back_to_the_shell() -> None:
 @pytest.mark.anyio
 async def test_joiners_and_space_in_an_empty_prompt() -> None:
     async with chat(sampling={"n": 3}) as pilot:
-        prompt = screen(pilot).talk.prompt
+        prompt = screen(pilot).chat_pane.prompt
         family = "\U0001f468\u200d\U0001f469 \u0645\u06cc\u200c\u062e"
         for character in family:
             pilot.app.post_message(events.Key("x", character))
         await until(pilot, lambda: prompt.text == family)
         await pilot.press("enter")
-        await until(pilot, lambda: prompt.num_picks == 3 and screen(pilot).talk.run is None)
-        assert screen(pilot).talk.conversation.turns[0].question == family
+        await until(pilot, lambda: prompt.num_picks == 3 and screen(pilot).chat_pane.run is None)
+        assert screen(pilot).chat_pane.conversation.turns[0].question == family
         await pilot.press("space")
         await until(pilot, lambda: isinstance(pilot.app.screen.maximized, CandidateCard))
         assert "Enter accepts" in seen(pilot)

@@ -305,7 +305,7 @@ async def test_twenty_thousand_blocks_are_drawn_by_the_line() -> None:
 async def test_tables_show_runs_fill_and_sharers() -> None:
     async with panel_of(picture(TABLES), view="tables", size=(160, 70)) as (pilot, _, _):
         pilot.app.screen.add_class("-expanded")
-        pilot.app.screen.query_one("#talk").display = False
+        pilot.app.screen.query_one("#chat-pane").display = False
         await pilot.pause()
         await pilot.pause()
         lines = [line.strip("│ ") for line in seen(pilot).splitlines()]

@@ -56,7 +56,7 @@ class ChatPane(Vertical):
     """The last visible turn."""
 
     def __init__(self, store: SessionStore, commands: CommandTable) -> None:
-        super().__init__(id="talk")
+        super().__init__(id="chat-pane")
         self.store = store
         self.commands = commands
         self.conversation = Conversation()

@@ -23,26 +23,26 @@ _READING, _WORDS = 6.0, 24  # seconds for a note of up to this many words; longe
 _LONGEST = 90.0  # maximum seconds to wait for the answers, for a slow machine
 
 
-async def give_tour(talk: ChatPane) -> None:
+async def give_tour(pane: ChatPane) -> None:
     """Ask one question for three answers in an empty conversation, and explain what happens.
 
     The user's settings are restored at the end, also after an error.
     """
-    app = talk.app
+    app = pane.app
     before = app.settings
     caption = Static(classes="caption")  # the notes, for a memory view that hides the chat pane
     try:
-        await talk.screen.query_one(MemoryPanel).mount(caption, after=0)
+        await pane.screen.query_one(MemoryPanel).mount(caption, after=0)
         # Set the settings without calling watchers, because these are not the user's settings and must not be saved.
         app.set_reactive(EngineApp.settings, replace(before, sampling=_SAMPLING, beams={}))
-        talk.is_paced = True
-        talk.send(Pace(_AT_FORK))
-        await _play(talk, caption)
+        pane.is_paced = True
+        pane.send(Pace(_AT_FORK))
+        await _play(pane, caption)
     finally:
         if caption.is_attached:
             caption.remove()
-        talk.is_paced = False
-        talk.send(Pace(0))
+        pane.is_paced = False
+        pane.send(Pace(0))
         app.set_reactive(EngineApp.settings, before)
 
 
@@ -51,17 +51,17 @@ def reading_time(text: str) -> float:
     return _READING * max(1.0, len(text.split()) / _WORDS)
 
 
-async def _play(talk: ChatPane, caption: Static) -> None:
-    conversation = talk.conversation
+async def _play(pane: ChatPane, caption: Static) -> None:
+    conversation = pane.conversation
 
     def copies() -> int:
-        return 0 if talk.pool is None else talk.pool.counts.num_copies
+        return 0 if pane.pool is None else pane.pool.counts.num_copies
 
     def is_answering() -> bool:
-        return talk.run is not None
+        return pane.run is not None
 
     def is_asked() -> bool:
-        leaf = talk.conversation.leaf
+        leaf = pane.conversation.leaf
         return is_answering() or (leaf is not None and not leaf.answer.is_open)
 
     async def until(condition: Callable[[], bool]) -> None:
@@ -72,10 +72,10 @@ async def _play(talk: ChatPane, caption: Static) -> None:
     async def say(text: str, *, wait: bool = True) -> None:
         caption.update(Content(text))
         note = f"tour · {text}"
-        if talk.conversation is conversation:
+        if pane.conversation is conversation:
             (conversation if conversation.leaf is None else conversation.leaf).notes.append(note)
-            talk.save()
-        await talk.transcript.add_note(note, "tour")
+            pane.save()
+        await pane.transcript.add_note(note, "tour")
         if wait:
             await asyncio.sleep(reading_time(text))
 
@@ -84,7 +84,7 @@ async def _play(talk: ChatPane, caption: Static) -> None:
         "text that the model has read stays in memory, in blocks of a few words each. The strands show one line per "
         "block. Now one question gets three answers. You don't need to type anything."
     )
-    talk.prompt.post_message(PromptInput.Submitted(QUESTION))  # the chat pane asks, in its own task
+    pane.prompt.post_message(PromptInput.Submitted(QUESTION))  # the chat pane asks, in its own task
     await until(is_asked)  # by then the question is in the transcript, and notes go below it
     await say(
         "fork: the question is read once. Its blocks are the thick lines (┃): all three answers share them, even the "
@@ -96,9 +96,9 @@ async def _play(talk: ChatPane, caption: Static) -> None:
         f"each answer gets a copy of it ({COPIED}), and the last one keeps the original. All earlier blocks stay "
         "shared."
     )
-    talk.send(Pace(_STEPS_PER_SECOND))
+    pane.send(Pace(_STEPS_PER_SECOND))
     await until(lambda: not is_answering())
-    asked = talk.conversation.leaf
+    asked = pane.conversation.leaf
     if asked is None or asked.question != QUESTION or not asked.answer.candidates or asked.answer.is_open:
         return  # the user went elsewhere
     if asked.answer.finish_reason == "abort":
@@ -108,7 +108,7 @@ async def _play(talk: ChatPane, caption: Static) -> None:
         "each answer continues in its own blocks, the thin lines (│) in the color of its card. "
         f"{plural(copies() - at_first, 'block')} copied; the question before that block is still stored only once."
     )
-    talk.call_command("accept", "1")
+    pane.call_command("accept", "1")
     await say(
         "free: the tour accepted the first answer. Blocks that only the others held are freed, and the rest stays. "
         "That is all: fork, copy on write, free. Ask another question, or try /n 3 and /beams 4. F7 hides the strands."

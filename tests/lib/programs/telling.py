@@ -28,14 +28,14 @@ def run(app: ChatApp, typed: bytes = b"") -> int:
 
 def state(app: ChatApp) -> list[str]:
     """Return the app's state, and the place of each task that does not wait for its next message."""
-    talk = app.chat.talk
-    run, leaf = talk.run, talk.conversation.leaf
+    pane = app.chat.chat_pane
+    run, leaf = pane.run, pane.conversation.leaf
     return [
         f"is left: {app._exit}; screens: {app.screen_stack}; keys that wait: {len(app._typed_early)}",
-        f"engine: {app.engine_state.phase}, heard by the talk as {talk.engine.phase}; {app.engine_state.error}",
+        f"engine: {app.engine_state.phase}, heard by the chat pane as {pane.engine.phase}; {app.engine_state.error}",
         f"answer: {run and run.answer.request_id}, {'is stopping' if run and run.is_stopping else 'goes on'}; "
-        f"summing up: {talk.compaction is not None}; last: {leaf and leaf.answer.finish_reason}",
-        f"questions that wait: {talk.waiting._texts}; commands that wait: {talk.num_waiting}",
+        f"summing up: {pane.compaction is not None}; last: {leaf and leaf.answer.finish_reason}",
+        f"questions that wait: {pane.waiting._texts}; commands that wait: {pane.num_waiting}",
         *filter(None, map(_place, asyncio.all_tasks())),
     ]
 

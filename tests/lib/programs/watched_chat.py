@@ -67,12 +67,12 @@ class Watched(chat_app.ChatApp):
     last_seen = ""
 
     async def on_mount(self) -> None:
-        self.set_interval(0.5, lambda: self.chat.talk.call_later(self._look))
+        self.set_interval(0.5, lambda: self.chat.chat_pane.call_later(self._look))
 
     def _look(self) -> None:
-        talk, pool = self.chat.talk, self.chat.pool
-        busy = talk.run is not None or talk.compaction is not None
-        conversation = talk.conversation
+        pane, pool = self.chat.chat_pane, self.chat.pool
+        busy = pane.run is not None or pane.compaction is not None
+        conversation = pane.conversation
         look = Look(conversation.conversation_id, ended(conversation), self.engine_state.phase, busy)
         look.megabytes = resident_bytes(os.getpid()) / 1e6
         if pool is not None:
@@ -88,11 +88,11 @@ class Watched(chat_app.ChatApp):
 
     def _lost(self, conversation: Conversation, busy: bool) -> list[str]:
         """Return the differences between the conversation and its file."""
-        path = self.chat.talk.store.path_of(conversation)
+        path = self.chat.chat_pane.store.path_of(conversation)
         if not conversation.first or path in DELETED:
             return []
         try:
-            saved = self.chat.talk.store.load(path)
+            saved = self.chat.chat_pane.store.load(path)
         except MinillmError as error:
             return [str(error)]
         shown = from_data(json.loads(json.dumps(to_data(conversation))))  # as it will be read
